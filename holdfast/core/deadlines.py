@@ -1,0 +1,43 @@
+"""How long to wait, learnt from what the job was seen to do.
+
+Each deadline is a factor times the longest time observed, and never below a floor. A flag may
+override it; none needs to.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from holdfast.messages.units import Seconds
+
+RECONNECT_S: Seconds = 0.3
+"""An agent that lives is back on a new stream within milliseconds; one that died is not."""
+
+RECONNECT_AFTER_RESTART_S: Seconds = 10.0
+"""Agents notice a dead coordinator at once and knock with a backoff of at most a second."""
+
+STOP_FACTOR = 3.0
+STOP_FLOOR_S: Seconds = 3.0
+STOP_UNKNOWN_S: Seconds = 30.0
+
+
+class StopGrace(Struct):
+    """How long a worker that handles SIGTERM may take before SIGKILL.
+
+    Only workers that installed a handler get it (the agent sees that in the process's signal mask);
+    one that ignores SIGTERM is killed at once. Until a first one was seen to end by itself, it has
+    torchrun's 30 s.
+    """
+
+    override_s: Seconds | None
+    longest_s: Seconds | None = None
+
+    def observe(self, took_s: Seconds) -> None:
+        self.longest_s = max(took_s, self.longest_s or 0.0)
+
+    def limit_s(self) -> Seconds:
+        if self.override_s is not None:
+            return self.override_s
+        if self.longest_s is None:
+            return STOP_UNKNOWN_S
+        return max(STOP_FLOOR_S, STOP_FACTOR * self.longest_s)

@@ -1,0 +1,189 @@
+"""Where every second of every rank went.
+
+Each rank has a cursor in time and the cause that its present moment belongs to. Booking moves the
+cursor forward and adds the distance to one cause, so the causes of a rank add up to the time that the
+rank was on the books: not by care, but because there is no other way to add.
+
+What a worker reports arrives now and then and tells of the past (so many steps until such a time).
+Time since a rank's last finished step is therefore still open, and is booked when it is known what
+became of it: productive if the step was finished, redo if the rank's round broke before that. A
+second of training counts as redo when its steps had been finished once before, and so does the
+unfinished step that a fault threw away.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct, field
+
+from holdfast.messages.records import Cause, RankProgress
+from holdfast.messages.units import Rank, RoundNumber, Seconds, StepNumber, Time
+
+
+class Span(Struct, frozen=True):
+    """One booking; a trace is a list of them."""
+
+    rank: Rank
+    cause: Cause
+    begin: Time
+    end: Time
+    round: RoundNumber
+    step: StepNumber
+
+
+class Account(Struct):
+    """One rank's place on the books."""
+
+    opened_at: Time
+    cursor: Time
+    cause: Cause
+    """What the time after the cursor will be booked to if nothing else is learnt about it."""
+    step: StepNumber = StepNumber(0)
+    steps: int = 0
+    checkpoint_s: Seconds = 0.0
+    restore_s: Seconds = 0.0
+
+
+class Ledger(Struct):
+    opened_at: Time
+    seconds: dict[Cause, Seconds] = field(default_factory=dict)
+    accounts: dict[Rank, Account] = field(default_factory=dict)
+    round: RoundNumber = RoundNumber(0)
+    redo_until: StepNumber = StepNumber(0)
+    """Steps of this round up to this one had been finished before."""
+    fault_at: Time | None = None
+    noticed_at: Time | None = None
+    closed_s: Seconds = 0.0
+    """Rank-seconds of accounts that are closed."""
+    spans: list[Span] | None = None
+    """Kept only when somebody wants a trace."""
+
+
+def size(ledger: Ledger, ranks: int, now: Time) -> None:
+    """Have accounts for that many ranks: close those of ranks that are no more, open new ones."""
+    for rank in [rank for rank in ledger.accounts if rank >= ranks]:
+        book(ledger, rank, now)
+        gone = ledger.accounts.pop(rank)
+        ledger.closed_s += gone.cursor - gone.opened_at
+    first = ledger.round == 0
+    since = ledger.opened_at if first else now
+    for rank in map(Rank, range(ranks)):
+        if rank not in ledger.accounts:
+            ledger.accounts[rank] = Account(since, since, "start" if first else "wait")
+
+
+def book(ledger: Ledger, rank: Rank, until: Time, cause: Cause | None = None) -> None:
+    """Move a rank's cursor to that time, to a cause or to the one it stands in."""
+    account = ledger.accounts[rank]
+    if until <= account.cursor:
+        return
+    cause = cause or account.cause
+    ledger.seconds[cause] = ledger.seconds.get(cause, 0.0) + (until - account.cursor)
+    if ledger.spans is not None:
+        span = Span(rank, cause, account.cursor, until, ledger.round, account.step)
+        ledger.spans.append(span)
+    account.cursor = until
+
+
+def enter(ledger: Ledger, cause: Cause, now: Time, rank: Rank | None = None) -> None:
+    """From now on a rank's (or everybody's) time belongs to that cause."""
+    for each in [rank] if rank is not None else list(ledger.accounts):
+        book(ledger, each, now)
+        ledger.accounts[each].cause = cause
+
+
+def begin_round(ledger: Ledger, round: RoundNumber, highest: StepNumber, now: Time) -> None:
+    """A round is frozen: its ranks are being started."""
+    ledger.round = round
+    ledger.redo_until = highest
+    for rank, account in ledger.accounts.items():
+        book(ledger, rank, now)
+        account.cause = "start"
+        account.step, account.steps = StepNumber(0), 0
+        account.checkpoint_s = account.restore_s = 0.0
+
+
+def script_began(ledger: Ledger, rank: Rank, at: Time) -> None:
+    """The user's script runs: what follows until its first step is init."""
+    if ledger.accounts[rank].cause == "start":
+        enter(ledger, "init", at, rank)
+
+
+def progressed(ledger: Ledger, progress: RankProgress) -> None:
+    """Book what a rank's progress page says about its past."""
+    account = ledger.accounts[progress.rank]
+    if progress.steps <= account.steps or progress.last_at is None:
+        return
+    if account.steps == 0 and progress.first_at is not None:
+        _book_aside(ledger, progress, "restore", progress.restore_s - account.restore_s)
+        book(ledger, progress.rank, progress.first_at)
+        # The first step is known to end here; the steps before it were another process's.
+        account.step = StepNumber(progress.step - progress.steps + 1)
+        account.steps = 1
+    _book_aside(ledger, progress, "checkpoint", progress.checkpoint_s - account.checkpoint_s)
+    _book_steps(ledger, account, progress, progress.last_at)
+    account.cause = "productive"
+    account.step, account.steps = progress.step, progress.steps
+    account.checkpoint_s, account.restore_s = progress.checkpoint_s, progress.restore_s
+
+
+def _book_aside(ledger: Ledger, progress: RankProgress, cause: Cause, took_s: Seconds) -> None:
+    """Book time that a step or the start spent on something else, at most as much as there is."""
+    account = ledger.accounts[progress.rank]
+    last = progress.first_at if account.steps == 0 else progress.last_at
+    if took_s > 0 and last is not None:
+        book(ledger, progress.rank, Time(min(account.cursor + took_s, last)), cause)
+
+
+def _book_steps(ledger: Ledger, account: Account, progress: RankProgress, last_at: Time) -> None:
+    """Split the time of the newly finished steps between those done before and new ones."""
+    first, last = account.step, progress.step
+    if last <= first:
+        book(ledger, progress.rank, last_at, "productive")
+        return
+    again = min(max(ledger.redo_until - first, 0), last - first)
+    share = again / (last - first)
+    redone_at = account.cursor + share * (last_at - account.cursor)
+    book(ledger, progress.rank, Time(redone_at), "redo")
+    book(ledger, progress.rank, last_at, "productive")
+
+
+def broke(ledger: Ledger, fault_at: Time, now: Time) -> None:
+    """A fault at that time, noticed now. It is booked once all workers are gone: see `stopped`."""
+    ledger.fault_at, ledger.noticed_at = fault_at, now
+
+
+def stopped(ledger: Ledger, now: Time) -> None:
+    """All workers of the broken round are gone and have told how far they came.
+
+    What was under way at the fault is lost, then we were blind, then we stopped the others.
+    """
+    fault_at, noticed_at = ledger.fault_at or now, ledger.noticed_at or now
+    for rank, account in ledger.accounts.items():
+        book(ledger, rank, fault_at, "redo" if account.cause == "productive" else None)
+        book(ledger, rank, noticed_at, "detect")
+        book(ledger, rank, now, "stop")
+        account.cause = "rendezvous"
+    ledger.fault_at = ledger.noticed_at = None
+
+
+def seconds_until(ledger: Ledger, now: Time) -> dict[Cause, Seconds]:
+    """The books as they would stand if they were closed now."""
+    seconds = dict(ledger.seconds)
+    for account in ledger.accounts.values():
+        if now > account.cursor:
+            seconds[account.cause] = seconds.get(account.cause, 0.0) + (now - account.cursor)
+    return seconds
+
+
+def rank_seconds(ledger: Ledger, now: Time) -> Seconds:
+    """How many seconds of how many ranks there were to account for, whatever they were booked to."""
+    open_s = sum(max(now, a.cursor) - a.opened_at for a in ledger.accounts.values())
+    return ledger.closed_s + open_s
+
+
+def validate(ledger: Ledger) -> None:
+    """Nothing negative, and the causes add up to the time on the books."""
+    assert all(s >= 0 for s in ledger.seconds.values()), "negative seconds"
+    booked = sum(ledger.seconds.values())
+    due = ledger.closed_s + sum(a.cursor - a.opened_at for a in ledger.accounts.values())
+    assert abs(booked - due) <= 1e-6 * max(1.0, due), f"booked {booked} s of {due} s"

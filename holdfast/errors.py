@@ -1,0 +1,86 @@
+"""Everything Holdfast raises on purpose.
+
+    HoldfastError            1   root; catch this to catch all of ours
+    ├── UsageError           2   a flag, variable or argument makes no sense
+    ├── JobError             1   a job cannot be started or found
+    │   └── JobHomeError     2   its home cannot be written, or its name is in use
+    ├── WireError            1   a connection is refused or given up
+    │   ├── FrameTooLarge        the peer announced more bytes than allowed; none were read
+    │   ├── BadFrame             the bytes are no message of ours
+    │   ├── WrongToken           the peer does not know the job's token
+    │   └── WrongProtocol        the peer speaks another version
+    ├── JournalError         1   the journal cannot be written or read
+    │   └── JournalCorrupt       a record in it does not decode: nothing after it is trusted
+    ├── FencedError          1   a message from an older round: refused, never applied
+    └── WorkerError          1   a worker or standby could not be started
+
+The type says who has to act: the person who typed the command (UsageError, JobHomeError), the peer
+(WireError, FencedError), or whoever looks after the machine (the rest). The number is the exit code
+of a process that ends by it. Messages say what happened, where (job, node, rank, round, path) and
+what to do about it.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class HoldfastError(Exception):
+    """Root of the tree."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class UsageError(HoldfastError):
+    """What was typed makes no sense. The message is one printable line, whatever was typed."""
+
+    exit_code: ClassVar[int] = 2
+
+    def __init__(self, message: str) -> None:
+        super().__init__("".join(c if c.isprintable() else "?" for c in message))
+
+
+class JobError(HoldfastError):
+    """A job cannot be started or found."""
+
+
+class JobHomeError(JobError):
+    """A job's home cannot be written, or another live job has its name."""
+
+    exit_code: ClassVar[int] = 2
+
+
+class WireError(HoldfastError):
+    """A connection is refused or given up; what it carried so far stays valid."""
+
+
+class FrameTooLarge(WireError):
+    """A frame longer than the limit was announced; it was refused before anything was allocated."""
+
+
+class BadFrame(WireError):
+    """Bytes that do not decode to the message expected here."""
+
+
+class WrongToken(WireError):
+    """The peer's token is not the job's."""
+
+
+class WrongProtocol(WireError):
+    """The peer speaks another version of the protocol."""
+
+
+class JournalError(HoldfastError):
+    """The journal cannot be written or read, so nothing may be acted on."""
+
+
+class JournalCorrupt(JournalError):
+    """A record of the journal does not decode or is out of order."""
+
+
+class FencedError(HoldfastError):
+    """Something from an older round arrived; the message names both rounds."""
+
+
+class WorkerError(HoldfastError):
+    """A worker or standby could not be started at all (its own failures are incidents)."""

@@ -1,0 +1,70 @@
+"""The few things that only the Linux kernel can do for us, and Python does not wrap."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+PR_SET_PDEATHSIG = 1
+PR_SET_NAME = 15
+PR_SET_CHILD_SUBREAPER = 36
+
+_READ_WRITE = 3
+_SHARED = 1
+
+
+def prctl(option: int, value: int | bytes) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    argument = ctypes.c_char_p(value) if isinstance(value, bytes) else ctypes.c_ulong(value)
+    if libc.prctl(option, argument, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+class Mapping:
+    """Shared memory mapped from a descriptor, which may be closed afterwards.
+
+    The standard library's mmap keeps a descriptor of its own for as long as it lives; a worker must
+    not have one that its script could close, or count.
+    """
+
+    def __init__(self, fd: int, size_bytes: int) -> None:
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._libc.mmap.restype = ctypes.c_void_p
+        self._libc.mmap.argtypes = [
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            *[ctypes.c_int] * 3,
+            ctypes.c_long,
+        ]
+        address = self._libc.mmap(None, size_bytes, _READ_WRITE, _SHARED, fd, 0)
+        if address == ctypes.c_void_p(-1).value:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+        self._address = ctypes.c_void_p(address)
+        self._size_bytes = size_bytes
+        self.view = memoryview((ctypes.c_ubyte * size_bytes).from_address(address)).cast("B")
+
+    def close(self) -> None:
+        """Unmap. Views taken from it must have been released before."""
+        self.view.release()
+        self._libc.munmap(self._address, ctypes.c_size_t(self._size_bytes))
+
+
+def name_process(name: str) -> None:
+    """What `ps` and `top` call this process; 15 characters at most."""
+    prctl(PR_SET_NAME, name.encode()[:15])
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent dies."""
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def children(pid: int) -> list[int]:
+    """The processes whose parent that one is."""
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children") as listing:
+            return [int(word) for word in listing.read().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return []

@@ -1,0 +1,48 @@
+"""Actions: what is to be done. The core returns them; the coordinator carries each to its node."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from holdfast.messages.records import Part
+from holdfast.messages.units import NodeId, RoundNumber, Seconds
+
+
+class Action(Struct, frozen=True, kw_only=True, tag=True):
+    pass
+
+
+class StartWorkers(Action, frozen=True, kw_only=True):
+    """Give the ranks of this part to processes of the node."""
+
+    node: NodeId
+    part: Part
+
+
+class StopWorkers(Action, frozen=True, kw_only=True):
+    """End the node's workers of that round, then say NodeReady."""
+
+    node: NodeId
+    round: RoundNumber
+    grace_s: Seconds
+    why: str
+
+
+class Finish(Action, frozen=True, kw_only=True):
+    """End whatever runs on the node, say NodeLeft, and exit with that code."""
+
+    node: NodeId
+    code: int
+    reason: str
+    grace_s: Seconds
+
+
+class CloseJob(Action, frozen=True, kw_only=True):
+    """All nodes are gone and the job is over: the coordinator may end."""
+
+    code: int
+    reason: str
+
+
+AnyAction = StartWorkers | StopWorkers | Finish | CloseJob
+NodeAction = StartWorkers | StopWorkers | Finish

@@ -1,0 +1,87 @@
+"""What an agent and the processes on its node say to each other.
+
+Each message is one packet on a Unix socket pair that the agent made, so there is no name to guess, no
+file to leave behind, and the kernel says who is at the other end. File descriptors travel beside it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from holdfast.messages.records import Raised
+
+Entry = Literal["script", "module", "path", "command"]
+"""How the user's code is started: a file, `-m`, `--run-path`, `--no-python`."""
+
+PACKET_BYTES = 1 << 16
+
+
+class Program(Struct, frozen=True, kw_only=True):
+    """What a worker runs."""
+
+    entry: Entry
+    script: str
+    args: tuple[str, ...]
+
+
+class Local(Struct, frozen=True, kw_only=True, tag=True):
+    pass
+
+
+class Fork(Local, frozen=True, kw_only=True):
+    """Agent to nursery: make a process. With it: its end of a control socket, and its page."""
+
+    rehearse: bool
+
+
+class Forked(Local, frozen=True, kw_only=True):
+    """Nursery to agent: the process of the oldest unanswered Fork."""
+
+    pid: int
+
+
+class Warm(Local, frozen=True, kw_only=True):
+    """Nursery to agent: everything is imported; from now on a fork is all it takes."""
+
+    seconds: float
+    resident_bytes: int
+
+
+class Standing(Local, frozen=True, kw_only=True):
+    """Standby to agent: rehearsed and waiting."""
+
+
+class Assign(Local, frozen=True, kw_only=True):
+    """Agent to a process: become this rank. With it: stdin, stdout and stderr."""
+
+    env: dict[str, str]
+    program: Program
+    agent_pid: int
+
+
+class Began(Local, frozen=True, kw_only=True):
+    """Worker to agent: the user's script begins."""
+
+    at: float
+
+
+class Stepped(Local, frozen=True, kw_only=True):
+    """Worker to agent: the first step is finished; the page says when."""
+
+
+class Died(Local, frozen=True, kw_only=True):
+    """Worker to agent: the script ended with an exception."""
+
+    raised: Raised
+
+
+class Done(Local, frozen=True, kw_only=True):
+    """Worker to agent: the script ran to its end; only the interpreter's own end is left."""
+
+
+ToNursery = Fork
+FromNursery = Forked | Warm
+ToWorker = Assign
+FromWorker = Standing | Began | Stepped | Died | Done

@@ -1,0 +1,137 @@
+"""Things that are told about: pieces of events and actions, and what reports are made of."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct, field
+
+from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, StepNumber, Time
+
+Cause = Literal[
+    "productive",
+    "redo",
+    "start",
+    "init",
+    "checkpoint",
+    "detect",
+    "stop",
+    "rendezvous",
+    "restore",
+    "wait",
+    "idle",
+]
+"""What a second of a rank was spent on. Every second has exactly one."""
+
+
+FaultKind = Literal["signal", "oom", "exit", "exception", "node"]
+
+
+class Terms(Struct, frozen=True, kw_only=True):
+    """What the user asked of the job; fixed when it opens."""
+
+    min_nodes: int = 1
+    max_nodes: int = 1
+    node_unit: int = 1
+    max_restarts: int | None = None
+    grace_s: Seconds | None = None
+    """How long a worker may take to end after SIGTERM; learnt when not given."""
+
+
+class NodeSpec(Struct, frozen=True, kw_only=True):
+    """What a node brings along."""
+
+    host: str
+    address: str
+    slots: int
+    pid: int
+    node_rank: int | None = None
+
+
+class RankProgress(Struct, frozen=True, kw_only=True):
+    """How far one worker process has come, as its own progress page says."""
+
+    rank: Rank
+    step: StepNumber = StepNumber(0)
+    steps: int = 0
+    """Steps finished by this very process; 0 means that it has not finished one."""
+    first_at: Time | None = None
+    last_at: Time | None = None
+    checkpoint_s: Seconds = 0.0
+    restore_s: Seconds = 0.0
+
+
+class Raised(Struct, frozen=True, kw_only=True):
+    """The exception that ended a worker."""
+
+    type: str
+    message: str
+    where: str
+    traceback: str
+
+
+class Place(Struct, frozen=True, kw_only=True):
+    """One node's share of a round."""
+
+    node: NodeId
+    group_rank: int
+    first_rank: Rank
+    slots: int
+
+
+class World(Struct, frozen=True, kw_only=True):
+    """A round as agreed: never edited, only followed by another."""
+
+    round: RoundNumber
+    places: tuple[Place, ...]
+    size: int
+    store_address: str
+    store_port: int
+    frozen_at: Time
+
+
+class Part(Struct, frozen=True, kw_only=True):
+    """What one node needs to know of a round, and no more."""
+
+    round: RoundNumber
+    first_rank: Rank
+    slots: int
+    group_rank: int
+    group_world_size: int
+    world_size: int
+    store_address: str
+    store_port: int
+    restarts: int
+    max_restarts: int
+
+
+class Incident(Struct, kw_only=True):
+    """One fault, from its first sign to the first good step after it."""
+
+    id: int
+    kind: FaultKind
+    node: NodeId
+    rank: Rank | None
+    round: RoundNumber
+    step: StepNumber
+    signature: str
+    action: str = ""
+    detail: str = ""
+    fault_at: Time
+    opened_at: Time
+    stopped_at: Time | None = None
+    frozen_at: Time | None = None
+    started_at: Time | None = None
+    back_at: Time | None = None
+    closed_at: Time | None = None
+    lost_steps: int = 0
+    also: list[str] = field(default_factory=list)
+    """What other ranks died of in its wake."""
+
+
+class Ended(Struct, frozen=True, kw_only=True):
+    """How the job ended: the exit code of the launcher and the reason in one line."""
+
+    code: int
+    reason: str
+    at: Time

@@ -1,0 +1,23 @@
+"""The kinds of number and name that every other module speaks in.
+
+They are plain values at run time; the types keep a rank from being passed where a step is wanted.
+"""
+
+from typing import NewType
+
+NodeId = NewType("NodeId", str)
+"""Unique per agent process: an agent that is started again is another node."""
+
+Rank = NewType("Rank", int)
+"""Global rank of a worker within one round."""
+
+RoundNumber = NewType("RoundNumber", int)
+"""Rounds count from 1; 0 means that no round was agreed yet."""
+
+StepNumber = NewType("StepNumber", int)
+"""How many training steps are finished, counted from the job's first one."""
+
+Time = NewType("Time", float)
+"""Job time: seconds on the coordinator's clock, which never goes back."""
+
+Seconds = float

@@ -1,0 +1,48 @@
+"""What is said on a stream between an agent and the coordinator, around events and actions.
+
+An agent greets with the job's token, then sends its events numbered from 1 and keeps each until it is
+acknowledged; after a broken stream it sends the rest again, and the coordinator drops what it has.
+Actions need no number: an agent that comes back says what it is doing and is told what it missed.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from holdfast.messages.actions import Finish, StartWorkers, StopWorkers
+from holdfast.messages.events import AnyEvent
+from holdfast.messages.units import NodeId, RoundNumber, Time
+
+PROTOCOL = 1
+
+
+class Hello(Struct, frozen=True, kw_only=True, tag=True):
+    protocol: int
+    token: str
+    node: NodeId
+    round: RoundNumber
+    busy: bool
+
+
+class Welcome(Struct, frozen=True, kw_only=True, tag=True):
+    job: str
+    now: Time
+    acked: int
+    """The newest event of this node that is in the journal."""
+
+
+class Refused(Struct, frozen=True, kw_only=True, tag=True):
+    reason: str
+
+
+class Sent(Struct, frozen=True, kw_only=True, tag=True):
+    number: int
+    event: AnyEvent
+
+
+class Ack(Struct, frozen=True, kw_only=True, tag=True):
+    number: int
+
+
+FromAgent = Hello | Sent
+FromCoordinator = Welcome | Refused | Ack | StartWorkers | StopWorkers | Finish
