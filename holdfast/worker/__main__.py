@@ -1,0 +1,35 @@
+"""`python -m holdfast.worker SCRIPT ...`: how an agent starts a nursery or a single worker.
+
+The script and its arguments stand on the command line only so that `ps` and `pgrep -f` show what
+these processes are for; what to run comes over the control socket.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from holdfast.worker.bootstrap import become_worker
+from holdfast.worker.channel import Channel
+from holdfast.worker.nursery import Born, serve
+
+
+def main() -> int:
+    role, *numbers = os.environ.pop("HOLDFAST_WORKER").split(",")
+    if role == "fresh":
+        control_fd, page_fd = map(int, numbers)
+        return become_worker(control_fd, page_fd, rehearse=False)
+    preload = os.environ.pop("HOLDFAST_PRELOAD", "").split()
+    born = _nursery(int(numbers[0]), preload, eager=numbers[1] == "eager")
+    if born is None:
+        return 0
+    return become_worker(born.control_fd, born.page_fd, born.rehearse)
+
+
+def _nursery(fd: int, preload: list[str], eager: bool) -> Born | None:
+    os.setpgid(0, 0)
+    return serve(Channel(fd), preload, eager)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

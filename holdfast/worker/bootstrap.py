@@ -1,0 +1,65 @@
+"""From a bare process to a rank.
+
+Every worker is a process that waits on its control socket until it is told which rank to be; then it
+takes over the rank's environment and standard streams, and runs the script. Whether it was forked
+from the nursery or started afresh makes no difference from here on.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import msgspec
+
+from holdfast.kernel import PR_SET_PDEATHSIG, prctl
+from holdfast.messages.local import Assign, Began, Died, Done, Standing, ToWorker
+from holdfast.page import ProgressPage
+from holdfast.worker import hooks, rehearsal, runtime, script
+from holdfast.worker.channel import Channel
+from holdfast.worker.runtime import Runtime
+
+_decoder = msgspec.msgpack.Decoder(ToWorker)
+
+
+def become_worker(control_fd: int, page_fd: int, rehearse: bool) -> int:
+    """Wait for a rank and be it; the exit status."""
+    os.setpgid(0, 0)
+    channel = Channel(control_fd)
+    page = ProgressPage(page_fd)
+    os.close(page_fd)
+    if rehearse:
+        rehearsal.rehearse()
+        channel.send(Standing())
+    packet, fds = channel.receive(max_fds=3)
+    if not packet:
+        os._exit(0)
+    assign = _decoder.decode(packet)
+    _take_over(assign, fds)
+    worker = Runtime(channel, page)
+    runtime.install(worker)
+    hooks.count_steps(worker)
+    channel.send(Began(at=time.monotonic()))
+    try:
+        code = script.run(assign.program, lambda raised: channel.send(Died(raised=raised)))
+    except SystemExit as leaving:
+        if leaving.code in (None, 0):
+            channel.send(Done())
+        raise
+    if code == 0:
+        channel.send(Done())
+    return code
+
+
+def _take_over(assign: Assign, fds: list[int]) -> None:
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != assign.agent_pid:
+        os._exit(0)
+    for target, fd in enumerate(fds):
+        os.dup2(fd, target)
+        os.close(fd)
+    os.environ.update(assign.env)
+    rehearsal.reseed()
+    sys.stdout.flush()

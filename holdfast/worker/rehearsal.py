@@ -1,0 +1,89 @@
+"""What a standby does before it is needed, so that a rank's first step costs milliseconds.
+
+Importing torch is not enough: the first optimizer step imports as much again. The nursery therefore
+takes a forward pass and optimizer steps with gradients made by hand, which brings in every module but
+starts no thread and touches no accelerator, so that it can fork safely afterwards. A standby then
+takes a whole step, with a backward pass, in its own process.
+
+Nothing of it may be seen by the script: random generators are put back as they were.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+log = logging.getLogger("holdfast.worker")
+
+
+def has_torch() -> bool:
+    return importlib.util.find_spec("torch") is not None
+
+
+def preload(modules: Sequence[str]) -> None:
+    """Import torch with all that training needs, and the modules the user named."""
+    if has_torch():
+        try:
+            _rehearse_without_backward()
+        except Exception:  # Whatever torch is like here, a standby is only a head start.
+            log.exception("torch cannot be rehearsed; standbys start cold")
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except Exception:  # The user's own module: the rank will show the error where it belongs.
+            log.exception("--preload %s cannot be imported; standbys go without it", name)
+
+
+def _rehearse_without_backward() -> None:
+    import torch
+    import torch.distributed
+    import torch.nn.parallel
+    import torch.utils.data
+
+    with _random_state_kept(torch):
+        model = torch.nn.Linear(4, 4)
+        model(torch.zeros(2, 4))
+        parameters = list(model.parameters())
+        optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.SGD(parameters, lr=0.0, momentum=0.9),
+            torch.optim.AdamW(parameters, lr=0.0),
+        ]
+        for optimizer in optimizers:
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def rehearse() -> None:
+    """One whole tiny training step in this process."""
+    if "torch" not in sys.modules:
+        return
+    import torch
+
+    with _random_state_kept(torch):
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        model(torch.zeros(2, 4)).sum().backward()
+        optimizer.step()
+
+
+@contextmanager
+def _random_state_kept(torch: Any) -> Iterator[None]:
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+
+
+def reseed() -> None:
+    """Give a forked process the fresh random state that a new process would have had."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()

@@ -1,0 +1,109 @@
+"""Runs the user's program as `python train.py` would have.
+
+The script must not be able to tell that the process existed before: `__main__`, `sys.argv`,
+`sys.path`, the traceback of an exception and the exit status are what they would be in a process of
+its own.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib.machinery
+import os
+import runpy
+import signal
+import sys
+import traceback
+import types
+from collections.abc import Callable
+from types import TracebackType
+
+from holdfast.messages.local import Program
+from holdfast.messages.records import Raised
+
+_OUR_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_MAX_TRACEBACK = 16_000
+
+
+def run(program: Program, died: Callable[[Raised], object]) -> int:
+    """Run it to its end; the exit status. `died` hears of an exception before it is printed."""
+    try:
+        _enter(program)
+        return 0
+    except SystemExit:
+        raise
+    except KeyboardInterrupt as error:
+        _print(error)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+        return 130
+    except BaseException as error:  # The edge of the process: python itself would end it here.
+        died(describe(error))
+        _print(error)
+        return 1
+
+
+def _enter(program: Program) -> None:
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__builtins__=builtins, __annotations__={})
+    sys.modules["__main__"] = main
+    sys.argv = [program.script, *program.args]
+    flags = ["-m"] if program.entry == "module" else []
+    sys.orig_argv = [sys.executable, "-u", *flags, program.script, *program.args]
+    if program.entry == "module":
+        _set_first_path(os.getcwd())
+        runpy._run_module_as_main(program.script)  # type: ignore[attr-defined]
+    elif program.entry == "path":
+        runpy.run_path(program.script, run_name="__main__")
+    else:
+        _set_first_path(os.path.dirname(os.path.realpath(program.script)))
+        _exec_file(program.script, main)
+
+
+def _set_first_path(path: str) -> None:
+    """The entry that python adds by itself; it adds none in safe-path mode."""
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = path
+
+
+def _exec_file(path: str, main: types.ModuleType) -> None:
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    main.__dict__.update(__file__=path, __cached__=None, __loader__=loader)
+    code = compile(loader.get_data(path), path, "exec", dont_inherit=True)
+    exec(code, main.__dict__)
+
+
+def _print(error: BaseException) -> None:
+    tb = _users_part(error.__traceback__)
+    sys.excepthook(type(error), error.with_traceback(tb), tb)
+
+
+def _users_part(tb: TracebackType | None) -> TracebackType | None:
+    """The traceback without the frames in which we and runpy started the script."""
+    ours = (_OUR_PACKAGE + os.sep, runpy.__file__, "<frozen runpy>")
+    while tb is not None and tb.tb_frame.f_code.co_filename.startswith(ours):
+        tb = tb.tb_next
+    return tb
+
+
+def describe(error: BaseException) -> Raised:
+    """An exception in words that fit into a report."""
+    tb = _users_part(error.__traceback__)
+    frames = traceback.extract_tb(tb)
+    where = ""
+    if isinstance(error, SyntaxError) and error.filename:
+        where = f"{os.path.basename(error.filename)}:{error.lineno}"
+    elif frames:
+        script = next((f for f in reversed(frames) if not _is_library(f.filename)), frames[-1])
+        where = f"{os.path.basename(script.filename)}:{script.lineno}"
+    text = "".join(traceback.format_exception(type(error), error, tb))
+    return Raised(
+        type=type(error).__name__,
+        message=str(error)[:2000],
+        where=where,
+        traceback=text[-_MAX_TRACEBACK:],
+    )
+
+
+def _is_library(filename: str) -> bool:
+    return "site-packages" in filename or filename.startswith((sys.base_prefix, "<"))
