@@ -1,0 +1,204 @@
+"""What happened, written down before anybody acts on it.
+
+One SQLite file in WAL mode: every event with its time, as JSON that anyone can query, and now and
+then the whole state, so that a replay need not start at the beginning. All events that are at hand
+are written in one transaction. A `kill -9` of the coordinator loses nothing that was acted upon; the
+end of a file torn by a power cut is repaired by SQLite itself.
+
+The state is not stored but derived: replaying the events through the core gives the same job again,
+because the core has no other input.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from holdfast.core import job as jobs
+from holdfast.core.job import Job
+from holdfast.core.ledger import Span
+from holdfast.errors import JournalCorrupt, JournalError
+from holdfast.messages.events import AnyEvent, JobOpened
+from holdfast.messages.units import NodeId, Time
+
+VERSION = 1
+SNAPSHOT_EVERY = 2000
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS events (
+    number INTEGER PRIMARY KEY, at REAL NOT NULL,
+    node TEXT, node_number INTEGER, event TEXT NOT NULL
+) STRICT;
+CREATE TABLE IF NOT EXISTS snapshots (number INTEGER PRIMARY KEY, state TEXT NOT NULL) STRICT;
+"""
+
+_encoder = msgspec.json.Encoder()
+_event_decoder = msgspec.json.Decoder(AnyEvent)
+
+
+class Entry(Struct, frozen=True):
+    """One event as the core took it in: at that time, and from which node with which number."""
+
+    at: Time
+    event: AnyEvent
+    node: NodeId | None = None
+    node_number: int = 0
+
+
+class Snapshot(Struct):
+    """The state after the event of that number."""
+
+    job: Job
+    at: Time
+    acked: dict[NodeId, int]
+
+
+_snapshot_decoder = msgspec.json.Decoder(Snapshot)
+
+
+class Journal:
+    """The coordinator's own handle: the only writer."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._db = sqlite3.connect(path, isolation_level=None)
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=NORMAL")
+            self._db.execute(f"PRAGMA user_version={VERSION}")
+            self._db.executescript(_SCHEMA)
+        except sqlite3.Error as error:
+            raise JournalError(f"{path}: cannot be opened as a journal: {error}") from None
+        last = self._db.execute("SELECT max(number) FROM events").fetchone()[0]
+        self._number: int = last or 0
+        self._backlog: list[Entry] = []
+        self._since_snapshot = 0
+
+    def append(self, entries: Sequence[Entry]) -> str | None:
+        """Write events in one transaction; the reason if that was not possible.
+
+        What could not be written (a full disk) is kept and written with the next events: training
+        goes on, and only a coordinator that dies before the disk has room again forgets it.
+        """
+        pending = self._backlog + list(entries)
+        rows = [
+            (self._number + i, e.at, e.node, e.node_number, _encoder.encode(e.event).decode())
+            for i, e in enumerate(pending, start=1)
+        ]
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            self._db.executemany("INSERT INTO events VALUES (?, ?, ?, ?, ?)", rows)
+            self._db.execute("COMMIT")
+        except sqlite3.Error as error:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            self._backlog = pending
+            return str(error)
+        self._backlog = []
+        self._number += len(rows)
+        self._since_snapshot += len(rows)
+        return None
+
+    def snapshot_due(self) -> bool:
+        return self._since_snapshot >= SNAPSHOT_EVERY and not self._backlog
+
+    def write_snapshot(self, snapshot: Snapshot) -> None:
+        """Keep the state after the last event; older snapshots go."""
+        self._since_snapshot = 0
+        state = _encoder.encode(snapshot).decode()
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            self._db.execute(
+                "INSERT OR REPLACE INTO snapshots VALUES (?, ?)", (self._number, state)
+            )
+            self._db.execute("DELETE FROM snapshots WHERE number < ?", (self._number,))
+            self._db.execute("COMMIT")
+        except sqlite3.Error:
+            # A snapshot only makes the next replay shorter; the events are all there.
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+
+    def close(self) -> None:
+        self._db.close()
+
+
+def replay(path: Path) -> Snapshot | None:
+    """The state that the journal leads to; None when it holds no job."""
+    with _Reader(path) as reader:
+        snapshot, after = reader.newest_snapshot()
+        return _run(reader.entries(after), snapshot)
+
+
+def replay_spans(path: Path) -> tuple[Snapshot | None, list[Span]]:
+    """The same, from the first event on, with every booking of the ledger."""
+    spans: list[Span] = []
+    with _Reader(path) as reader:
+        return _run(reader.entries(0), None, spans), spans
+
+
+def _run(
+    entries: Iterator[Entry], snapshot: Snapshot | None, spans: list[Span] | None = None
+) -> Snapshot | None:
+    for entry in entries:
+        if snapshot is None:
+            if not isinstance(entry.event, JobOpened):
+                raise JournalCorrupt("the journal does not begin with the opening of a job")
+            snapshot = Snapshot(jobs.opened(entry.event), entry.at, {})
+            snapshot.job.ledger.spans = spans
+            continue
+        jobs.handle(snapshot.job, entry.event, entry.at)
+        snapshot.at = entry.at
+        if entry.node is not None:
+            snapshot.acked[entry.node] = entry.node_number
+    return snapshot
+
+
+class _Reader:
+    """Reads a journal that a living coordinator may be writing."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._db = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+        except sqlite3.Error as error:
+            raise JournalError(f"{path}: cannot be read: {error}") from None
+
+    def __enter__(self) -> _Reader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._db.close()
+
+    def newest_snapshot(self) -> tuple[Snapshot | None, int]:
+        rows = self._select("SELECT number, state FROM snapshots ORDER BY number DESC LIMIT 1")
+        for number, state in rows:
+            try:
+                return _snapshot_decoder.decode(state), number
+            except msgspec.DecodeError:
+                return None, 0
+        return None, 0
+
+    def entries(self, after: int) -> Iterator[Entry]:
+        expected = after
+        query = (
+            "SELECT number, at, node, node_number, event FROM events WHERE number > ? ORDER BY 1"
+        )
+        for number, at, node, node_number, event in self._select(query, after):
+            expected += 1
+            if number != expected:
+                raise JournalCorrupt(f"{self._path}: event {expected} is missing")
+            try:
+                yield Entry(at, _event_decoder.decode(event), node, node_number)
+            except msgspec.DecodeError as error:
+                raise JournalCorrupt(f"{self._path}: event {number} is damaged: {error}") from None
+
+    def _select(self, query: str, *values: int) -> Iterator[Any]:
+        try:
+            yield from self._db.execute(query, values)
+        except sqlite3.DatabaseError as error:
+            raise JournalCorrupt(f"{self._path}: {error}") from None

@@ -1,0 +1,126 @@
+"""A job's home: the directory in which everything about it is found, while it runs and after.
+
+    $HOLDFAST_HOME/jobs/<job>/
+        job.json      address and token of the coordinator, mode 0600
+        journal.db    every event
+        logs/         round_<n>/rank_<r>.log
+        trace.json    opens in Perfetto, once the job is over
+        lock          held while somebody runs the job
+
+A home is never written over: a new job of the same name moves the old one's home aside.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from holdfast import config
+from holdfast.errors import JobError, JobHomeError
+
+
+class JobHome:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.name = path.name
+        self.journal = path / "journal.db"
+        self.logs = path / "logs"
+        self.trace = path / "trace.json"
+        self._job_file = path / "job.json"
+        self._lock_file = path / "lock"
+        self._lock_fd = -1
+
+    def write_job_file(self, content: dict[str, Any]) -> None:
+        """Write job.json whole or not at all, readable by nobody else."""
+        temporary = self._job_file.with_suffix(".new")
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(fd, "w") as file:
+            json.dump(content, file, indent=1)
+            file.write("\n")
+        os.replace(temporary, self._job_file)
+
+    def read_job_file(self) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads(self._job_file.read_text())
+        return content
+
+    def lock(self) -> bool:
+        """Claim the job for this process and those it forks; False when it is being run."""
+        fd = os.open(self._lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return False
+        self._lock_fd = fd
+        return True
+
+    def alive(self) -> bool:
+        """Whether somebody is running the job."""
+        try:
+            fd = os.open(self._lock_file, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return False
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+
+
+def create(name: str | None, script: str) -> JobHome:
+    """A fresh home for a job that starts now, claimed by this process."""
+    jobs = config.home() / "jobs"
+    stem = Path(script).stem or "job"
+    safe = "".join(c if c.isalnum() or c in "._-" else "-" for c in stem).lstrip(".") or "job"
+    chosen = name or f"{safe[:60]}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    home = JobHome(jobs / chosen)
+    try:
+        if home.path.exists():
+            if home.alive():
+                raise JobHomeError(
+                    f"job {chosen} is running already ({home.path}); choose another --job name"
+                )
+            _set_aside(home.path)
+        home.logs.mkdir(parents=True, mode=0o700)
+        if not home.lock():
+            raise JobHomeError(f"job {chosen} was started twice at once; choose another --job name")
+    except OSError as error:
+        raise JobHomeError(
+            f"{home.path}: cannot be written ({error.strerror}); set HOLDFAST_HOME elsewhere"
+        ) from None
+    return home
+
+
+def _set_aside(path: Path) -> None:
+    number = 1
+    while (aside := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    path.rename(aside)
+
+
+def find(name: str | None) -> JobHome:
+    """The home of that job, or of the newest one."""
+    jobs = config.home() / "jobs"
+    if name is not None:
+        home = JobHome(jobs / name)
+        if not home.journal.exists():
+            known = ", ".join(sorted(p.name for p in _homes(jobs))[-5:]) or "none"
+            raise JobError(f"no job {name} in {jobs}; known are: {known}")
+        return home
+    homes = _homes(jobs)
+    if not homes:
+        raise JobError(f"no jobs in {jobs}; start one with `holdfast run`")
+    return JobHome(max(homes, key=lambda path: (path / "job.json").stat().st_mtime))
+
+
+def _homes(jobs: Path) -> list[Path]:
+    try:
+        return [path for path in jobs.iterdir() if (path / "job.json").exists()]
+    except FileNotFoundError:
+        return []
