@@ -1,0 +1,186 @@
+"""One agent, from its start to its exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast import kernel
+from holdfast.agent.environment import node_environment
+from holdfast.agent.output import Console
+from holdfast.agent.standbys import Pool
+from holdfast.agent.stream import CoordinatorStream, Turned
+from holdfast.agent.supervisor import Supervisor
+from holdfast.clock import JobClock
+from holdfast.config import RunSettings
+from holdfast.messages.actions import Finish
+from holdfast.messages.events import NodeJoined, NodeLeaving
+from holdfast.messages.records import NodeSpec
+from holdfast.messages.units import NodeId
+
+log = logging.getLogger("holdfast.agent")
+
+CONSOLE_LIMIT_S = 5.0
+LAST_WORD_LIMIT_S = 2.0
+EXIT_TRY_AGAIN = 75
+
+
+@dataclass(frozen=True)
+class AgentOrders:
+    """All that an agent is told when it is started."""
+
+    settings: RunSettings
+    host: str
+    port: int
+    token: str
+    run_id: str
+    logs: Path
+    launcher_pid: int
+
+
+def run_agent(orders: AgentOrders) -> int:
+    """Be the agent of this node until the job is over; the exit code."""
+    kernel.name_process("holdfast-agent")
+    kernel.adopt_orphans()
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGTERM)
+    return asyncio.run(_run(orders))
+
+
+async def _run(orders: AgentOrders) -> int:
+    settings = orders.settings
+    env = node_environment(settings, os.environ)
+    pool = Pool(
+        command=[settings.script, *settings.script_args],
+        env=env,
+        want=settings.nproc if settings.standby is None else settings.standby,
+        eager=_seems_to_use_torch(settings),
+        preload=settings.preload,
+        log_path=orders.logs / "nursery.log",
+    )
+    pool.open()
+    agent = _Agent(orders, pool, env)
+    try:
+        return await agent.run()
+    finally:
+        pool.close()
+        agent.console.close(CONSOLE_LIMIT_S)
+
+
+class _Agent:
+    """Joins the stream and the supervisor, and minds the signals."""
+
+    def __init__(self, orders: AgentOrders, pool: Pool, env: dict[str, str]) -> None:
+        self.orders = orders
+        self.console = Console()
+        self.clock = JobClock()
+        self.node = NodeId(f"{socket.gethostname()}:{os.getpid()}")
+        self.finished: asyncio.Future[Finish] = asyncio.get_running_loop().create_future()
+        self.supervisor = Supervisor(
+            node=self.node,
+            settings=orders.settings,
+            run_id=orders.run_id,
+            logs=orders.logs,
+            clock=self.clock,
+            pool=pool,
+            console=self.console,
+            report=lambda event: self.stream.send(event),
+            finished=self.finished,
+            env=env,
+        )
+        self.stream = CoordinatorStream(
+            host=orders.host,
+            port=orders.port,
+            token=orders.token,
+            node=self.node,
+            clock=self.clock,
+            state=lambda: (self.supervisor.round, self.supervisor.busy),
+            act=self.supervisor.act,
+        )
+        self._told_to_leave = False
+
+    async def run(self) -> int:
+        self._mind_signals()
+        talking = asyncio.ensure_future(self.stream.run(self._join))
+        either: set[asyncio.Future[Any]] = {talking, self.finished}
+        done, _ = await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if talking in done:
+            return self._turned_away(talking)
+        order = self.finished.result()
+        try:
+            await asyncio.wait_for(self.stream.drained.wait(), LAST_WORD_LIMIT_S)
+        except asyncio.TimeoutError:
+            log.warning("the coordinator did not hear this node's last word")
+        talking.cancel()
+        return order.code
+
+    def _turned_away(self, talking: asyncio.Future[None]) -> int:
+        self.supervisor.kill_all()
+        error = talking.exception()
+        if not isinstance(error, Turned) and error is not None:
+            raise error
+        print(f"holdfast: the coordinator refused this node: {error}", file=sys.stderr)
+        return 1
+
+    def _join(self) -> None:
+        settings = self.orders.settings
+        spec = NodeSpec(
+            host=socket.gethostname(),
+            address=settings.rendezvous.master_addr
+            or settings.rendezvous.local_addr
+            or "127.0.0.1",
+            slots=settings.nproc,
+            pid=os.getpid(),
+            node_rank=settings.node_rank,
+        )
+        port = self.supervisor.port.number
+        self.stream.send(
+            NodeJoined(at=self.clock.now(), node=self.node, spec=spec, store_port=port)
+        )
+
+    # ---- signals ----
+
+    def _mind_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for name in self.orders.settings.signals_to_handle:
+            number = signal.Signals[name]
+            loop.add_signal_handler(number, self._on_signal, number)
+        if os.getppid() != self.orders.launcher_pid:
+            self._on_signal(signal.SIGTERM)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        orphaned = os.getppid() != self.orders.launcher_pid
+        if orphaned or self._told_to_leave:
+            # The launcher is gone, or somebody insists: no more courtesy.
+            self.supervisor.act(self._own_finish(number, grace_s=0.0))
+            self.supervisor.kill_all()
+            return
+        self._told_to_leave = True
+        if not self.stream.connected:
+            self.supervisor.act(self._own_finish(number, grace_s=30.0))
+            return
+        finish = self._own_finish(number, grace_s=0.0)
+        self.stream.send(
+            NodeLeaving(at=self.clock.now(), node=self.node, reason=finish.reason, code=finish.code)
+        )
+
+    def _own_finish(self, number: signal.Signals, grace_s: float) -> Finish:
+        code = 1 if number == signal.SIGINT else EXIT_TRY_AGAIN
+        reason = f"stopped by {number.name}"
+        return Finish(node=self.node, code=code, reason=reason, grace_s=grace_s)
+
+
+def _seems_to_use_torch(settings: RunSettings) -> bool:
+    """Whether the first ranks will import torch anyway, judged by the script's own text."""
+    if settings.entry == "script":
+        try:
+            return b"torch" in Path(settings.script).read_bytes()
+        except OSError:
+            return True
+    return settings.entry != "command"

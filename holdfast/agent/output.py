@@ -1,0 +1,202 @@
+"""What the ranks print: whole into their logs, line by line onto the terminal.
+
+A worker writes into pipes and the agent writes the file, so a full disk costs log lines and not the
+training; and the terminal has a thread of its own, so that one which does not read (a paused pager)
+stops neither the ranks nor their repair. What the terminal misses is still in the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections import deque
+from pathlib import Path
+
+log = logging.getLogger("holdfast.agent")
+
+READ_BYTES = 1 << 16
+LONGEST_LINE = 1 << 16
+CONSOLE_BYTES = 8 << 20
+TAIL_BYTES = 4096
+
+
+class Console:
+    """Writes to our own stdout and stderr without ever making the caller wait."""
+
+    def __init__(self) -> None:
+        self._queue: deque[tuple[int, bytes]] = deque()
+        self._queued_bytes = 0
+        self._dropped = 0
+        self._wake = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="console", daemon=True)
+        self._thread.start()
+
+    def write(self, fd: int, data: bytes) -> None:
+        with self._wake:
+            if self._queued_bytes > CONSOLE_BYTES:
+                self._dropped += len(data)
+                return
+            if self._dropped:
+                note = f"[holdfast] {self._dropped} bytes not shown here; they are in the logs\n"
+                self._append(2, note.encode())
+                self._dropped = 0
+            self._append(fd, data)
+            self._wake.notify()
+
+    def _append(self, fd: int, data: bytes) -> None:
+        self._queue.append((fd, data))
+        self._queued_bytes += len(data)
+
+    def close(self, limit_s: float) -> None:
+        """Show what is still queued, unless the terminal does not take it in that time."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join(limit_s)
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not self._queue and not self._closing:
+                    self._wake.wait()
+                if not self._queue:
+                    return
+                fd, data = self._queue.popleft()
+            try:
+                _write_all(fd, data)
+            except OSError:
+                pass  # Nobody is there to read it any more; the log has it.
+            with self._wake:
+                self._queued_bytes -= len(data)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+class LogFile:
+    """A rank's log. A disk that is full is mentioned once and tried again with each write."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.tail = b""
+        self._fd = -1
+        self._lost = 0
+
+    def write(self, data: bytes) -> None:
+        self.tail = (self.tail + data[-TAIL_BYTES:])[-TAIL_BYTES:]
+        try:
+            if self._fd < 0:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+                self._fd = os.open(self.path, flags, 0o600)
+            if self._lost:
+                _write_all(self._fd, f"\n[holdfast] {self._lost} bytes lost here\n".encode())
+                log.warning("%s can be written again; %d bytes are missing", self.path, self._lost)
+                self._lost = 0
+            _write_all(self._fd, data)
+        except OSError as error:
+            if not self._lost:
+                log.error("%s cannot be written (%s); training goes on", self.path, error.strerror)
+            self._lost += len(data)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class Stream:
+    """One pipe of one rank: stdout or stderr."""
+
+    def __init__(self, log_file: LogFile, console: Console | None, fd: int, prefix: bytes) -> None:
+        self._log = log_file
+        self._console = console
+        self._console_fd = fd
+        self._prefix = prefix
+        self._line = bytearray()
+        self._reader, self.writer = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._reader, False)
+        asyncio.get_running_loop().add_reader(self._reader, self._read)
+
+    def handed_over(self) -> None:
+        """The worker has its end; ours would keep the pipe open for ever."""
+        os.close(self.writer)
+
+    def _read(self) -> bool:
+        try:
+            data = os.read(self._reader, READ_BYTES)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._stop()
+            return False
+        self._log.write(data)
+        if self._console is not None:
+            self._show(data)
+        return True
+
+    def _show(self, data: bytes) -> None:
+        """Whole lines get a prefix; a line without end is shown in pieces, never kept whole."""
+        assert self._console is not None
+        self._line += data
+        *lines, rest = bytes(self._line).split(b"\n")
+        self._line = bytearray(rest)
+        if len(rest) > LONGEST_LINE:
+            lines.append(rest)
+            self._line.clear()
+        if lines:
+            shown = b"".join(self._prefix + line + b"\n" for line in lines)
+            self._console.write(self._console_fd, shown)
+
+    def drain(self) -> None:
+        """Take what is in the pipe now; a grandchild may hold it open for ever."""
+        while self._reader >= 0 and self._read():
+            pass
+
+    def close(self) -> None:
+        self.drain()
+        self._stop()
+        if self._line and self._console is not None:
+            self._console.write(self._console_fd, self._prefix + bytes(self._line) + b"\n")
+            self._line.clear()
+
+    def _stop(self) -> None:
+        if self._reader >= 0:
+            asyncio.get_running_loop().remove_reader(self._reader)
+            os.close(self._reader)
+            self._reader = -1
+
+
+class Output:
+    """Both pipes and the log of one rank."""
+
+    def __init__(self, path: Path, consoles: tuple[Console | None, Console | None], prefix: str):
+        self.log = LogFile(path)
+        encoded = prefix.encode()
+        self._out = Stream(self.log, consoles[0], 1, encoded)
+        self._err = Stream(self.log, consoles[1], 2, encoded)
+
+    def writers(self) -> tuple[int, int]:
+        return self._out.writer, self._err.writer
+
+    def handed_over(self) -> None:
+        self._out.handed_over()
+        self._err.handed_over()
+
+    def drain(self) -> None:
+        self._out.drain()
+        self._err.drain()
+
+    def close(self) -> None:
+        self._out.close()
+        self._err.close()
+        self.log.close()
+
+    def tail(self) -> str:
+        return self.log.tail.decode("utf-8", "replace")

@@ -1,0 +1,336 @@
+"""Processes that wait for a rank.
+
+They are forked from one nursery (see `holdfast.worker.nursery`), which also provides the processes of
+the first round. After ranks were handed out the pool is filled again, but only once those ranks have
+finished a step, and at the lowest priority: standbys never take time from the ranks they are for.
+Where there is nothing to preload (`--standby 0`), each rank gets a fresh process instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from holdfast.agent.processes import Exit, Process, spawn
+from holdfast.messages.local import (
+    PACKET_BYTES,
+    Assign,
+    Fork,
+    FromNursery,
+    FromWorker,
+    Local,
+    Standing,
+    Warm,
+)
+from holdfast.page import ProgressPage, create_page
+
+log = logging.getLogger("holdfast.agent")
+
+_encoder = msgspec.msgpack.Encoder()
+_from_nursery: msgspec.msgpack.Decoder[FromNursery] = msgspec.msgpack.Decoder(FromNursery)
+_from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
+
+NURSERY_TRIES = 3
+STANDBY_FLOOR_BYTES = 64 << 20
+MEMORY_SHARE = 0.25
+CAP_SYS_NICE = 1 << 23
+
+
+class Standby:
+    """A process, its control socket and its progress page. Once it has a rank, it is a worker."""
+
+    def __init__(self, control: socket.socket, page_fd: int, warm: bool) -> None:
+        self.control = control
+        self.page = ProgressPage(page_fd)
+        self.warm = warm
+        self.standing = False
+        self.process: Process | None = None
+        self.hear: Callable[[FromWorker], None] = self._hear_standing
+        control.setblocking(False)
+        asyncio.get_running_loop().add_reader(control.fileno(), self._read)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid if self.process is not None else 0
+
+    def assign(self, message: Assign, fds: Sequence[int]) -> None:
+        """Make it a rank. If it died meanwhile, its pidfd will say so."""
+        try:
+            socket.send_fds(self.control, [_encoder.encode(message)], list(fds))
+        except OSError:
+            log.debug("process %d died before it got its rank", self.pid)
+
+    def read_all(self) -> None:
+        """Hear what it still had to say before it died."""
+        while self.control.fileno() >= 0 and self._read():
+            pass
+
+    def close(self) -> None:
+        self.read_all()
+        self._stop_reading()
+        self.page.close()
+
+    def _read(self) -> bool:
+        try:
+            packet = self.control.recv(PACKET_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError:
+            packet = b""
+        if not packet:
+            self._stop_reading()
+            return False
+        try:
+            self.hear(_from_worker.decode(packet))
+        except msgspec.DecodeError as error:
+            log.warning("process %d said something that is no message: %s", self.pid, error)
+        return True
+
+    def _stop_reading(self) -> None:
+        """A script may close its socket and live on: the process is watched, not the socket."""
+        if self.control.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self.control.fileno())
+            self.control.close()
+
+    def _hear_standing(self, message: FromWorker) -> None:
+        self.standing = isinstance(message, Standing)
+
+
+@dataclass
+class _Order:
+    """A fork that was asked for: the process will have this socket and page."""
+
+    standby: Standby
+    forked: asyncio.Future[Standby]
+
+
+@dataclass
+class Pool:
+    """All processes of this node that have no rank yet."""
+
+    command: Sequence[str]
+    """What their command line shows: the script and its arguments."""
+    env: Mapping[str, str]
+    want: int
+    """How many standbys to keep; 0 means that there is no nursery at all."""
+    eager: bool
+    """Whether the first ranks wait for the imports, because they need them anyway."""
+    preload: Sequence[str]
+    log_path: Path
+    waiting: list[Standby] = field(default_factory=list)
+    _orders: deque[_Order] = field(default_factory=deque)
+    _adding: set[asyncio.Future[None]] = field(default_factory=set)
+    _nursery: Process | None = None
+    _socket: socket.socket | None = None
+    _warm: Warm | None = None
+    _failures: int = 0
+    _closed: bool = False
+
+    def open(self) -> None:
+        """Start the nursery: the sooner, the sooner the first step."""
+        if self.want > 0:
+            self._start_nursery()
+
+    def pids(self) -> set[int]:
+        pids = {standby.pid for standby in self.waiting}
+        return pids | {self._nursery.pid} if self._nursery is not None else pids
+
+    async def take(self) -> Standby:
+        """A process for a rank: one that stands ready if there is one, else the quickest to get."""
+        self.waiting.sort(key=lambda standby: not standby.standing)
+        while self.waiting:
+            standby = self.waiting.pop(0)
+            if standby.process is not None and standby.process.exit is None:
+                _set_priority(standby.pid, low=False)
+                return standby
+        if self.want == 0 or self._failures >= NURSERY_TRIES:
+            return self._spawn_fresh()
+        return await self._order(rehearse=False)
+
+    def refill(self) -> None:
+        """Have as many standbys as wanted and as memory allows."""
+        if self.want == 0 or self._closed or self._failures >= NURSERY_TRIES:
+            return
+        for _ in range(self._affordable() - len(self.waiting) - len(self._adding)):
+            adding = asyncio.ensure_future(self._add_standby())
+            self._adding.add(adding)
+            adding.add_done_callback(self._adding.discard)
+
+    async def _add_standby(self) -> None:
+        standby = await self._order(rehearse=True)
+        self._keep(standby)
+        _set_priority(standby.pid, low=True)
+
+    def _keep(self, standby: Standby) -> None:
+        assert standby.process is not None
+        standby.process.on_exit = lambda _: self._lose(standby)
+        self.waiting.append(standby)
+
+    def _lose(self, standby: Standby) -> None:
+        if standby in self.waiting:
+            self.waiting.remove(standby)
+            standby.close()
+            self.refill()
+
+    def _affordable(self) -> int:
+        each = STANDBY_FLOOR_BYTES
+        if self._warm is not None:
+            each = max(each, self._warm.resident_bytes // 2)
+        return min(self.want, int(_memory_available() * MEMORY_SHARE) // each)
+
+    def close(self) -> None:
+        """End the nursery and every standby."""
+        self._closed = True
+        for standby in self.waiting:
+            if standby.process is not None:
+                standby.process.on_exit = lambda _: None
+                standby.process.send(signal.SIGKILL)
+            standby.close()
+        self.waiting.clear()
+        if self._nursery is not None:
+            self._nursery.send(signal.SIGKILL)
+        self._close_socket()
+
+    # ---- the nursery ----
+
+    def _start_nursery(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        mode = "eager" if self.eager else "later"
+        env = {
+            **self.env,
+            "HOLDFAST_WORKER": f"nursery,{theirs.fileno()},{mode}",
+            "HOLDFAST_PRELOAD": " ".join(self.preload),
+        }
+        output = os.open(
+            self.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
+        )
+        null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        command = [_python(), "-u", "-m", "holdfast.worker", *self.command]
+        pid = spawn(command, env, [theirs.fileno()], [null, output, output])
+        theirs.close()
+        os.close(output)
+        os.close(null)
+        self._nursery = Process(pid, self._nursery_exited)
+        self._socket = ours
+        ours.setblocking(False)
+        asyncio.get_running_loop().add_reader(ours.fileno(), self._hear_nursery)
+
+    def _close_socket(self) -> None:
+        if self._socket is not None:
+            asyncio.get_running_loop().remove_reader(self._socket.fileno())
+            self._socket.close()
+            self._socket = None
+
+    def _nursery_exited(self, end: Exit) -> None:
+        self._close_socket()
+        self._nursery = None
+        if self._closed:
+            return
+        self._failures += 1
+        log.warning("the nursery died (%s); see %s", end, self.log_path)
+        orders, self._orders = list(self._orders), deque()
+        if self._failures < NURSERY_TRIES:
+            self._start_nursery()
+        for order in orders:
+            order.standby.close()
+            if not order.forked.cancelled():
+                order.forked.set_exception(_NurseryDied())
+
+    async def _order(self, rehearse: bool) -> Standby:
+        """Have a process forked, by the next nursery if this one dies over it."""
+        while self._failures < NURSERY_TRIES and self._socket is not None:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            page_fd = create_page()
+            standby = Standby(ours, page_fd, warm=self._warm is not None or self.eager)
+            order = _Order(standby, asyncio.get_running_loop().create_future())
+            self._orders.append(order)
+            self._send(Fork(rehearse=rehearse), [theirs.fileno(), page_fd])
+            theirs.close()
+            os.close(page_fd)
+            try:
+                return await order.forked
+            except _NurseryDied:
+                continue
+        return self._spawn_fresh()
+
+    def _send(self, message: Local, fds: Sequence[int]) -> None:
+        assert self._socket is not None
+        try:
+            socket.send_fds(self._socket, [_encoder.encode(message)], list(fds))
+        except OSError:
+            log.debug("the nursery is gone; its pidfd will say so")
+
+    def _hear_nursery(self) -> None:
+        assert self._socket is not None
+        try:
+            packet = self._socket.recv(PACKET_BYTES)
+        except OSError:
+            packet = b""
+        if not packet:
+            asyncio.get_running_loop().remove_reader(self._socket.fileno())
+            return
+        message = _from_nursery.decode(packet)
+        if isinstance(message, Warm):
+            self._warm = message
+            return
+        order = self._orders.popleft()
+        order.standby.process = Process(message.pid, lambda _: None)
+        if order.forked.cancelled():
+            self._keep(order.standby)
+        else:
+            order.forked.set_result(order.standby)
+
+    def _spawn_fresh(self) -> Standby:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        page_fd = create_page()
+        env = {**self.env, "HOLDFAST_WORKER": f"fresh,{theirs.fileno()},{page_fd}"}
+        command = [_python(), "-u", "-m", "holdfast.worker", *self.command]
+        pid = spawn(command, env, [theirs.fileno(), page_fd])
+        standby = Standby(ours, page_fd, warm=False)
+        standby.process = Process(pid, lambda _: None)
+        theirs.close()
+        os.close(page_fd)
+        return standby
+
+
+class _NurseryDied(Exception):
+    """The nursery died before it answered."""
+
+
+def _python() -> str:
+    return os.environ.get("PYTHON_EXEC", sys.executable)
+
+
+def _memory_available() -> int:
+    with open("/proc/meminfo") as meminfo:
+        for line in meminfo:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def _set_priority(pid: int, low: bool) -> None:
+    """Let a standby have only time that nobody else wants, where that can be taken back."""
+    if not _may_raise_priority():
+        return
+    policy = os.SCHED_IDLE if low else os.SCHED_OTHER
+    try:
+        os.sched_setscheduler(pid, policy, os.sched_param(0))
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def _may_raise_priority() -> bool:
+    with open("/proc/self/status") as status:
+        capabilities = next(line for line in status if line.startswith("CapEff:"))
+    return bool(int(capabilities.split()[1], 16) & CAP_SYS_NICE)

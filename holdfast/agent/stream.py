@@ -1,0 +1,119 @@
+"""An agent's stream to the coordinator.
+
+Events are numbered and kept until the coordinator says that they are in its journal. When the stream
+breaks the agent knocks again, with a backoff, for as long as it lives, and sends what was not
+acknowledged; its workers train on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from holdfast import framing
+from holdfast.clock import JobClock
+from holdfast.errors import WireError
+from holdfast.messages.actions import NodeAction
+from holdfast.messages.events import AnyEvent
+from holdfast.messages.units import NodeId, RoundNumber
+from holdfast.messages.wire import PROTOCOL, Ack, FromCoordinator, Hello, Refused, Sent, Welcome
+
+log = logging.getLogger("holdfast.agent")
+
+FIRST_PAUSE_S = 0.01
+LONGEST_PAUSE_S = 1.0
+READ_BYTES = 1 << 16
+
+
+class Turned(WireError):
+    """The coordinator will not have us; knocking again is no use."""
+
+
+@dataclass
+class CoordinatorStream:
+    host: str
+    port: int
+    token: str
+    node: NodeId
+    clock: JobClock
+    state: Callable[[], tuple[RoundNumber, bool]]
+    """What to say about ourselves when we come back: the round, and whether workers are there."""
+    act: Callable[[NodeAction], None]
+    _unacked: deque[Sent] = field(default_factory=deque)
+    _number: int = 0
+    _writer: asyncio.StreamWriter | None = None
+    drained: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def send(self, event: AnyEvent) -> None:
+        self._number += 1
+        sent = Sent(number=self._number, event=event)
+        self._unacked.append(sent)
+        self.drained.clear()
+        if self._writer is not None:
+            self._writer.write(framing.encode(sent))
+
+    @property
+    def connected(self) -> bool:
+        return self._writer is not None
+
+    async def run(self, welcomed: Callable[[], None]) -> None:
+        """Stay in touch until cancelled. `welcomed` is called once, after the first welcome."""
+        pause = FIRST_PAUSE_S
+        while True:
+            try:
+                reader, writer = await asyncio.open_connection(self.host, self.port)
+            except OSError:
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE_S)
+                continue
+            try:
+                await self._converse(reader, writer, welcomed)
+                pause = FIRST_PAUSE_S
+            except ConnectionError:
+                pass
+            finally:
+                self._writer = None
+                writer.close()
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    async def _converse(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        welcomed: Callable[[], None],
+    ) -> None:
+        round, busy = self.state()
+        asked = time.monotonic()
+        hello = Hello(protocol=PROTOCOL, token=self.token, node=self.node, round=round, busy=busy)
+        writer.write(framing.encode(hello))
+        decoder = framing.FrameDecoder[FromCoordinator](FromCoordinator)  # type: ignore[arg-type]
+        while data := await reader.read(READ_BYTES):
+            for message in decoder.feed(data):
+                if isinstance(message, Welcome):
+                    self.clock.adopt(message.now, asked, time.monotonic())
+                    self._resume(message, writer)
+                    if self._number == 0:
+                        welcomed()
+                elif isinstance(message, Refused):
+                    raise Turned(message.reason)
+                elif isinstance(message, Ack):
+                    self._acked(message.number)
+                else:
+                    self.act(message)
+
+    def _resume(self, welcome: Welcome, writer: asyncio.StreamWriter) -> None:
+        self._acked(welcome.acked)
+        self._writer = writer
+        for sent in self._unacked:
+            writer.write(framing.encode(sent))
+
+    def _acked(self, number: int) -> None:
+        while self._unacked and self._unacked[0].number <= number:
+            self._unacked.popleft()
+        if not self._unacked:
+            self.drained.set()

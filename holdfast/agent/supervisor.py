@@ -1,0 +1,399 @@
+"""Starts, watches and stops the workers of one node.
+
+It acts on three orders (start a part of a round, stop a round, finish) and tells what it saw; it
+decides nothing. Orders carry their round, so one that comes twice, or late, does no harm.
+
+Stopping: a worker that dies of SIGTERM or ignores it is gone at once. One that handles it has the
+grace that the order names, then SIGKILL. After the last one, whatever scripts left behind on the node
+is ended too, so that the next round starts on clean ground.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from string import Template
+
+from holdfast.agent import oom
+from holdfast.agent.environment import rank_environment
+from holdfast.agent.output import Console, Output
+from holdfast.agent.ports import ReservedPort
+from holdfast.agent.processes import Exit, Process, end_strays, reap_strays, spawn
+from holdfast.agent.standbys import Pool, Standby
+from holdfast.clock import JobClock
+from holdfast.config import RunSettings
+from holdfast.messages.actions import Finish, StartWorkers, StopWorkers
+from holdfast.messages.events import (
+    AnyEvent,
+    NodeLeft,
+    NodeReady,
+    Progress,
+    WorkerExited,
+    WorkerStarted,
+)
+from holdfast.messages.local import Assign, Began, Died, Done, FromWorker, Program, Stepped
+from holdfast.messages.records import Part, Raised, RankProgress
+from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, StepNumber
+
+log = logging.getLogger("holdfast.agent")
+
+PROGRESS_EVERY_S = 1.0
+OUT, ERR = 1, 2
+NO_ROUND = RoundNumber(0)
+
+
+@dataclass
+class Worker:
+    """One rank's process and what is known of it."""
+
+    rank: Rank
+    local_rank: int
+    process: Process
+    standby: Standby | None
+    """None for a command that is no Python of ours (`--no-python`)."""
+    output: Output
+    error_file: Path
+    oom_kills: int
+    raised: Raised | None = None
+    stop_sent: float | None = None
+    grace_timer: asyncio.TimerHandle | None = None
+    done: bool = False
+    """Its script ran to the end; what happens to the process after that is of no consequence."""
+    stepped: bool = False
+    told_steps: int = 0
+
+
+@dataclass
+class Supervisor:
+    node: NodeId
+    settings: RunSettings
+    run_id: str
+    logs: Path
+    clock: JobClock
+    pool: Pool
+    console: Console
+    report: Callable[[AnyEvent], None]
+    finished: asyncio.Future[Finish]
+    env: dict[str, str]
+    round: RoundNumber = NO_ROUND
+    workers: dict[Rank, Worker] = field(default_factory=dict)
+    port: ReservedPort = field(init=False)
+    _used_port: ReservedPort | None = None
+    _starting: asyncio.Task[None] | None = None
+    _stopping: StopWorkers | Finish | None = None
+    _slowest_stop_s: Seconds | None = None
+    _ended: list[RankProgress] = field(default_factory=list)
+    _timer: asyncio.TimerHandle | None = None
+
+    def __post_init__(self) -> None:
+        self.port = ReservedPort(self.settings.rendezvous.master_port or 0)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap_strays)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.workers) or self._starting is not None
+
+    def act(self, order: StartWorkers | StopWorkers | Finish) -> None:
+        if isinstance(order, StartWorkers):
+            self._start(order.part)
+        elif isinstance(order, StopWorkers):
+            if order.round == self.round:
+                self._stop(order)
+        else:
+            self._stop(order)
+
+    # ---- starting ----
+
+    def _start(self, part: Part) -> None:
+        if part.round <= self.round or isinstance(self._stopping, Finish):
+            return
+        self.round = part.round
+        self._stopping = None
+        self._slowest_stop_s = None
+        self._ended = []
+        if self._used_port is not None and self._used_port is not self.port:
+            self._used_port.release()
+        self._used_port = self.port
+        self._starting = asyncio.ensure_future(self._start_all(part))
+
+    async def _start_all(self, part: Part) -> None:
+        try:
+            if self.settings.entry == "command":
+                for local_rank in range(part.slots):
+                    self._start_command(part, local_rank)
+                return
+            standbys = await asyncio.gather(*(self.pool.take() for _ in range(part.slots)))
+            for local_rank, standby in enumerate(standbys):
+                self._hand_over(part, local_rank, standby)
+        finally:
+            self._starting = None
+
+    def _hand_over(self, part: Part, local_rank: int, standby: Standby) -> None:
+        assert standby.process is not None
+        worker = self._worker(part, local_rank, standby.process, standby)
+        standby.hear = lambda message: self._hear(worker, message)
+        env = self._rank_environment(part, local_rank, worker.error_file)
+        script = self.settings
+        program = Program(entry=script.entry, script=script.script, args=script.script_args)
+        assign = Assign(env=env, program=program, agent_pid=os.getpid())
+        standby.assign(assign, [0, *worker.output.writers()])
+        worker.output.handed_over()
+        if standby.process.exit is not None:
+            self._exited(worker, standby.process.exit)
+        else:
+            standby.process.on_exit = lambda end: self._exited(worker, end)
+
+    def _start_command(self, part: Part, local_rank: int) -> None:
+        output = self._output(part, local_rank)
+        error_file = self._error_file(part, local_rank)
+        env = {**self.env, **self._rank_environment(part, local_rank, error_file)}
+        command = [self.settings.script, *self.settings.script_args]
+        pid = spawn(command, env, stdio=[None, *output.writers()])
+        output.handed_over()
+        process = Process(pid, lambda end: self._exited(worker, end))
+        worker = self._worker(part, local_rank, process, None, output)
+        self._began(worker, time.monotonic())
+
+    def _worker(
+        self,
+        part: Part,
+        local_rank: int,
+        process: Process,
+        standby: Standby | None,
+        output: Output | None = None,
+    ) -> Worker:
+        rank = Rank(part.first_rank + local_rank)
+        worker = self.workers[rank] = Worker(
+            rank=rank,
+            local_rank=local_rank,
+            process=process,
+            standby=standby,
+            output=output or self._output(part, local_rank),
+            error_file=self._error_file(part, local_rank),
+            oom_kills=oom.kill_count(),
+        )
+        return worker
+
+    def _rank_environment(self, part: Part, local_rank: int, error_file: Path) -> dict[str, str]:
+        return rank_environment(self.settings, part, local_rank, self.run_id, error_file, self.env)
+
+    def _output(self, part: Part, local_rank: int) -> Output:
+        rank = part.first_rank + local_rank
+        terminal = self.settings.terminal
+        shown = OUT | ERR
+        shown &= ~terminal.redirects.get(local_rank, 0) | terminal.tee.get(local_rank, 0)
+        if (
+            terminal.local_ranks_filter is not None
+            and local_rank not in terminal.local_ranks_filter
+        ):
+            shown = 0
+        prefix = Template(terminal.log_line_prefix_template).safe_substitute(
+            role_name=self.settings.role, local_rank=local_rank, rank=rank
+        )
+        consoles = (self.console if shown & OUT else None, self.console if shown & ERR else None)
+        return Output(self.logs / f"round_{part.round}" / f"rank_{rank}.log", consoles, prefix)
+
+    def _error_file(self, part: Part, local_rank: int) -> Path:
+        rank = part.first_rank + local_rank
+        return self.logs / f"round_{part.round}" / f"rank_{rank}.error.json"
+
+    # ---- watching ----
+
+    def _hear(self, worker: Worker, message: FromWorker) -> None:
+        if isinstance(message, Began):
+            self._began(worker, message.at)
+        elif isinstance(message, Stepped):
+            self._tell_progress([worker])
+            worker.stepped = True
+            if all(w.stepped for w in self.workers.values()):
+                self.pool.refill()
+        elif isinstance(message, Died):
+            worker.raised = message.raised
+        elif isinstance(message, Done):
+            worker.done = True
+
+    def _began(self, worker: Worker, at: float) -> None:
+        self.report(
+            WorkerStarted(
+                at=self.clock.at(at),
+                node=self.node,
+                round=self.round,
+                rank=worker.rank,
+                pid=worker.process.pid,
+                warm=worker.standby is not None and worker.standby.warm,
+            )
+        )
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(PROGRESS_EVERY_S, self._sample)
+
+    def _sample(self) -> None:
+        """Now and then, tell how far everybody has come."""
+        self._timer = None
+        if not self.workers:
+            return
+        self._tell_progress(list(self.workers.values()))
+        self.pool.refill()
+        self._timer = asyncio.get_running_loop().call_later(PROGRESS_EVERY_S, self._sample)
+
+    def _tell_progress(self, workers: list[Worker]) -> None:
+        moved = []
+        for worker in workers:
+            progress = self._progress(worker)
+            if progress.steps > worker.told_steps:
+                worker.told_steps = progress.steps
+                moved.append(progress)
+        if moved:
+            at = self.clock.now()
+            self.report(Progress(at=at, node=self.node, round=self.round, ranks=tuple(moved)))
+
+    def _progress(self, worker: Worker) -> RankProgress:
+        if worker.standby is None:
+            return RankProgress(rank=worker.rank)
+        page = worker.standby.page.read()
+        if page.steps == 0:
+            return RankProgress(rank=worker.rank, restore_s=page.restore_s)
+        return RankProgress(
+            rank=worker.rank,
+            step=StepNumber(page.step),
+            steps=page.steps,
+            first_at=self.clock.at(page.first_at),
+            last_at=self.clock.at(page.last_at),
+            checkpoint_s=page.checkpoint_s,
+            restore_s=page.restore_s,
+        )
+
+    def _exited(self, worker: Worker, end: Exit) -> None:
+        del self.workers[worker.rank]
+        if worker.grace_timer is not None:
+            worker.grace_timer.cancel()
+        if worker.standby is not None:
+            worker.standby.read_all()
+        worker.output.drain()
+        progress = self._progress(worker)
+        self._ended.append(progress)
+        if worker.done and end.signal is not None:
+            name = signal.Signals(end.signal).name
+            log.warning("rank %d died of %s after its script had ended", worker.rank, name)
+            end = Exit(code=0)
+        if self._by_itself(worker, end):
+            self._tell_exit(worker, end, progress)
+        worker.output.close()
+        if worker.standby is not None:
+            worker.standby.close()
+        if self._stopping is not None and not self.workers:
+            self._stopped()
+
+    def _by_itself(self, worker: Worker, end: Exit) -> bool:
+        """Whether it ended of its own accord, not because we stopped it."""
+        if worker.stop_sent is None:
+            return True
+        if end.signal in (signal.SIGTERM, signal.SIGKILL):
+            return False
+        took_s = time.monotonic() - worker.stop_sent
+        self._slowest_stop_s = max(took_s, self._slowest_stop_s or 0.0)
+        return worker.raised is not None
+
+    def _tell_exit(self, worker: Worker, end: Exit, progress: RankProgress) -> None:
+        killed = end.signal == signal.SIGKILL
+        self.report(
+            WorkerExited(
+                at=self.clock.now(),
+                node=self.node,
+                round=self.round,
+                rank=worker.rank,
+                code=end.code,
+                signal=end.signal,
+                oom=killed and oom.kill_count() > worker.oom_kills,
+                progress=progress,
+                raised=worker.raised or _recorded_error(worker.error_file),
+                log_tail=worker.output.tail(),
+            )
+        )
+
+    # ---- stopping ----
+
+    def _stop(self, order: StopWorkers | Finish) -> None:
+        if isinstance(self._stopping, Finish):
+            return
+        self._stopping = order
+        if self._starting is not None:
+            self._starting.cancel()
+        for worker in self.workers.values():
+            self._ask_to_stop(worker, order.grace_s)
+        if not self.workers:
+            self._stopped()
+
+    def _ask_to_stop(self, worker: Worker, grace_s: Seconds) -> None:
+        if worker.stop_sent is not None:
+            return
+        worker.stop_sent = time.monotonic()
+        reaction = worker.process.minds_sigterm()
+        if reaction == "ignores" or grace_s <= 0:
+            self._kill(worker)
+            return
+        worker.process.send(signal.SIGTERM)
+        worker.process.send(signal.SIGCONT)
+        loop = asyncio.get_running_loop()
+        worker.grace_timer = loop.call_later(grace_s, self._kill, worker)
+
+    def _kill(self, worker: Worker) -> None:
+        worker.process.send(signal.SIGKILL)
+
+    def kill_all(self) -> None:
+        """Do not wait for anybody any more."""
+        for worker in self.workers.values():
+            self._kill(worker)
+
+    def _stopped(self) -> None:
+        end_strays(self.known_pids())
+        ranks = tuple(self._ended)
+        order = self._stopping
+        if isinstance(order, Finish):
+            if not self.finished.done():
+                self.report(NodeLeft(at=self.clock.now(), node=self.node, ranks=ranks))
+                self.finished.set_result(order)
+            return
+        assert order is not None
+        self._stopping = None
+        if self.settings.rendezvous.master_port is None:
+            self.port = ReservedPort()
+        self.report(
+            NodeReady(
+                at=self.clock.now(),
+                node=self.node,
+                round=order.round,
+                store_port=self.port.number,
+                slowest_stop_s=self._slowest_stop_s,
+                ranks=ranks,
+            )
+        )
+
+    def known_pids(self) -> set[int]:
+        return {worker.process.pid for worker in self.workers.values()} | self.pool.pids()
+
+    def _reap_strays(self) -> None:
+        reap_strays(self.known_pids())
+
+
+def _recorded_error(path: Path) -> Raised | None:
+    """What torch's `record` decorator wrote, for a script that uses it."""
+    try:
+        content = json.loads(path.read_text())
+        message = content["message"]
+        if isinstance(message, str):
+            return Raised(
+                type="Error", message=message[:2000], where="", traceback=message[-16000:]
+            )
+        stack = message.get("extraInfo", {}).get("py_callstack", "")
+        text = str(message.get("message", ""))
+        kind = text.partition(":")[0]
+        return Raised(type=kind, message=text[:2000], where="", traceback=stack[-16000:])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
