@@ -1,0 +1,64 @@
+"""`holdfast run`: start a job, see it through, say how it went."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from holdfast.cli.flags import parse_run
+from holdfast.errors import HoldfastError, UsageError
+
+if TYPE_CHECKING:
+    from holdfast.jobhome import JobHome
+
+
+def main(argv: Sequence[str]) -> int:
+    since = _process_start()
+    settings = parse_run(argv)
+    for warning in settings.warnings:
+        print(f"holdfast run: {warning}", file=sys.stderr)
+    if settings.max_nodes > 1:
+        raise UsageError(f"--nnodes {settings.max_nodes}: several nodes are not supported yet")
+
+    from holdfast import jobhome, launcher
+
+    logging.basicConfig(
+        format="[holdfast] %(message)s",
+        level=logging.ERROR if settings.terminal.quiet else logging.INFO,
+    )
+    home = jobhome.create(settings.job, settings.script)
+    try:
+        return launcher.launch(settings, home, since)
+    finally:
+        _tell(home, settings.terminal.quiet)
+
+
+def _process_start() -> float:
+    """When this process was started, on the monotonic clock: a job's seconds begin there."""
+    with open("/proc/self/stat") as stat:
+        ticks = int(stat.read().rpartition(")")[2].split()[19])
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.monotonic() - max(0.0, age)
+
+
+def _tell(home: JobHome, quiet: bool) -> None:
+    """The summary on the terminal, the trace in the job's home."""
+    import json
+
+    from holdfast.coordinator.journal import replay_spans
+    from holdfast.core import report
+
+    try:
+        snapshot, spans = replay_spans(home.journal)
+        if snapshot is None:
+            return
+        home.trace.write_text(json.dumps(report.trace(snapshot.job, spans)))
+        if not quiet:
+            lines = [*report.summary(snapshot.job, snapshot.at), f"more in {home.path}"]
+            print("\n".join(f"[holdfast] {line}" for line in lines), file=sys.stderr)
+    except (HoldfastError, OSError) as error:
+        print(f"[holdfast] no summary: {error}", file=sys.stderr)

@@ -1,0 +1,582 @@
+"""What `holdfast run` was asked to do, checked once, before anything is started.
+
+`cli/flags.py` knows how flags are spelt; this module knows what they mean. It takes what was said
+(`Given`: texts, each with the flag or variable it came from) and answers with `RunSettings`, in
+which everything is resolved: counts are numbers, masks cover every local rank, the script exists.
+Whatever makes no sense ends here as a `UsageError`: one line that says what is wrong and what to
+do. Nothing downstream checks a setting again, reads a `PET_*` variable or knows torchrun's rules.
+
+Torch is never imported: GPUs are counted from CUDA_VISIBLE_DEVICES and the device files.
+"""
+
+from __future__ import annotations
+
+import glob
+import math
+import os
+import re
+import shutil
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple, TypeVar
+
+from msgspec import Struct
+
+from holdfast.errors import JobHomeError, UsageError
+
+T = TypeVar("T")
+
+Entry = Literal["script", "module", "path", "command"]
+
+PREFIX_TEMPLATE = "[${role_name}${local_rank}]:"
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+NUMA_BINDINGS = ("node", "socket", "exclusive", "core-complex")
+
+C10D_PORT = 29400  # torchrun's defaults
+STATIC_PORT = 29500
+
+
+class Terminal(Struct, frozen=True, kw_only=True):
+    """What of the ranks' output is shown. All of it is kept in the logs, whatever stands here.
+
+    Masks hold torchrun's values for each local rank: 0 neither stream, 1 stdout, 2 stderr, 3 both.
+    A redirected stream goes to the log only; one that is also teed is shown after all.
+    """
+
+    redirects: dict[int, int]
+    tee: dict[int, int]
+    local_ranks_filter: tuple[int, ...] | None = None  # None: all ranks
+    stdout_filters: tuple[str, ...] = ()  # lines with one of these also go to a file of their own
+    stderr_filters: tuple[str, ...] = ()
+    log_line_prefix_template: str = PREFIX_TEMPLATE  # also knows ${rank}
+    quiet: bool = False
+
+
+class Rendezvous(Struct, frozen=True, kw_only=True):
+    """Where nodes and ranks meet. All None: one node, and everything is picked here."""
+
+    coordinator: str | None = None  # "HOST:PORT"; None: embedded, on loopback
+    # True: this node runs it there, False: it runs already, None: run it if HOST is this machine
+    hosts_coordinator: bool | None = None
+    master_addr: str | None = None  # MASTER_ADDR and MASTER_PORT as demanded; None: ours to pick
+    master_port: int | None = None
+    local_addr: str | None = None  # this node's address as others reach it
+    run_id: str | None = None  # TORCHELASTIC_RUN_ID; None: ours to pick
+    join_timeout_s: float | None = None  # until min_nodes have joined; None: learnt
+    last_call_timeout_s: float | None = None  # from min_nodes on, for more to come; None: learnt
+
+
+class RunSettings(Struct, frozen=True, kw_only=True):
+    """One `holdfast run`, as meant. `warnings` are lines for the user: taken, but of no effect."""
+
+    script: str  # path, module or command, as `entry` says
+    script_args: tuple[str, ...]
+    entry: Entry
+    job: str | None
+    nproc: int
+    min_nodes: int
+    max_nodes: int
+    node_rank: int | None
+    spares: int
+    node_check: bool
+    role: str
+    max_restarts: int | None  # None: as long as training advances
+    standby: int | None  # None: as many as fit
+    preload: tuple[str, ...]
+    shutdown_timeout_s: float | None  # None: learnt
+    signals_to_handle: tuple[str, ...]
+    virtual_local_rank: bool
+    numa_binding: str | None
+    log_dir: str | None
+    terminal: Terminal
+    rendezvous: Rendezvous
+    warnings: tuple[str, ...]
+
+
+class Said(NamedTuple):
+    """A value as it was given, and by what: "--nnodes" or "PET_NNODES"."""
+
+    text: str
+    source: str
+
+
+class Given(Struct, frozen=True):
+    """Everything said, by name ("nnodes"). What was not said is not in it."""
+
+    words: Mapping[str, Said]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.words
+
+    def take(self, name: str, meaning: Callable[[str, str], T], default: T) -> T:
+        """What a value means, or the default where none was given."""
+        said = self.words.get(name)
+        return default if said is None else meaning(said.text, said.source)
+
+    def source(self, name: str) -> str:
+        return self.words[name].source
+
+    def shown(self, name: str) -> str:
+        """A value as the user would recognise it, for messages."""
+        said = self.words[name]
+        return f"{said.source} {said.text}"
+
+
+def home() -> Path:
+    """Where jobs live: $HOLDFAST_HOME, or ~/.holdfast."""
+    chosen = os.environ.get("HOLDFAST_HOME")
+    try:
+        return Path(chosen or "~/.holdfast").expanduser().absolute()
+    except (RuntimeError, OSError) as error:
+        raise JobHomeError(
+            f"no home for jobs: {error}; set HOLDFAST_HOME to a directory"
+        ) from error
+
+
+def run_settings(given: Given, command: Sequence[str]) -> RunSettings:
+    """What was said, resolved and checked. `command` is the script and its own arguments."""
+    if not command:
+        raise UsageError("no script given; try `holdfast run train.py`")
+    warnings: list[str] = []
+    script, *script_args = command
+    entry = entry_of(given)
+    check_launchable(script, entry)
+    min_nodes, max_nodes = _nodes(given)
+    spares = given.take("spares", whole_number, 0)
+    nproc = given.take("nproc_per_node", ranks_per_node, 1)
+    return RunSettings(
+        script=script,
+        script_args=tuple(script_args),
+        entry=entry,
+        job=given.take("job", job_name, None),
+        nproc=nproc,
+        min_nodes=min_nodes,
+        max_nodes=max_nodes,
+        node_rank=_node_rank(given, max_nodes + spares),
+        spares=spares,
+        node_check="node_check" in given,
+        role=given.take("role", as_said, "default"),
+        max_restarts=given.take("max_restarts", whole_number, None),
+        standby=_standby(given, entry),
+        preload=_preload(given, entry, script, warnings),
+        shutdown_timeout_s=given.take("shutdown_timeout", seconds, None),
+        signals_to_handle=given.take("signals_to_handle", signal_names, SIGNALS),
+        virtual_local_rank="virtual_local_rank" in given,
+        numa_binding=given.take("numa_binding", numa_binding, None),
+        log_dir=given.take("log_dir", directory, None),
+        terminal=_terminal(given, nproc),
+        rendezvous=_rendezvous(given, max_nodes, warnings),
+        warnings=tuple(warnings),
+    )
+
+
+# What runs
+
+
+def entry_of(given: Given) -> Entry:
+    """How the script is started. As in torchrun, --run-path wins over the others."""
+    if "run_path" in given:
+        return "path"
+    if "module" in given and "no_python" in given:
+        flags = f"{given.source('module')} and {given.source('no_python')}"
+        raise UsageError(f"{flags}: a module needs python; leave one of them out")
+    if "module" in given:
+        return "module"
+    return "command" if "no_python" in given else "script"
+
+
+def check_launchable(script: str, entry: Entry) -> None:
+    """Refuse what could not even be started."""
+    if entry == "module":
+        if not _module_found(script, os.getcwd()):
+            raise UsageError(f"-m {script}: no such module here or in this Python")
+    elif entry == "command":
+        if shutil.which(script) is None:
+            there = os.path.isfile(script) and os.sep in script
+            raise UsageError(f"{script}: {'not executable' if there else 'no such command'}")
+    elif not os.path.exists(script):
+        raise UsageError(f"{script}: no such file")
+    elif os.path.isdir(script) and not os.path.exists(os.path.join(script, "__main__.py")):
+        raise UsageError(f"{script}: is a directory without a __main__.py; name the script in it")
+    elif not os.access(script, os.R_OK):
+        raise UsageError(f"{script}: not readable by this user")
+
+
+def _module_found(name: str, *directories: str) -> bool:
+    """Whether the top-level package of a module can be found, without importing anything."""
+    from importlib.machinery import PathFinder
+    from importlib.util import find_spec
+
+    if not all(part.isidentifier() for part in name.split(".")):
+        return False
+    top = name.partition(".")[0]
+    try:
+        return bool(PathFinder.find_spec(top, list(directories)) or find_spec(top))
+    except ValueError:  # loaded without a spec, as __main__ is: it is there
+        return True
+
+
+def _standby(given: Given, entry: Entry) -> int | None:
+    count = given.take("standby", standby_count, None)
+    if entry != "command":
+        return count
+    if count:
+        raise UsageError(
+            f"{given.shown('standby')}: a command started with --no-python cannot be handed to a "
+            "standby; leave --standby out"
+        )
+    return 0
+
+
+def _preload(given: Given, entry: Entry, script: str, warnings: list[str]) -> tuple[str, ...]:
+    names: tuple[str, ...] = given.take("preload", comma_list, ())
+    if names and entry == "command":
+        warnings.append("--preload has no effect with --no-python")
+        return ()
+    near = os.path.dirname(os.path.abspath(script)) if entry != "module" else os.getcwd()
+    for name in names:
+        if not _module_found(name, near, os.getcwd()):
+            raise UsageError(f"--preload {name}: no such module here or in this Python")
+    return names
+
+
+# Nodes, and where they meet
+
+
+def _nodes(given: Given) -> tuple[int, int]:
+    lowest, highest = given.take("nnodes", nodes_range, (1, 1))
+    if "standalone" not in given:
+        return lowest, highest
+    if lowest > 1:
+        raise UsageError(
+            f"{given.source('standalone')} is one node, but {given.shown('nnodes')} asks for more; "
+            "leave one of them out"
+        )
+    return 1, 1  # nobody else could join
+
+
+def _node_rank(given: Given, places: int) -> int | None:
+    rank = given.take("node_rank", whole_number, None)
+    if rank is None or "standalone" in given:
+        return None
+    if rank >= places:
+        last = f"up to {places - 1}" if places > 1 else "0 only, since there is one node"
+        raise UsageError(f"{given.shown('node_rank')}: node ranks go {last}")
+    return rank
+
+
+def _rendezvous(given: Given, max_nodes: int, warnings: list[str]) -> Rendezvous:
+    conf: dict[str, str] = given.take("rdzv_conf", key_values, {})
+    warnings.extend(_conf_warnings(conf))
+    coordinator, hosts = _coordinator(given, max_nodes, warnings)
+    if coordinator is not None and hosts is None and "is_host" in conf:
+        hosts = yes_or_no(conf["is_host"], "--rdzv-conf is_host")
+    master_addr, master_port = _master(given, max_nodes, warnings)
+    run_id = given.take("rdzv_id", as_said, "none")
+    timeouts = {
+        key: seconds(conf[key], f"--rdzv-conf {key}") if key in conf else None
+        for key in ("join_timeout", "last_call_timeout")
+    }
+    return Rendezvous(
+        coordinator=coordinator,
+        hosts_coordinator=hosts,
+        master_addr=master_addr,
+        master_port=master_port,
+        local_addr=given.take("local_addr", as_said, None),
+        run_id=None if run_id == "none" or "standalone" in given else run_id,
+        join_timeout_s=timeouts["join_timeout"],
+        last_call_timeout_s=timeouts["last_call_timeout"],
+    )
+
+
+def _coordinator(
+    given: Given, max_nodes: int, warnings: list[str]
+) -> tuple[str | None, bool | None]:
+    """The coordinator's address, and whether this node runs it (see `Rendezvous`)."""
+    if "standalone" in given:
+        if "coordinator" in given:
+            raise UsageError(
+                f"{given.source('standalone')} runs its own coordinator; leave out "
+                f"{given.shown('coordinator')} or --standalone"
+            )
+        return None, None
+    if "coordinator" in given:
+        if "rdzv_endpoint" in given:
+            warnings.append(f"{given.shown('rdzv_endpoint')} ignored: --coordinator says where")
+        host, port = given.take("coordinator", address(None), ("", 0))
+        return _joined(host, port), False
+    if _backend(given) == "static":
+        return None, None
+    if "rdzv_endpoint" not in given and max_nodes == 1:
+        return None, None
+    host, port = given.take("rdzv_endpoint", address(C10D_PORT), ("localhost", C10D_PORT))
+    if port == 0 and max_nodes > 1:
+        raise UsageError(
+            f"{given.shown('rdzv_endpoint')}: port 0 (any free one) is for a single node; "
+            "name a port that the other nodes can use too"
+        )
+    return (None, None) if port == 0 else (_joined(host, port), None)
+
+
+def _backend(given: Given) -> str:
+    name = given.take("rdzv_backend", as_said, "static")
+    if name not in ("static", "c10d"):
+        raise UsageError(
+            f"{given.shown('rdzv_backend')}: holdfast has its own coordinator in its place; "
+            "leave the flag out, or give --coordinator HOST:PORT"
+        )
+    return name
+
+
+def _master(given: Given, max_nodes: int, warnings: list[str]) -> tuple[str | None, int | None]:
+    """MASTER_ADDR and MASTER_PORT, where torchrun's rules let the user choose them."""
+    asked = [given.shown(name) for name in ("master_addr", "master_port") if name in given]
+    free = "standalone" in given or "coordinator" in given
+    if free or _backend(given) != "static":
+        if asked:
+            warnings.append(f"{' and '.join(asked)} ignored: the coordinator picks it")
+        return None, None
+    if "rdzv_endpoint" in given:
+        host, endpoint_port = given.take("rdzv_endpoint", address(STATIC_PORT), ("", 0))
+        return host, endpoint_port or None
+    host_only = given.take("master_addr", as_said, None)
+    port = given.take("master_port", port_number, None)
+    if max_nodes == 1 and port is None:
+        if host_only is not None:
+            warnings.append(f"{asked[0]} ignored: without --master-port one node needs none")
+        return None, None
+    return host_only or "127.0.0.1", STATIC_PORT if port is None else port or None
+
+
+MEANT = ("join_timeout", "last_call_timeout", "is_host")
+
+
+def _conf_warnings(conf: Mapping[str, str]) -> list[str]:
+    useful = ", ".join(MEANT)
+    return [
+        f"--rdzv-conf {key} has no effect here (those that have: {useful})"
+        for key in conf
+        if key not in MEANT
+    ]
+
+
+# What is shown
+
+
+def _terminal(given: Given, nproc: int) -> Terminal:
+    masks = stream_masks(nproc)
+    silent = dict.fromkeys(range(nproc), 0)
+    return Terminal(
+        redirects=given.take("redirects", masks, silent),
+        tee=given.take("tee", masks, silent),
+        local_ranks_filter=given.take("local_ranks_filter", rank_list, None),
+        stdout_filters=given.take("duplicate_stdout_filters", line_filters, ()),
+        stderr_filters=given.take("duplicate_stderr_filters", line_filters, ()),
+        log_line_prefix_template=given.take("log_line_prefix_template", as_said, PREFIX_TEMPLATE),
+        quiet="quiet" in given,
+    )
+
+
+# The meaning of one value. Each takes the text and the flag it came from, for the message.
+
+
+def as_said(text: str, flag: str) -> str:
+    return text
+
+
+def whole_number(text: str, flag: str) -> int:
+    if re.fullmatch(r"[0-9]{1,9}", text.strip()) is None:
+        raise UsageError(f"{flag} {text}: a whole number, 0 or more, is needed")
+    return int(text)
+
+
+def seconds(text: str, flag: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise UsageError(f"{flag} {text}: a number of seconds, 0 or more, is needed")
+    return value
+
+
+def yes_or_no(text: str, flag: str) -> bool:
+    word = text.strip().lower()
+    if word in ("1", "true", "t", "yes", "y"):
+        return True
+    if word in ("0", "false", "f", "no", "n"):
+        return False
+    raise UsageError(f"{flag} {text}: say 1 or 0")
+
+
+def job_name(text: str, flag: str) -> str:
+    """A name that is also a directory: letters, digits and ._- only, no leading dot."""
+    if re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}", text) is None:
+        raise UsageError(
+            f"{flag} {text[:120]}: a job's name is 1 to 100 of A-Z a-z 0-9 . _ - "
+            "and does not begin with a dot"
+        )
+    return text
+
+
+def nodes_range(text: str, flag: str) -> tuple[int, int]:
+    """N, or MIN:MAX."""
+    match = re.fullmatch(r"\s*([0-9]{1,9})\s*(?::\s*([0-9]{1,9})\s*)?", text)
+    if match is None:
+        raise UsageError(f"{flag} {text}: say a number of nodes, or MIN:MAX")
+    lowest = int(match[1])
+    highest = int(match[2] or match[1])
+    if lowest < 1:
+        raise UsageError(f"{flag} {text}: at least one node is needed")
+    if highest < lowest:
+        raise UsageError(f"{flag} {text}: MIN is above MAX; did you mean {highest}:{lowest}?")
+    return lowest, highest
+
+
+def ranks_per_node(text: str, flag: str) -> int:
+    """auto, cpu, gpu or a number."""
+    if text == "xpu":
+        raise UsageError(f"{flag} xpu: holdfast cannot count these; say how many, as in {flag} 4")
+    if text in ("auto", "gpu"):
+        gpus = gpu_count(os.environ.get("CUDA_VISIBLE_DEVICES"), len(_gpu_devices()))
+        if text == "gpu" and gpus == 0:
+            raise UsageError(f"{flag} gpu: no GPU is visible here; say cpu, auto or a number")
+        return gpus or _cpu_count()
+    if text == "cpu":
+        return _cpu_count()
+    if re.fullmatch(r"\s*-?[0-9]{1,9}\s*", text) is None:
+        raise UsageError(f"{flag} {text}: say auto, cpu, gpu or a number")
+    if int(text) < 1:
+        raise UsageError(f"{flag} {text}: at least one rank per node is needed")
+    return int(text)
+
+
+def gpu_count(visible: str | None, devices: int) -> int:
+    """How many GPUs CUDA would show, given CUDA_VISIBLE_DEVICES and the number of device files.
+
+    CUDA's rules: the first entry that names no device ends the list, a repeated one empties it.
+    """
+    if visible is None:
+        return devices
+    seen: list[str] = []
+    for entry in (part.strip() for part in visible.split(",")):
+        if entry in seen:
+            return 0
+        beyond = entry.isdecimal() and 0 < devices <= int(entry)
+        if beyond or not (entry.isdecimal() or entry.startswith(("GPU-", "MIG-"))):
+            break
+        seen.append(entry)
+    return len(seen)
+
+
+def _gpu_devices() -> list[str]:
+    return glob.glob("/dev/nvidia[0-9]*")
+
+
+def _cpu_count() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def standby_count(text: str, flag: str) -> int | None:
+    """auto (None) or a number."""
+    if text == "auto":
+        return None
+    if re.fullmatch(r"[0-9]{1,9}", text) is None:
+        raise UsageError(f"{flag} {text}: say auto or a number of standbys, 0 for none")
+    return int(text)
+
+
+def stream_masks(nproc: int) -> Callable[[str, str], dict[int, int]]:
+    """Reader of torchrun's stream masks: "3" for all local ranks, or "0:1,1:2" by local rank.
+
+    A rank that is not named has 0. One that this node does not have is passed over, as in torchrun,
+    so that one command line fits nodes of different sizes.
+    """
+
+    def masks(text: str, flag: str) -> dict[int, int]:
+        if re.fullmatch(r"[0-3]", text):
+            return dict.fromkeys(range(nproc), int(text))
+        if not re.fullmatch(r"[0-9]{1,9}:[0-3](,[0-9]{1,9}:[0-3])*", text):
+            raise UsageError(
+                f"{flag} {text}: say 0 (none), 1 (stdout), 2 (stderr) or 3 (both), "
+                "or that by local rank, as in 0:1,1:2"
+            )
+        named = {int(rank): int(mask) for rank, mask in (m.split(":") for m in text.split(","))}
+        return {rank: named.get(rank, 0) for rank in range(nproc)}
+
+    return masks
+
+
+def rank_list(text: str, flag: str) -> tuple[int, ...]:
+    if re.fullmatch(r"\s*[0-9]{1,9}\s*(,\s*[0-9]{1,9}\s*)*", text) is None:
+        raise UsageError(f"{flag} {text}: local ranks with commas between are needed, as in 0,1")
+    return tuple(sorted({int(rank) for rank in text.split(",")}))
+
+
+def comma_list(text: str, flag: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def line_filters(text: str, flag: str) -> tuple[str, ...]:
+    """Texts with commas between; two commas stand for one."""
+    return tuple(part.replace("\0", ",") for part in text.replace(",,", "\0").split(","))
+
+
+def signal_names(text: str, flag: str) -> tuple[str, ...]:
+    names = comma_list(text, flag)
+    if not names:
+        raise UsageError(f"{flag}: name at least one signal, as in SIGTERM,SIGUSR1")
+    for name in names:
+        if name not in signal.Signals.__members__:
+            raise UsageError(f"{flag} {name}: no such signal; names look like SIGTERM,SIGUSR1")
+        if name in ("SIGKILL", "SIGSTOP"):
+            raise UsageError(f"{flag} {name}: no process can handle this signal; leave it out")
+    return names
+
+
+def numa_binding(text: str, flag: str) -> str:
+    if text not in NUMA_BINDINGS:
+        raise UsageError(f"{flag} {text}: say one of {', '.join(NUMA_BINDINGS)}")
+    return text
+
+
+def directory(text: str, flag: str) -> str:
+    if os.path.exists(text) and not os.path.isdir(text):
+        raise UsageError(f"{flag} {text}: is a file; name a directory, it is made if missing")
+    return text
+
+
+def port_number(text: str, flag: str) -> int:
+    if re.fullmatch(r"[0-9]{1,5}", text.strip()) is None or int(text) > 65535:
+        raise UsageError(f"{flag} {text}: a port from 0 to 65535 is needed")
+    return int(text)
+
+
+def address(default_port: int | None) -> Callable[[str, str], tuple[str, int]]:
+    """Reader of HOST:PORT. With no default the port must be said, and must be a real one."""
+
+    def read(text: str, flag: str) -> tuple[str, int]:
+        match = re.fullmatch(r"(\[[0-9A-Fa-f:.%\w]+\]|[\w.-]+)(?::([0-9]{1,5}))?", text.strip())
+        port = default_port if match is None or match[2] is None else int(match[2])
+        wanted = "HOST:PORT" if default_port is None else "HOST or HOST:PORT"
+        if match is None or port is None or port > 65535 or (port == 0 and default_port is None):
+            raise UsageError(f"{flag} {text}: {wanted} is needed, as in node0:29400 or [::1]:29400")
+        return match[1].strip("[]"), port
+
+    return read
+
+
+def _joined(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def key_values(text: str, flag: str) -> dict[str, str]:
+    """KEY=VALUE pairs with commas between."""
+    pairs: dict[str, str] = {}
+    for pair in comma_list(text, flag):
+        key, _, value = (part.strip() for part in pair.partition("="))
+        if not key or not value:
+            raise UsageError(f"{flag} {pair}: KEY=VALUE is needed, as in join_timeout=600")
+        pairs[key] = value
+    return pairs
