@@ -1,0 +1,1 @@
+"""What every bench needs: start launchers, see their ranks' steps, kill, clean up, report."""
