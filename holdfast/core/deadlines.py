@@ -16,6 +16,9 @@ RECONNECT_S: Seconds = 0.3
 RECONNECT_AFTER_RESTART_S: Seconds = 10.0
 """Agents notice a dead coordinator at once and knock with a backoff of at most a second."""
 
+JOIN_LIMIT_S: Seconds = 600.0
+"""How long a job waits below its minimum for nodes that somebody else has to start."""
+
 STOP_FACTOR = 3.0
 STOP_FLOOR_S: Seconds = 3.0
 STOP_UNKNOWN_S: Seconds = 30.0

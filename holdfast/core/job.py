@@ -26,7 +26,12 @@ from msgspec import Struct, field
 from holdfast.core import ledger as books
 from holdfast.core import membership as rounds
 from holdfast.core import recovery as faults
-from holdfast.core.deadlines import RECONNECT_AFTER_RESTART_S, RECONNECT_S, StopGrace
+from holdfast.core.deadlines import (
+    JOIN_LIMIT_S,
+    RECONNECT_AFTER_RESTART_S,
+    RECONNECT_S,
+    StopGrace,
+)
 from holdfast.core.ledger import Ledger
 from holdfast.core.membership import Membership
 from holdfast.core.recovery import Fault, Recovery, Stop
@@ -34,19 +39,22 @@ from holdfast.messages.actions import AnyAction, CloseJob, Finish, StartWorkers,
 from holdfast.messages.events import (
     AnyEvent,
     CoordinatorRestarted,
+    ExcludeAsked,
     JobOpened,
     NodeJoined,
     NodeLeaving,
     NodeLeft,
     NodeReady,
     NodeResumed,
+    NodeWarm,
     Progress,
+    StopAsked,
     StreamEnded,
     Tick,
     WorkerExited,
     WorkerStarted,
 )
-from holdfast.messages.records import Ended, Incident, Place, RankProgress, Terms, World
+from holdfast.messages.records import Ended, FaultKind, Incident, Place, RankProgress, Terms, World
 from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber, Time
 
 State = Literal["gathering", "running", "stopping", "ending", "ended"]
@@ -94,6 +102,16 @@ class Job(Struct):
     """The likeliest culprit of a round that broke, until it is judged."""
     absent: dict[NodeId, Time] = field(default_factory=dict)
     """Nodes without a stream, and when each is given up."""
+    absent_until: Time | None = None
+    """No absent node is given up before this; it may be earlier than need be, never later."""
+    excluded: dict[str, str] = field(default_factory=dict)
+    """Hosts that are not let in again, and why."""
+    short_until: Time | None = None
+    """While fewer nodes than the minimum are there: when the job gives up waiting."""
+    saves_at_wish: int | None = None
+    """While the world could grow: how many checkpoints there were when that became so."""
+    saves: int = 0
+    """Checkpoints finished by rank 0 in this round."""
     incidents: list[Incident] = field(default_factory=list)
     ended: Ended | None = None
     closed: bool = False
@@ -118,7 +136,7 @@ def opened(event: JobOpened) -> Job:
         name=event.job,
         terms=event.terms,
         opened_at=event.at,
-        membership=rounds.gathering(event.terms),
+        membership=Membership(event.terms),
         recovery=Recovery(event.terms),
         ledger=Ledger(event.at),
         grace=StopGrace(event.terms.grace_s),
@@ -132,10 +150,8 @@ def handle(job: Job, event: AnyEvent, now: Time) -> list[AnyAction]:
 
 def deadline(job: Job) -> Time | None:
     """When the job next wants a Tick."""
-    deadlines = [*job.absent.values()]
-    if job.membership.closes_at is not None:
-        deadlines.append(job.membership.closes_at)
-    return min(deadlines, default=None)
+    deadlines = (job.absent_until, job.membership.closes_at, job.short_until)
+    return min((at for at in deadlines if at is not None), default=None)
 
 
 # ---- nodes -------------------------------------------------------------------------------------
@@ -144,11 +160,22 @@ def deadline(job: Job) -> Time | None:
 def _on_joined(job: Job, event: NodeJoined, now: Time) -> list[AnyAction]:
     if job.ended is not None:
         return [_finish_node(job, event.node)]
+    if event.spec.host in job.excluded:
+        why = f"host {event.spec.host} is excluded: {job.excluded[event.spec.host]}"
+        return [_goodbye(job, event.node, faults.EXIT_DO_NOT_REQUEUE, why)]
     actions: list[AnyAction] = []
     if event.node in job.membership.placed:
         actions += _node_gone(job, event.node, "it joined again", event.at, now)
     rounds.join(job.membership, event.node, event.spec, event.store_port, now)
     return actions + _settle(job, now)
+
+
+def _on_warm(job: Job, event: NodeWarm, now: Time) -> list[AnyAction]:
+    candidate = job.membership.waiting.get(event.node)
+    if candidate is None:
+        return []
+    candidate.warm = True
+    return _grow(job, now)
 
 
 def _on_ready(job: Job, event: NodeReady, now: Time) -> list[AnyAction]:
@@ -162,14 +189,40 @@ def _on_ready(job: Job, event: NodeReady, now: Time) -> list[AnyAction]:
 
 
 def _on_leaving(job: Job, event: NodeLeaving, now: Time) -> list[AnyAction]:
-    if job.ended is not None:
+    if job.ended is not None or not job.membership.has(event.node):
         return []
-    if len(job.membership.nodes()) - 1 < job.terms.min_nodes:
+    if job.membership.count() - 1 < job.terms.min_nodes:
         return _finish(job, event.code, event.reason, now)
-    goodbye = Finish(
-        node=event.node, code=event.code, reason=event.reason, grace_s=job.grace.limit_s()
-    )
-    return [goodbye, *_node_gone(job, event.node, event.reason, event.at, now)]
+    why = f"node {event.node} left: {event.reason}"
+    return _send_off(job, "leave", event.node, event.code, why, now)
+
+
+def _on_exclude_asked(job: Job, event: ExcludeAsked, now: Time) -> list[AnyAction]:
+    if job.ended is not None or _rank_in_force(job, event.round, event.rank) is None:
+        return []
+    candidate = job.membership.placed.get(event.node)
+    if candidate is None:
+        return []
+    job.excluded[candidate.spec.host] = event.reason
+    why = f"node {event.node} excluded by rank {event.rank}: {event.reason}"
+    return _send_off(job, "exclude", event.node, faults.EXIT_DO_NOT_REQUEUE, why, now)
+
+
+def _on_stop_asked(job: Job, event: StopAsked, now: Time) -> list[AnyAction]:
+    if job.ended is not None or _rank_in_force(job, event.round, event.rank) is None:
+        return []
+    return _finish(job, event.code, f"rank {event.rank} stopped the job: {event.reason}", now)
+
+
+def _send_off(
+    job: Job, kind: FaultKind, node: NodeId, code: int, why: str, now: Time
+) -> list[AnyAction]:
+    """Part with a node in peace; the others go on in a new round."""
+    actions: list[AnyAction] = [_goodbye(job, node, code, why)]
+    round = job.membership.round
+    if rounds.leave(job.membership, node):
+        actions += _break(job, faults.wanted(kind, node, round, job.highest, why, now), now)
+    return actions + _settle(job, now)
 
 
 def _on_left(job: Job, event: NodeLeft, now: Time) -> list[AnyAction]:
@@ -179,28 +232,34 @@ def _on_left(job: Job, event: NodeLeft, now: Time) -> list[AnyAction]:
 
 
 def _on_stream_ended(job: Job, event: StreamEnded, now: Time) -> list[AnyAction]:
-    if event.node in job.membership.nodes():
-        job.absent[event.node] = Time(now + RECONNECT_S)
+    if job.membership.has(event.node):
+        _miss(job, event.node, Time(now + RECONNECT_S))
     return []
 
 
 def _on_restarted(job: Job, event: CoordinatorRestarted, now: Time) -> list[AnyAction]:
-    until = Time(now + RECONNECT_AFTER_RESTART_S)
-    job.absent = dict.fromkeys(job.membership.nodes(), until)
+    for node in job.membership.nodes():
+        _miss(job, node, Time(now + RECONNECT_AFTER_RESTART_S))
     return []
+
+
+def _miss(job: Job, node: NodeId, until: Time) -> None:
+    job.absent[node] = until
+    job.absent_until = until if job.absent_until is None else min(job.absent_until, until)
 
 
 def _on_resumed(job: Job, event: NodeResumed, now: Time) -> list[AnyAction]:
     """Tell a node again what it may have missed while it had no stream."""
     job.absent.pop(event.node, None)
+    m = job.membership
     if job.ended is not None:
         return [_finish_node(job, event.node)]
-    if event.node not in job.membership.nodes():
-        reason = "this node was given up while it was away"
-        return [Finish(node=event.node, code=faults.EXIT_TRY_AGAIN, reason=reason, grace_s=0.0)]
-    m = job.membership
+    if not m.has(event.node):
+        why = "this node was given up while it was away"
+        return [_goodbye(job, event.node, faults.EXIT_TRY_AGAIN, why)]
     if event.node in m.busy:
-        return [_stop_node(job, event.node, event.round)] if event.round == m.round else []
+        held = m.busy[event.node].round
+        return [_stop_node(job, event.node, held)] if event.round == held else []
     if event.node in m.placed and m.world is not None and event.round < m.round:
         return [_start_node(job, m.world, p) for p in m.world.places if p.node == event.node]
     return []
@@ -237,10 +296,11 @@ def _on_started(job: Job, event: WorkerStarted, now: Time) -> list[AnyAction]:
 
 
 def _on_progress(job: Job, event: Progress, now: Time) -> list[AnyAction]:
-    if event.round == job.membership.round:
-        for progress in event.ranks:
-            _progressed(job, progress)
-    return []
+    if event.round != job.membership.round:
+        return []
+    for progress in event.ranks:
+        _progressed(job, progress)
+    return _grow(job, now) if job.saves_at_wish is not None else []
 
 
 def _progressed(job: Job, progress: RankProgress) -> None:
@@ -251,6 +311,7 @@ def _progressed(job: Job, progress: RankProgress) -> None:
     rank.step = progress.step
     job.highest = max(job.highest, progress.step)
     if progress.rank == 0:
+        job.saves = progress.saves
         _note_pace(job, progress.step, progress.last_at)
     if rank.stepped:
         return
@@ -359,29 +420,73 @@ def _subject(fault: Fault) -> str:
     return f"node {fault.node}" if fault.rank is None else f"rank {fault.rank}"
 
 
+def _grow(job: Job, now: Time) -> list[AnyAction]:
+    """Form a larger world once nodes wait for it, right after a checkpoint if there are any.
+
+    A script that never says when it saves gives no better moment than now.
+    """
+    size = rounds.can_grow(job.membership) if job.fault is None and job.ended is None else 0
+    if size == 0:
+        job.saves_at_wish = None
+        return []
+    if job.saves_at_wish is None:
+        job.saves_at_wish = job.saves
+    if job.saves > 0 and job.saves == job.saves_at_wish:
+        return []
+    newest = next(reversed(job.membership.waiting))
+    before = len(job.membership.placed)
+    why = f"from {before} nodes to {size}"
+    fault = faults.wanted("resize", newest, job.membership.round, job.highest, why, now)
+    return _break(job, fault, now)
+
+
 def _settle(job: Job, now: Time) -> list[AnyAction]:
     """Without a world in force: judge what broke the last one, and freeze the next if it may be."""
     m = job.membership
     if job.ended is not None or m.world is not None:
         return []
     if job.fault is not None:
-        if m.busy and len(m.waiting) < m.max_nodes:
+        if m.busy and len(m.waiting) < m.terms.max_nodes:
             return []
-        verdict = faults.judge(job.recovery, job.fault, job.highest)
-        incident = job.incidents[-1]
-        incident.stopped_at = now
-        books.stopped(job.ledger, now)
-        job.fault = None
-        if isinstance(verdict, Stop):
-            incident.action = f"stopped the job: {verdict.reason}"
-            incident.closed_at = now
-            return _finish(job, verdict.code, verdict.reason, now)
-        incident.action = "gave the ranks to standbys"
+        stop = _judge(job, job.fault, now)
+        if stop is not None:
+            return _finish(job, stop.code, stop.reason, now)
     world = rounds.close(m, now)
-    if world is None:
-        books.enter(job.ledger, "wait", now)
+    if world is not None:
+        job.short_until = None
+        return _start(job, world, now)
+    if job.ledger.waiting_since is None and not m.busy:
+        books.wait(job.ledger, now)
+    return _mind_shortage(job, now)
+
+
+def _judge(job: Job, fault: Fault, now: Time) -> Stop | None:
+    verdict = faults.judge(job.recovery, fault, job.highest)
+    incident = job.incidents[-1]
+    incident.stopped_at = now
+    books.stopped(job.ledger, now)
+    job.fault = None
+    if isinstance(verdict, Stop):
+        incident.action = f"stopped the job: {verdict.reason}"
+        incident.closed_at = now
+        return verdict
+    incident.action = "gave the ranks to standbys"
+    return None
+
+
+def _mind_shortage(job: Job, now: Time) -> list[AnyAction]:
+    """Fewer nodes than the job needs: wait for more, but not for ever."""
+    there, needed = job.membership.count(), job.terms.min_nodes
+    if there >= needed:
+        job.short_until = None
         return []
-    return _start(job, world, now)
+    if job.short_until is None:
+        limit = JOIN_LIMIT_S if job.terms.join_limit_s is None else job.terms.join_limit_s
+        job.short_until = Time(now + limit)
+    if now < job.short_until:
+        return []
+    reason = f"{there} of at least {needed} nodes are there and no more came in time"
+    return _finish(job, faults.EXIT_TRY_AGAIN, reason, now)
 
 
 def _start(job: Job, world: World, now: Time) -> list[AnyAction]:
@@ -393,8 +498,8 @@ def _start(job: Job, world: World, now: Time) -> list[AnyAction]:
         for rank in range(place.first_rank, place.first_rank + place.slots)
     }
     job.to_start = job.to_step = job.to_finish = world.size
-    job.resumed_at = None
-    job.pace = None
+    job.resumed_at = job.pace = job.saves_at_wish = None
+    job.saves = 0
     incident = job.open_incident
     if incident is not None:
         incident.frozen_at = now
@@ -416,7 +521,7 @@ def _rank_in_force(job: Job, round: RoundNumber, rank: Rank) -> RankState | None
 
 def _finish(job: Job, code: int, reason: str, now: Time) -> list[AnyAction]:
     job.ended = Ended(code=code, reason=reason, at=now)
-    job.membership.closes_at = None
+    job.membership.closes_at = job.short_until = job.absent_until = None
     if job.ledger.fault_at is not None:
         books.stopped(job.ledger, now)
     books.enter(job.ledger, "stop" if code else "idle", now)
@@ -425,9 +530,11 @@ def _finish(job: Job, code: int, reason: str, now: Time) -> list[AnyAction]:
 
 def _finish_node(job: Job, node: NodeId) -> Finish:
     assert job.ended is not None
-    return Finish(
-        node=node, code=job.ended.code, reason=job.ended.reason, grace_s=job.grace.limit_s()
-    )
+    return _goodbye(job, node, job.ended.code, job.ended.reason)
+
+
+def _goodbye(job: Job, node: NodeId, code: int, reason: str) -> Finish:
+    return Finish(node=node, code=code, reason=reason, grace_s=job.grace.limit_s())
 
 
 def _close(job: Job, now: Time) -> list[AnyAction]:
@@ -443,8 +550,10 @@ def _close(job: Job, now: Time) -> list[AnyAction]:
 
 def _on_tick(job: Job, event: Tick, now: Time) -> list[AnyAction]:
     actions: list[AnyAction] = []
-    for node in [node for node, until in job.absent.items() if until <= now]:
-        actions += _node_gone(job, node, "its stream ended", event.at, now)
+    if job.absent_until is not None and job.absent_until <= now:
+        for node in [node for node, until in job.absent.items() if until <= now]:
+            actions += _node_gone(job, node, "its stream ended", event.at, now)
+        job.absent_until = min(job.absent.values(), default=None)
     return actions + _settle(job, now)
 
 
@@ -455,7 +564,10 @@ def _on_opened_again(job: Job, event: JobOpened, now: Time) -> list[AnyAction]:
 _HANDLERS: dict[type, Callable[[Job, Any, Time], list[AnyAction]]] = {
     JobOpened: _on_opened_again,
     NodeJoined: _on_joined,
+    NodeWarm: _on_warm,
     NodeReady: _on_ready,
+    ExcludeAsked: _on_exclude_asked,
+    StopAsked: _on_stop_asked,
     NodeLeaving: _on_leaving,
     NodeLeft: _on_left,
     StreamEnded: _on_stream_ended,

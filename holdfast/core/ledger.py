@@ -50,6 +50,7 @@ class Ledger(Struct):
     round: RoundNumber = RoundNumber(0)
     redo_until: StepNumber = StepNumber(0)
     """Steps of this round up to this one had been finished before."""
+    waiting_since: Time | None = None
     fault_at: Time | None = None
     noticed_at: Time | None = None
     closed_s: Seconds = 0.0
@@ -69,6 +70,8 @@ def size(ledger: Ledger, ranks: int, now: Time) -> None:
     for rank in map(Rank, range(ranks)):
         if rank not in ledger.accounts:
             ledger.accounts[rank] = Account(since, since, "start" if first else "wait")
+            if first and ledger.waiting_since is not None:
+                enter(ledger, "wait", ledger.waiting_since, rank)
 
 
 def book(ledger: Ledger, rank: Rank, until: Time, cause: Cause | None = None) -> None:
@@ -91,10 +94,17 @@ def enter(ledger: Ledger, cause: Cause, now: Time, rank: Rank | None = None) -> 
         ledger.accounts[each].cause = cause
 
 
+def wait(ledger: Ledger, now: Time) -> None:
+    """There are too few nodes for a round."""
+    ledger.waiting_since = now
+    enter(ledger, "wait", now)
+
+
 def begin_round(ledger: Ledger, round: RoundNumber, highest: StepNumber, now: Time) -> None:
     """A round is frozen: its ranks are being started."""
     ledger.round = round
     ledger.redo_until = highest
+    ledger.waiting_since = None
     for rank, account in ledger.accounts.items():
         book(ledger, rank, now)
         account.cause = "start"

@@ -6,7 +6,7 @@ ready or leaves, or when a deadline passes, never because somebody asks.
 
 A node is in exactly one of three places:
 
-    waiting    it has no workers and wants a place
+    waiting    it has no workers and wants a place; beyond the maximum such a node is a spare
     busy       it was in the last round and is still stopping its workers
     placed     it is in the frozen world
 
@@ -14,13 +14,15 @@ A round closes when as many nodes wait as the job may have, or when at least the
 nobody else can be expected: no node is busy, and the grace for newcomers is over. There is such a
 grace only before the first round, when nodes are still being started one after the other; later, a
 node that is not there is not waited for. The grace is learnt from the gaps between the joins seen so
-far. Survivors keep their order, so that ranks move as little as possible.
+far. Who gets the places, and in which order, is `holdfast.core.seating`'s matter.
 """
 
 from __future__ import annotations
 
 from msgspec import Struct, field
 
+from holdfast.core import seating
+from holdfast.core.seating import Candidate
 from holdfast.messages.records import NodeSpec, Part, Place, Terms, World
 from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, Time
 
@@ -28,27 +30,16 @@ NEWCOMER_FACTOR = 3.0
 NEWCOMER_FLOOR_S: Seconds = 0.5
 
 
-class Candidate(Struct):
-    """A node that wants a place, and the order in which it would get one."""
-
-    spec: NodeSpec
-    store_port: int
-    seat: int
-    """Survivors keep the seat they had; newcomers get the next free number."""
-    round: RoundNumber = RoundNumber(0)
-    """The last round it was placed in."""
-
-
 class Membership(Struct):
-    min_nodes: int
-    max_nodes: int
-    node_unit: int
+    terms: Terms
     round: RoundNumber = RoundNumber(0)
     world: World | None = None
     waiting: dict[NodeId, Candidate] = field(default_factory=dict)
     busy: dict[NodeId, Candidate] = field(default_factory=dict)
     placed: dict[NodeId, Candidate] = field(default_factory=dict)
-    next_seat: int = 0
+    seats: list[str] = field(default_factory=list)
+    """The switch that each seat of the last round was at; a seat's number is its group rank."""
+    joins: int = 0
     last_join_at: Time | None = None
     longest_gap_s: Seconds = 0.0
     closes_at: Time | None = None
@@ -56,10 +47,11 @@ class Membership(Struct):
     def nodes(self) -> list[NodeId]:
         return [*self.placed, *self.busy, *self.waiting]
 
+    def has(self, node: NodeId) -> bool:
+        return node in self.placed or node in self.busy or node in self.waiting
 
-def gathering(terms: Terms) -> Membership:
-    """A job's membership before anybody came."""
-    return Membership(terms.min_nodes, terms.max_nodes, terms.node_unit)
+    def count(self) -> int:
+        return len(self.placed) + len(self.busy) + len(self.waiting)
 
 
 def join(m: Membership, node: NodeId, spec: NodeSpec, store_port: int, now: Time) -> None:
@@ -68,15 +60,11 @@ def join(m: Membership, node: NodeId, spec: NodeSpec, store_port: int, now: Time
         m.longest_gap_s = max(m.longest_gap_s, now - m.last_join_at)
     m.last_join_at = now
     known = m.waiting.pop(node, None) or m.busy.pop(node, None) or m.placed.pop(node, None)
+    m.joins += 1
+    candidate = Candidate(spec, store_port, m.joins)
     if known is not None:
-        seat = known.seat
-    elif spec.node_rank is not None:
-        seat = spec.node_rank
-        m.next_seat = max(m.next_seat, seat + 1)
-    else:
-        seat = m.next_seat
-        m.next_seat += 1
-    m.waiting[node] = Candidate(spec, store_port, seat)
+        candidate.seat, candidate.joined = known.seat, known.joined
+    m.waiting[node] = candidate
 
 
 def leave(m: Membership, node: NodeId) -> bool:
@@ -104,36 +92,54 @@ def ready(m: Membership, node: NodeId, round: RoundNumber, store_port: int) -> b
     return True
 
 
+def most_nodes(m: Membership) -> int:
+    """The largest legal world."""
+    return m.terms.max_nodes - m.terms.max_nodes % seating.unit(m.terms)
+
+
+def can_grow(m: Membership) -> int:
+    """How many nodes the world would have if it were formed anew now; 0 when not more than now."""
+    if m.world is None or len(m.world.places) >= most_nodes(m):
+        return 0
+    fresh = {node: candidate for node, candidate in m.waiting.items() if candidate.warm}
+    size = len(seating.choose({**m.placed, **fresh}, m.terms))
+    return size if size > len(m.world.places) else 0
+
+
 def close(m: Membership, now: Time) -> World | None:
     """Freeze the next round if it may be, else note until when it waits for more."""
-    if m.world is not None:
-        return None
-    count = _closing_count(m, now)
-    if count == 0:
+    if m.world is not None or not _may_close(m, now):
         return None
     m.closes_at = None
     m.round = RoundNumber(m.round + 1)
-    chosen = sorted(m.waiting, key=lambda node: m.waiting[node].seat)[:count]
-    m.placed = {node: m.waiting.pop(node) for node in chosen}
+    chosen = seating.choose(m.waiting, m.terms)
+    order = seating.seat(chosen, m.waiting, m.seats)
+    m.placed = {node: m.waiting.pop(node) for node in order}
+    m.seats = [candidate.spec.switch for candidate in m.placed.values()]
     m.world = _freeze(m, now)
     return m.world
 
 
-def _closing_count(m: Membership, now: Time) -> int:
-    """How many nodes the round would close with now; 0 when it should wait."""
-    most = m.max_nodes - m.max_nodes % m.node_unit
-    if len(m.waiting) >= most:
-        return most
-    legal = len(m.waiting) - len(m.waiting) % m.node_unit
-    if legal < max(m.min_nodes, 1) or m.busy:
+def _may_close(m: Membership, now: Time) -> bool:
+    if len(m.waiting) < max(1, m.terms.min_nodes):  # The cheap answer, for most of many joins.
         m.closes_at = None
-        return 0
+        return False
+    size = len(seating.choose(m.waiting, m.terms))
+    if size >= most_nodes(m):
+        return True
+    if size < max(1, m.terms.min_nodes) or m.busy:
+        m.closes_at = None
+        return False
     if m.round == 0 and m.last_join_at is not None:
-        grace = max(NEWCOMER_FLOOR_S, NEWCOMER_FACTOR * m.longest_gap_s)
-        m.closes_at = Time(m.last_join_at + grace)
-        if now < m.closes_at:
-            return 0
-    return legal
+        m.closes_at = Time(m.last_join_at + _newcomer_grace_s(m))
+        return now >= m.closes_at
+    return True
+
+
+def _newcomer_grace_s(m: Membership) -> Seconds:
+    if m.terms.last_call_s is not None:
+        return m.terms.last_call_s
+    return max(NEWCOMER_FLOOR_S, NEWCOMER_FACTOR * m.longest_gap_s)
 
 
 def _freeze(m: Membership, now: Time) -> World:
@@ -141,6 +147,7 @@ def _freeze(m: Membership, now: Time) -> World:
     rank = 0
     for group_rank, (node, candidate) in enumerate(m.placed.items()):
         candidate.round = m.round
+        candidate.seat = group_rank
         slots = candidate.spec.slots
         places.append(Place(node=node, group_rank=group_rank, first_rank=Rank(rank), slots=slots))
         rank += slots
@@ -173,18 +180,19 @@ def part_of(world: World, place: Place, restarts: int, max_restarts: int) -> Par
 
 def validate(m: Membership) -> None:
     """Re-check every invariant; tests and the simulator call it after each event."""
-    places = [set(m.waiting), set(m.busy), set(m.placed)]
-    assert sum(map(len, places)) == len(set().union(*places)), "a node is in two places"
+    assert len(set(m.nodes())) == m.count(), "a node is in two places"
     if m.world is None:
         assert not m.placed, "placed without a world"
         return
     w = m.world
+    size = len(w.places)
     assert w.round == m.round, "the world in force is not the newest"
-    assert 0 < len(w.places) <= m.max_nodes, "an illegal number of nodes"
-    assert len(w.places) % m.node_unit == 0, "not a multiple of the node unit"
-    assert len(w.places) >= m.min_nodes, "below the minimum"
-    firsts = [p.first_rank for p in w.places]
-    assert firsts == [sum(p.slots for p in w.places[:i]) for i in range(len(firsts))], (
-        "gap in ranks"
-    )
+    assert 0 < size <= m.terms.max_nodes, "an illegal number of nodes"
+    assert size % seating.unit(m.terms) == 0, "not a multiple of the node unit"
+    assert size >= m.terms.min_nodes, "below the minimum"
+    first = 0
+    for place in w.places:
+        assert place.first_rank == first, "a gap in the ranks"
+        first += place.slots
+    assert first == w.size, "ranks do not add up"
     assert set(m.placed) <= {p.node for p in w.places}, "placed outside the world"

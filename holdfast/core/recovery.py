@@ -40,6 +40,9 @@ EXIT_FAILED = 1
 EXIT_TRY_AGAIN = 75
 EXIT_DO_NOT_REQUEUE = 93
 
+WANTED = frozenset({"leave", "exclude", "resize"})
+"""Changes that we make ourselves: never judged, never counted against the job."""
+
 _OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 _BROKEN_COLLECTIVE = re.compile(
     r"connection (reset|closed|refused)|broken pipe|\bgloo\b|\bnccl\b|socket timeout|^Dist\w*Error",
@@ -134,6 +137,24 @@ def lost_node(node: NodeId, round: RoundNumber, step: StepNumber, reason: str, a
     )
 
 
+def wanted(
+    kind: FaultKind, node: NodeId, round: RoundNumber, step: StepNumber, why: str, at: Time
+) -> Fault:
+    """Not a fault but a change of the world that costs the same: somebody comes, goes or is sent."""
+    return Fault(
+        kind=kind,
+        node=node,
+        rank=None,
+        round=round,
+        step=step,
+        signature=why,
+        detail="",
+        at=at,
+        outside=True,
+        wake=False,
+    )
+
+
 def culprit(one: Fault, other: Fault) -> Fault:
     """Which of two deaths of one round caused the other."""
     return min(one, other, key=lambda fault: (fault.wake, fault.at))
@@ -141,6 +162,8 @@ def culprit(one: Fault, other: Fault) -> Fault:
 
 def judge(recovery: Recovery, fault: Fault, highest: StepNumber) -> Again | Stop:
     """Apply the rules to a fault. `highest` is the highest step that the job ever finished."""
+    if fault.kind in WANTED:
+        return Again()
     _remember(recovery, fault, highest)
     limit = recovery.terms.max_restarts
     subject = f"rank {fault.rank}" if fault.rank is not None else f"node {fault.node}"

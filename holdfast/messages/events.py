@@ -32,6 +32,12 @@ class NodeJoined(Event, frozen=True, kw_only=True):
     """A port this node keeps free, for the store of a round in which it hosts rank 0."""
 
 
+class NodeWarm(Event, frozen=True, kw_only=True):
+    """The node's standbys are ready: a rank given to it would start at once."""
+
+    node: NodeId
+
+
 class NodeReady(Event, frozen=True, kw_only=True):
     """The node's workers of that round are gone; it waits for a place in the next."""
 
@@ -78,6 +84,25 @@ class CoordinatorRestarted(Event, frozen=True, kw_only=True):
     """The coordinator died and replayed its journal; no node is connected yet."""
 
 
+class ExcludeAsked(Event, frozen=True, kw_only=True):
+    """A script found its node unfit: go on without it."""
+
+    node: NodeId
+    round: RoundNumber
+    rank: Rank
+    reason: str
+
+
+class StopAsked(Event, frozen=True, kw_only=True):
+    """A script wants the whole job to end."""
+
+    node: NodeId
+    round: RoundNumber
+    rank: Rank
+    reason: str
+    code: int
+
+
 class WorkerStarted(Event, frozen=True, kw_only=True):
     """The user's script began to run in the process that was given the rank."""
 
@@ -119,7 +144,10 @@ class Tick(Event, frozen=True, kw_only=True):
 AnyEvent = (
     JobOpened
     | NodeJoined
+    | NodeWarm
     | NodeReady
+    | ExcludeAsked
+    | StopAsked
     | NodeLeaving
     | NodeLeft
     | StreamEnded

@@ -24,7 +24,8 @@ Cause = Literal[
 """What a second of a rank was spent on. Every second has exactly one."""
 
 
-FaultKind = Literal["signal", "oom", "exit", "exception", "node"]
+FaultKind = Literal["signal", "oom", "exit", "exception", "node", "leave", "exclude", "resize"]
+"""What broke a round: a worker's death in four ways, a node that is gone, or a change we wanted."""
 
 
 class Terms(Struct, frozen=True, kw_only=True):
@@ -33,9 +34,17 @@ class Terms(Struct, frozen=True, kw_only=True):
     min_nodes: int = 1
     max_nodes: int = 1
     node_unit: int = 1
+    segment: int = 1
+    """Nodes of one interconnect domain that only count together."""
+    spares: int = 0
+    """Nodes beyond the maximum that the user promised; they wait for a place."""
     max_restarts: int | None = None
     grace_s: Seconds | None = None
     """How long a worker may take to end after SIGTERM; learnt when not given."""
+    last_call_s: Seconds | None = None
+    """How long the first round waits for more than the minimum; learnt when not given."""
+    join_limit_s: Seconds | None = None
+    """How long the job waits below the minimum before it ends with 75."""
 
 
 class NodeSpec(Struct, frozen=True, kw_only=True):
@@ -46,6 +55,13 @@ class NodeSpec(Struct, frozen=True, kw_only=True):
     slots: int
     pid: int
     node_rank: int | None = None
+    """Where the user wants it."""
+    infra_rank: int | None = None
+    """Where the infrastructure has it."""
+    switch: str = ""
+    block: str = ""
+    domain: str = ""
+    """The fast interconnect it shares with others (NVLink); segments lie within one."""
 
 
 class RankProgress(Struct, frozen=True, kw_only=True):
@@ -59,6 +75,8 @@ class RankProgress(Struct, frozen=True, kw_only=True):
     last_at: Time | None = None
     checkpoint_s: Seconds = 0.0
     restore_s: Seconds = 0.0
+    saves: int = 0
+    """Checkpoints this process has finished: after each is a good moment to change the world."""
 
 
 class Raised(Struct, frozen=True, kw_only=True):

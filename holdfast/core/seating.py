@@ -1,0 +1,104 @@
+"""Who gets a place in a round, and where they sit.
+
+Choosing: nodes that had a seat come before newcomers, newcomers with a rank given by the user or the
+infrastructure in that order, others as they came. With segments, only complete ones are taken: N
+nodes of one fast-interconnect domain, side by side. What is over a multiple of the node unit waits.
+
+Seating: survivors keep their seats, so that ranks move as little as possible; a newcomer takes a seat
+that was left, one at the same switch if there is one. In the first round the nodes of a switch sit
+side by side, the switch of rank 0 first. When there are fewer nodes than seats, everybody moves up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from msgspec import Struct
+
+from holdfast.messages.records import NodeSpec, Terms
+from holdfast.messages.units import NodeId, RoundNumber
+
+
+class Candidate(Struct):
+    """A node and what decides about its place."""
+
+    spec: NodeSpec
+    store_port: int
+    joined: int
+    """The how-manieth join this was."""
+    seat: int | None = None
+    """Its group rank in the last round it was in."""
+    round: RoundNumber = RoundNumber(0)
+    """The last round it was placed in."""
+    warm: bool = False
+    """Its standbys are ready: it could start a rank at once."""
+
+
+def unit(terms: Terms) -> int:
+    """Worlds are multiples of this."""
+    return math.lcm(terms.node_unit, terms.segment)
+
+
+def choose(candidates: Mapping[NodeId, Candidate], terms: Terms) -> list[NodeId]:
+    """The nodes that would form a world now, in order of preference; empty when none may."""
+    order = sorted(candidates, key=lambda node: _preference(candidates[node]))
+    if terms.segment > 1:
+        order = _complete_segments(order, candidates, terms.segment)
+    most = min(len(order), terms.max_nodes)
+    return order[: most - most % unit(terms)]
+
+
+def _preference(candidate: Candidate) -> tuple[float, float, int]:
+    spec = candidate.spec
+    seat = math.inf if candidate.seat is None else candidate.seat
+    given = spec.node_rank if spec.node_rank is not None else spec.infra_rank
+    return seat, math.inf if given is None else given, candidate.joined
+
+
+def _complete_segments(
+    order: list[NodeId], candidates: Mapping[NodeId, Candidate], size: int
+) -> list[NodeId]:
+    domains: dict[str, list[NodeId]] = {}
+    complete: list[NodeId] = []
+    for node in order:
+        members = domains.setdefault(candidates[node].spec.domain, [])
+        members.append(node)
+        if len(members) == size:
+            complete += members
+            members.clear()
+    return complete
+
+
+def seat(
+    chosen: list[NodeId], candidates: Mapping[NodeId, Candidate], seats: list[str]
+) -> list[NodeId]:
+    """The chosen nodes in the order of their ranks. `seats` are the switches of the last round's."""
+    if not seats or any(candidates[node].spec.domain for node in chosen):
+        return _by_switch(chosen, candidates)
+    taken: dict[int, NodeId] = {}
+    newcomers = []
+    for node in chosen:
+        held = candidates[node].seat
+        if held is None or held in taken:
+            newcomers.append(node)
+        else:
+            taken[held] = node
+    free = [number for number in range(len(seats)) if number not in taken]
+    for node in newcomers:
+        switch = candidates[node].spec.switch
+        same = next((number for number in free if seats[number] == switch), None)
+        number = same if same is not None else free[0] if free else max(taken) + 1
+        if number in free:
+            free.remove(number)
+        taken[number] = node
+    return [taken[number] for number in sorted(taken)]
+
+
+def _by_switch(chosen: list[NodeId], candidates: Mapping[NodeId, Candidate]) -> list[NodeId]:
+    """Side by side those of a block, and in it those of a switch, in order of first appearance."""
+    blocks: dict[str, dict[str, list[NodeId]]] = {}
+    for node in chosen:
+        spec = candidates[node].spec
+        blocks.setdefault(spec.block, {}).setdefault(spec.switch, []).append(node)
+    return [node for switches in blocks.values() for nodes in switches.values() for node in nodes]
