@@ -16,6 +16,8 @@ import fcntl
 import json
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +67,7 @@ class JobHome:
         except OSError:
             return False
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return False
         except BlockingIOError:
             return True
@@ -81,20 +83,33 @@ def create(name: str | None, script: str) -> JobHome:
     chosen = name or f"{safe[:60]}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     home = JobHome(jobs / chosen)
     try:
-        if home.path.exists():
-            if home.alive():
-                raise JobHomeError(
-                    f"job {chosen} is running already ({home.path}); choose another --job name"
-                )
-            _set_aside(home.path)
-        home.logs.mkdir(parents=True, mode=0o700)
-        if not home.lock():
-            raise JobHomeError(f"job {chosen} was started twice at once; choose another --job name")
+        jobs.mkdir(parents=True, exist_ok=True)
+        with _one_at_a_time(jobs):
+            if home.path.exists():
+                if home.alive():
+                    raise JobHomeError(
+                        f"job {chosen} is running already ({home.path}); choose another --job name"
+                    )
+                _set_aside(home.path)
+            home.logs.mkdir(parents=True, mode=0o700)
+            if not home.lock():
+                raise JobHomeError(f"job {chosen} was started twice at once; try again")
     except OSError as error:
         raise JobHomeError(
             f"{home.path}: cannot be written ({error.strerror}); set HOLDFAST_HOME elsewhere"
         ) from None
     return home
+
+
+@contextmanager
+def _one_at_a_time(directory: Path) -> Iterator[None]:
+    """Two jobs that start at once must not set each other's home aside."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
 
 
 def _set_aside(path: Path) -> None:

@@ -184,7 +184,9 @@ def launch(settings: RunSettings, home: JobHome, since_monotonic: float) -> int:
 
             logs = Path(settings.log_dir).absolute() / home.name
             logs.mkdir(parents=True, exist_ok=True)
-        return run_agent(AgentOrders(settings, host, port, token, run_id, logs, launcher_pid))
+        return run_agent(
+            AgentOrders(settings, host, port, token, "127.0.0.1", run_id, logs, launcher_pid)
+        )
 
     def be_coordinator() -> int:
         from holdfast.coordinator.main import CoordinatorOrders, run_coordinator

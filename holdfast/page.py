@@ -1,9 +1,9 @@
 """A worker's progress page: a page of shared memory that the worker writes and its agent reads.
 
 Writing costs well under a microsecond and no system call, so every step can be noted; and since the
-memory outlives the writer, the agent knows the exact last step of a worker that was killed. There are
-two slots and a sequence number that says which one is valid: a writer that dies in the middle of a
-slot has not yet pointed at it.
+memory outlives the writer, the agent knows the exact last step of a worker that was killed. There is a
+ring of slots and a sequence number that says which one is valid: a writer that dies in the middle of
+a slot has not yet pointed at it, and a reader has several writes' time before its slot comes round.
 
 All times are of the machine's monotonic clock.
 """
@@ -19,6 +19,7 @@ from holdfast.kernel import Mapping
 PAGE_BYTES = 4096
 _SLOT_WORDS = 8
 _FIRST_SLOT = 8
+_SLOTS = 32
 
 
 class PageState(Struct, frozen=True):
@@ -50,7 +51,7 @@ class ProgressPage:
     ) -> None:
         ints, floats = self._ints, self._floats
         sequence = ints[0] + 1
-        slot = _FIRST_SLOT + _SLOT_WORDS * (sequence & 1)
+        slot = _FIRST_SLOT + _SLOT_WORDS * (sequence % _SLOTS)
         ints[slot] = step
         ints[slot + 1] = steps
         floats[slot + 2] = first_at
@@ -62,10 +63,10 @@ class ProgressPage:
     def read(self) -> PageState:
         while True:
             sequence = self._ints[0]
-            slot = _FIRST_SLOT + _SLOT_WORDS * (sequence & 1)
+            slot = _FIRST_SLOT + _SLOT_WORDS * (sequence % _SLOTS)
             state = PageState(*self._ints[slot : slot + 2], *self._floats[slot + 2 : slot + 6])
-            # The slot just read is only overwritten by the write after the next.
-            if self._ints[0] - sequence <= 1:
+            # The slot just read is overwritten _SLOTS writes later, which begins one earlier.
+            if self._ints[0] - sequence < _SLOTS - 1:
                 return state
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from holdfast import kernel
 from holdfast.agent.environment import node_environment
 from holdfast.agent.output import Console
+from holdfast.agent.processes import ProcessTable
 from holdfast.agent.standbys import Pool
 from holdfast.agent.stream import CoordinatorStream, Turned
 from holdfast.agent.supervisor import Supervisor
@@ -40,6 +41,8 @@ class AgentOrders:
     host: str
     port: int
     token: str
+    address: str
+    """Where other nodes reach this one."""
     run_id: str
     logs: Path
     launcher_pid: int
@@ -56,7 +59,9 @@ def run_agent(orders: AgentOrders) -> int:
 async def _run(orders: AgentOrders) -> int:
     settings = orders.settings
     env = node_environment(settings, os.environ)
+    table = ProcessTable()
     pool = Pool(
+        table=table,
         command=[settings.script, *settings.script_args],
         env=env,
         want=settings.nproc if settings.standby is None else settings.standby,
@@ -65,7 +70,7 @@ async def _run(orders: AgentOrders) -> int:
         log_path=orders.logs / "nursery.log",
     )
     pool.open()
-    agent = _Agent(orders, pool, env)
+    agent = _Agent(orders, table, pool, env)
     try:
         return await agent.run()
     finally:
@@ -76,7 +81,9 @@ async def _run(orders: AgentOrders) -> int:
 class _Agent:
     """Joins the stream and the supervisor, and minds the signals."""
 
-    def __init__(self, orders: AgentOrders, pool: Pool, env: dict[str, str]) -> None:
+    def __init__(
+        self, orders: AgentOrders, table: ProcessTable, pool: Pool, env: dict[str, str]
+    ) -> None:
         self.orders = orders
         self.console = Console()
         self.clock = JobClock()
@@ -84,7 +91,9 @@ class _Agent:
         self.finished: asyncio.Future[Finish] = asyncio.get_running_loop().create_future()
         self.supervisor = Supervisor(
             node=self.node,
+            address=orders.address,
             settings=orders.settings,
+            table=table,
             run_id=orders.run_id,
             logs=orders.logs,
             clock=self.clock,
@@ -132,9 +141,7 @@ class _Agent:
         settings = self.orders.settings
         spec = NodeSpec(
             host=socket.gethostname(),
-            address=settings.rendezvous.master_addr
-            or settings.rendezvous.local_addr
-            or "127.0.0.1",
+            address=self.orders.address,
             slots=settings.nproc,
             pid=os.getpid(),
             node_rank=settings.node_rank,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import select
 import threading
 from collections import deque
 from pathlib import Path
@@ -20,6 +21,8 @@ READ_BYTES = 1 << 16
 LONGEST_LINE = 1 << 16
 CONSOLE_BYTES = 8 << 20
 TAIL_BYTES = 4096
+DRAIN_READS = 32
+"""More than a pipe can hold, so that a drain takes what is there and then ends."""
 
 
 class Console:
@@ -76,7 +79,10 @@ class Console:
 def _write_all(fd: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
-        view = view[os.write(fd, view) :]
+        try:
+            view = view[os.write(fd, view) :]
+        except BlockingIOError:  # A terminal that somebody else made non-blocking.
+            select.select([], [fd], [])
 
 
 class LogFile:
@@ -156,8 +162,9 @@ class Stream:
 
     def drain(self) -> None:
         """Take what is in the pipe now; a grandchild may hold it open for ever."""
-        while self._reader >= 0 and self._read():
-            pass
+        for _ in range(DRAIN_READS):
+            if self._reader < 0 or not self._read():
+                return
 
     def close(self) -> None:
         self.drain()

@@ -28,10 +28,12 @@ class Exit:
 class Process:
     """A child of this agent, watched until it is gone."""
 
-    def __init__(self, pid: int, on_exit: Callable[[Exit], None]) -> None:
+    def __init__(self, table: ProcessTable, pid: int, leads_group: bool) -> None:
         self.pid = pid
         self.exit: Exit | None = None
-        self.on_exit = on_exit
+        self.on_exit: Callable[[Exit], None] = lambda end: None
+        self._table = table
+        self._leads_group = leads_group
         self._pidfd = os.pidfd_open(pid)
         asyncio.get_running_loop().add_reader(self._pidfd, self._reap)
 
@@ -48,14 +50,16 @@ class Process:
         info = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if info is None:
             return
-        # While it is a zombie its number cannot be anybody else's: end what is left of its group.
-        try:
-            os.killpg(self.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            pass
+        if self._leads_group:
+            # While it is a zombie its number cannot be anybody else's: end the rest of its group.
+            try:
+                os.killpg(self.pid, signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):
+                pass
         os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED)
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
+        self._table.forget(self)
         by_itself = info.si_code == os.CLD_EXITED
         self.exit = Exit(code=info.si_status) if by_itself else Exit(signal=info.si_status)
         self.on_exit(self.exit)
@@ -101,25 +105,57 @@ def spawn(
     return child.pid
 
 
-def end_strays(known: Collection[int]) -> int:
-    """Kill every child that is none of ours: what scripts left behind. How many there were."""
-    ended = 0
-    while strays := [pid for pid in kernel.children(os.getpid()) if pid not in known]:
-        for pid in strays:
-            try:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-                ended += 1
-            except (ProcessLookupError, ChildProcessError):
-                pass
-    return ended
+class ProcessTable:
+    """Every process that this agent knows; whatever else it is the parent of is a stray.
 
+    A process that the nursery has just forked is ours before we have heard of it. It is told from a
+    stray by its process group: it stays in the nursery's until it is given a rank.
+    """
 
-def reap_strays(known: Collection[int]) -> None:
-    """Take note of orphans that ended by themselves, so that none stays a zombie."""
-    for pid in kernel.children(os.getpid()):
-        if pid not in known:
+    def __init__(self) -> None:
+        self._known: dict[int, Process] = {}
+        self._nursery_group = 0
+        asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap_strays)
+
+    def watch(self, pid: int, leads_group: bool = True) -> Process:
+        process = self._known[pid] = Process(self, pid, leads_group)
+        return process
+
+    def watch_nursery(self, pid: int) -> Process:
+        self._nursery_group = pid
+        return self.watch(pid, leads_group=False)
+
+    def forget(self, process: Process) -> None:
+        del self._known[process.pid]
+
+    def end_strays(self) -> int:
+        """Kill what scripts left behind; how many there were."""
+        ended = 0
+        while strays := self._strays():
+            for pid in strays:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+                    ended += 1
+                except (ProcessLookupError, ChildProcessError):
+                    pass
+        return ended
+
+    def _reap_strays(self) -> None:
+        """Take note of orphans that ended by themselves, so that none stays a zombie."""
+        for pid in self._strays():
             try:
                 os.waitpid(pid, os.WNOHANG)
             except ChildProcessError:
                 pass
+
+    def _strays(self) -> list[int]:
+        unknown = [pid for pid in kernel.children(os.getpid()) if pid not in self._known]
+        return [pid for pid in unknown if _group_of(pid) != self._nursery_group]
+
+
+def _group_of(pid: int) -> int:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return -1

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.agent.processes import Exit, Process, spawn
+from holdfast.agent.processes import Exit, Process, ProcessTable, spawn
 from holdfast.messages.local import (
     PACKET_BYTES,
     Assign,
@@ -118,6 +118,7 @@ class _Order:
 class Pool:
     """All processes of this node that have no rank yet."""
 
+    table: ProcessTable
     command: Sequence[str]
     """What their command line shows: the script and its arguments."""
     env: Mapping[str, str]
@@ -127,6 +128,7 @@ class Pool:
     """Whether the first ranks wait for the imports, because they need them anyway."""
     preload: Sequence[str]
     log_path: Path
+    on_warm: Callable[[], None] = lambda: None
     waiting: list[Standby] = field(default_factory=list)
     _orders: deque[_Order] = field(default_factory=deque)
     _adding: set[asyncio.Future[None]] = field(default_factory=set)
@@ -140,10 +142,6 @@ class Pool:
         """Start the nursery: the sooner, the sooner the first step."""
         if self.want > 0:
             self._start_nursery()
-
-    def pids(self) -> set[int]:
-        pids = {standby.pid for standby in self.waiting}
-        return pids | {self._nursery.pid} if self._nursery is not None else pids
 
     async def take(self) -> Standby:
         """A process for a rank: one that stands ready if there is one, else the quickest to get."""
@@ -220,7 +218,8 @@ class Pool:
         theirs.close()
         os.close(output)
         os.close(null)
-        self._nursery = Process(pid, self._nursery_exited)
+        self._nursery = self.table.watch_nursery(pid)
+        self._nursery.on_exit = self._nursery_exited
         self._socket = ours
         ours.setblocking(False)
         asyncio.get_running_loop().add_reader(ours.fileno(), self._hear_nursery)
@@ -282,9 +281,10 @@ class Pool:
         message = _from_nursery.decode(packet)
         if isinstance(message, Warm):
             self._warm = message
+            self.on_warm()
             return
         order = self._orders.popleft()
-        order.standby.process = Process(message.pid, lambda _: None)
+        order.standby.process = self.table.watch(message.pid)
         if order.forked.cancelled():
             self._keep(order.standby)
         else:
@@ -297,7 +297,7 @@ class Pool:
         command = [_python(), "-u", "-m", "holdfast.worker", *self.command]
         pid = spawn(command, env, [theirs.fileno(), page_fd])
         standby = Standby(ours, page_fd, warm=False)
-        standby.process = Process(pid, lambda _: None)
+        standby.process = self.table.watch(pid)
         theirs.close()
         os.close(page_fd)
         return standby

@@ -11,6 +11,7 @@ is ended too, so that the next round starts on clean ground.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import os
@@ -24,8 +25,8 @@ from string import Template
 from holdfast.agent import oom
 from holdfast.agent.environment import rank_environment
 from holdfast.agent.output import Console, Output
-from holdfast.agent.ports import ReservedPort
-from holdfast.agent.processes import Exit, Process, end_strays, reap_strays, spawn
+from holdfast.agent.ports import StorePort
+from holdfast.agent.processes import Exit, Process, ProcessTable, spawn
 from holdfast.agent.standbys import Pool, Standby
 from holdfast.clock import JobClock
 from holdfast.config import RunSettings
@@ -73,7 +74,10 @@ class Worker:
 @dataclass
 class Supervisor:
     node: NodeId
+    address: str
+    """Where other nodes reach this one."""
     settings: RunSettings
+    table: ProcessTable
     run_id: str
     logs: Path
     clock: JobClock
@@ -84,8 +88,8 @@ class Supervisor:
     env: dict[str, str]
     round: RoundNumber = NO_ROUND
     workers: dict[Rank, Worker] = field(default_factory=dict)
-    port: ReservedPort = field(init=False)
-    _used_port: ReservedPort | None = None
+    port: StorePort = field(init=False)
+    """Offered for the next round's store; with the round it goes to rank 0, or is closed."""
     _starting: asyncio.Task[None] | None = None
     _stopping: StopWorkers | Finish | None = None
     _slowest_stop_s: Seconds | None = None
@@ -93,8 +97,7 @@ class Supervisor:
     _timer: asyncio.TimerHandle | None = None
 
     def __post_init__(self) -> None:
-        self.port = ReservedPort(self.settings.rendezvous.master_port or 0)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap_strays)
+        self.port = self._offer_port()
 
     @property
     def busy(self) -> bool:
@@ -118,9 +121,6 @@ class Supervisor:
         self._stopping = None
         self._slowest_stop_s = None
         self._ended = []
-        if self._used_port is not None and self._used_port is not self.port:
-            self._used_port.release()
-        self._used_port = self.port
         self._starting = asyncio.ensure_future(self._start_all(part))
 
     async def _start_all(self, part: Part) -> None:
@@ -134,6 +134,10 @@ class Supervisor:
                 self._hand_over(part, local_rank, standby)
         finally:
             self._starting = None
+            self.port.close()
+
+    def _offer_port(self) -> StorePort:
+        return StorePort(self.address, self.settings.rendezvous.master_port or 0)
 
     def _hand_over(self, part: Part, local_rank: int, standby: Standby) -> None:
         assert standby.process is not None
@@ -143,7 +147,8 @@ class Supervisor:
         script = self.settings
         program = Program(entry=script.entry, script=script.script, args=script.script_args)
         assign = Assign(env=env, program=program, agent_pid=os.getpid())
-        standby.assign(assign, [0, *worker.output.writers()])
+        store = [self.port.fileno()] if worker.rank == 0 else []
+        standby.assign(assign, [_stdin(), *worker.output.writers(), *store])
         worker.output.handed_over()
         if standby.process.exit is not None:
             self._exited(worker, standby.process.exit)
@@ -157,8 +162,9 @@ class Supervisor:
         command = [self.settings.script, *self.settings.script_args]
         pid = spawn(command, env, stdio=[None, *output.writers()])
         output.handed_over()
-        process = Process(pid, lambda end: self._exited(worker, end))
+        process = self.table.watch(pid)
         worker = self._worker(part, local_rank, process, None, output)
+        process.on_exit = lambda end: self._exited(worker, end)
         self._began(worker, time.monotonic())
 
     def _worker(
@@ -352,18 +358,19 @@ class Supervisor:
             self._kill(worker)
 
     def _stopped(self) -> None:
-        end_strays(self.known_pids())
+        self.table.end_strays()
         ranks = tuple(self._ended)
         order = self._stopping
         if isinstance(order, Finish):
             if not self.finished.done():
-                self.report(NodeLeft(at=self.clock.now(), node=self.node, ranks=ranks))
+                now, round = self.clock.now(), self.round
+                self.report(NodeLeft(at=now, node=self.node, round=round, ranks=ranks))
                 self.finished.set_result(order)
             return
         assert order is not None
         self._stopping = None
-        if self.settings.rendezvous.master_port is None:
-            self.port = ReservedPort()
+        self.port.close()
+        self.port = self._offer_port()
         self.report(
             NodeReady(
                 at=self.clock.now(),
@@ -375,11 +382,15 @@ class Supervisor:
             )
         )
 
-    def known_pids(self) -> set[int]:
-        return {worker.process.pid for worker in self.workers.values()} | self.pool.pids()
 
-    def _reap_strays(self) -> None:
-        reap_strays(self.known_pids())
+def _stdin() -> int:
+    """What a rank reads: ours, unless that is a terminal, which only a foreground job may read."""
+    return _null() if os.isatty(0) else 0
+
+
+@functools.cache
+def _null() -> int:
+    return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def _recorded_error(path: Path) -> Raised | None:

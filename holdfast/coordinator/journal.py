@@ -15,6 +15,7 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 from msgspec import Struct
@@ -29,12 +30,15 @@ from holdfast.messages.units import NodeId, Time
 VERSION = 1
 SNAPSHOT_EVERY = 2000
 
-_SCHEMA = """
+_SCHEMA = f"""
+BEGIN IMMEDIATE;
 CREATE TABLE IF NOT EXISTS events (
     number INTEGER PRIMARY KEY, at REAL NOT NULL,
     node TEXT, node_number INTEGER, event TEXT NOT NULL
 ) STRICT;
 CREATE TABLE IF NOT EXISTS snapshots (number INTEGER PRIMARY KEY, state TEXT NOT NULL) STRICT;
+PRAGMA user_version={VERSION};
+COMMIT;
 """
 
 _encoder = msgspec.json.Encoder()
@@ -70,11 +74,10 @@ class Journal:
             self._db = sqlite3.connect(path, isolation_level=None)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
-            self._db.execute(f"PRAGMA user_version={VERSION}")
             self._db.executescript(_SCHEMA)
+            last = self._db.execute("SELECT max(number) FROM events").fetchone()[0]
         except sqlite3.Error as error:
             raise JournalError(f"{path}: cannot be opened as a journal: {error}") from None
-        last = self._db.execute("SELECT max(number) FROM events").fetchone()[0]
         self._number: int = last or 0
         self._backlog: list[Entry] = []
         self._since_snapshot = 0
@@ -164,9 +167,13 @@ class _Reader:
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            self._db = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+            self._db = sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)
         except sqlite3.Error as error:
             raise JournalError(f"{path}: cannot be read: {error}") from None
+        (version,) = next(self._select("PRAGMA user_version"))
+        self._empty = version == 0  # Its writer has just begun, or was killed before it had.
+        if version not in (0, VERSION):
+            raise JournalError(f"{path}: written by a version of holdfast that is not this one")
 
     def __enter__(self) -> _Reader:
         return self
@@ -175,6 +182,8 @@ class _Reader:
         self._db.close()
 
     def newest_snapshot(self) -> tuple[Snapshot | None, int]:
+        if self._empty:
+            return None, 0
         rows = self._select("SELECT number, state FROM snapshots ORDER BY number DESC LIMIT 1")
         for number, state in rows:
             try:
@@ -184,6 +193,8 @@ class _Reader:
         return None, 0
 
     def entries(self, after: int) -> Iterator[Entry]:
+        if self._empty:
+            return
         expected = after
         query = (
             "SELECT number, at, node, node_number, event FROM events WHERE number > ? ORDER BY 1"

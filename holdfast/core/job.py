@@ -18,7 +18,7 @@ leave; then each node is told to finish, and with the last one gone the job is c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 from msgspec import Struct, field
@@ -166,6 +166,8 @@ def _on_joined(job: Job, event: NodeJoined, now: Time) -> list[AnyAction]:
     actions: list[AnyAction] = []
     if event.node in job.membership.placed:
         actions += _node_gone(job, event.node, "it joined again", event.at, now)
+        if job.ended is not None:
+            return [*actions, _finish_node(job, event.node)]
     rounds.join(job.membership, event.node, event.spec, event.store_port, now)
     return actions + _settle(job, now)
 
@@ -183,8 +185,7 @@ def _on_ready(job: Job, event: NodeReady, now: Time) -> list[AnyAction]:
         return []
     if event.slowest_stop_s is not None:
         job.grace.observe(event.slowest_stop_s)
-    for progress in event.ranks:
-        _progressed(job, progress)
+    _all_progressed(job, event.node, event.round, event.ranks)
     return _settle(job, now)
 
 
@@ -198,7 +199,7 @@ def _on_leaving(job: Job, event: NodeLeaving, now: Time) -> list[AnyAction]:
 
 
 def _on_exclude_asked(job: Job, event: ExcludeAsked, now: Time) -> list[AnyAction]:
-    if job.ended is not None or _rank_in_force(job, event.round, event.rank) is None:
+    if job.ended is not None or _rank_in_force(job, event.node, event.round, event.rank) is None:
         return []
     candidate = job.membership.placed.get(event.node)
     if candidate is None:
@@ -209,7 +210,7 @@ def _on_exclude_asked(job: Job, event: ExcludeAsked, now: Time) -> list[AnyActio
 
 
 def _on_stop_asked(job: Job, event: StopAsked, now: Time) -> list[AnyAction]:
-    if job.ended is not None or _rank_in_force(job, event.round, event.rank) is None:
+    if job.ended is not None or _rank_in_force(job, event.node, event.round, event.rank) is None:
         return []
     return _finish(job, event.code, f"rank {event.rank} stopped the job: {event.reason}", now)
 
@@ -226,8 +227,7 @@ def _send_off(
 
 
 def _on_left(job: Job, event: NodeLeft, now: Time) -> list[AnyAction]:
-    for progress in event.ranks:
-        _progressed(job, progress)
+    _all_progressed(job, event.node, event.round, event.ranks)
     return _node_gone(job, event.node, "it left", event.at, now)
 
 
@@ -240,6 +240,9 @@ def _on_stream_ended(job: Job, event: StreamEnded, now: Time) -> list[AnyAction]
 def _on_restarted(job: Job, event: CoordinatorRestarted, now: Time) -> list[AnyAction]:
     for node in job.membership.nodes():
         _miss(job, node, Time(now + RECONNECT_AFTER_RESTART_S))
+    if job.closed:  # It died with the last event written and its own end not yet reached.
+        assert job.ended is not None
+        return [CloseJob(code=job.ended.code, reason=job.ended.reason)]
     return []
 
 
@@ -267,12 +270,14 @@ def _on_resumed(job: Job, event: NodeResumed, now: Time) -> list[AnyAction]:
 
 def _node_gone(job: Job, node: NodeId, why: str, at: Time, now: Time) -> list[AnyAction]:
     round = job.membership.round
+    stopping = job.fault is not None and node in job.membership.busy
     broken = rounds.leave(job.membership, node)
     job.absent.pop(node, None)
     if job.ended is not None:
         return _close(job, now)
-    if not broken:
+    if not broken and not stopping:
         return _settle(job, now)
+    # Others often notice first: their ranks fail in the collective they shared with the lost node.
     fault = faults.lost_node(node, round, job.highest, why, at)
     return _break(job, fault, now) + _settle(job, now)
 
@@ -281,14 +286,14 @@ def _node_gone(job: Job, node: NodeId, why: str, at: Time, now: Time) -> list[An
 
 
 def _on_started(job: Job, event: WorkerStarted, now: Time) -> list[AnyAction]:
-    rank = _rank_in_force(job, event.round, event.rank)
+    rank = _rank_in_force(job, event.node, event.round, event.rank)
     if rank is None or rank.started:
         return []
     rank.started, rank.pid = True, event.pid
     books.script_began(job.ledger, event.rank, event.at)
     job.to_start -= 1
     incident = job.open_incident
-    if job.to_start == 0 and incident is not None:
+    if job.to_start == 0 and incident is not None and job.fault is None:
         incident.started_at = event.at
         if job.highest == 0:  # A script that takes no steps is back when it runs.
             incident.closed_at = event.at
@@ -296,17 +301,24 @@ def _on_started(job: Job, event: WorkerStarted, now: Time) -> list[AnyAction]:
 
 
 def _on_progress(job: Job, event: Progress, now: Time) -> list[AnyAction]:
-    if event.round != job.membership.round:
-        return []
-    for progress in event.ranks:
-        _progressed(job, progress)
+    _all_progressed(job, event.node, event.round, event.ranks)
     return _grow(job, now) if job.saves_at_wish is not None else []
 
 
-def _progressed(job: Job, progress: RankProgress) -> None:
-    rank = job.ranks.get(progress.rank)
-    if rank is None or progress.steps == 0 or progress.last_at is None:
+def _all_progressed(
+    job: Job, node: NodeId, round: RoundNumber, ranks: Iterable[RankProgress]
+) -> None:
+    for progress in ranks:
+        rank = _rank_in_force(job, node, round, progress.rank)
+        if rank is not None:
+            _progressed(job, rank, progress)
+
+
+def _progressed(job: Job, rank: RankState, progress: RankProgress) -> None:
+    if progress.steps == 0 or progress.last_at is None:
         return
+    if progress.steps < job.ledger.accounts[progress.rank].steps:
+        return  # Older than what is known already.
     books.progressed(job.ledger, progress)
     rank.step = progress.step
     job.highest = max(job.highest, progress.step)
@@ -317,7 +329,7 @@ def _progressed(job: Job, progress: RankProgress) -> None:
         return
     rank.stepped = True
     job.to_step -= 1
-    base = StepNumber(progress.step - progress.steps)
+    base = StepNumber(max(0, progress.step - progress.steps))
     job.resumed_at = base if job.resumed_at is None else min(job.resumed_at, base)
     incident = job.open_incident
     if incident is None or job.fault is not None:
@@ -339,10 +351,10 @@ def _note_pace(job: Job, step: StepNumber, at: Time) -> None:
 
 
 def _on_exited(job: Job, event: WorkerExited, now: Time) -> list[AnyAction]:
-    rank = _rank_in_force(job, event.round, event.rank)
+    rank = _rank_in_force(job, event.node, event.round, event.rank)
     if rank is None or rank.finished or job.ended is not None:
         return []
-    _progressed(job, event.progress)
+    _all_progressed(job, event.node, event.round, [event.progress])
     if event.code == 0:
         return _finished(job, event.rank, rank, event.at, now)
     fault = faults.fault_of(event, event.progress.step or job.highest)
@@ -379,12 +391,12 @@ def _break(job: Job, fault: Fault, now: Time) -> list[AnyAction]:
     job.incidents.append(_incident(len(job.incidents) + 1, fault, now))
     books.broke(job.ledger, fault.at, now)
     rounds.dissolve(job.membership)
-    return [_stop_node(job, node, fault.round) for node in job.membership.busy]
+    return [_stop_node(job, node, held.round) for node, held in job.membership.busy.items()]
 
 
 def _stop_node(job: Job, node: NodeId, round: RoundNumber) -> StopWorkers:
-    assert job.fault is not None
-    why = f"{_subject(job.fault)} {job.fault.signature}"
+    incident = job.incidents[-1]
+    why = f"{_subject(incident)} {incident.signature}"
     return StopWorkers(node=node, round=round, grace_s=job.grace.limit_s(), why=why)
 
 
@@ -416,7 +428,7 @@ def _incident(number: int, fault: Fault, now: Time) -> Incident:
     )
 
 
-def _subject(fault: Fault) -> str:
+def _subject(fault: Fault | Incident) -> str:
     return f"node {fault.node}" if fault.rank is None else f"rank {fault.rank}"
 
 
@@ -446,7 +458,8 @@ def _settle(job: Job, now: Time) -> list[AnyAction]:
     if job.ended is not None or m.world is not None:
         return []
     if job.fault is not None:
-        if m.busy and len(m.waiting) < m.terms.max_nodes:
+        # What looks like the wake of another fault is judged only when all deaths are known.
+        if m.busy and (job.fault.wake or len(m.waiting) < m.terms.max_nodes):
             return []
         stop = _judge(job, job.fault, now)
         if stop is not None:
@@ -511,9 +524,10 @@ def _start_node(job: Job, world: World, place: Place) -> StartWorkers:
     return StartWorkers(node=place.node, part=rounds.part_of(world, place, restarts, limit))
 
 
-def _rank_in_force(job: Job, round: RoundNumber, rank: Rank) -> RankState | None:
-    """The rank that an event speaks of; None when it speaks of an older round."""
-    return job.ranks.get(rank) if round == job.membership.round else None
+def _rank_in_force(job: Job, node: NodeId, round: RoundNumber, rank: Rank) -> RankState | None:
+    """The rank that an event speaks of; None when that is of an older round, or another node's."""
+    found = job.ranks.get(rank) if round == job.membership.round else None
+    return found if found is not None and found.node == node else None
 
 
 # ---- the end -----------------------------------------------------------------------------------
@@ -521,7 +535,11 @@ def _rank_in_force(job: Job, round: RoundNumber, rank: Rank) -> RankState | None
 
 def _finish(job: Job, code: int, reason: str, now: Time) -> list[AnyAction]:
     job.ended = Ended(code=code, reason=reason, at=now)
-    job.membership.closes_at = job.short_until = job.absent_until = None
+    job.membership.closes_at = job.short_until = None
+    incident = job.open_incident
+    if incident is not None:
+        incident.closed_at = now
+        incident.action = incident.action or f"the job ended: {reason}"
     if job.ledger.fault_at is not None:
         books.stopped(job.ledger, now)
     books.enter(job.ledger, "stop" if code else "idle", now)

@@ -18,6 +18,9 @@ from msgspec import Struct, field
 from holdfast.messages.records import Cause, RankProgress
 from holdfast.messages.units import Rank, RoundNumber, Seconds, StepNumber, Time
 
+_UNDER_WAY = ("start", "init", "productive")
+"""Where a rank can be while its script runs; word of its past does not call it back from elsewhere."""
+
 
 class Span(Struct, frozen=True):
     """One booking; a trace is a list of them."""
@@ -131,7 +134,8 @@ def progressed(ledger: Ledger, progress: RankProgress) -> None:
         account.steps = 1
     _book_aside(ledger, progress, "checkpoint", progress.checkpoint_s - account.checkpoint_s)
     _book_steps(ledger, account, progress, progress.last_at)
-    account.cause = "productive"
+    if account.cause in _UNDER_WAY:
+        account.cause = "productive"
     account.step, account.steps = progress.step, progress.steps
     account.checkpoint_s, account.restore_s = progress.checkpoint_s, progress.restore_s
 

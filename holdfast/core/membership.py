@@ -56,14 +56,15 @@ class Membership(Struct):
 
 def join(m: Membership, node: NodeId, spec: NodeSpec, store_port: int, now: Time) -> None:
     """Admit a node. To join twice is no harm; a placed node that joins again lost its workers."""
-    if m.last_join_at is not None:
-        m.longest_gap_s = max(m.longest_gap_s, now - m.last_join_at)
-    m.last_join_at = now
     known = m.waiting.pop(node, None) or m.busy.pop(node, None) or m.placed.pop(node, None)
     m.joins += 1
     candidate = Candidate(spec, store_port, m.joins)
     if known is not None:
         candidate.seat, candidate.joined = known.seat, known.joined
+    else:
+        if m.last_join_at is not None:
+            m.longest_gap_s = max(m.longest_gap_s, now - m.last_join_at)
+        m.last_join_at = now
     m.waiting[node] = candidate
 
 
@@ -125,9 +126,10 @@ def _may_close(m: Membership, now: Time) -> bool:
         m.closes_at = None
         return False
     size = len(seating.choose(m.waiting, m.terms))
-    if size >= most_nodes(m):
+    enough = size >= max(1, m.terms.min_nodes)
+    if enough and size >= most_nodes(m):
         return True
-    if size < max(1, m.terms.min_nodes) or m.busy:
+    if not enough or m.busy:
         m.closes_at = None
         return False
     if m.round == 0 and m.last_join_at is not None:

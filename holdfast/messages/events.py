@@ -61,6 +61,8 @@ class NodeLeft(Event, frozen=True, kw_only=True):
     """The node's last word: its workers are gone and its agent is about to end."""
 
     node: NodeId
+    round: RoundNumber
+    """The last round it was told to start; `ranks` are of that one."""
     ranks: tuple[RankProgress, ...] = ()
 
 

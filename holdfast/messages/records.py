@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import Struct, field
+from msgspec import Meta, Struct, field
 
 from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, StepNumber, Time
 
@@ -52,7 +52,7 @@ class NodeSpec(Struct, frozen=True, kw_only=True):
 
     host: str
     address: str
-    slots: int
+    slots: Annotated[int, Meta(ge=1, le=1 << 16)]
     pid: int
     node_rank: int | None = None
     """Where the user wants it."""

@@ -3,7 +3,9 @@
 They are plain values at run time; the types keep a rank from being passed where a step is wanted.
 """
 
-from typing import NewType
+from typing import Annotated, NewType
+
+from msgspec import Meta
 
 NodeId = NewType("NodeId", str)
 """Unique per agent process: an agent that is started again is another node."""
@@ -17,7 +19,8 @@ RoundNumber = NewType("RoundNumber", int)
 StepNumber = NewType("StepNumber", int)
 """How many training steps are finished, counted from the job's first one."""
 
-Time = NewType("Time", float)
-"""Job time: seconds on the coordinator's clock, which never goes back."""
+Time = NewType("Time", Annotated[float, Meta(ge=0.0, le=1e12)])
+"""Job time: seconds on the coordinator's clock, which never goes back. What is no number at all is
+refused on the wire: the journal's JSON could not hold it, and no later replay could read it."""
 
-Seconds = float
+Seconds = Annotated[float, Meta(ge=0.0, le=1e12)]

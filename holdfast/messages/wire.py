@@ -7,7 +7,9 @@ Actions need no number: an agent that comes back says what it is doing and is to
 
 from __future__ import annotations
 
-from msgspec import Struct
+from typing import Annotated
+
+from msgspec import Meta, Struct
 
 from holdfast.messages.actions import Finish, StartWorkers, StopWorkers
 from holdfast.messages.events import AnyEvent
@@ -36,7 +38,7 @@ class Refused(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Sent(Struct, frozen=True, kw_only=True, tag=True):
-    number: int
+    number: Annotated[int, Meta(ge=1, le=1 << 53)]
     event: AnyEvent
 
 

@@ -18,7 +18,7 @@ from holdfast.kernel import PR_SET_PDEATHSIG, prctl
 from holdfast.messages.local import Assign, Began, Died, Done, Standing, ToWorker
 from holdfast.page import ProgressPage
 from holdfast.worker import hooks, rehearsal, runtime, script
-from holdfast.worker.channel import Channel
+from holdfast.worker.channel import Channel, move_up
 from holdfast.worker.runtime import Runtime
 
 _decoder = msgspec.msgpack.Decoder(ToWorker)
@@ -26,14 +26,13 @@ _decoder = msgspec.msgpack.Decoder(ToWorker)
 
 def become_worker(control_fd: int, page_fd: int, rehearse: bool) -> int:
     """Wait for a rank and be it; the exit status."""
-    os.setpgid(0, 0)
     channel = Channel(control_fd)
     page = ProgressPage(page_fd)
     os.close(page_fd)
     if rehearse:
         rehearsal.rehearse()
         channel.send(Standing())
-    packet, fds = channel.receive(max_fds=3)
+    packet, fds = channel.receive(max_fds=4)
     if not packet:
         os._exit(0)
     assign = _decoder.decode(packet)
@@ -41,6 +40,8 @@ def become_worker(control_fd: int, page_fd: int, rehearse: bool) -> int:
     worker = Runtime(channel, page)
     runtime.install(worker)
     hooks.count_steps(worker)
+    if len(fds) > 3:
+        hooks.host_store(move_up(fds[3]), int(assign.env["MASTER_PORT"]))
     channel.send(Began(at=time.monotonic()))
     try:
         code = script.run(assign.program, lambda raised: channel.send(Died(raised=raised)))
@@ -54,10 +55,11 @@ def become_worker(control_fd: int, page_fd: int, rehearse: bool) -> int:
 
 
 def _take_over(assign: Assign, fds: list[int]) -> None:
+    os.setpgid(0, 0)
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != assign.agent_pid:
         os._exit(0)
-    for target, fd in enumerate(fds):
+    for target, fd in enumerate(fds[:3]):
         os.dup2(fd, target)
         os.close(fd)
     os.environ.update(assign.env)

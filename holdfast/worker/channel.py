@@ -24,7 +24,7 @@ _HIGHEST_FD = 1 << 16
 
 class Channel:
     def __init__(self, fd: int) -> None:
-        self._socket = _move_up(fd)
+        self._socket = socket.socket(fileno=move_up(fd))
         self._inode = os.fstat(self._socket.fileno()).st_ino
         self._pid = os.getpid()
 
@@ -55,9 +55,10 @@ class Channel:
         self._socket.close()
 
 
-def _move_up(fd: int) -> socket.socket:
+def move_up(fd: int) -> int:
+    """Move a descriptor out of the way of the script's own."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = _HIGHEST_FD if soft == resource.RLIM_INFINITY else min(soft, _HIGHEST_FD)
     high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, max(3, limit - 16))
     os.close(fd)
-    return socket.socket(fileno=high)
+    return high

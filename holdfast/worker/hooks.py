@@ -1,19 +1,24 @@
-"""Counts training steps of scripts that never heard of Holdfast.
+"""What we add to torch in a worker, for scripts that never heard of Holdfast.
 
-Torch lets one register a hook that is called after every step of every optimizer. Only the first
+**Steps are counted.** Torch lets one register a hook that is called after every step of every
+optimizer. Only the first
 optimizer of a process counts, so that a script with two of them (a GAN) does not count twice; when
 it is gone, the next one takes its place. A script that resumed from a checkpoint has the number of
 its steps in the optimizer's state where the optimizer keeps one (Adam does, plain SGD does not).
 
-The hook is registered when torch's optimizers are imported, and a script that never imports torch
-never knows.
+**Rank 0's store takes over a socket that listens already.** The agent made it before the round was
+agreed, so its port can be nobody else's, and ranks that are quicker than rank 0 wait in its queue for
+a moment, where a refused connection would have made them wait a second before they try again.
+
+Both are added when the module concerned is imported, and a script that never imports torch never
+knows.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -21,7 +26,8 @@ from typing import Any
 
 from holdfast.worker.runtime import Runtime
 
-_MODULE = "torch.optim.optimizer"
+_OPTIMIZER = "torch.optim.optimizer"
+_RENDEZVOUS = "torch.distributed.rendezvous"
 
 
 class StepCounter:
@@ -43,49 +49,70 @@ class StepCounter:
 
 def _steps_in_state(optimizer: Any) -> int:
     """How many steps the optimizer says it took, this one included; 1 when it does not say."""
-    for state in optimizer.state.values():
-        if isinstance(state, dict) and "step" in state:
-            return max(1, int(state["step"]))
+    try:
+        for state in optimizer.state.values():
+            if isinstance(state, dict) and "step" in state:
+                return max(1, int(state["step"]))
+    except Exception:  # The user's own optimizer may keep anything under that name.
+        pass
     return 1
 
 
 def count_steps(runtime: Runtime) -> None:
     """Register the hook now, or as soon as torch is imported."""
     counter = StepCounter(runtime)
-    if _MODULE in sys.modules:
-        _register(sys.modules[_MODULE], counter)
+    _when_imported(_OPTIMIZER, lambda module: module.register_optimizer_step_post_hook(counter))
+
+
+def host_store(listener_fd: int, port: int) -> None:
+    """Let the store that rank 0 makes at that port use the socket that listens there already."""
+    unused = [listener_fd]
+
+    def patch(module: ModuleType) -> None:
+        make: Callable[..., Any] = module.TCPStore
+
+        def make_store(**arguments: Any) -> Any:
+            if unused and arguments.get("is_master") and arguments.get("port") == port:
+                arguments["master_listen_fd"] = unused.pop()
+            return make(**arguments)
+
+        module.__dict__["TCPStore"] = make_store
+
+    _when_imported(_RENDEZVOUS, patch)
+
+
+def _when_imported(name: str, act: Callable[[ModuleType], object]) -> None:
+    if name in sys.modules:
+        act(sys.modules[name])
     else:
-        sys.meta_path.insert(0, _Watcher(counter))
-
-
-def _register(module: ModuleType, counter: StepCounter) -> None:
-    module.register_optimizer_step_post_hook(counter)
+        sys.meta_path.insert(0, _Watcher(name, act))
 
 
 class _Watcher(MetaPathFinder):
-    """Finds nothing itself; adds a last step to the import of torch's optimizers."""
+    """Finds nothing itself; adds a last step to the import of one module."""
 
-    def __init__(self, counter: StepCounter) -> None:
-        self._counter = counter
+    def __init__(self, name: str, act: Callable[[ModuleType], object]) -> None:
+        self._name = name
+        self._act = act
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != _MODULE:
+        if name != self._name:
             return None
         sys.meta_path.remove(self)
         for finder in sys.meta_path:
             spec = finder.find_spec(name, path, target)
             if spec is not None and spec.loader is not None:
-                spec.loader = _RegisteringLoader(spec.loader, self._counter)
+                spec.loader = _ActingLoader(spec.loader, self._act)
                 return spec
         return None
 
 
-class _RegisteringLoader(Loader):
-    def __init__(self, loader: Loader, counter: StepCounter) -> None:
+class _ActingLoader(Loader):
+    def __init__(self, loader: Loader, act: Callable[[ModuleType], object]) -> None:
         self._loader = loader
-        self._counter = counter
+        self._act = act
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
@@ -95,4 +122,4 @@ class _RegisteringLoader(Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        _register(module, self._counter)
+        self._act(module)

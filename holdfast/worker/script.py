@@ -22,7 +22,9 @@ from holdfast.messages.local import Program
 from holdfast.messages.records import Raised
 
 _OUR_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_MAX_TRACEBACK = 16_000
+_MAX_MESSAGE = 2_000
+_MAX_TRACEBACK = 13_000
+"""Characters; even at four bytes each, the whole report fits into one packet."""
 
 
 def run(program: Program, died: Callable[[Raised], object]) -> int:
@@ -98,11 +100,23 @@ def describe(error: BaseException) -> Raised:
         where = f"{os.path.basename(script.filename)}:{script.lineno}"
     text = "".join(traceback.format_exception(type(error), error, tb))
     return Raised(
-        type=type(error).__name__,
-        message=str(error)[:2000],
-        where=where,
-        traceback=text[-_MAX_TRACEBACK:],
+        type=_sendable(type(error).__name__[:200]),
+        message=_sendable(_message(error)[:_MAX_MESSAGE]),
+        where=_sendable(where[:300]),
+        traceback=_sendable(text[-_MAX_TRACEBACK:]),
     )
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # The user's own exception class: python's traceback says it this way too.
+        return "<exception str() failed>"
+
+
+def _sendable(text: str) -> str:
+    """Without the halves of characters that stand for undecodable bytes in file names."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _is_library(filename: str) -> bool:
