@@ -24,6 +24,7 @@ from typing import Literal, NamedTuple, TypeVar
 from msgspec import Struct
 
 from holdfast.errors import JobHomeError, UsageError
+from holdfast.tls import TlsFiles
 
 T = TypeVar("T")
 
@@ -78,6 +79,8 @@ class RunSettings(Struct, frozen=True, kw_only=True):
     min_nodes: int
     max_nodes: int
     node_rank: int | None
+    node_unit: int
+    segment: int  # nodes of one interconnect domain that only count together
     spares: int
     node_check: bool
     role: str
@@ -91,6 +94,8 @@ class RunSettings(Struct, frozen=True, kw_only=True):
     log_dir: str | None
     terminal: Terminal
     rendezvous: Rendezvous
+    token_file: str | None  # where the job's token is kept; None: in the job's home
+    tls: TlsFiles | None
     warnings: tuple[str, ...]
 
 
@@ -154,6 +159,8 @@ def run_settings(given: Given, command: Sequence[str]) -> RunSettings:
         min_nodes=min_nodes,
         max_nodes=max_nodes,
         node_rank=_node_rank(given, max_nodes + spares),
+        node_unit=_divisor(given, "node_unit", max_nodes),
+        segment=_divisor(given, "segment", max_nodes),
         spares=spares,
         node_check="node_check" in given,
         role=given.take("role", as_said, "default"),
@@ -167,6 +174,8 @@ def run_settings(given: Given, command: Sequence[str]) -> RunSettings:
         log_dir=given.take("log_dir", directory, None),
         terminal=_terminal(given, nproc),
         rendezvous=_rendezvous(given, max_nodes, warnings),
+        token_file=given.take("token_file", as_said, None),
+        tls=_tls(given),
         warnings=tuple(warnings),
     )
 
@@ -264,6 +273,27 @@ def _node_rank(given: Given, places: int) -> int | None:
         last = f"up to {places - 1}" if places > 1 else "0 only, since there is one node"
         raise UsageError(f"{given.shown('node_rank')}: node ranks go {last}")
     return rank
+
+
+def _divisor(given: Given, name: str, max_nodes: int) -> int:
+    """A number of nodes that worlds are multiples of."""
+    number = given.take(name, whole_number, 1)
+    if not 1 <= number <= max_nodes:
+        raise UsageError(
+            f"{given.shown(name)}: a number from 1 to --nnodes ({max_nodes}) is needed"
+        )
+    return number
+
+
+def _tls(given: Given) -> TlsFiles | None:
+    names = ("tls_cert", "tls_key", "tls_ca")
+    said = [name for name in names if name in given]
+    if not said:
+        return None
+    if len(said) < len(names):
+        raise UsageError("--tls-cert, --tls-key and --tls-ca go together: both sides are checked")
+    cert, key, ca = (given.take(name, as_said, "") for name in names)
+    return TlsFiles(cert=cert, key=key, ca=ca)
 
 
 def _rendezvous(given: Given, max_nodes: int, warnings: list[str]) -> Rendezvous:

@@ -45,6 +45,9 @@ class JobHome:
             file.write("\n")
         os.replace(temporary, self._job_file)
 
+    def has_job_file(self) -> bool:
+        return self._job_file.exists()
+
     def read_job_file(self) -> dict[str, Any]:
         content: dict[str, Any] = json.loads(self._job_file.read_text())
         return content
@@ -117,6 +120,27 @@ def _set_aside(path: Path) -> None:
     while (aside := path.with_name(f"{path.name}.{number}")).exists():
         number += 1
     path.rename(aside)
+
+
+def share(name: str) -> JobHome:
+    """The home of a job that is run from elsewhere, for this node's logs."""
+    home = JobHome(config.home() / "jobs" / name)
+    try:
+        home.logs.mkdir(parents=True, mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise JobHomeError(
+            f"{home.path}: cannot be written ({error.strerror}); set HOLDFAST_HOME elsewhere"
+        ) from None
+    return home
+
+
+def at_port(port: int) -> JobHome | None:
+    """The running job of this machine whose coordinator has that port."""
+    for path in _homes(config.home() / "jobs"):
+        home = JobHome(path)
+        if home.alive() and home.read_job_file().get("port") == port:
+            return home
+    return None
 
 
 def find(name: str | None) -> JobHome:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import socket
 
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
@@ -49,6 +50,17 @@ class Mapping:
         """Unmap. Views taken from it must have been released before."""
         self.view.release()
         self._libc.munmap(self._address, ctypes.c_size_t(self._size_bytes))
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Have the kernel notice within seconds that the other end of a connection is cut off."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if connection.family in (socket.AF_INET, socket.AF_INET6):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 4000)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def name_process(name: str) -> None:

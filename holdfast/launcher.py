@@ -14,6 +14,7 @@ outlives it.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import secrets
@@ -23,11 +24,16 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from holdfast import kernel
+from holdfast import jobhome, kernel
 from holdfast.config import RunSettings
-from holdfast.errors import HoldfastError, JobError
+from holdfast.errors import HoldfastError, JobError, UsageError
 from holdfast.jobhome import JobHome
+
+if TYPE_CHECKING:
+    from holdfast.messages.records import Terms
 
 log = logging.getLogger("holdfast")
 
@@ -79,14 +85,16 @@ class Child:
 @dataclass
 class Launcher:
     agent: Child
-    coordinator: Child
+    coordinator: Child | None
+    """None on a node that joins a coordinator elsewhere."""
 
     def run(self) -> int:
         """Start both, and see to it that both run until the agent says that the job is over."""
         kernel.adopt_orphans()
         signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_FOR)
         self.agent.start()
-        self.coordinator.start()
+        if self.coordinator is not None:
+            self.coordinator.start()
         try:
             return self._wait()
         finally:
@@ -105,7 +113,7 @@ class Launcher:
                         return code
                     self._end_orphans()
                     self._start_again(self.agent, code)
-                elif pid == self.coordinator.pid:
+                elif self.coordinator is not None and pid == self.coordinator.pid:
                     code = os.waitstatus_to_exitcode(status)
                     if code != 0:
                         self._start_again(self.coordinator, code)
@@ -119,7 +127,7 @@ class Launcher:
 
     def _end_orphans(self) -> None:
         """Kill all that the dead agent left to us."""
-        ours = {self.coordinator.pid}
+        ours = {self.coordinator.pid} if self.coordinator is not None else set()
         while orphans := [pid for pid in kernel.children(os.getpid()) if pid not in ours]:
             for pid in orphans:
                 _signal(pid, signal.SIGKILL)
@@ -127,15 +135,19 @@ class Launcher:
 
     def _end_all(self) -> None:
         """Let the coordinator write its last line, then leave nobody behind."""
-        deadline = time.monotonic() + LAST_WAIT_S
-        while self.coordinator.pid in kernel.children(os.getpid()):
-            left = deadline - time.monotonic()
-            if left <= 0 or signal.sigtimedwait({signal.SIGCHLD}, left) is None:
-                break
-            _ended()
-        self.coordinator.pid = 0
+        if self.coordinator is not None:
+            self._await_coordinator(self.coordinator.pid)
+            self.coordinator = None
         self._end_orphans()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _WAITED_FOR)
+
+    def _await_coordinator(self, pid: int) -> None:
+        deadline = time.monotonic() + LAST_WAIT_S
+        while pid in kernel.children(os.getpid()):
+            left = deadline - time.monotonic()
+            if left <= 0 or signal.sigtimedwait({signal.SIGCHLD}, left) is None:
+                return
+            _ended()
 
 
 def _ended() -> list[tuple[int, int]]:
@@ -164,54 +176,165 @@ def _reap(pid: int) -> None:
         pass
 
 
-def launch(settings: RunSettings, home: JobHome, since_monotonic: float) -> int:
-    """Run the job to its end; its exit code."""
-    token = secrets.token_urlsafe(32)
-    listener = _listen(settings)
-    host, port = listener.getsockname()[:2]
-    run_id = settings.rendezvous.run_id or home.name
-    home.write_job_file(
-        {"job": home.name, "host": host, "port": port, "token": token, "pid": os.getpid()}
-    )
+@dataclass(frozen=True)
+class Site:
+    """Where the job's coordinator is, what lets one in, and where this node's files go."""
+
+    host: str
+    port: int
+    token: str
+    home: JobHome
+    listener: socket.socket | None
+    """The coordinator's door, when it is for us to run it."""
+
+
+def launch(settings: RunSettings, since_monotonic: float) -> tuple[int, JobHome | None]:
+    """Run this node's part of a job to its end; the exit code, and the job's home if it is ours."""
+    site = find_site(settings)
+    run_id = settings.rendezvous.run_id or site.home.name
 
     def be_agent() -> int:
         from holdfast.agent.main import AgentOrders, run_agent
 
-        launcher_pid = os.getppid()
-        logs = home.logs
-        if settings.log_dir is not None:
-            from pathlib import Path
-
-            logs = Path(settings.log_dir).absolute() / home.name
-            logs.mkdir(parents=True, exist_ok=True)
-        return run_agent(
-            AgentOrders(settings, host, port, token, "127.0.0.1", run_id, logs, launcher_pid)
+        orders = AgentOrders(
+            settings=settings,
+            host=site.host,
+            port=site.port,
+            token=site.token,
+            terms=_terms(settings),
+            address=_own_address(settings, site.host),
+            run_id=run_id,
+            logs=_logs(settings, site.home),
+            launcher_pid=os.getppid(),
         )
+        return run_agent(orders)
+
+    agent = Child("agent", be_agent)
+    if site.listener is None:
+        return Launcher(agent, None).run(), None
+    listener = site.listener
 
     def be_coordinator() -> int:
         from holdfast.coordinator.main import CoordinatorOrders, run_coordinator
-        from holdfast.messages.records import Terms
 
-        terms = Terms(
-            min_nodes=settings.min_nodes,
-            max_nodes=settings.max_nodes,
-            max_restarts=settings.max_restarts,
-            grace_s=settings.shutdown_timeout_s,
+        orders = CoordinatorOrders(
+            home=site.home,
+            listener=listener,
+            token=site.token,
+            tls=settings.tls,
+            terms=_terms(settings),
+            since_monotonic=since_monotonic,
         )
-        return run_coordinator(CoordinatorOrders(home, listener, token, terms, since_monotonic))
+        return run_coordinator(orders)
 
-    return Launcher(Child("agent", be_agent), Child("coordinator", be_coordinator)).run()
+    return Launcher(agent, Child("coordinator", be_coordinator)).run(), site.home
 
 
-def _listen(settings: RunSettings) -> socket.socket:
-    """The coordinator's door: on loopback, at a port of the kernel's choice unless told."""
-    host, port = "127.0.0.1", 0
-    if settings.rendezvous.coordinator is not None:
-        name, _, number = settings.rendezvous.coordinator.rpartition(":")
-        host, port = name.strip("[]"), int(number)
+def find_site(settings: RunSettings) -> Site:
+    """Run a coordinator where we are meant to, join one where it is already."""
+    rendezvous = settings.rendezvous
+    address, hosts = rendezvous.coordinator, rendezvous.hosts_coordinator
+    if address is None and settings.max_nodes > 1 and rendezvous.master_addr is not None:
+        # torchrun's static way: node 0 is at the address where everybody meets.
+        address = f"{rendezvous.master_addr}:{rendezvous.master_port}"
+        hosts = settings.node_rank in (None, 0)
+    if address is None:
+        return _host(settings, "127.0.0.1", 0)
+    name, _, number = address.rpartition(":")
+    host, port = name.strip("[]"), int(number)
+    if hosts is False:
+        return _join(settings, host, port)
     try:
-        return socket.create_server((host, port), backlog=1024)
-    except OSError as error:
+        return _host(settings, host, port)
+    except PortTaken:
+        if hosts:
+            raise
+        return _join(settings, host, port)
+
+
+def _host(settings: RunSettings, host: str, port: int) -> Site:
+    listener = listen(host, port)
+    home = jobhome.create(settings.job or settings.rendezvous.run_id, settings.script)
+    token = given_token(settings.token_file) or secrets.token_urlsafe(32)
+    host, port = listener.getsockname()[:2]
+    home.write_job_file(
+        {"job": home.name, "host": host, "port": port, "token": token, "pid": os.getpid()}
+    )
+    return Site(host, port, token, home, listener)
+
+
+def _join(settings: RunSettings, host: str, port: int) -> Site:
+    name = settings.job or settings.rendezvous.run_id
+    known = jobhome.at_port(port) if name is None else jobhome.share(name)
+    token = given_token(settings.token_file)
+    if token is None and known is not None and known.has_job_file():
+        token = str(known.read_job_file()["token"])
+    if token is None:
         raise JobError(
-            f"cannot listen on {host}:{port} ({error.strerror}); choose another --rdzv-endpoint"
+            f"no token for the coordinator at {host}:{port}; set HOLDFAST_TOKEN or --token-file"
+            " (it is in the job.json where the coordinator runs)"
+        )
+    return Site(host, port, token, known or jobhome.share(f"joined-{port}"), None)
+
+
+class PortTaken(JobError):
+    """Somebody listens there already."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A coordinator's door."""
+    try:
+        return socket.create_server((host, port), backlog=4096)
+    except OSError as error:
+        kind = PortTaken if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL) else JobError
+        raise kind(
+            f"cannot listen on {host}:{port} ({error.strerror}); choose another address"
         ) from None
+
+
+def given_token(path: str | None) -> str | None:
+    """The token that the user brings along, if any."""
+    if path is None:
+        return os.environ.get("HOLDFAST_TOKEN")
+    try:
+        with open(path) as file:
+            return file.read().strip()
+    except OSError as error:
+        raise UsageError(f"--token-file {path}: {error.strerror}") from None
+
+
+def _terms(settings: RunSettings) -> Terms:
+    from holdfast.messages.records import Terms
+
+    return Terms(
+        min_nodes=settings.min_nodes,
+        max_nodes=settings.max_nodes,
+        node_unit=settings.node_unit,
+        segment=settings.segment,
+        spares=settings.spares,
+        max_restarts=settings.max_restarts,
+        grace_s=settings.shutdown_timeout_s,
+        last_call_s=settings.rendezvous.last_call_timeout_s,
+        join_limit_s=settings.rendezvous.join_timeout_s,
+    )
+
+
+def _own_address(settings: RunSettings, coordinator: str) -> str:
+    """Where other nodes reach this one: as said, or the way on which it reaches the coordinator."""
+    if settings.rendezvous.local_addr is not None:
+        return settings.rendezvous.local_addr
+    try:
+        family = socket.getaddrinfo(coordinator, 1)[0][0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((coordinator, 1))
+            return str(probe.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"
+
+
+def _logs(settings: RunSettings, home: JobHome) -> Path:
+    if settings.log_dir is None:
+        return home.logs
+    logs = Path(settings.log_dir).absolute() / home.name
+    logs.mkdir(parents=True, exist_ok=True)
+    return logs

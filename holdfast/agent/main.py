@@ -23,8 +23,9 @@ from holdfast.clock import JobClock
 from holdfast.config import RunSettings
 from holdfast.messages.actions import Finish
 from holdfast.messages.events import NodeJoined, NodeLeaving
-from holdfast.messages.records import NodeSpec
+from holdfast.messages.records import NodeSpec, Terms
 from holdfast.messages.units import NodeId
+from holdfast.tls import client_context
 
 log = logging.getLogger("holdfast.agent")
 
@@ -41,6 +42,7 @@ class AgentOrders:
     host: str
     port: int
     token: str
+    terms: Terms
     address: str
     """Where other nodes reach this one."""
     run_id: str
@@ -67,7 +69,7 @@ async def _run(orders: AgentOrders) -> int:
         want=settings.nproc if settings.standby is None else settings.standby,
         eager=_seems_to_use_torch(settings),
         preload=settings.preload,
-        log_path=orders.logs / "nursery.log",
+        log_path=orders.logs / f"nursery-{os.getpid()}.log",
     )
     pool.open()
     agent = _Agent(orders, table, pool, env)
@@ -111,6 +113,8 @@ class _Agent:
             clock=self.clock,
             state=lambda: (self.supervisor.round, self.supervisor.busy),
             act=self.supervisor.act,
+            terms=orders.terms,
+            tls=client_context(orders.settings.tls),
         )
         self._told_to_leave = False
 

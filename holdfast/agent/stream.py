@@ -9,24 +9,36 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from holdfast import framing
+from holdfast import framing, kernel
 from holdfast.clock import JobClock
 from holdfast.errors import WireError
 from holdfast.messages.actions import NodeAction
 from holdfast.messages.events import AnyEvent
+from holdfast.messages.records import Terms
 from holdfast.messages.units import NodeId, RoundNumber
-from holdfast.messages.wire import PROTOCOL, Ack, FromCoordinator, Hello, Refused, Sent, Welcome
+from holdfast.messages.wire import (
+    PROTOCOL,
+    Ack,
+    Beat,
+    FromCoordinator,
+    Hello,
+    Refused,
+    Sent,
+    Welcome,
+)
 
 log = logging.getLogger("holdfast.agent")
 
 FIRST_PAUSE_S = 0.01
 LONGEST_PAUSE_S = 1.0
 READ_BYTES = 1 << 16
+CONNECT_LIMIT_S = 3.0
 
 
 class Turned(WireError):
@@ -43,9 +55,14 @@ class CoordinatorStream:
     state: Callable[[], tuple[RoundNumber, bool]]
     """What to say about ourselves when we come back: the round, and whether workers are there."""
     act: Callable[[NodeAction], None]
+    terms: Terms
+    tls: ssl.SSLContext | None = None
     _unacked: deque[Sent] = field(default_factory=deque)
     _number: int = 0
     _writer: asyncio.StreamWriter | None = None
+    _beat: asyncio.TimerHandle | None = None
+    lost_at: float = field(default_factory=time.monotonic)
+    """Since when there is no stream, while there is none."""
     drained: asyncio.Event = field(default_factory=asyncio.Event)
 
     def send(self, event: AnyEvent) -> None:
@@ -65,18 +82,25 @@ class CoordinatorStream:
         pause = FIRST_PAUSE_S
         while True:
             try:
-                reader, writer = await asyncio.open_connection(self.host, self.port)
-            except OSError:
+                connecting = asyncio.open_connection(self.host, self.port, ssl=self.tls)
+                reader, writer = await asyncio.wait_for(connecting, CONNECT_LIMIT_S)
+                kernel.keep_alive(writer.get_extra_info("socket"))
+            except ssl.SSLError as error:
+                raise Turned(f"no TLS with {self.host}:{self.port}: {error}") from None
+            except (OSError, asyncio.TimeoutError):
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_S)
                 continue
             try:
                 await self._converse(reader, writer, welcomed)
                 pause = FIRST_PAUSE_S
-            except ConnectionError:
-                pass
+            except (ConnectionError, TimeoutError):
+                pass  # Cut off, by the other side or by the kernel's keep-alive.
             finally:
                 self._writer = None
+                self.lost_at = time.monotonic()
+                if self._beat is not None:
+                    self._beat.cancel()
                 writer.close()
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
@@ -89,7 +113,14 @@ class CoordinatorStream:
     ) -> None:
         round, busy = self.state()
         asked = time.monotonic()
-        hello = Hello(protocol=PROTOCOL, token=self.token, node=self.node, round=round, busy=busy)
+        hello = Hello(
+            protocol=PROTOCOL,
+            token=self.token,
+            node=self.node,
+            round=round,
+            busy=busy,
+            terms=self.terms,
+        )
         writer.write(framing.encode(hello))
         decoder = framing.FrameDecoder[FromCoordinator](FromCoordinator)  # type: ignore[arg-type]
         while data := await reader.read(READ_BYTES):
@@ -97,6 +128,7 @@ class CoordinatorStream:
                 if isinstance(message, Welcome):
                     self.clock.adopt(message.now, asked, time.monotonic())
                     self._resume(message, writer)
+                    self._keep_beating(writer, message.beat_s)
                     if self._number == 0:
                         welcomed()
                 elif isinstance(message, Refused):
@@ -111,6 +143,11 @@ class CoordinatorStream:
         self._writer = writer
         for sent in self._unacked:
             writer.write(framing.encode(sent))
+
+    def _keep_beating(self, writer: asyncio.StreamWriter, every_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._beat = loop.call_later(every_s, self._keep_beating, writer, every_s)
+        writer.write(framing.encode(Beat()))
 
     def _acked(self, number: int) -> None:
         while self._unacked and self._unacked[0].number <= number:

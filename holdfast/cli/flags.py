@@ -71,6 +71,15 @@ MOST_USED = (
     _own("--coordinator", "HOST:PORT", "the job's coordinator; default: one inside this process, "
          "on loopback"),
     _own("--spares", "N", "nodes beyond --nnodes that join and wait for a place; default 0"),
+    _own("--node-unit", "N", "train with multiples of this many nodes; default 1"),
+    _own("--segment", "N", "take nodes only in groups of N that share a fast interconnect; "
+         "default 1"),
+    _own("--token-file", "FILE", "the job's token, where its home is on another machine; default: "
+         "HOLDFAST_TOKEN, or the job's job.json"),
+    _own("--tls-cert", "FILE", "with --tls-key and --tls-ca: TLS between the nodes and the "
+         "coordinator, both sides checked"),
+    _own("--tls-key", "FILE", "see --tls-cert"),
+    _own("--tls-ca", "FILE", "see --tls-cert"),
     _own("--node-check", None, "check each node's health before it gets ranks"),
     _own("--quiet", None, "nothing of holdfast's own on the terminal but errors"),
     Flag("--module", None, "SCRIPT is a module, as in python -m", short="-m"),

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from holdfast.cli.flags import parse_run
-from holdfast.errors import HoldfastError, UsageError
+from holdfast.errors import HoldfastError
 
 if TYPE_CHECKING:
     from holdfast.jobhome import JobHome
@@ -21,20 +21,17 @@ def main(argv: Sequence[str]) -> int:
     settings = parse_run(argv)
     for warning in settings.warnings:
         print(f"holdfast run: {warning}", file=sys.stderr)
-    if settings.max_nodes > 1:
-        raise UsageError(f"--nnodes {settings.max_nodes}: several nodes are not supported yet")
 
-    from holdfast import jobhome, launcher
+    from holdfast import launcher
 
     logging.basicConfig(
         format="[holdfast] %(message)s",
         level=logging.ERROR if settings.terminal.quiet else logging.INFO,
     )
-    home = jobhome.create(settings.job, settings.script)
-    try:
-        return launcher.launch(settings, home, since)
-    finally:
+    code, home = launcher.launch(settings, since)
+    if home is not None:
         _tell(home, settings.terminal.quiet)
+    return code
 
 
 def _process_start() -> float:

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from holdfast import kernel
 from holdfast.clock import JobClock
-from holdfast.coordinator.journal import Entry, Journal, replay
+from holdfast.coordinator.journal import Journal, replay
 from holdfast.coordinator.server import Coordinator
-from holdfast.core import job as jobs
 from holdfast.jobhome import JobHome
-from holdfast.messages.events import CoordinatorRestarted, JobOpened
+from holdfast.messages.events import CoordinatorRestarted
 from holdfast.messages.records import Terms
 from holdfast.messages.units import Time
+from holdfast.tls import TlsFiles, server_context
 
 log = logging.getLogger("holdfast.coordinator")
 
@@ -28,7 +28,9 @@ class CoordinatorOrders:
     home: JobHome
     listener: socket.socket
     token: str
-    terms: Terms
+    tls: TlsFiles | None
+    terms: Terms | None
+    """None when the first node will say what kind of job it is."""
     since_monotonic: float
     """When the launcher was started: the job's first second."""
 
@@ -43,25 +45,19 @@ def run_coordinator(orders: CoordinatorOrders) -> int:
 
 
 async def _run(orders: CoordinatorOrders) -> int:
-    path = orders.home.journal
+    path, name = orders.home.journal, orders.home.name
     before = replay(path) if path.exists() else None
     journal = Journal(path)
     try:
-        if before is None:
-            clock = JobClock()
-            opened = JobOpened(
-                at=clock.at(orders.since_monotonic), job=orders.home.name, terms=orders.terms
-            )
-            journal.append([Entry(opened.at, opened)])
-            job, acked, first = jobs.opened(opened), {}, None
-        else:
-            clock = JobClock(not_before=Time(before.at))
-            job, acked = before.job, before.acked
-            log.warning(
-                "the coordinator was restarted; its journal tells of round %d", job.membership.round
-            )
-            first = CoordinatorRestarted(at=clock.now())
-        coordinator = Coordinator(job, journal, clock, orders.token, acked)
-        return await coordinator.serve(orders.listener, first)
+        clock = JobClock(not_before=before.at if before is not None else Time(0.0))
+        coordinator = Coordinator(name, None, journal, clock, orders.token)
+        restarted = None
+        if before is not None:
+            coordinator.job, coordinator.acked = before.job, before.acked
+            restarted = CoordinatorRestarted(at=clock.now())
+            log.warning("the coordinator is back, in round %d", before.job.membership.round)
+        elif orders.terms is not None:
+            coordinator.open(orders.terms, clock.at(orders.since_monotonic))
+        return await coordinator.serve(orders.listener, server_context(orders.tls), restarted)
     finally:
         journal.close()

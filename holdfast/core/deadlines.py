@@ -16,12 +16,39 @@ RECONNECT_S: Seconds = 0.3
 RECONNECT_AFTER_RESTART_S: Seconds = 10.0
 """Agents notice a dead coordinator at once and knock with a backoff of at most a second."""
 
+BEAT_FLOOR_S: Seconds = 1.0
+BEATS_PER_S = 1000.0
+SILENT_BEATS = 4.0
+SILENCE_FACTOR = 2.0
+SILENCE_MOST_S: Seconds = 60.0
+
 JOIN_LIMIT_S: Seconds = 600.0
 """How long a job waits below its minimum for nodes that somebody else has to start."""
 
 STOP_FACTOR = 3.0
 STOP_FLOOR_S: Seconds = 3.0
 STOP_UNKNOWN_S: Seconds = 30.0
+
+
+class Silence(Struct):
+    """How often an agent beats, and how long it may be silent before its stream is cut off.
+
+    The more nodes, the fewer beats of each, so that beats cost the coordinator the same however many
+    there are. An agent that was once silent for long and came back by itself runs on a busy machine:
+    everybody is given twice that time from then on.
+    """
+
+    longest_s: Seconds = 0.0
+
+    def beat_s(self, nodes: int) -> Seconds:
+        return max(BEAT_FLOOR_S, nodes / BEATS_PER_S)
+
+    def limit_s(self, nodes: int) -> Seconds:
+        beats = SILENT_BEATS * self.beat_s(nodes)
+        return min(max(beats, SILENCE_FACTOR * self.longest_s), max(beats, SILENCE_MOST_S))
+
+    def observe(self, silent_s: Seconds) -> None:
+        self.longest_s = max(self.longest_s, silent_s)
 
 
 class StopGrace(Struct):

@@ -13,7 +13,8 @@ from msgspec import Meta, Struct
 
 from holdfast.messages.actions import Finish, StartWorkers, StopWorkers
 from holdfast.messages.events import AnyEvent
-from holdfast.messages.units import NodeId, RoundNumber, Time
+from holdfast.messages.records import Terms
+from holdfast.messages.units import NodeId, RoundNumber, Seconds, Time
 
 PROTOCOL = 1
 
@@ -24,6 +25,8 @@ class Hello(Struct, frozen=True, kw_only=True, tag=True):
     node: NodeId
     round: RoundNumber
     busy: bool
+    terms: Terms
+    """What kind of job this node was started for; the first node's opens the job."""
 
 
 class Welcome(Struct, frozen=True, kw_only=True, tag=True):
@@ -31,6 +34,8 @@ class Welcome(Struct, frozen=True, kw_only=True, tag=True):
     now: Time
     acked: int
     """The newest event of this node that is in the journal."""
+    beat_s: Seconds
+    """How often to send a Beat when there is nothing else to say."""
 
 
 class Refused(Struct, frozen=True, kw_only=True, tag=True):
@@ -42,9 +47,13 @@ class Sent(Struct, frozen=True, kw_only=True, tag=True):
     event: AnyEvent
 
 
+class Beat(Struct, frozen=True, kw_only=True, tag=True):
+    """I am still here."""
+
+
 class Ack(Struct, frozen=True, kw_only=True, tag=True):
     number: int
 
 
-FromAgent = Hello | Sent
+FromAgent = Hello | Sent | Beat
 FromCoordinator = Welcome | Refused | Ack | StartWorkers | StopWorkers | Finish

@@ -1,0 +1,103 @@
+"""One connection to the coordinator: from a stranger's first byte to a node's last.
+
+Nobody is believed before the hello is checked: the token, the protocol, within a few seconds. Every
+frame has a size limit that is checked before anything is kept. A peer that breaks a rule, or does not
+read what it is sent, is cut off with one line in the log and no effect on the job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from typing import TYPE_CHECKING, cast
+
+from msgspec import Struct
+
+from holdfast import framing
+from holdfast.errors import WireError, WrongProtocol, WrongToken
+from holdfast.messages.units import NodeId
+from holdfast.messages.wire import PROTOCOL, Beat, FromAgent, Hello, Refused, Sent
+
+if TYPE_CHECKING:
+    from holdfast.coordinator.server import Coordinator
+
+log = logging.getLogger("holdfast.coordinator")
+
+HELLO_LIMIT_S = 5.0
+MAX_UNSENT_BYTES = 4 << 20
+
+
+class Stream(asyncio.Protocol):
+    """A node's stream, once it has said who it is."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self.node: NodeId | None = None
+        self.heard_at = 0.0
+        self._coordinator = coordinator
+        self._loop = asyncio.get_running_loop()
+        self._decoder = framing.FrameDecoder[FromAgent](FromAgent)  # type: ignore[arg-type]
+        self._patience: asyncio.TimerHandle | None = None
+
+    def send(self, message: Struct) -> None:
+        if self.transport.is_closing():
+            return
+        if self.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+            self.cut_off("it does not read what it is sent")
+            return
+        self.transport.write(framing.encode(message))
+
+    def cut_off(self, why: str) -> None:
+        who = self.node or self.transport.get_extra_info("peername")
+        log.warning("%s: cut off: %s", who, why)
+        self.transport.abort()
+
+    # ---- what asyncio calls ----
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self._coordinator.connected(self)
+        self._patience = self._loop.call_later(HELLO_LIMIT_S, self.cut_off, "it said no hello")
+
+    def data_received(self, data: bytes) -> None:
+        self.heard_at = self._loop.time()
+        try:
+            for message in self._decoder.feed(data):
+                self._take(message)
+        except WireError as error:
+            if self.node is None:
+                self.send(Refused(reason=str(error)))
+            self.cut_off(str(error))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+        self._coordinator.disconnected(self)
+
+    # ---- what is said ----
+
+    def _take(self, message: FromAgent) -> None:
+        if self.node is None:
+            self._greet(message)
+        elif isinstance(message, Sent):
+            if getattr(message.event, "node", None) != self.node:
+                raise WireError(f"node {self.node} spoke for another")
+            self._coordinator.arrived(self.node, message)
+        elif not isinstance(message, Beat):
+            raise WireError("it said hello twice")
+
+    def _greet(self, hello: FromAgent) -> None:
+        if not isinstance(hello, Hello):
+            raise WireError("the first message was no hello")
+        if not hmac.compare_digest(hello.token.encode(), self._coordinator.token.encode()):
+            raise WrongToken("wrong token for this job")
+        if hello.protocol != PROTOCOL:
+            raise WrongProtocol(
+                f"this coordinator speaks protocol {PROTOCOL}, not {hello.protocol}"
+            )
+        if self._patience is not None:
+            self._patience.cancel()
+        self.node = hello.node
+        self._coordinator.greeted(self, hello)
