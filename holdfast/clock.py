@@ -1,7 +1,8 @@
 """Job time: starts as the wall clock, then counts with a clock that nobody can set back.
 
-The coordinator has the job's time; an agent takes it over when it is welcomed, corrected for the way
-there and back. A coordinator that restarts goes on from the journal's last time, so job time never
+The coordinator has the job's time; an agent takes it over when it is welcomed. The way back is taken
+to be short: what may take long is until a coordinator that is just starting, or has a thousand nodes
+at its door, comes to answer. A coordinator that restarts goes on from the journal's last time, so job time never
 goes back even if the wall clock did meanwhile.
 """
 
@@ -23,6 +24,6 @@ class JobClock:
         """The job time of a moment on this machine's monotonic clock."""
         return Time(self._base + monotonic)
 
-    def adopt(self, theirs: Time, asked: float, answered: float) -> None:
-        """Take over the clock of someone who said `theirs` between two moments of ours."""
-        self._base = theirs - (asked + answered) / 2
+    def adopt(self, theirs: Time, heard: float) -> None:
+        """Take over the clock of someone from whom `theirs` was heard at that moment of ours."""
+        self._base = theirs - heard

@@ -31,15 +31,13 @@ from holdfast import jobhome, kernel
 from holdfast.config import RunSettings
 from holdfast.errors import HoldfastError, JobError, UsageError
 from holdfast.jobhome import JobHome
+from holdfast.messages.exits import EXIT_BROKEN, EXIT_REJOIN
 
 if TYPE_CHECKING:
     from holdfast.messages.records import Terms
 
 log = logging.getLogger("holdfast")
 
-EXIT_BROKEN = 70
-"""What an agent or a coordinator exits with when it fell over an error of its own."""
-EXIT_FAILED = 1
 FEW_S = 60.0
 MANY = 5
 LAST_WAIT_S = 3.0
@@ -69,6 +67,9 @@ class Child:
         os.setpgid(0, 0)
         try:
             return self.run()
+        except JobError as error:  # Another one would not fare better.
+            log.error("%s", error)
+            return error.exit_code
         except HoldfastError as error:
             log.error("%s: %s", self.name, error)
         except BaseException:  # The edge of the process: the launcher starts another one.
@@ -109,7 +110,7 @@ class Launcher:
             for pid, status in _ended():
                 if pid == self.agent.pid:
                     code = os.waitstatus_to_exitcode(status)
-                    if code >= 0 and code != EXIT_BROKEN:
+                    if code >= 0 and code not in (EXIT_BROKEN, EXIT_REJOIN):
                         return code
                     self._end_orphans()
                     self._start_again(self.agent, code)
@@ -225,7 +226,8 @@ def launch(settings: RunSettings, since_monotonic: float) -> tuple[int, JobHome 
             terms=_terms(settings),
             since_monotonic=since_monotonic,
         )
-        return run_coordinator(orders)
+        run_coordinator(orders)
+        return 0  # It ended in good order, whatever the job's exit code is: that is the agent's.
 
     return Launcher(agent, Child("coordinator", be_coordinator)).run(), site.home
 
@@ -247,7 +249,7 @@ def find_site(settings: RunSettings) -> Site:
     try:
         return _host(settings, host, port)
     except PortTaken:
-        if hosts:
+        if hosts or settings.max_nodes + settings.spares == 1:  # Nobody else could be there.
             raise
         return _join(settings, host, port)
 
@@ -286,10 +288,9 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), backlog=4096)
     except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
         kind = PortTaken if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL) else JobError
-        raise kind(
-            f"cannot listen on {host}:{port} ({error.strerror}); choose another address"
-        ) from None
+        raise kind(f"cannot listen on {host}:{port} ({reason}); choose another address") from None
 
 
 def given_token(path: str | None) -> str | None:

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,17 +22,21 @@ from holdfast.agent.stream import CoordinatorStream, Turned
 from holdfast.agent.supervisor import Supervisor
 from holdfast.clock import JobClock
 from holdfast.config import RunSettings
+from holdfast.core.deadlines import JOIN_LIMIT_S
 from holdfast.messages.actions import Finish
-from holdfast.messages.events import NodeJoined, NodeLeaving
+from holdfast.messages.events import NodeJoined, NodeLeaving, NodeWarm
+from holdfast.messages.exits import EXIT_REJOIN, EXIT_TRY_AGAIN
 from holdfast.messages.records import NodeSpec, Terms
 from holdfast.messages.units import NodeId
+from holdfast.platforms import topology
 from holdfast.tls import client_context
 
 log = logging.getLogger("holdfast.agent")
 
 CONSOLE_LIMIT_S = 5.0
 LAST_WORD_LIMIT_S = 2.0
-EXIT_TRY_AGAIN = 75
+SOLITUDE_LOOK_S = 1.0
+SOLITUDE_TOLD_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,7 @@ async def _run(orders: AgentOrders) -> int:
         want=settings.nproc if settings.standby is None else settings.standby,
         eager=_seems_to_use_torch(settings),
         preload=settings.preload,
+        first_path=_first_path(settings),
         log_path=orders.logs / f"nursery-{os.getpid()}.log",
     )
     pool.open()
@@ -87,6 +93,7 @@ class _Agent:
         self, orders: AgentOrders, table: ProcessTable, pool: Pool, env: dict[str, str]
     ) -> None:
         self.orders = orders
+        self.pool = pool
         self.console = Console()
         self.clock = JobClock()
         self.node = NodeId(f"{socket.gethostname()}:{os.getpid()}")
@@ -121,8 +128,10 @@ class _Agent:
     async def run(self) -> int:
         self._mind_signals()
         talking = asyncio.ensure_future(self.stream.run(self._join))
+        minding = asyncio.ensure_future(self._mind_solitude())
         either: set[asyncio.Future[Any]] = {talking, self.finished}
         done, _ = await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        minding.cancel()
         if talking in done:
             return self._turned_away(talking)
         order = self.finished.result()
@@ -131,6 +140,9 @@ class _Agent:
         except asyncio.TimeoutError:
             log.warning("the coordinator did not hear this node's last word")
         talking.cancel()
+        if order.rejoin:
+            log.warning("%s", order.reason)
+            return EXIT_REJOIN
         return order.code
 
     def _turned_away(self, talking: asyncio.Future[None]) -> int:
@@ -143,17 +155,47 @@ class _Agent:
 
     def _join(self) -> None:
         settings = self.orders.settings
+        host = socket.gethostname()
+        switch, block, domain = topology.labels(os.environ)
         spec = NodeSpec(
-            host=socket.gethostname(),
+            host=host,
             address=self.orders.address,
             slots=settings.nproc,
             pid=os.getpid(),
             node_rank=settings.node_rank,
+            infra_rank=topology.infra_rank(os.environ, host),
+            switch=switch,
+            block=block,
+            domain=domain,
         )
         port = self.supervisor.port.number
         self.stream.send(
             NodeJoined(at=self.clock.now(), node=self.node, spec=spec, store_port=port)
         )
+
+        if self.pool.warm:
+            self._tell_warm()
+        self.pool.on_warm = self._tell_warm
+
+    def _tell_warm(self) -> None:
+        self.stream.send(NodeWarm(at=self.clock.now(), node=self.node))
+
+    async def _mind_solitude(self) -> None:
+        """Give up when there is nothing to do and nobody to ask for far too long."""
+        limit_s = self.orders.settings.rendezvous.join_timeout_s or JOIN_LIMIT_S
+        where = f"the coordinator at {self.orders.host}:{self.orders.port}"
+        told = False
+        while not self.finished.done():
+            await asyncio.sleep(SOLITUDE_LOOK_S)
+            alone_s = 0.0 if self.stream.connected else time.monotonic() - self.stream.lost_at
+            if alone_s > SOLITUDE_TOLD_S and not told:
+                log.warning("no word from %s; knocking on", where)
+            told = alone_s > SOLITUDE_TOLD_S
+            if alone_s > limit_s and not self.supervisor.busy:
+                reason = f"{where} cannot be reached"
+                print(f"holdfast: {reason}; try again", file=sys.stderr)
+                order = Finish(node=self.node, code=EXIT_TRY_AGAIN, reason=reason, grace_s=0.0)
+                self.supervisor.act(order)
 
     # ---- signals ----
 
@@ -185,6 +227,13 @@ class _Agent:
         code = 1 if number == signal.SIGINT else EXIT_TRY_AGAIN
         reason = f"stopped by {number.name}"
         return Finish(node=self.node, code=code, reason=reason, grace_s=grace_s)
+
+
+def _first_path(settings: RunSettings) -> str:
+    """Where python would look first for what the script imports."""
+    if settings.entry == "module":
+        return os.getcwd()
+    return os.path.dirname(os.path.realpath(settings.script))
 
 
 def _seems_to_use_torch(settings: RunSettings) -> bool:

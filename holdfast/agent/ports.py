@@ -7,6 +7,7 @@ connect before rank 0 is there wait in the socket's queue. With the rank, the wo
 
 from __future__ import annotations
 
+import os
 import socket
 
 from holdfast.errors import JobError
@@ -25,8 +26,9 @@ class StorePort:
                 (host, port), family=family, backlog=BACKLOG, dualstack_ipv6=dual
             )
         except OSError as error:
+            reason = os.strerror(error.errno) if error.errno else str(error)
             raise JobError(
-                f"port {port} for the ranks' store cannot be had ({error.strerror});"
+                f"port {port} for the ranks' store cannot be had ({reason});"
                 " choose another --master-port or none"
             ) from None
         self.number: int = self._socket.getsockname()[1]

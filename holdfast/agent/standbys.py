@@ -127,6 +127,8 @@ class Pool:
     eager: bool
     """Whether the first ranks wait for the imports, because they need them anyway."""
     preload: Sequence[str]
+    first_path: str
+    """Where the script's own modules are, which `preload` may name."""
     log_path: Path
     on_warm: Callable[[], None] = lambda: None
     waiting: list[Standby] = field(default_factory=list)
@@ -137,6 +139,11 @@ class Pool:
     _warm: Warm | None = None
     _failures: int = 0
     _closed: bool = False
+
+    @property
+    def warm(self) -> bool:
+        """Whether a rank would start at once: there is nothing (more) to import."""
+        return self._warm is not None or self.want == 0
 
     def open(self) -> None:
         """Start the nursery: the sooner, the sooner the first step."""
@@ -208,6 +215,7 @@ class Pool:
             **self.env,
             "HOLDFAST_WORKER": f"nursery,{theirs.fileno()},{mode}",
             "HOLDFAST_PRELOAD": " ".join(self.preload),
+            "HOLDFAST_FIRST_PATH": self.first_path,
         }
         output = os.open(
             self.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600

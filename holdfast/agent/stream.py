@@ -126,7 +126,7 @@ class CoordinatorStream:
         while data := await reader.read(READ_BYTES):
             for message in decoder.feed(data):
                 if isinstance(message, Welcome):
-                    self.clock.adopt(message.now, asked, time.monotonic())
+                    self.clock.adopt(message.now, time.monotonic())
                     self._resume(message, writer)
                     self._keep_beating(writer, message.beat_s)
                     if self._number == 0:

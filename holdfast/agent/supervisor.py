@@ -121,7 +121,15 @@ class Supervisor:
         self._stopping = None
         self._slowest_stop_s = None
         self._ended = []
+        self._make_log_folder(part)
         self._starting = asyncio.ensure_future(self._start_all(part))
+
+    def _make_log_folder(self, part: Part) -> None:
+        """Error files are written by the ranks themselves, into a folder that must be there."""
+        try:
+            (self.logs / f"round_{part.round}").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            log.error("%s: no logs of round %d (%s)", self.logs, part.round, error.strerror)
 
     async def _start_all(self, part: Part) -> None:
         try:
@@ -160,7 +168,7 @@ class Supervisor:
         error_file = self._error_file(part, local_rank)
         env = {**self.env, **self._rank_environment(part, local_rank, error_file)}
         command = [self.settings.script, *self.settings.script_args]
-        pid = spawn(command, env, stdio=[None, *output.writers()])
+        pid = spawn(command, env, stdio=[_stdin(), *output.writers()])
         output.handed_over()
         process = self.table.watch(pid)
         worker = self._worker(part, local_rank, process, None, output)

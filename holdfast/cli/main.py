@@ -10,6 +10,7 @@ from holdfast.errors import HoldfastError
 
 COMMANDS = {
     "run": "start a training script, in place of torchrun, and keep it going",
+    "coordinator": "run a job's coordinator alone, for nodes that join with --coordinator",
     "status": "where a job stands: state, round, step, speed, nodes",
     "incidents": "each fault of a job: what, where, what was done, seconds lost by phase",
     "goodput": "where every second of every rank went",

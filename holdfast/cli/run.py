@@ -7,17 +7,13 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from holdfast.cli.flags import parse_run
-from holdfast.errors import HoldfastError
-
-if TYPE_CHECKING:
-    from holdfast.jobhome import JobHome
 
 
 def main(argv: Sequence[str]) -> int:
     since = _process_start()
+    _fill_standard_fds()
     settings = parse_run(argv)
     for warning in settings.warnings:
         print(f"holdfast run: {warning}", file=sys.stderr)
@@ -30,8 +26,20 @@ def main(argv: Sequence[str]) -> int:
     )
     code, home = launcher.launch(settings, since)
     if home is not None:
-        _tell(home, settings.terminal.quiet)
+        from holdfast.cli.view import tell_end
+
+        tell_end(home, settings.terminal.quiet)
     return code
+
+
+def _fill_standard_fds() -> None:
+    """Where a standard stream is closed, see to it that no socket of ours gets its number."""
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # The lowest number that is free: this one.
+            os.set_inheritable(fd, True)
 
 
 def _process_start() -> float:
@@ -40,22 +48,3 @@ def _process_start() -> float:
         ticks = int(stat.read().rpartition(")")[2].split()[19])
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.monotonic() - max(0.0, age)
-
-
-def _tell(home: JobHome, quiet: bool) -> None:
-    """The summary on the terminal, the trace in the job's home."""
-    import json
-
-    from holdfast.coordinator.journal import replay_spans
-    from holdfast.core import report
-
-    try:
-        snapshot, spans = replay_spans(home.journal)
-        if snapshot is None:
-            return
-        home.trace.write_text(json.dumps(report.trace(snapshot.job, spans)))
-        if not quiet:
-            lines = [*report.summary(snapshot.job, snapshot.at), f"more in {home.path}"]
-            print("\n".join(f"[holdfast] {line}" for line in lines), file=sys.stderr)
-    except (HoldfastError, OSError) as error:
-        print(f"[holdfast] no summary: {error}", file=sys.stderr)

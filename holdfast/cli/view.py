@@ -9,14 +9,23 @@ import time
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from holdfast.coordinator.journal import replay
+from holdfast.coordinator.journal import replay, replay_spans
+from holdfast.core import report
 from holdfast.core.job import Job
-from holdfast.errors import JobError, UsageError
+from holdfast.errors import HoldfastError, JobError, UsageError
 from holdfast.jobhome import JobHome, find
 from holdfast.messages.units import Time
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Argparse whose errors are one line, like all of ours."""
+
+    def __init__(self, prog: str, description: str, raw: bool = False) -> None:
+        layout = argparse.RawDescriptionHelpFormatter if raw else argparse.HelpFormatter
+        super().__init__(
+            prog=prog, description=description, formatter_class=layout, allow_abbrev=False
+        )
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see `{self.prog} --help`")
 
@@ -34,7 +43,7 @@ class Viewed:
 
 def look(command: str, about: str, argv: Sequence[str]) -> tuple[Viewed, bool]:
     """The job that the command line names, and whether it wants JSON."""
-    parser = _Parser(prog=f"holdfast {command}", description=about)
+    parser = Parser(prog=f"holdfast {command}", description=about)
     parser.add_argument("job", nargs="?", metavar="JOB", help="its name; the newest when left out")
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
     arguments = parser.parse_args(argv)
@@ -43,6 +52,20 @@ def look(command: str, about: str, argv: Sequence[str]) -> tuple[Viewed, bool]:
     if snapshot is None:
         raise JobError(f"job {home.name} has no events yet; try again in a moment")
     return Viewed(home, snapshot.job, snapshot.at), arguments.json
+
+
+def tell_end(home: JobHome, quiet: bool) -> None:
+    """A job is over: the summary on the terminal, the trace in the job's home."""
+    try:
+        snapshot, spans = replay_spans(home.journal)
+        if snapshot is None:
+            return
+        home.trace.write_text(json.dumps(report.trace(snapshot.job, spans)))
+        if not quiet:
+            lines = [*report.summary(snapshot.job, snapshot.at), f"more in {home.path}"]
+            print("\n".join(f"[holdfast] {line}" for line in lines), file=sys.stderr)
+    except (HoldfastError, OSError) as error:
+        print(f"[holdfast] no summary: {error}", file=sys.stderr)
 
 
 def print_json(content: Any) -> None:

@@ -183,6 +183,9 @@ class Coordinator:
     def arrived(self, node: NodeId, message: Sent) -> None:
         self._post(Arrival(message.event, node, message.number))
 
+    def heard_again(self, silent_s: float) -> None:
+        self._silence.observe(silent_s)
+
     def disconnected(self, stream: Stream) -> None:
         self._strangers.discard(stream)
         if stream.node is not None and self._streams.get(stream.node) is stream:
@@ -200,8 +203,6 @@ class Coordinator:
                 silent_s = now - stream.heard_at
                 if silent_s > limit_s:
                     stream.cut_off(f"not heard of for {silent_s:.1f} s")
-                else:
-                    self._silence.observe(silent_s)
 
     async def _part(self) -> None:
         """Send what is still to be sent, and let every stream end in its own way."""

@@ -62,7 +62,10 @@ class Stream(asyncio.Protocol):
         self._patience = self._loop.call_later(HELLO_LIMIT_S, self.cut_off, "it said no hello")
 
     def data_received(self, data: bytes) -> None:
-        self.heard_at = self._loop.time()
+        now = self._loop.time()
+        if self.node is not None:
+            self._coordinator.heard_again(now - self.heard_at)
+        self.heard_at = now
         try:
             for message in self._decoder.feed(data):
                 self._take(message)

@@ -34,7 +34,7 @@ class Silence(Struct):
     """How often an agent beats, and how long it may be silent before its stream is cut off.
 
     The more nodes, the fewer beats of each, so that beats cost the coordinator the same however many
-    there are. An agent that was once silent for long and came back by itself runs on a busy machine:
+    there are. An agent that was silent for long and came back by itself runs on a busy machine:
     everybody is given twice that time from then on.
     """
 

@@ -54,6 +54,7 @@ from holdfast.messages.events import (
     WorkerExited,
     WorkerStarted,
 )
+from holdfast.messages.exits import EXIT_DO_NOT_REQUEUE, EXIT_TRY_AGAIN
 from holdfast.messages.records import Ended, FaultKind, Incident, Place, RankProgress, Terms, World
 from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber, Time
 
@@ -79,6 +80,13 @@ class Pace(Struct):
     per_s: float | None = None
 
 
+class Absence(Struct):
+    """A node without a stream: since when, and when it is given up."""
+
+    since: Time
+    until: Time
+
+
 class Job(Struct):
     name: str
     terms: Terms
@@ -100,8 +108,8 @@ class Job(Struct):
     pace: Pace | None = None
     fault: Fault | None = None
     """The likeliest culprit of a round that broke, until it is judged."""
-    absent: dict[NodeId, Time] = field(default_factory=dict)
-    """Nodes without a stream, and when each is given up."""
+    absent: dict[NodeId, Absence] = field(default_factory=dict)
+    """Nodes without a stream."""
     absent_until: Time | None = None
     """No absent node is given up before this; it may be earlier than need be, never later."""
     excluded: dict[str, str] = field(default_factory=dict)
@@ -162,7 +170,7 @@ def _on_joined(job: Job, event: NodeJoined, now: Time) -> list[AnyAction]:
         return [_finish_node(job, event.node)]
     if event.spec.host in job.excluded:
         why = f"host {event.spec.host} is excluded: {job.excluded[event.spec.host]}"
-        return [_goodbye(job, event.node, faults.EXIT_DO_NOT_REQUEUE, why)]
+        return [_goodbye(job, event.node, EXIT_DO_NOT_REQUEUE, why)]
     actions: list[AnyAction] = []
     if event.node in job.membership.placed:
         actions += _node_gone(job, event.node, "it joined again", event.at, now)
@@ -194,7 +202,7 @@ def _on_leaving(job: Job, event: NodeLeaving, now: Time) -> list[AnyAction]:
         return []
     if job.membership.count() - 1 < job.terms.min_nodes:
         return _finish(job, event.code, event.reason, now)
-    why = f"node {event.node} left: {event.reason}"
+    why = f"left: {event.reason}"
     return _send_off(job, "leave", event.node, event.code, why, now)
 
 
@@ -205,8 +213,8 @@ def _on_exclude_asked(job: Job, event: ExcludeAsked, now: Time) -> list[AnyActio
     if candidate is None:
         return []
     job.excluded[candidate.spec.host] = event.reason
-    why = f"node {event.node} excluded by rank {event.rank}: {event.reason}"
-    return _send_off(job, "exclude", event.node, faults.EXIT_DO_NOT_REQUEUE, why, now)
+    why = f"excluded by rank {event.rank}: {event.reason}"
+    return _send_off(job, "exclude", event.node, EXIT_DO_NOT_REQUEUE, why, now)
 
 
 def _on_stop_asked(job: Job, event: StopAsked, now: Time) -> list[AnyAction]:
@@ -233,22 +241,22 @@ def _on_left(job: Job, event: NodeLeft, now: Time) -> list[AnyAction]:
 
 def _on_stream_ended(job: Job, event: StreamEnded, now: Time) -> list[AnyAction]:
     if job.membership.has(event.node):
-        _miss(job, event.node, Time(now + RECONNECT_S))
+        _miss(job, event.node, Absence(event.at, Time(now + RECONNECT_S)))
     return []
 
 
 def _on_restarted(job: Job, event: CoordinatorRestarted, now: Time) -> list[AnyAction]:
     for node in job.membership.nodes():
-        _miss(job, node, Time(now + RECONNECT_AFTER_RESTART_S))
+        _miss(job, node, Absence(now, Time(now + RECONNECT_AFTER_RESTART_S)))
     if job.closed:  # It died with the last event written and its own end not yet reached.
         assert job.ended is not None
         return [CloseJob(code=job.ended.code, reason=job.ended.reason)]
     return []
 
 
-def _miss(job: Job, node: NodeId, until: Time) -> None:
-    job.absent[node] = until
-    job.absent_until = until if job.absent_until is None else min(job.absent_until, until)
+def _miss(job: Job, node: NodeId, absence: Absence) -> None:
+    job.absent[node] = absence
+    job.absent_until = min(absence.until, job.absent_until or absence.until)
 
 
 def _on_resumed(job: Job, event: NodeResumed, now: Time) -> list[AnyAction]:
@@ -258,14 +266,19 @@ def _on_resumed(job: Job, event: NodeResumed, now: Time) -> list[AnyAction]:
     if job.ended is not None:
         return [_finish_node(job, event.node)]
     if not m.has(event.node):
-        why = "this node was given up while it was away"
-        return [_goodbye(job, event.node, faults.EXIT_TRY_AGAIN, why)]
+        return [_fence(event.node)]
     if event.node in m.busy:
         held = m.busy[event.node].round
         return [_stop_node(job, event.node, held)] if event.round == held else []
     if event.node in m.placed and m.world is not None and event.round < m.round:
         return [_start_node(job, m.world, p) for p in m.world.places if p.node == event.node]
     return []
+
+
+def _fence(node: NodeId) -> Finish:
+    """What a node is told that comes back after it was given up: end all, and join afresh."""
+    why = "this node was given up while it was away; it joins again as a new one"
+    return Finish(node=node, code=EXIT_TRY_AGAIN, reason=why, grace_s=0.0, rejoin=True)
 
 
 def _node_gone(job: Job, node: NodeId, why: str, at: Time, now: Time) -> list[AnyAction]:
@@ -447,7 +460,7 @@ def _grow(job: Job, now: Time) -> list[AnyAction]:
         return []
     newest = next(reversed(job.membership.waiting))
     before = len(job.membership.placed)
-    why = f"from {before} nodes to {size}"
+    why = f"joined: from {before} to {size} nodes"
     fault = faults.wanted("resize", newest, job.membership.round, job.highest, why, now)
     return _break(job, fault, now)
 
@@ -499,7 +512,7 @@ def _mind_shortage(job: Job, now: Time) -> list[AnyAction]:
     if now < job.short_until:
         return []
     reason = f"{there} of at least {needed} nodes are there and no more came in time"
-    return _finish(job, faults.EXIT_TRY_AGAIN, reason, now)
+    return _finish(job, EXIT_TRY_AGAIN, reason, now)
 
 
 def _start(job: Job, world: World, now: Time) -> list[AnyAction]:
@@ -525,8 +538,10 @@ def _start_node(job: Job, world: World, place: Place) -> StartWorkers:
 
 
 def _rank_in_force(job: Job, node: NodeId, round: RoundNumber, rank: Rank) -> RankState | None:
-    """The rank that an event speaks of; None when that is of an older round, or another node's."""
-    found = job.ranks.get(rank) if round == job.membership.round else None
+    """The rank that an event speaks of; None when that is of an older round, another node's, or
+    the node was given up."""
+    current = round == job.membership.round and job.membership.has(node)
+    found = job.ranks.get(rank) if current else None
     return found if found is not None and found.node == node else None
 
 
@@ -569,9 +584,10 @@ def _close(job: Job, now: Time) -> list[AnyAction]:
 def _on_tick(job: Job, event: Tick, now: Time) -> list[AnyAction]:
     actions: list[AnyAction] = []
     if job.absent_until is not None and job.absent_until <= now:
-        for node in [node for node, until in job.absent.items() if until <= now]:
-            actions += _node_gone(job, node, "its stream ended", event.at, now)
-        job.absent_until = min(job.absent.values(), default=None)
+        for node, absence in list(job.absent.items()):
+            if absence.until <= now:
+                actions += _node_gone(job, node, "its stream ended", absence.since, now)
+        job.absent_until = min((a.until for a in job.absent.values()), default=None)
     return actions + _settle(job, now)
 
 

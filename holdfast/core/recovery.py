@@ -29,16 +29,13 @@ import signal
 from msgspec import Struct
 
 from holdfast.messages.events import WorkerExited
+from holdfast.messages.exits import EXIT_DO_NOT_REQUEUE, EXIT_FAILED
 from holdfast.messages.records import FaultKind, Terms
 from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber, Time
 
 SAME_LIMIT = 3
 STUCK_LIMIT = 30
 STUCK_LIMIT_OUTSIDE = 300
-
-EXIT_FAILED = 1
-EXIT_TRY_AGAIN = 75
-EXIT_DO_NOT_REQUEUE = 93
 
 WANTED = frozenset({"leave", "exclude", "resize"})
 """Changes that we make ourselves: never judged, never counted against the job."""
@@ -129,7 +126,7 @@ def lost_node(node: NodeId, round: RoundNumber, step: StepNumber, reason: str, a
         rank=None,
         round=round,
         step=step,
-        signature=f"node lost: {reason}",
+        signature=f"lost: {reason}",
         detail="",
         at=at,
         outside=True,

@@ -11,7 +11,7 @@ from typing import Any
 from holdfast.core import ledger as books
 from holdfast.core.job import Job
 from holdfast.core.ledger import Span
-from holdfast.core.recovery import EXIT_DO_NOT_REQUEUE, EXIT_TRY_AGAIN
+from holdfast.messages.exits import EXIT_DO_NOT_REQUEUE, EXIT_TRY_AGAIN
 from holdfast.messages.records import Incident
 from holdfast.messages.units import Seconds, Time
 
@@ -132,11 +132,8 @@ def lost_s(incident: Incident) -> Seconds | None:
 def incident_line(incident: Incident) -> str:
     """One incident in one line."""
     who = f"node {incident.node}" if incident.rank is None else f"rank {incident.rank}"
-    what = f"{who} {incident.signature}" if incident.kind != "node" else incident.signature
-    if incident.kind == "exception":
-        what = f"{who} raised {incident.signature}"
-    elif incident.kind == "exit":
-        what = f"{who} ended with {incident.signature}"
+    verb = {"exception": "raised ", "exit": "ended with "}.get(incident.kind, "")
+    what = f"{who} {verb}{incident.signature}"
     line = f"{what} at step {incident.step}"
     if incident.closed_at is None:
         return f"{line}: being repaired"

@@ -35,6 +35,8 @@ class Finish(Action, frozen=True, kw_only=True):
     code: int
     reason: str
     grace_s: Seconds
+    rejoin: bool = False
+    """Whether the launcher shall start a new agent that joins as another node."""
 
 
 class CloseJob(Action, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ import sys
 from holdfast.worker.bootstrap import become_worker
 from holdfast.worker.channel import Channel
 from holdfast.worker.nursery import Born, serve
+from holdfast.worker.script import set_first_path
 
 
 def main() -> int:
@@ -20,6 +21,7 @@ def main() -> int:
         control_fd, page_fd = map(int, numbers)
         return become_worker(control_fd, page_fd, rehearse=False)
     preload = os.environ.pop("HOLDFAST_PRELOAD", "").split()
+    set_first_path(os.environ.pop("HOLDFAST_FIRST_PATH"))
     born = _nursery(int(numbers[0]), preload, eager=numbers[1] == "eager")
     if born is None:
         return 0

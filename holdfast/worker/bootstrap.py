@@ -7,6 +7,8 @@ from the nursery or started afresh makes no difference from here on.
 
 from __future__ import annotations
 
+import gc
+import io
 import os
 import signal
 import sys
@@ -62,6 +64,26 @@ def _take_over(assign: Assign, fds: list[int]) -> None:
     for target, fd in enumerate(fds[:3]):
         os.dup2(fd, target)
         os.close(fd)
+    _open_streams()
     os.environ.update(assign.env)
     rehearsal.reseed()
-    sys.stdout.flush()
+    gc.unfreeze()
+
+
+def _open_streams() -> None:
+    """Make the standard streams anew, as `python -u` does: what they can do depends on the file."""
+    for fd, (name, mode) in enumerate([("stdin", "r"), ("stdout", "w"), ("stderr", "w")]):
+        old = getattr(sys, name)
+        raw = io.FileIO(fd, mode, closefd=False)
+        raw.name = f"<{name}>"
+        new = io.TextIOWrapper(
+            io.BufferedReader(raw) if mode == "r" else raw,  # type: ignore[arg-type]
+            encoding=old.encoding,
+            errors=old.errors,
+            newline="\n",
+            write_through=True,
+        )
+        new.mode = mode
+        old.flush()
+        setattr(sys, name, new)
+        setattr(sys, f"__{name}__", new)

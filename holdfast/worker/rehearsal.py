@@ -5,7 +5,8 @@ takes a forward pass and optimizer steps with gradients made by hand, which brin
 starts no thread and touches no accelerator, so that it can fork safely afterwards. A standby then
 takes a whole step, with a backward pass, in its own process.
 
-Nothing of it may be seen by the script: random generators are put back as they were.
+Nothing of it may be seen by the script: what it changes in the process (random generators, the
+environment, filters of warnings) is put back as it was.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import os
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -45,7 +48,7 @@ def _rehearse_without_backward() -> None:
     import torch.nn.parallel
     import torch.utils.data
 
-    with _random_state_kept(torch):
+    with _random_state_kept(torch), _environment_kept(), warnings.catch_warnings():
         model = torch.nn.Linear(4, 4)
         model(torch.zeros(2, 4))
         parameters = list(model.parameters())
@@ -66,7 +69,7 @@ def rehearse() -> None:
         return
     import torch
 
-    with _random_state_kept(torch):
+    with _random_state_kept(torch), _environment_kept(), warnings.catch_warnings():
         model = torch.nn.Linear(4, 4)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         model(torch.zeros(2, 4)).sum().backward()
@@ -82,8 +85,24 @@ def _random_state_kept(torch: Any) -> Iterator[None]:
         torch.set_rng_state(state)
 
 
+@contextmanager
+def _environment_kept() -> Iterator[None]:
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
 def reseed() -> None:
-    """Give a forked process the fresh random state that a new process would have had."""
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed()
+    """Give a forked process the fresh random state that a new process would have had.
+
+    Python's own generator does that by itself. Of torch's only the one of the CPU starts out with a
+    seed by chance; those of accelerators have the same in every process.
+    """
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()

@@ -53,19 +53,24 @@ def _enter(program: Program) -> None:
     flags = ["-m"] if program.entry == "module" else []
     sys.orig_argv = [sys.executable, "-u", *flags, program.script, *program.args]
     if program.entry == "module":
-        _set_first_path(os.getcwd())
+        set_first_path(os.getcwd())
         runpy._run_module_as_main(program.script)  # type: ignore[attr-defined]
     elif program.entry == "path":
         runpy.run_path(program.script, run_name="__main__")
     else:
-        _set_first_path(os.path.dirname(os.path.realpath(program.script)))
-        _exec_file(program.script, main)
+        set_first_path(os.path.dirname(os.path.realpath(program.script)))
+        _exec_file(_absolute(program.script), main)
 
 
-def _set_first_path(path: str) -> None:
+def set_first_path(path: str) -> None:
     """The entry that python adds by itself; it adds none in safe-path mode."""
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = path
+
+
+def _absolute(path: str) -> str:
+    """What python makes of its script's name for `__file__` and tracebacks."""
+    return path if os.path.isabs(path) else os.path.join(os.getcwd(), path.removeprefix("./"))
 
 
 def _exec_file(path: str, main: types.ModuleType) -> None:

@@ -1,0 +1,101 @@
+"""What a simulation has shown, in numbers and in words."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from holdfast.core import report as reports
+from holdfast.messages.units import Seconds
+from holdfast.sim.clock import START
+from holdfast.sim.cluster import Outcome
+
+PHASES = ("detect", "stop", "rendezvous", "start", "first_step")
+
+
+def numbers(outcome: Outcome) -> dict[str, Any]:
+    """Everything that `holdfast sim --json` prints."""
+    settings, cluster = outcome.settings, outcome.cluster
+    coordinator, watch = cluster.coordinator, cluster.watch
+    job, now = coordinator.job, cluster.clock.now
+    books = reports.goodput(job, now)
+    kinds = Counter(incident.kind for incident in job.incidents)
+    return {
+        "seed": settings.seed,
+        "nodes": settings.nodes,
+        "spares": settings.spares,
+        "ranks": books["ranks"],
+        "faults": settings.faults,
+        "simulated_s": round(now - START, 3),
+        "wall_s": round(outcome.wall_s, 3),
+        "events": coordinator.events,
+        "messages": cluster.network.messages,
+        "rounds": job.membership.round,
+        "steps": job.highest,
+        "state": job.state,
+        "exit_code": job.ended.code if job.ended else None,
+        "reason": job.ended.reason if job.ended else None,
+        "injected": dict(sorted(cluster.mishaps.counts.items())),
+        "incidents": {kind: kinds[kind] for kind in sorted(kinds)},
+        "goodput": books["goodput"],
+        "seconds": books["seconds"],
+        "phases": _phases(outcome),
+        "invariants_checked": watch.checked,
+        "duplicates_dropped": watch.duplicates,
+        "coordinator_restarts": coordinator.restarts,
+        "replays_verified": watch.replays,
+        "advanced_after_healing_s": outcome.alive_after_s,
+        "log_digest": cluster.log.digest(),
+    }
+
+
+def _phases(outcome: Outcome) -> dict[str, dict[str, Seconds]]:
+    taken: dict[str, list[Seconds]] = {name: [] for name in PHASES}
+    for incident in outcome.cluster.coordinator.job.incidents:
+        for name, seconds in reports.phases(incident).items():
+            taken[name].append(seconds)
+    return {
+        name: {"median": _quantile(all_, 0.5), "p99": _quantile(all_, 0.99)}
+        for name, all_ in taken.items()
+        if all_
+    }
+
+
+def _quantile(values: list[Seconds], share: float) -> Seconds:
+    ordered = sorted(values)
+    return round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 4)
+
+
+def lines(shown: dict[str, Any]) -> list[str]:
+    """The same for people."""
+    hours = shown["simulated_s"] / 3600
+    total = sum(shown["seconds"].values())
+    spent = sorted(shown["seconds"].items(), key=lambda item: -item[1])
+    ended = "" if shown["exit_code"] is None else f": exit code {shown['exit_code']}"
+    reason = f" ({shown['reason']})" if shown["reason"] else ""
+    found = [
+        f"seed {shown['seed']}: {shown['nodes']} nodes and {shown['spares']} spares,"
+        f" {hours:.2f} h simulated in {shown['wall_s']:.1f} s",
+        f"job: {shown['state']}{ended}{reason}, {shown['steps']} steps, {shown['rounds']} rounds",
+        f"events: {shown['events']} taken in, {shown['messages']} messages,"
+        f" {shown['duplicates_dropped']} duplicates dropped",
+        f"injected: {_counts(shown['injected'])}",
+        f"incidents: {_counts(shown['incidents'])}",
+        f"goodput: {shown['goodput']:.2%}",
+    ]
+    if total:
+        found[-1] += f" ({', '.join(f'{c} {s / total:.2%}' for c, s in spent if s / total > 5e-5)})"
+    for name, took in shown["phases"].items():
+        found.append(f"{name}: median {took['median']:.3f} s, p99 {took['p99']:.3f} s")
+    found.append(
+        f"invariants: {shown['invariants_checked']} checked; {shown['coordinator_restarts']}"
+        f" coordinator restarts, {shown['replays_verified']} replays verified"
+    )
+    if shown["advanced_after_healing_s"] is not None:
+        found.append(f"healed: advanced after {shown['advanced_after_healing_s']:.1f} s")
+    found.append(f"event log: {shown['log_digest']}")
+    return found
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items()) or "none"

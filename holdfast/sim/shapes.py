@@ -1,0 +1,37 @@
+"""Small jobs of every shape, one for each seed: what a sweep runs over."""
+
+from __future__ import annotations
+
+from random import Random
+
+from holdfast.sim.cluster import Settings
+
+
+def chaos(seed: int, liveness: bool = False) -> Settings:
+    """A few nodes in a few minutes of chaos, checked after each event."""
+    rng = Random(f"shape {seed}")
+    unit = rng.choice((1, 1, 1, 2))
+    segment = rng.choice((1, 1, 1, 1, 2))
+    step = 2 if 2 in (unit, segment) else 1
+    nodes = step * rng.randrange(1, 9 if step == 1 else 5)
+    least = step * rng.randrange(1, nodes // step + 1)
+    return Settings(
+        seed=seed,
+        nodes=nodes,
+        spares=rng.choice((0, 0, 1, 2, 4)),
+        min_nodes=least,
+        hours=rng.choice((60, 120, 240)) / 3600,
+        slots=rng.randrange(1, 4),
+        faults="chaos",
+        check="every",
+        liveness=liveness,
+        node_unit=unit,
+        segment=segment,
+        max_restarts=rng.choice((None, None, None, 3, 40)),
+        join_limit_s=rng.choice((None, None, 5.0, 30.0)),
+        switch_size=rng.choice((2, 4)),
+        step_s=rng.choice((0.05, 0.3, 1.0)),
+        save_every=rng.choice((0, 5, 20)),
+        last_step=rng.choice((None, None, 100, 400)),
+        bug_step=rng.choice((None, None, None, None, 37)),
+    )
