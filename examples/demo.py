@@ -1,0 +1,79 @@
+"""The demonstration behind `make demo`: train on two CPU ranks, kill one, see it go on.
+
+Everything is done with the commands a user has; the only trick is that the demo looks up the pid of
+rank 1 in `holdfast status --json` and sends it SIGKILL.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+STEPS = 2000
+KILL_AT = 800
+LIMIT_S = 120
+
+
+def holdfast(*words: str) -> list[str]:
+    return [sys.executable, "-m", "holdfast", *words]
+
+
+def say(text: str) -> None:
+    print(f"\n\033[1m{text}\033[0m" if sys.stdout.isatty() else f"\n{text}", flush=True)
+
+
+def status() -> dict[str, Any]:
+    asked = subprocess.run(holdfast("status", "demo", "--json"), capture_output=True, text=True)
+    content: dict[str, Any] = json.loads(asked.stdout) if asked.returncode == 0 else {}
+    return content
+
+
+def pid_of(rank: int) -> int:
+    """The rank's process, once training is well under way."""
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        now = status()
+        if now.get("state") == "ended":
+            break
+        if now.get("step", 0) >= KILL_AT:
+            ranks = [r for node in now["nodes"] for r in node["ranks"]]
+            return int(next(r["pid"] for r in ranks if r["rank"] == rank))
+        time.sleep(0.1)
+    raise SystemExit(f"the demo job did not reach step {KILL_AT}")
+
+
+def kill_rank_1() -> None:
+    pid = pid_of(rank=1)
+    say(f"kill -9 {pid}    # rank 1, in the middle of training")
+    os.kill(pid, signal.SIGKILL)
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory(prefix="holdfast-demo-") as home:
+        os.environ["HOLDFAST_HOME"] = home
+        script = str(Path(__file__).with_name("train.py"))
+        arguments = ["--steps", str(STEPS), "--checkpoint", os.path.join(home, "checkpoint.pt")]
+        say("holdfast run --nproc-per-node 2 examples/train.py")
+        command = holdfast("run", "--nproc-per-node", "2", "--job", "demo", script, *arguments)
+        job = subprocess.Popen(command)
+        try:
+            killer = threading.Thread(target=kill_rank_1, daemon=True)
+            killer.start()
+            code = job.wait(LIMIT_S)
+        finally:
+            job.terminate()
+            job.wait()
+        for command_name in ("incidents", "goodput"):
+            say(f"holdfast {command_name}")
+            subprocess.run(holdfast(command_name, "demo"), check=True)
+        return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
