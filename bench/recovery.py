@@ -17,7 +17,7 @@ from pathlib import Path
 from harness import launchers, peers, processes
 from harness.report import Report, publish
 from harness.setting import Setting, say
-from modes import goodput, many_kills, one_kill, steady
+from modes import goodput, many_kills, nodes, one_kill, steady
 
 OWN: dict[str, Callable[[], launchers.Launcher]] = {
     "plain": launchers.plain,
@@ -36,6 +36,7 @@ modes (default: one kill a job, --tries jobs a launcher):
   recovery.py --every 10 --for 60      a kill every 10 s for a minute: goodput against a calm minute
   recovery.py --kills 100              one job, 100 kills in a row: times, and what is left behind
   recovery.py --kills 100 --settle 5   the same with 5 s of training before each kill
+  recovery.py --nodes 2                2 nodes of 2 ranks: a worker, a node, the coordinator dies
   recovery.py --steady                 nothing killed: the cost of being watched on a 5 ms step
 
 recovery is from the SIGKILL of one rank to the moment every rank has finished a step in a new life
@@ -57,6 +58,12 @@ def arguments() -> argparse.Namespace:
         "--kills", type=int, metavar="N", help="one job, N kills in a row (holdfast; see --only)"
     )
     mode.add_argument("--steady", action="store_true", help="cost per step with nothing killed")
+    mode.add_argument(
+        "--nodes",
+        type=int,
+        choices=[nodes.NODES],
+        help="several nodes: a worker, a node, the coordinator is killed (holdfast)",
+    )
     add(
         "--for",
         dest="length",
@@ -129,7 +136,7 @@ def _checked(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argpa
 def _names(args: argparse.Namespace) -> list[str]:
     if args.only:
         chosen = [name.strip() for name in args.only.split(",")]
-    elif args.kills:
+    elif args.kills or args.nodes:
         chosen = ["holdfast"]
     else:
         chosen = ["torchrun", "holdfast", *(peers.PEERS if args.peers else ())]
@@ -143,7 +150,7 @@ def _launcher(name: str, args: argparse.Namespace) -> launchers.Launcher:
 def _report(args: argparse.Namespace, folder: Path) -> Report:
     setting = Setting(
         launchers=[_launcher(name, args) for name in args.names],
-        ranks=args.ranks,
+        ranks=args.ranks * (args.nodes or 1),
         tries=args.tries,
         limit=args.limit,
         settle=args.settle,
@@ -155,6 +162,8 @@ def _report(args: argparse.Namespace, folder: Path) -> Report:
         return goodput.run(setting, args.every, args.length)
     if args.kills:
         return many_kills.run(setting, args.kills)
+    if args.nodes:
+        return nodes.run(setting)
     return steady.run(setting, args.steps) if args.steady else one_kill.run(setting)
 
 

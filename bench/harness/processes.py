@@ -61,7 +61,7 @@ def _read(pid: int) -> Process | None:
     return Process(pid, int(fields[1]), fields[0], int(fields[19]), name, cpu_s)
 
 
-def _below(root: int) -> list[Process]:
+def below(root: int) -> list[Process]:
     """All processes below root, dead ones that nobody has waited for included."""
     children: dict[int, list[Process]] = {}
     for entry in os.listdir("/proc"):
@@ -78,13 +78,13 @@ def _below(root: int) -> list[Process]:
 
 def descendants() -> list[Process]:
     """The living processes below the bench."""
-    return [process for process in _below(os.getpid()) if process.state not in "ZX"]
+    return [process for process in below(os.getpid()) if process.state not in "ZX"]
 
 
 def reap_orphans(own: Iterable[int]) -> None:
     """Wait for dead children that were adopted; those in `own` have somebody who waits for them."""
     mine = set(own)
-    for process in _below(os.getpid()):
+    for process in below(os.getpid()):
         if process.parent == os.getpid() and process.state == "Z" and process.pid not in mine:
             os.waitpid(process.pid, os.WNOHANG)
 
