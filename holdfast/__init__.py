@@ -6,7 +6,15 @@
     with holdfast.section("checkpoint"):
         ...                          # this is neither training nor lost: book it as what it is
 
-Everything here does nothing, at no cost, in a process that `holdfast run` did not start.
+These do nothing, at no cost, in a process that `holdfast run` did not start. What follows asks the
+job's coordinator, and raises `holdfast.errors.NotUnderHoldfast` where there is none:
+
+    store = holdfast.store()         # a torch Store; its keys live and die with the round
+    holdfast.barrier("loaded")       # wait for all ranks of the round
+    tally = holdfast.vote("stop?", loss < goal)
+    if tally.all_yes:
+        holdfast.stop_job("converged", code=0)
+    holdfast.exclude_this_node("its GPU throttles")
 """
 
 from __future__ import annotations
@@ -17,12 +25,37 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from holdfast.messages.requests import Tally as Tally
+    from holdfast.worker.api import barrier as barrier
+    from holdfast.worker.api import exclude_this_node as exclude_this_node
     from holdfast.worker.api import progress as progress
     from holdfast.worker.api import section as section
+    from holdfast.worker.api import stop_job as stop_job
+    from holdfast.worker.api import store as store
+    from holdfast.worker.api import vote as vote
 
-_LAZY = {"progress": "holdfast.worker.api", "section": "holdfast.worker.api"}
+_LAZY = {
+    "Tally": "holdfast.messages.requests",
+    "barrier": "holdfast.worker.api",
+    "exclude_this_node": "holdfast.worker.api",
+    "progress": "holdfast.worker.api",
+    "section": "holdfast.worker.api",
+    "stop_job": "holdfast.worker.api",
+    "store": "holdfast.worker.api",
+    "vote": "holdfast.worker.api",
+}
 
-__all__ = ["__version__", "progress", "section"]
+__all__ = [
+    "Tally",
+    "__version__",
+    "barrier",
+    "exclude_this_node",
+    "progress",
+    "section",
+    "stop_job",
+    "store",
+    "vote",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,8 +2,8 @@
 
 The coordinator has the job's time; an agent takes it over when it is welcomed. The way back is taken
 to be short: what may take long is until a coordinator that is just starting, or has a thousand nodes
-at its door, comes to answer. A coordinator that restarts goes on from the journal's last time, so job time never
-goes back even if the wall clock did meanwhile.
+at its door, comes to answer. A coordinator that restarts goes on from the journal's last time, so
+job time never goes back even if the wall clock did meanwhile.
 """
 
 from __future__ import annotations

@@ -12,12 +12,16 @@
     ├── JournalError         1   the journal cannot be written or read
     │   └── JournalCorrupt       a record in it does not decode: nothing after it is trusted
     ├── FencedError          1   a message from an older round: refused, never applied
+    ├── RequestError         1   what a script asked for was not done
+    │   ├── NotUnderHoldfast     the process is no worker of `holdfast run`
+    │   ├── RequestDenied        the coordinator refused: too large, not a number, too many
+    │   └── RequestTimeout       what was waited for did not come in time (a TimeoutError too)
     └── WorkerError          1   a worker or standby could not be started
 
 The type says who has to act: the person who typed the command (UsageError, JobHomeError), the peer
-(WireError, FencedError), or whoever looks after the machine (the rest). The number is the exit code
-of a process that ends by it. Messages say what happened, where (job, node, rank, round, path) and
-what to do about it.
+(WireError, FencedError), the author of the script (RequestError), or whoever looks after the machine
+(the rest). The number is the exit code of a process that ends by it. Messages say what happened,
+where (job, node, rank, round, path) and what to do about it.
 """
 
 from __future__ import annotations
@@ -80,6 +84,22 @@ class JournalCorrupt(JournalError):
 
 class FencedError(HoldfastError):
     """Something from an older round arrived; the message names both rounds."""
+
+
+class RequestError(HoldfastError):
+    """What a script asked its agent or the coordinator for was not done."""
+
+
+class NotUnderHoldfast(RequestError):
+    """There is nobody to ask: `holdfast run` did not start this process, or a worker forked it."""
+
+
+class RequestDenied(RequestError):
+    """The coordinator understood, and refused; the message says why."""
+
+
+class RequestTimeout(RequestError, TimeoutError):
+    """What was waited for did not come in time."""
 
 
 class WorkerError(HoldfastError):

@@ -33,7 +33,7 @@ class FrameDecoder(Generic[T]):
 
     def __init__(self, kind: type[T], max_bytes: int = MAX_FRAME_BYTES) -> None:
         self._decoder = msgspec.msgpack.Decoder(kind)
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[T]:
@@ -44,9 +44,9 @@ class FrameDecoder(Generic[T]):
         while len(self._buffer) - position >= _HEADER_BYTES:
             body = position + _HEADER_BYTES
             length = int.from_bytes(self._buffer[position:body], "big")
-            if length > self._max_bytes:
+            if length > self.max_bytes:
                 raise FrameTooLarge(
-                    f"a frame of {length} bytes; at most {self._max_bytes} are taken"
+                    f"a frame of {length} bytes; at most {self.max_bytes} are taken"
                 )
             if len(self._buffer) < body + length:
                 break

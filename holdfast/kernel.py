@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import socket
 
 PR_SET_PDEATHSIG = 1
@@ -66,6 +67,11 @@ def keep_alive(connection: socket.socket) -> None:
 def name_process(name: str) -> None:
     """What `ps` and `top` call this process; 15 characters at most."""
     prctl(PR_SET_NAME, name.encode()[:15])
+
+
+def unblock_signals() -> None:
+    """Take every signal again; those that came while they were blocked arrive now."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 def adopt_orphans() -> None:

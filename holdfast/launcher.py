@@ -40,10 +40,9 @@ log = logging.getLogger("holdfast")
 
 FEW_S = 60.0
 MANY = 5
-LAST_WAIT_S = 3.0
+TELL_AFTER_S = 3.0
 
-_FORWARDED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
-_WAITED_FOR = _FORWARDED | {signal.SIGCHLD}
+_ALWAYS = frozenset({signal.SIGTERM, signal.SIGINT})
 
 
 @dataclass
@@ -63,7 +62,7 @@ class Child:
             os._exit(self._be())
 
     def _be(self) -> int:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _WAITED_FOR)
+        """Run in the forked process. Signals are blocked until `run` is ready to handle them."""
         os.setpgid(0, 0)
         try:
             return self.run()
@@ -85,6 +84,8 @@ class Child:
 
 @dataclass
 class Launcher:
+    signals: frozenset[signal.Signals]
+    """Those that are passed on to the agent, which knows what to do about them."""
     agent: Child
     coordinator: Child | None
     """None on a node that joins a coordinator elsewhere."""
@@ -92,7 +93,7 @@ class Launcher:
     def run(self) -> int:
         """Start both, and see to it that both run until the agent says that the job is over."""
         kernel.adopt_orphans()
-        signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_FOR)
+        signal.pthread_sigmask(signal.SIG_BLOCK, self.signals | {signal.SIGCHLD})
         self.agent.start()
         if self.coordinator is not None:
             self.coordinator.start()
@@ -103,7 +104,7 @@ class Launcher:
 
     def _wait(self) -> int:
         while True:
-            got = signal.sigwait(_WAITED_FOR)
+            got = signal.sigwait(self.signals | {signal.SIGCHLD})
             if got != signal.SIGCHLD:
                 _signal(self.agent.pid, signal.Signals(got))
                 continue
@@ -135,20 +136,26 @@ class Launcher:
                 _reap(pid)
 
     def _end_all(self) -> None:
-        """Let the coordinator write its last line, then leave nobody behind."""
+        """Let the coordinator see the job through, then leave nobody behind."""
         if self.coordinator is not None:
-            self._await_coordinator(self.coordinator.pid)
+            self._await_coordinator(self.coordinator)
             self.coordinator = None
         self._end_orphans()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _WAITED_FOR)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self.signals | {signal.SIGCHLD})
 
-    def _await_coordinator(self, pid: int) -> None:
-        deadline = time.monotonic() + LAST_WAIT_S
-        while pid in kernel.children(os.getpid()):
-            left = deadline - time.monotonic()
-            if left <= 0 or signal.sigtimedwait({signal.SIGCHLD}, left) is None:
+    def _await_coordinator(self, coordinator: Child) -> None:
+        """It ends by itself once all nodes are gone; other nodes may go on after this one left."""
+        told = False
+        while coordinator.pid in kernel.children(os.getpid()):
+            got = signal.sigtimedwait(self.signals | {signal.SIGCHLD}, TELL_AFTER_S)
+            if got is None and not told:
+                log.info("this node has left the job; its coordinator stays for the other nodes")
+                told = True
+            elif got is not None and got.si_signo != signal.SIGCHLD:
                 return
-            _ended()
+            for pid, status in _ended():
+                if pid == coordinator.pid and os.waitstatus_to_exitcode(status) != 0:
+                    self._start_again(coordinator, os.waitstatus_to_exitcode(status))
 
 
 def _ended() -> list[tuple[int, int]]:
@@ -210,9 +217,10 @@ def launch(settings: RunSettings, since_monotonic: float) -> tuple[int, JobHome 
         )
         return run_agent(orders)
 
+    signals = _ALWAYS | {signal.Signals[name] for name in settings.signals_to_handle}
     agent = Child("agent", be_agent)
     if site.listener is None:
-        return Launcher(agent, None).run(), None
+        return Launcher(signals, agent, None).run(), None
     listener = site.listener
 
     def be_coordinator() -> int:
@@ -229,7 +237,7 @@ def launch(settings: RunSettings, since_monotonic: float) -> tuple[int, JobHome 
         run_coordinator(orders)
         return 0  # It ended in good order, whatever the job's exit code is: that is the agent's.
 
-    return Launcher(agent, Child("coordinator", be_coordinator)).run(), site.home
+    return Launcher(signals, agent, Child("coordinator", be_coordinator)).run(), site.home
 
 
 def find_site(settings: RunSettings) -> Site:

@@ -30,6 +30,8 @@ class PageState(Struct, frozen=True):
     last_at: float
     checkpoint_s: float
     restore_s: float
+    saves: int = 0
+    """Checkpoints finished by this process."""
 
 
 class ProgressPage:
@@ -48,6 +50,7 @@ class ProgressPage:
         last_at: float,
         checkpoint_s: float,
         restore_s: float,
+        saves: int = 0,
     ) -> None:
         ints, floats = self._ints, self._floats
         sequence = ints[0] + 1
@@ -58,13 +61,16 @@ class ProgressPage:
         floats[slot + 3] = last_at
         floats[slot + 4] = checkpoint_s
         floats[slot + 5] = restore_s
+        ints[slot + 6] = saves
         ints[0] = sequence
 
     def read(self) -> PageState:
         while True:
             sequence = self._ints[0]
             slot = _FIRST_SLOT + _SLOT_WORDS * (sequence % _SLOTS)
-            state = PageState(*self._ints[slot : slot + 2], *self._floats[slot + 2 : slot + 6])
+            step, steps, *_, saves = self._ints[slot : slot + 7]
+            first_at, last_at, checkpoint_s, restore_s = self._floats[slot + 2 : slot + 6]
+            state = PageState(step, steps, first_at, last_at, checkpoint_s, restore_s, saves)
             # The slot just read is overwritten _SLOTS writes later, which begins one earlier.
             if self._ints[0] - sequence < _SLOTS - 1:
                 return state

@@ -122,6 +122,7 @@ class _Agent:
             act=self.supervisor.act,
             terms=orders.terms,
             tls=client_context(orders.settings.tls),
+            resumed=self.supervisor.courier.ask_again,
         )
         self._told_to_leave = False
 
@@ -204,6 +205,7 @@ class _Agent:
         for name in self.orders.settings.signals_to_handle:
             number = signal.Signals[name]
             loop.add_signal_handler(number, self._on_signal, number)
+        kernel.unblock_signals()
         if os.getppid() != self.orders.launcher_pid:
             self._on_signal(signal.SIGTERM)
 

@@ -13,6 +13,7 @@ import os
 import select
 import threading
 from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 log = logging.getLogger("holdfast.agent")
@@ -42,12 +43,15 @@ class Console:
             if self._queued_bytes > CONSOLE_BYTES:
                 self._dropped += len(data)
                 return
-            if self._dropped:
-                note = f"[holdfast] {self._dropped} bytes not shown here; they are in the logs\n"
-                self._append(2, note.encode())
-                self._dropped = 0
+            self._mention_dropped()
             self._append(fd, data)
             self._wake.notify()
+
+    def _mention_dropped(self) -> None:
+        if self._dropped:
+            note = f"[holdfast] {self._dropped} bytes not shown here; they are in the logs\n"
+            self._append(2, note.encode())
+            self._dropped = 0
 
     def _append(self, fd: int, data: bytes) -> None:
         self._queue.append((fd, data))
@@ -56,6 +60,7 @@ class Console:
     def close(self, limit_s: float) -> None:
         """Show what is still queued, unless the terminal does not take it in that time."""
         with self._wake:
+            self._mention_dropped()
             self._closing = True
             self._wake.notify()
         self._thread.join(limit_s)
@@ -117,14 +122,32 @@ class LogFile:
             self._fd = -1
 
 
+LineReader = Callable[[list[bytes]], None]
+"""Gets the whole lines of a stream, without their ends."""
+
+
+def onto(console: Console, fd: int, prefix: bytes) -> LineReader:
+    """Show lines on the terminal, each with the rank's prefix."""
+    return lambda lines: console.write(fd, b"".join(prefix + line + b"\n" for line in lines))
+
+
+def matching_into(log_file: LogFile, texts: Sequence[bytes]) -> LineReader:
+    """Copy lines that have one of the texts in them to a file of their own."""
+
+    def copy(lines: list[bytes]) -> None:
+        found = [line for line in lines if any(text in line for text in texts)]
+        if found:
+            log_file.write(b"".join(line + b"\n" for line in found))
+
+    return copy
+
+
 class Stream:
     """One pipe of one rank: stdout or stderr."""
 
-    def __init__(self, log_file: LogFile, console: Console | None, fd: int, prefix: bytes) -> None:
+    def __init__(self, log_file: LogFile, readers: Sequence[LineReader]) -> None:
         self._log = log_file
-        self._console = console
-        self._console_fd = fd
-        self._prefix = prefix
+        self._line_readers = readers
         self._line = bytearray()
         self._reader, self.writer = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._reader, False)
@@ -143,13 +166,12 @@ class Stream:
             self._stop()
             return False
         self._log.write(data)
-        if self._console is not None:
-            self._show(data)
+        if self._line_readers:
+            self._split(data)
         return True
 
-    def _show(self, data: bytes) -> None:
-        """Whole lines get a prefix; a line without end is shown in pieces, never kept whole."""
-        assert self._console is not None
+    def _split(self, data: bytes) -> None:
+        """Pass whole lines on; a line without end goes in pieces, it is never kept whole."""
         self._line += data
         *lines, rest = bytes(self._line).split(b"\n")
         self._line = bytearray(rest)
@@ -157,8 +179,11 @@ class Stream:
             lines.append(rest)
             self._line.clear()
         if lines:
-            shown = b"".join(self._prefix + line + b"\n" for line in lines)
-            self._console.write(self._console_fd, shown)
+            self._pass_on(lines)
+
+    def _pass_on(self, lines: list[bytes]) -> None:
+        for read in self._line_readers:
+            read(lines)
 
     def drain(self) -> None:
         """Take what is in the pipe now; a grandchild may hold it open for ever."""
@@ -169,8 +194,8 @@ class Stream:
     def close(self) -> None:
         self.drain()
         self._stop()
-        if self._line and self._console is not None:
-            self._console.write(self._console_fd, self._prefix + bytes(self._line) + b"\n")
+        if self._line:
+            self._pass_on([bytes(self._line)])
             self._line.clear()
 
     def _stop(self) -> None:
@@ -183,11 +208,26 @@ class Stream:
 class Output:
     """Both pipes and the log of one rank."""
 
-    def __init__(self, path: Path, consoles: tuple[Console | None, Console | None], prefix: str):
+    def __init__(
+        self,
+        path: Path,
+        consoles: tuple[Console | None, Console | None],
+        prefix: str,
+        filters: tuple[Sequence[str], Sequence[str]] = ((), ()),
+    ) -> None:
         self.log = LogFile(path)
-        encoded = prefix.encode()
-        self._out = Stream(self.log, consoles[0], 1, encoded)
-        self._err = Stream(self.log, consoles[1], 2, encoded)
+        self._files = [self.log]
+        streams = []
+        for fd, name in ((1, "stdout"), (2, "stderr")):
+            readers: list[LineReader] = []
+            console, texts = consoles[fd - 1], filters[fd - 1]
+            if console is not None:
+                readers.append(onto(console, fd, prefix.encode()))
+            if texts:
+                self._files.append(LogFile(path.with_name(f"filtered_{name}.log")))
+                readers.append(matching_into(self._files[-1], [text.encode() for text in texts]))
+            streams.append(Stream(self.log, readers))
+        self._out, self._err = streams
 
     def writers(self) -> tuple[int, int]:
         return self._out.writer, self._err.writer
@@ -203,7 +243,8 @@ class Output:
     def close(self) -> None:
         self._out.close()
         self._err.close()
-        self.log.close()
+        for file in self._files:
+            file.close()
 
     def tail(self) -> str:
         return self.log.tail.decode("utf-8", "replace")

@@ -88,6 +88,7 @@ def spawn(
 
     def prepare() -> None:
         os.setpgid(0, 0)
+        kernel.unblock_signals()
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != agent:
             os._exit(1)

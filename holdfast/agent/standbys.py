@@ -21,6 +21,7 @@ from pathlib import Path
 
 import msgspec
 
+from holdfast.agent.mailbox import Mailbox
 from holdfast.agent.processes import Exit, Process, ProcessTable, spawn
 from holdfast.messages.local import (
     PACKET_BYTES,
@@ -29,9 +30,12 @@ from holdfast.messages.local import (
     FromNursery,
     FromWorker,
     Local,
+    Piece,
+    Reply,
     Standing,
     Warm,
 )
+from holdfast.packets import Joiner, packets_of
 from holdfast.page import ProgressPage, create_page
 
 log = logging.getLogger("holdfast.agent")
@@ -56,6 +60,8 @@ class Standby:
         self.standing = False
         self.process: Process | None = None
         self.hear: Callable[[FromWorker], None] = self._hear_standing
+        self._mailbox = Mailbox(control)
+        self._joiner = Joiner()
         control.setblocking(False)
         asyncio.get_running_loop().add_reader(control.fileno(), self._read)
 
@@ -69,6 +75,12 @@ class Standby:
             socket.send_fds(self.control, [_encoder.encode(message)], list(fds))
         except OSError:
             log.debug("process %d died before it got its rank", self.pid)
+
+    def reply(self, message: Reply) -> None:
+        """Answer its script; one that does not read its answers is left alone."""
+        if self.control.fileno() >= 0 and not self._mailbox.put(packets_of(message)):
+            log.warning("process %d does not read its answers; it gets no more", self.pid)
+            self._stop_reading()
 
     def read_all(self) -> None:
         """Hear what it still had to say before it died."""
@@ -91,7 +103,13 @@ class Standby:
             self._stop_reading()
             return False
         try:
-            self.hear(_from_worker.decode(packet))
+            message = _from_worker.decode(packet)
+            if isinstance(message, Piece):
+                whole = self._joiner.add(message)
+                if whole is None:
+                    return True
+                message = _from_worker.decode(whole)
+            self.hear(message)
         except msgspec.DecodeError as error:
             log.warning("process %d said something that is no message: %s", self.pid, error)
         return True
@@ -99,6 +117,7 @@ class Standby:
     def _stop_reading(self) -> None:
         """A script may close its socket and live on: the process is watched, not the socket."""
         if self.control.fileno() >= 0:
+            self._mailbox.close()
             asyncio.get_running_loop().remove_reader(self.control.fileno())
             self.control.close()
 

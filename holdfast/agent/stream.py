@@ -57,6 +57,8 @@ class CoordinatorStream:
     act: Callable[[NodeAction], None]
     terms: Terms
     tls: ssl.SSLContext | None = None
+    resumed: Callable[[list[AnyEvent]], None] = lambda sent: None
+    """Called on each new stream, with the events that were just sent (again) on it."""
     _unacked: deque[Sent] = field(default_factory=deque)
     _number: int = 0
     _writer: asyncio.StreamWriter | None = None
@@ -112,7 +114,6 @@ class CoordinatorStream:
         welcomed: Callable[[], None],
     ) -> None:
         round, busy = self.state()
-        asked = time.monotonic()
         hello = Hello(
             protocol=PROTOCOL,
             token=self.token,
@@ -143,6 +144,7 @@ class CoordinatorStream:
         self._writer = writer
         for sent in self._unacked:
             writer.write(framing.encode(sent))
+        self.resumed([sent.event for sent in self._unacked])
 
     def _keep_beating(self, writer: asyncio.StreamWriter, every_s: float) -> None:
         loop = asyncio.get_running_loop()

@@ -23,6 +23,7 @@ from pathlib import Path
 from string import Template
 
 from holdfast.agent import oom
+from holdfast.agent.courier import Courier
 from holdfast.agent.environment import rank_environment
 from holdfast.agent.output import Console, Output
 from holdfast.agent.ports import StorePort
@@ -30,7 +31,7 @@ from holdfast.agent.processes import Exit, Process, ProcessTable, spawn
 from holdfast.agent.standbys import Pool, Standby
 from holdfast.clock import JobClock
 from holdfast.config import RunSettings
-from holdfast.messages.actions import Finish, StartWorkers, StopWorkers
+from holdfast.messages.actions import Answered, Finish, NodeAction, StartWorkers, StopWorkers
 from holdfast.messages.events import (
     AnyEvent,
     NodeLeft,
@@ -39,7 +40,7 @@ from holdfast.messages.events import (
     WorkerExited,
     WorkerStarted,
 )
-from holdfast.messages.local import Assign, Began, Died, Done, FromWorker, Program, Stepped
+from holdfast.messages.local import Ask, Assign, Began, Died, Done, FromWorker, Reply, Stepped
 from holdfast.messages.records import Part, Raised, RankProgress
 from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, StepNumber
 
@@ -88,6 +89,7 @@ class Supervisor:
     env: dict[str, str]
     round: RoundNumber = NO_ROUND
     workers: dict[Rank, Worker] = field(default_factory=dict)
+    courier: Courier = field(init=False)
     port: StorePort = field(init=False)
     """Offered for the next round's store; with the round it goes to rank 0, or is closed."""
     _starting: asyncio.Task[None] | None = None
@@ -98,14 +100,17 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         self.port = self._offer_port()
+        self.courier = Courier(self.node, self.clock, self.report, self._reply)
 
     @property
     def busy(self) -> bool:
         return bool(self.workers) or self._starting is not None
 
-    def act(self, order: StartWorkers | StopWorkers | Finish) -> None:
+    def act(self, order: NodeAction) -> None:
         if isinstance(order, StartWorkers):
             self._start(order.part)
+        elif isinstance(order, Answered):
+            self.courier.answered(order)
         elif isinstance(order, StopWorkers):
             if order.round == self.round:
                 self._stop(order)
@@ -152,9 +157,7 @@ class Supervisor:
         worker = self._worker(part, local_rank, standby.process, standby)
         standby.hear = lambda message: self._hear(worker, message)
         env = self._rank_environment(part, local_rank, worker.error_file)
-        script = self.settings
-        program = Program(entry=script.entry, script=script.script, args=script.script_args)
-        assign = Assign(env=env, program=program, agent_pid=os.getpid())
+        assign = Assign(env=env, entry=self.settings.entry, agent_pid=os.getpid())
         store = [self.port.fileno()] if worker.rank == 0 else []
         standby.assign(assign, [_stdin(), *worker.output.writers(), *store])
         worker.output.handed_over()
@@ -212,7 +215,8 @@ class Supervisor:
             role_name=self.settings.role, local_rank=local_rank, rank=rank
         )
         consoles = (self.console if shown & OUT else None, self.console if shown & ERR else None)
-        return Output(self.logs / f"round_{part.round}" / f"rank_{rank}.log", consoles, prefix)
+        path = self.logs / f"round_{part.round}" / f"rank_{rank}.log"
+        return Output(path, consoles, prefix, (terminal.stdout_filters, terminal.stderr_filters))
 
     def _error_file(self, part: Part, local_rank: int) -> Path:
         rank = part.first_rank + local_rank
@@ -232,6 +236,13 @@ class Supervisor:
             worker.raised = message.raised
         elif isinstance(message, Done):
             worker.done = True
+        elif isinstance(message, Ask):
+            self.courier.ask(self.round, worker.rank, message)
+
+    def _reply(self, rank: Rank, message: Reply) -> None:
+        worker = self.workers.get(rank)
+        if worker is not None and worker.standby is not None:
+            worker.standby.reply(message)
 
     def _began(self, worker: Worker, at: float) -> None:
         self.report(
@@ -281,6 +292,7 @@ class Supervisor:
             last_at=self.clock.at(page.last_at),
             checkpoint_s=page.checkpoint_s,
             restore_s=page.restore_s,
+            saves=page.saves,
         )
 
     def _exited(self, worker: Worker, end: Exit) -> None:
@@ -289,6 +301,7 @@ class Supervisor:
             worker.grace_timer.cancel()
         if worker.standby is not None:
             worker.standby.read_all()
+        self.courier.forget(worker.rank)
         worker.output.drain()
         progress = self._progress(worker)
         self._ended.append(progress)

@@ -117,8 +117,6 @@ COMPATIBLE = (
          variable="TORCH_ELASTIC_SHUTDOWN_TIMEOUT"),
     Flag("--signals-to-handle", "NAMES", "signals passed on to the ranks; default "
          "SIGTERM,SIGINT,SIGHUP,SIGQUIT"),
-    Flag("--numa-binding", "MODE", "bind ranks to CPUs near their GPU: node, socket, exclusive or "
-         "core-complex; default: no binding", pet=False),
     Flag("--virtual-local-rank", None, "each rank sees LOCAL_RANK 0 and one GPU"),
 )  # fmt: skip
 
@@ -127,6 +125,7 @@ NO_EFFECT = (
     Flag("--start-method", "NAME", "ranks are always fresh processes or standbys"),
     Flag("--event-log-handler", "NAME", "see holdfast incidents and trace.json"),
     Flag("--logs-specs", "NAME", "see --log-dir", pet=False),
+    Flag("--numa-binding", "MODE", "ranks are not bound to CPUs", pet=False),
 )
 
 GROUPS = (

@@ -14,6 +14,7 @@ COMMANDS = {
     "status": "where a job stands: state, round, step, speed, nodes",
     "incidents": "each fault of a job: what, where, what was done, seconds lost by phase",
     "goodput": "where every second of every rank went",
+    "sim": "a simulated cluster over the real core: faults, invariants, goodput",
 }
 
 

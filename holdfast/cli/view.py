@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -64,6 +65,10 @@ def tell_end(home: JobHome, quiet: bool) -> None:
         if not quiet:
             lines = [*report.summary(snapshot.job, snapshot.at), f"more in {home.path}"]
             print("\n".join(f"[holdfast] {line}" for line in lines), file=sys.stderr)
+    except BrokenPipeError:
+        # Nobody reads it any more. Python shall not stumble over that at its exit either: the exit
+        # code is the job's.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     except (HoldfastError, OSError) as error:
         print(f"[holdfast] no summary: {error}", file=sys.stderr)
 

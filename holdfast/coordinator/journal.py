@@ -210,6 +210,8 @@ class _Reader:
 
     def _select(self, query: str, *values: int) -> Iterator[Any]:
         try:
-            yield from self._db.execute(query, values)
+            # `yield from` would touch the cursor when the generator is dropped, after the close.
+            for row in self._db.execute(query, values):  # noqa: UP028
+                yield row
         except sqlite3.DatabaseError as error:
             raise JournalCorrupt(f"{self._path}: {error}") from None

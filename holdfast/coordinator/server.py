@@ -89,8 +89,15 @@ class Coordinator:
 
     def _post(self, arrival: Arrival) -> None:
         if not self._inbox:
-            asyncio.get_running_loop().call_soon(self._decide)
+            asyncio.get_running_loop().call_soon(self._decide_or_end)
         self._inbox.append(arrival)
+
+    def _decide_or_end(self) -> None:
+        try:
+            self._decide()
+        except Exception as error:  # Better to end and be started again than to live on deaf.
+            if not self._closed.done():
+                self._closed.set_exception(error)
 
     def _decide(self) -> None:
         batch, self._inbox = self._inbox, []

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("holdfast.coordinator")
 
 HELLO_LIMIT_S = 5.0
+HELLO_BYTES = 1 << 14
+"""All that a stranger may make us keep."""
 MAX_UNSENT_BYTES = 4 << 20
 
 
@@ -38,7 +40,7 @@ class Stream(asyncio.Protocol):
         self.heard_at = 0.0
         self._coordinator = coordinator
         self._loop = asyncio.get_running_loop()
-        self._decoder = framing.FrameDecoder[FromAgent](FromAgent)  # type: ignore[arg-type]
+        self._decoder = framing.FrameDecoder[FromAgent](FromAgent, HELLO_BYTES)  # type: ignore[arg-type]
         self._patience: asyncio.TimerHandle | None = None
 
     def send(self, message: Struct) -> None:
@@ -102,5 +104,6 @@ class Stream(asyncio.Protocol):
             )
         if self._patience is not None:
             self._patience.cancel()
+        self._decoder.max_bytes = framing.MAX_FRAME_BYTES
         self.node = hello.node
         self._coordinator.greeted(self, hello)

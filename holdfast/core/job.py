@@ -26,6 +26,7 @@ from msgspec import Struct, field
 from holdfast.core import ledger as books
 from holdfast.core import membership as rounds
 from holdfast.core import recovery as faults
+from holdfast.core import requests
 from holdfast.core.deadlines import (
     JOIN_LIMIT_S,
     RECONNECT_AFTER_RESTART_S,
@@ -33,11 +34,14 @@ from holdfast.core.deadlines import (
     StopGrace,
 )
 from holdfast.core.ledger import Ledger
+from holdfast.core.meetings import Attendance
 from holdfast.core.membership import Membership
 from holdfast.core.recovery import Fault, Recovery, Stop
+from holdfast.core.requests import Desk
 from holdfast.messages.actions import AnyAction, CloseJob, Finish, StartWorkers, StopWorkers
 from holdfast.messages.events import (
     AnyEvent,
+    Asked,
     CoordinatorRestarted,
     ExcludeAsked,
     JobOpened,
@@ -70,6 +74,8 @@ class RankState(Struct):
     stepped: bool = False
     finished: bool = False
     step: StepNumber = StepNumber(0)
+    base: StepNumber | None = None
+    """The step it went on from."""
 
 
 class Pace(Struct):
@@ -120,6 +126,8 @@ class Job(Struct):
     """While the world could grow: how many checkpoints there were when that became so."""
     saves: int = 0
     """Checkpoints finished by rank 0 in this round."""
+    desk: Desk = field(default_factory=Desk)
+    """What the scripts of the round in force share, and what they wait for."""
     incidents: list[Incident] = field(default_factory=list)
     ended: Ended | None = None
     closed: bool = False
@@ -158,7 +166,7 @@ def handle(job: Job, event: AnyEvent, now: Time) -> list[AnyAction]:
 
 def deadline(job: Job) -> Time | None:
     """When the job next wants a Tick."""
-    deadlines = (job.absent_until, job.membership.closes_at, job.short_until)
+    deadlines = (job.absent_until, job.membership.closes_at, job.short_until, job.desk.until)
     return min((at for at in deadlines if at is not None), default=None)
 
 
@@ -181,11 +189,12 @@ def _on_joined(job: Job, event: NodeJoined, now: Time) -> list[AnyAction]:
 
 
 def _on_warm(job: Job, event: NodeWarm, now: Time) -> list[AnyAction]:
-    candidate = job.membership.waiting.get(event.node)
+    m = job.membership
+    candidate = m.waiting.get(event.node) or m.placed.get(event.node) or m.busy.get(event.node)
     if candidate is None:
         return []
-    candidate.warm = True
-    return _grow(job, now)
+    candidate.warm = True  # Said once: a node that is placed now may wait for a place later.
+    return _grow(job, now) if event.node in m.waiting else []
 
 
 def _on_ready(job: Job, event: NodeReady, now: Time) -> list[AnyAction]:
@@ -221,6 +230,24 @@ def _on_stop_asked(job: Job, event: StopAsked, now: Time) -> list[AnyAction]:
     if job.ended is not None or _rank_in_force(job, event.node, event.round, event.rank) is None:
         return []
     return _finish(job, event.code, f"rank {event.rank} stopped the job: {event.reason}", now)
+
+
+def _on_asked(job: Job, event: Asked, now: Time) -> list[AnyAction]:
+    rank = _rank_in_force(job, event.node, event.round, event.rank)
+    if job.ended is not None or job.membership.world is None or rank is None or rank.finished:
+        why = f"rank {event.rank} of round {event.round} is not in force"
+        return [requests.fenced(event, f"{why} (the job is in round {job.membership.round})")]
+    return [*requests.take(job.desk, event, _attendance(job), now)]
+
+
+def _attendance(job: Job) -> Attendance:
+    return Attendance(present=job.to_finish, ended=len(job.ranks) - job.to_finish)
+
+
+def _close_desk(job: Job, why: str) -> list[AnyAction]:
+    """What the scripts shared ends with their round."""
+    desk, job.desk = job.desk, Desk()
+    return [*requests.close(desk, why)]
 
 
 def _send_off(
@@ -267,12 +294,37 @@ def _on_resumed(job: Job, event: NodeResumed, now: Time) -> list[AnyAction]:
         return [_finish_node(job, event.node)]
     if not m.has(event.node):
         return [_fence(event.node)]
+    if event.round > m.round:
+        return _relearn(job, event, now)
     if event.node in m.busy:
-        held = m.busy[event.node].round
-        return [_stop_node(job, event.node, held)] if event.round == held else []
+        held = m.busy[event.node]
+        if event.round == held.round:
+            return [_stop_node(job, event.node, held.round)]
+        # It was never told to start the round that is being stopped: it has no workers of it.
+        rounds.ready(m, event.node, held.round, held.store_port)
+        return _settle(job, now)
     if event.node in m.placed and m.world is not None and event.round < m.round:
-        return [_start_node(job, m.world, p) for p in m.world.places if p.node == event.node]
+        seat = m.placed[event.node].seat
+        assert seat is not None
+        return [_start_node(job, m.world, m.world.places[seat])]
     return []
+
+
+def _relearn(job: Job, event: NodeResumed, now: Time) -> list[AnyAction]:
+    """A node knows a round that the journal lost (its disk was full when the coordinator died).
+
+    What was agreed in it is not known any more, so it is given up: everybody stops and meets anew.
+    """
+    m = job.membership
+    m.round = event.round
+    for candidate in [*m.placed.values(), *m.busy.values()]:
+        candidate.round = event.round
+    if event.node in m.waiting:
+        m.busy[event.node] = m.waiting.pop(event.node)
+        m.busy[event.node].round = event.round
+    why = f"knows round {event.round}, which the journal lost"
+    fault = faults.wanted("resize", event.node, event.round, job.highest, why, now)
+    return _break(job, fault, now) + _settle(job, now)
 
 
 def _fence(node: NodeId) -> Finish:
@@ -282,17 +334,20 @@ def _fence(node: NodeId) -> Finish:
 
 
 def _node_gone(job: Job, node: NodeId, why: str, at: Time, now: Time) -> list[AnyAction]:
+    actions = _forget(job, node, why, at, now)
+    return actions + (_settle(job, now) if job.ended is None else _close(job, now))
+
+
+def _forget(job: Job, node: NodeId, why: str, at: Time, now: Time) -> list[AnyAction]:
+    """Strike a node off; if the round in force is broken by that, the others have to stop."""
     round = job.membership.round
     stopping = job.fault is not None and node in job.membership.busy
     broken = rounds.leave(job.membership, node)
     job.absent.pop(node, None)
-    if job.ended is not None:
-        return _close(job, now)
-    if not broken and not stopping:
-        return _settle(job, now)
+    if job.ended is not None or not (broken or stopping):
+        return []
     # Others often notice first: their ranks fail in the collective they shared with the lost node.
-    fault = faults.lost_node(node, round, job.highest, why, at)
-    return _break(job, fault, now) + _settle(job, now)
+    return _break(job, faults.lost_node(node, round, job.highest, why, at), now)
 
 
 # ---- workers -----------------------------------------------------------------------------------
@@ -306,7 +361,7 @@ def _on_started(job: Job, event: WorkerStarted, now: Time) -> list[AnyAction]:
     books.script_began(job.ledger, event.rank, event.at)
     job.to_start -= 1
     incident = job.open_incident
-    if job.to_start == 0 and incident is not None and job.fault is None:
+    if job.to_start == 0 and incident is not None and job.membership.world is not None:
         incident.started_at = event.at
         if job.highest == 0:  # A script that takes no steps is back when it runs.
             incident.closed_at = event.at
@@ -315,7 +370,8 @@ def _on_started(job: Job, event: WorkerStarted, now: Time) -> list[AnyAction]:
 
 def _on_progress(job: Job, event: Progress, now: Time) -> list[AnyAction]:
     _all_progressed(job, event.node, event.round, event.ranks)
-    return _grow(job, now) if job.saves_at_wish is not None else []
+    wished = job.saves_at_wish is not None and job.saves != job.saves_at_wish
+    return _grow(job, now) if wished else []
 
 
 def _all_progressed(
@@ -338,21 +394,36 @@ def _progressed(job: Job, rank: RankState, progress: RankProgress) -> None:
     if progress.rank == 0:
         job.saves = progress.saves
         _note_pace(job, progress.step, progress.last_at)
+    _note_base(job, rank, StepNumber(max(0, progress.step - progress.steps)))
     if rank.stepped:
         return
     rank.stepped = True
     job.to_step -= 1
-    base = StepNumber(max(0, progress.step - progress.steps))
-    job.resumed_at = base if job.resumed_at is None else min(job.resumed_at, base)
     incident = job.open_incident
-    if incident is None or job.fault is not None:
-        return
+    if incident is None or job.membership.world is None:
+        return  # Late word of a round that is broken does not end its incident.
     first_at = progress.first_at or progress.last_at
-    incident.lost_steps = max(0, incident.step - job.resumed_at)
     # Times of the ranks' first steps arrive in any order; the last one is when training was back.
     incident.back_at = max(first_at, incident.back_at or first_at)
     if job.to_step == 0:
         incident.closed_at = incident.back_at
+
+
+def _note_base(job: Job, rank: RankState, base: StepNumber) -> None:
+    """Note the step that a rank went on from: what lies between it and the fault is lost.
+
+    It changes when a script begins to count for itself after the optimizer hook counted from 0.
+    """
+    if rank.base == base:
+        return
+    first, rank.base = rank.base is None, base
+    if first and job.resumed_at is not None:
+        job.resumed_at = min(job.resumed_at, base)
+    else:
+        job.resumed_at = min(r.base for r in job.ranks.values() if r.base is not None)
+    incident = job.incidents[-1] if job.incidents else None
+    if incident is not None and incident.round < job.membership.round:
+        incident.lost_steps = max(0, incident.step - job.resumed_at)
 
 
 def _note_pace(job: Job, step: StepNumber, at: Time) -> None:
@@ -368,6 +439,8 @@ def _on_exited(job: Job, event: WorkerExited, now: Time) -> list[AnyAction]:
     if rank is None or rank.finished or job.ended is not None:
         return []
     _all_progressed(job, event.node, event.round, [event.progress])
+    if job.fault is None and job.membership.world is None:
+        return []  # Its round is broken and judged already.
     if event.code == 0:
         return _finished(job, event.rank, rank, event.at, now)
     fault = faults.fault_of(event, event.progress.step or job.highest)
@@ -381,7 +454,7 @@ def _finished(job: Job, number: Rank, rank: RankState, at: Time, now: Time) -> l
     job.to_finish -= 1
     books.enter(job.ledger, "idle", at, number)
     if job.to_finish > 0:
-        return []
+        return [*requests.rank_ended(job.desk, number, _attendance(job))]
     incident = job.open_incident
     if incident is not None:
         incident.closed_at = at
@@ -404,7 +477,8 @@ def _break(job: Job, fault: Fault, now: Time) -> list[AnyAction]:
     job.incidents.append(_incident(len(job.incidents) + 1, fault, now))
     books.broke(job.ledger, fault.at, now)
     rounds.dissolve(job.membership)
-    return [_stop_node(job, node, held.round) for node, held in job.membership.busy.items()]
+    stops = [_stop_node(job, node, held.round) for node, held in job.membership.busy.items()]
+    return [*stops, *_close_desk(job, f"{_subject(fault)} {fault.signature}")]
 
 
 def _stop_node(job: Job, node: NodeId, round: RoundNumber) -> StopWorkers:
@@ -471,8 +545,7 @@ def _settle(job: Job, now: Time) -> list[AnyAction]:
     if job.ended is not None or m.world is not None:
         return []
     if job.fault is not None:
-        # What looks like the wake of another fault is judged only when all deaths are known.
-        if m.busy and (job.fault.wake or len(m.waiting) < m.terms.max_nodes):
+        if m.busy:
             return []
         stop = _judge(job, job.fault, now)
         if stop is not None:
@@ -502,8 +575,9 @@ def _judge(job: Job, fault: Fault, now: Time) -> Stop | None:
 
 def _mind_shortage(job: Job, now: Time) -> list[AnyAction]:
     """Fewer nodes than the job needs: wait for more, but not for ever."""
-    there, needed = job.membership.count(), job.terms.min_nodes
-    if there >= needed:
+    m = job.membership
+    there, needed = m.count(), job.terms.min_nodes
+    if there >= needed and (m.busy or m.closes_at is not None):
         job.short_until = None
         return []
     if job.short_until is None:
@@ -512,6 +586,8 @@ def _mind_shortage(job: Job, now: Time) -> list[AnyAction]:
     if now < job.short_until:
         return []
     reason = f"{there} of at least {needed} nodes are there and no more came in time"
+    if there >= needed:
+        reason = f"{there} nodes are there, but no {needed} of them form complete segments or units"
     return _finish(job, EXIT_TRY_AGAIN, reason, now)
 
 
@@ -555,10 +631,15 @@ def _finish(job: Job, code: int, reason: str, now: Time) -> list[AnyAction]:
     if incident is not None:
         incident.closed_at = now
         incident.action = incident.action or f"the job ended: {reason}"
-    if job.ledger.fault_at is not None:
-        books.stopped(job.ledger, now)
-    books.enter(job.ledger, "stop" if code else "idle", now)
-    return [_finish_node(job, node) for node in job.membership.nodes()] or _close(job, now)
+    if code == 0:
+        if job.ledger.fault_at is not None:
+            books.stopped(job.ledger, now)
+        books.enter(job.ledger, "idle", now)
+    elif job.ledger.fault_at is None:
+        books.broke(job.ledger, now, now)  # Booked when the nodes have told how far they came.
+    answers = _close_desk(job, reason)
+    nodes = job.membership.nodes()
+    return [*(_finish_node(job, node) for node in nodes), *answers] if nodes else _close(job, now)
 
 
 def _finish_node(job: Job, node: NodeId) -> Finish:
@@ -576,6 +657,8 @@ def _close(job: Job, now: Time) -> list[AnyAction]:
         return []
     job.closed = True
     job.ended = Ended(code=job.ended.code, reason=job.ended.reason, at=now)
+    if job.ledger.fault_at is not None:
+        books.stopped(job.ledger, now)
     for rank in list(job.ledger.accounts):
         books.book(job.ledger, rank, now)
     return [CloseJob(code=job.ended.code, reason=job.ended.reason)]
@@ -586,9 +669,10 @@ def _on_tick(job: Job, event: Tick, now: Time) -> list[AnyAction]:
     if job.absent_until is not None and job.absent_until <= now:
         for node, absence in list(job.absent.items()):
             if absence.until <= now:
-                actions += _node_gone(job, node, "its stream ended", absence.since, now)
+                actions += _forget(job, node, "its stream ended", absence.since, now)
         job.absent_until = min((a.until for a in job.absent.values()), default=None)
-    return actions + _settle(job, now)
+    actions += requests.times_up(job.desk, now)
+    return actions + (_settle(job, now) if job.ended is None else _close(job, now))
 
 
 def _on_opened_again(job: Job, event: JobOpened, now: Time) -> list[AnyAction]:
@@ -602,6 +686,7 @@ _HANDLERS: dict[type, Callable[[Job, Any, Time], list[AnyAction]]] = {
     NodeReady: _on_ready,
     ExcludeAsked: _on_exclude_asked,
     StopAsked: _on_stop_asked,
+    Asked: _on_asked,
     NodeLeaving: _on_leaving,
     NodeLeft: _on_left,
     StreamEnded: _on_stream_ended,
@@ -619,6 +704,7 @@ def validate(job: Job) -> None:
     rounds.validate(job.membership)
     faults.validate(job.recovery)
     books.validate(job.ledger)
+    requests.validate(job.desk, _attendance(job))
     ranks = job.ranks.values()
     assert job.to_start == sum(not r.started for r in ranks), "miscounted starts"
     assert job.to_step == sum(not r.stepped for r in ranks), "miscounted steps"
@@ -626,5 +712,7 @@ def validate(job: Job) -> None:
     assert (job.fault is None) or job.membership.world is None, "a broken world is in force"
     assert [i.id for i in job.incidents] == list(range(1, len(job.incidents) + 1))
     assert sum(i.closed_at is None for i in job.incidents) <= 1, "two incidents are open"
+    if job.membership.world is None or job.ended is not None:
+        assert job.desk == Desk(), "what a round shared outlived it"
     if job.membership.world is not None:
         assert len(job.ranks) == job.membership.world.size, "ranks beside the world"

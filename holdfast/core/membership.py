@@ -10,9 +10,9 @@ A node is in exactly one of three places:
     busy       it was in the last round and is still stopping its workers
     placed     it is in the frozen world
 
-A round closes when as many nodes wait as the job may have, or when at least the minimum waits and
-nobody else can be expected: no node is busy, and the grace for newcomers is over. There is such a
-grace only before the first round, when nodes are still being started one after the other; later, a
+A round never closes while a node is busy: it will be ready in a moment, and it has a seat. Then it
+closes when as many nodes wait as the job may have, or when at least the minimum waits and the grace
+for newcomers is over. There is such a grace only before the first round, when nodes are still being started one after the other; later, a
 node that is not there is not waited for. The grace is learnt from the gaps between the joins seen so
 far. Who gets the places, and in which order, is `holdfast.core.seating`'s matter.
 """
@@ -122,20 +122,25 @@ def close(m: Membership, now: Time) -> World | None:
 
 
 def _may_close(m: Membership, now: Time) -> bool:
-    if len(m.waiting) < max(1, m.terms.min_nodes):  # The cheap answer, for most of many joins.
-        m.closes_at = None
+    m.closes_at = None
+    fewest = max(1, m.terms.min_nodes)
+    if m.busy or len(m.waiting) < fewest:  # The cheap answer, for most of many joins.
+        return False
+    if len(m.waiting) < most_nodes(m) and not _grace_is_over(m, now):
         return False
     size = len(seating.choose(m.waiting, m.terms))
-    enough = size >= max(1, m.terms.min_nodes)
-    if enough and size >= most_nodes(m):
-        return True
-    if not enough or m.busy:
+    if size < fewest:
         m.closes_at = None
         return False
-    if m.round == 0 and m.last_join_at is not None:
-        m.closes_at = Time(m.last_join_at + _newcomer_grace_s(m))
-        return now >= m.closes_at
-    return True
+    return size >= most_nodes(m) or _grace_is_over(m, now)
+
+
+def _grace_is_over(m: Membership, now: Time) -> bool:
+    """Whether no newcomer is waited for any more; else `closes_at` says until when."""
+    if m.round > 0 or m.last_join_at is None:
+        return True
+    m.closes_at = Time(m.last_join_at + _newcomer_grace_s(m))
+    return now >= m.closes_at
 
 
 def _newcomer_grace_s(m: Membership) -> Seconds:

@@ -42,7 +42,8 @@ WANTED = frozenset({"leave", "exclude", "resize"})
 
 _OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 _BROKEN_COLLECTIVE = re.compile(
-    r"connection (reset|closed|refused)|broken pipe|\bgloo\b|\bnccl\b|socket timeout|^Dist\w*Error",
+    r"connection (reset|closed|refused)|broken pipe|\bgloo\b|\bnccl\b|socket timeout"
+    r"|^(Dist\w*Error|FencedError|RequestTimeout|StoreTimeout)\b",
     re.IGNORECASE,
 )
 
@@ -85,7 +86,9 @@ class Recovery(Struct):
     """How often in a row the signature above was seen at the step above."""
     best_step: StepNumber = StepNumber(0)
     stuck: int = 0
-    """Faults in a row without a new highest step."""
+    """Faults of the job's own in a row without a new highest step."""
+    stuck_outside: int = 0
+    """The same for deaths that came from outside."""
 
 
 def fault_of(event: WorkerExited, step: StepNumber) -> Fault:
@@ -172,8 +175,9 @@ def judge(recovery: Recovery, fault: Fault, highest: StepNumber) -> Again | Stop
     if recovery.same >= SAME_LIMIT:
         reason = f"{what} at step {fault.step}, {recovery.same} times in a row"
         return Stop(EXIT_DO_NOT_REQUEUE, reason)
-    if recovery.stuck >= (STUCK_LIMIT_OUTSIDE if fault.outside else STUCK_LIMIT):
-        reason = f"{what}; {recovery.stuck} faults in a row without a step beyond {highest}"
+    if recovery.stuck >= STUCK_LIMIT or recovery.stuck_outside >= STUCK_LIMIT_OUTSIDE:
+        count = recovery.stuck + recovery.stuck_outside
+        reason = f"{what}; {count} faults in a row without a step beyond {highest}"
         return Stop(EXIT_DO_NOT_REQUEUE, reason)
     recovery.restarts += 1
     return Again()
@@ -182,7 +186,12 @@ def judge(recovery: Recovery, fault: Fault, highest: StepNumber) -> Again | Stop
 def _remember(recovery: Recovery, fault: Fault, highest: StepNumber) -> None:
     advanced = highest > recovery.best_step
     recovery.best_step = highest
-    recovery.stuck = 1 if advanced else recovery.stuck + 1
+    if advanced:
+        recovery.stuck = recovery.stuck_outside = 0
+    if fault.outside:
+        recovery.stuck_outside += 1
+    else:
+        recovery.stuck += 1
     # Steps of a job that never finished one are not comparable: torchrun's number decides there.
     countable = not fault.outside and (highest > 0 or recovery.terms.max_restarts is None)
     repeated = fault.signature == recovery.signature and fault.step == recovery.step
@@ -201,4 +210,5 @@ def validate(recovery: Recovery) -> None:
     limit = recovery.terms.max_restarts
     assert limit is None or recovery.restarts <= limit, "more restarts than allowed"
     assert recovery.same <= SAME_LIMIT, "the same failure went on"
-    assert recovery.stuck <= STUCK_LIMIT_OUTSIDE, "stuck for ever"
+    assert recovery.stuck <= STUCK_LIMIT, "stuck for ever"
+    assert recovery.stuck_outside <= STUCK_LIMIT_OUTSIDE, "stuck for ever"

@@ -11,7 +11,9 @@ side by side, the switch of rank 0 first. When there are fewer nodes than seats,
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import deque
 from collections.abc import Mapping
 
 from msgspec import Struct
@@ -84,15 +86,24 @@ def seat(
             newcomers.append(node)
         else:
             taken[held] = node
-    free = [number for number in range(len(seats)) if number not in taken]
+    left = deque(number for number in range(len(seats)) if number not in taken)
+    at_switch: dict[str, deque[int]] = {}
+    for number in left:
+        at_switch.setdefault(seats[number], deque()).append(number)
+    beyond = itertools.count(max(len(seats), max(taken, default=-1) + 1))
     for node in newcomers:
-        switch = candidates[node].spec.switch
-        same = next((number for number in free if seats[number] == switch), None)
-        number = same if same is not None else free[0] if free else max(taken) + 1
-        if number in free:
-            free.remove(number)
-        taken[number] = node
+        beside = at_switch.get(candidates[node].spec.switch, deque())
+        found = _lowest_free(beside, taken)
+        if found is None:
+            found = _lowest_free(left, taken)
+        taken[next(beyond) if found is None else found] = node
     return [taken[number] for number in sorted(taken)]
+
+
+def _lowest_free(seats: deque[int], taken: Mapping[int, NodeId]) -> int | None:
+    while seats and seats[0] in taken:
+        seats.popleft()
+    return seats[0] if seats else None
 
 
 def _by_switch(chosen: list[NodeId], candidates: Mapping[NodeId, Candidate]) -> list[NodeId]:

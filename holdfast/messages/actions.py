@@ -5,7 +5,8 @@ from __future__ import annotations
 from msgspec import Struct
 
 from holdfast.messages.records import Part
-from holdfast.messages.units import NodeId, RoundNumber, Seconds
+from holdfast.messages.requests import AnyAnswer
+from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds
 
 
 class Action(Struct, frozen=True, kw_only=True, tag=True):
@@ -39,6 +40,17 @@ class Finish(Action, frozen=True, kw_only=True):
     """Whether the launcher shall start a new agent that joins as another node."""
 
 
+class Answered(Action, frozen=True, kw_only=True):
+    """Tell that rank's script what the coordinator says to its request."""
+
+    node: NodeId
+    round: RoundNumber
+    rank: Rank
+    lane: int
+    number: int
+    answer: AnyAnswer
+
+
 class CloseJob(Action, frozen=True, kw_only=True):
     """All nodes are gone and the job is over: the coordinator may end."""
 
@@ -46,5 +58,5 @@ class CloseJob(Action, frozen=True, kw_only=True):
     reason: str
 
 
-AnyAction = StartWorkers | StopWorkers | Finish | CloseJob
-NodeAction = StartWorkers | StopWorkers | Finish
+AnyAction = StartWorkers | StopWorkers | Finish | Answered | CloseJob
+NodeAction = StartWorkers | StopWorkers | Finish | Answered

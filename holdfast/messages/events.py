@@ -9,6 +9,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from holdfast.messages.records import NodeSpec, Raised, RankProgress, Terms
+from holdfast.messages.requests import AnyRequest, Lane, Number
 from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, Time
 
 
@@ -105,6 +106,18 @@ class StopAsked(Event, frozen=True, kw_only=True):
     code: int
 
 
+class Asked(Event, frozen=True, kw_only=True):
+    """A script wants an answer. Said again, with the same number, when the answer was lost."""
+
+    node: NodeId
+    round: RoundNumber
+    rank: Rank
+    lane: Lane
+    number: Number
+    """Counts the requests of this rank's lane; the next comes only when this one is answered."""
+    request: AnyRequest
+
+
 class WorkerStarted(Event, frozen=True, kw_only=True):
     """The user's script began to run in the process that was given the rank."""
 
@@ -150,6 +163,7 @@ AnyEvent = (
     | NodeReady
     | ExcludeAsked
     | StopAsked
+    | Asked
     | NodeLeaving
     | NodeLeft
     | StreamEnded

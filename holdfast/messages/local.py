@@ -11,6 +11,7 @@ from typing import Literal
 from msgspec import Struct
 
 from holdfast.messages.records import Raised
+from holdfast.messages.requests import AnyAnswer, Lane, Number, ScriptRequest
 
 Entry = Literal["script", "module", "path", "command"]
 """How the user's code is started: a file, `-m`, `--run-path`, `--no-python`."""
@@ -57,7 +58,8 @@ class Assign(Local, frozen=True, kw_only=True):
     """Agent to a process: become this rank. With it: stdin, stdout and stderr."""
 
     env: dict[str, str]
-    program: Program
+    entry: Entry
+    """How to start the script, which the process has on its command line."""
     agent_pid: int
 
 
@@ -81,7 +83,33 @@ class Done(Local, frozen=True, kw_only=True):
     """Worker to agent: the script ran to its end; only the interpreter's own end is left."""
 
 
+class Ask(Local, frozen=True, kw_only=True):
+    """Worker to agent: the script wants to know this."""
+
+    lane: Lane
+    number: Number
+    request: ScriptRequest
+
+
+class Reply(Local, frozen=True, kw_only=True):
+    """Agent to worker: the answer to that request."""
+
+    lane: int
+    number: int
+    answer: AnyAnswer
+
+
+class Piece(Local, frozen=True, kw_only=True):
+    """Either way: part of a message that is too large for a packet (see `holdfast.packets`)."""
+
+    index: int
+    of: int
+    data: bytes
+
+
 ToNursery = Fork
 FromNursery = Forked | Warm
 ToWorker = Assign
-FromWorker = Standing | Began | Stepped | Died | Done
+FromWorker = Standing | Began | Stepped | Died | Done | Ask | Piece
+ToScript = Reply | Piece
+"""To a worker whose script runs."""

@@ -101,7 +101,14 @@ class SimAgent:
             self.pause_s = min(2 * self.pause_s, LONGEST_PAUSE_S)
             return
         self.stream = Stream(self)
-        hello = Hello(protocol=PROTOCOL, token="", node=self.node, round=self.round, busy=self.busy)
+        hello = Hello(
+            protocol=PROTOCOL,
+            token="",
+            node=self.node,
+            round=self.round,
+            busy=self.busy,
+            terms=self.cluster.terms,
+        )
         network.send_up(self.stream, [hello])
 
     def stream_lost(self, stream: Stream) -> None:
@@ -118,7 +125,7 @@ class SimAgent:
             self.acked(message.number)
         elif isinstance(message, Welcome):
             self._welcomed(stream, message)
-        else:
+        elif isinstance(message, (StartWorkers, StopWorkers, Finish)):
             self._act(message)
 
     def _welcomed(self, stream: Stream, welcome: Welcome) -> None:
@@ -203,9 +210,9 @@ class SimAgent:
         self._began(round, ranks)
 
     def _began(self, round: RoundNumber, ranks: list[Rank]) -> None:
-        if round != self.round:
-            return
         ranks = [rank for rank in ranks if rank in self.workers]
+        if round != self.round or not ranks:
+            return
         at = self.at()
         self.say(
             *[
@@ -304,11 +311,11 @@ class SimAgent:
         if isinstance(order, Finish):
             if self.finished is None:
                 self.finished = order
-                self.say(NodeLeft(at=self.at(), node=self.node, ranks=ranks))
+                self.say(NodeLeft(at=self.at(), node=self.node, round=self.round, ranks=ranks))
                 self._leave_when_heard(self.clock.now + LAST_WORD_LIMIT_S)
             return
         self.stopping = None
-        if self.running is not None:
+        if self.running is not None:  # Told twice to stop, it says the same twice.
             self.port = self.cluster.next_port()
         self.running = None
         self.say(

@@ -15,6 +15,8 @@ from typing import IO
 
 import msgspec
 
+from holdfast.core.deadlines import Silence
+from holdfast.core.seating import choose
 from holdfast.messages.actions import AnyAction, Finish
 from holdfast.messages.records import Terms
 from holdfast.messages.units import NodeId, Seconds
@@ -67,7 +69,7 @@ class Settings:
     @property
     def report_s(self) -> Seconds:
         """How often an agent tells how far it is: the more nodes, the more seldom."""
-        return max(2.0, 0.06 * self.nodes)
+        return max(2.0, 0.09 * self.nodes)
 
     def terms(self) -> Terms:
         return Terms(
@@ -145,7 +147,8 @@ class Cluster:
         self.training = Training(self.clock, self._script())
         self._ports = 20000
         self.healing = False
-        self.coordinator = SimCoordinator(self, settings.terms())
+        self.terms = settings.terms()
+        self.coordinator = SimCoordinator(self, self.terms)
         self.network.coordinator = self.coordinator
         self.hosts = [self._host(i) for i in range(settings.nodes + settings.spares)]
         self.mishaps = Mishaps(self)
@@ -212,7 +215,7 @@ class Cluster:
     def _look_around(self) -> None:
         """What can only be seen over time."""
         self.watch.look_around()
-        self.clock.after(60.0 if self.settings.coarse else 1.0, self._look_around)
+        self.clock.after(600.0 if self.settings.coarse else 1.0, self._look_around)
 
     def _first_step(self, round: SimRound) -> None:
         for agent in round.members.values():
@@ -230,22 +233,31 @@ class Cluster:
         job = self.coordinator.job
         outcome.healed_at_step = before = job.highest
         healed = self.clock.now
-        self._run_until(
-            healed + LIVE_WITHIN_S,
-            on_progress,
-            lambda: self.coordinator.job.highest > before and self.coordinator.job.state == "running",
-        )
+        self._run_until(healed + LIVE_WITHIN_S, on_progress, lambda: self._advanced(before))
+        alive_after_s = self.clock.now - healed
+        self._run_until(healed + LIVE_WITHIN_S, on_progress, self._as_large_as_can_be)
         if self.coordinator.job.ended is None:
             self.watch.demand(
-                self.coordinator.job.highest > before and self.coordinator.job.state == "running",
+                self._advanced(before),
                 f"no step beyond {before} in {LIVE_WITHIN_S:.0f} s after everything was healed",
             )
-            outcome.alive_after_s = self.clock.now - healed
+            self.watch.demand(self._as_large_as_can_be(), "nodes wait and the world does not grow")
+            outcome.alive_after_s = alive_after_s
             self.training.finish_after(20)
-        self._run_until(self.clock.now + LIVE_WITHIN_S, on_progress)
+        enough_s = LIVE_WITHIN_S + 100 * self.settings.step_s
+        self._run_until(self.clock.now + enough_s, on_progress)
         self.watch.demand(
-            self.coordinator.closed is not None, "the job ended but its coordinator did not"
+            self.coordinator.closed is not None, "the job should have ended and did not"
         )
+
+    def _advanced(self, before: int) -> bool:
+        job = self.coordinator.job
+        return job.highest > before and job.state == "running"
+
+    def _as_large_as_can_be(self) -> bool:
+        m = self.coordinator.job.membership
+        size = len(choose({**m.placed, **m.waiting}, self.terms))
+        return m.world is not None and len(m.world.places) >= size
 
     def heal(self) -> None:
         """No more faults; every host that may come comes, and new ones for those that may not."""
@@ -280,9 +292,11 @@ class Cluster:
         """An agent ended in order; whoever started it may start another."""
         job = self.coordinator.job
         excluded = agent.host.name in job.excluded
-        if job.ended is not None or self.healing and excluded:
+        if job.ended is not None or (self.healing and excluded):
             return
-        if not excluded or self.rng.random() < self.schedule.return_excluded:
+        if order.rejoin:
+            self.come_back(agent.host, self.rng.uniform(0.2, 1.0))
+        elif not excluded or self.rng.random() < self.schedule.return_excluded:
             self.come_back(agent.host, self.chance.away_s())
 
     def pause(self, agent: SimAgent, lasts_s: Seconds) -> None:
@@ -292,7 +306,8 @@ class Cluster:
         self.clock.at(agent.paused_until, self._unpause, agent)
         if agent.stream is not None:
             stream = agent.stream
-            self.clock.after(SILENCE_S, self._silent, stream)
+            limit_s = Silence().limit_s(self.settings.nodes)
+            self.clock.after(limit_s, self._silent, stream)
 
     def _unpause(self, agent: SimAgent) -> None:
         if agent.paused_until <= self.clock.now and agent.host.cut_until <= self.clock.now:

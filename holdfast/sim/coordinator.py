@@ -24,15 +24,12 @@ from holdfast.messages.events import (
     Tick,
 )
 from holdfast.messages.records import Terms
-from holdfast.messages.units import NodeId, Seconds, Time
+from holdfast.messages.units import NodeId, Time
 from holdfast.messages.wire import Ack, Hello, Welcome
 from holdfast.sim.network import Stream, Upward
 
 if TYPE_CHECKING:
     from holdfast.sim.cluster import Cluster
-
-BATCH_S: Seconds = 0.0005
-"""How long arrivals gather before they are taken in together."""
 
 SNAPSHOT_PER_RANK = 4
 """A state is written at most once per so many events of each rank: it costs as much as they do."""
@@ -120,11 +117,14 @@ class SimCoordinator:
             older.open_above = False
         self.streams[hello.node] = stream
         now, acked = self.clock.now, self.acked.get(hello.node, 0)
-        self.cluster.network.send_down(stream, Welcome(job="sim", now=now, acked=acked))
+        self.cluster.network.send_down(stream, self._welcome(now, acked))
         # Not `if acked`: a join that is still in the inbox makes the node known all the same.
         if acked or self._heard.get(hello.node):
             resumed = NodeResumed(at=now, node=hello.node, round=hello.round, busy=hello.busy)
             self._post(resumed, hello.node)
+
+    def _welcome(self, now: Time, acked: int) -> Welcome:
+        return Welcome(job="sim", now=now, acked=acked, beat_s=1.0)
 
     def stream_lost(self, stream: Stream) -> None:
         if not stream.open_above:
@@ -143,7 +143,7 @@ class SimCoordinator:
         self._inbox.append((event, node, number))
         if not self._deciding:
             self._deciding = True
-            self.clock.after(BATCH_S, self._decide, self._life)
+            self.clock.after(self.cluster.chance.batch_s(), self._decide, self._life)
 
     def _decide(self, life: int) -> None:
         if life != self._life or self.closed is not None:

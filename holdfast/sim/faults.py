@@ -60,6 +60,9 @@ class Schedule:
     """How likely an excluded host tries to come in again."""
 
 
+BATCH_S: Seconds = 0.0005
+"""How long arrivals gather before the coordinator takes them in together."""
+
 PER_NODE_HOUR = 1.0 / (1.8 * 2048)
 
 _DEFAULT = Schedule(
@@ -183,6 +186,12 @@ class Chance:
             took_s = self._rng.uniform(0.1, 2.0)
             return min(took_s, grace_s), took_s < grace_s
         return self._rng.uniform(0.002, 0.05), False
+
+    def batch_s(self) -> Seconds:
+        """How long arrivals wait for the coordinator: it is quick, or has a bad moment."""
+        if self._rng.random() < self._schedule.hiccups:
+            return self._rng.uniform(0.01, 0.6)
+        return BATCH_S
 
     def away_s(self) -> Seconds:
         return self._rng.uniform(*self._schedule.away_s)

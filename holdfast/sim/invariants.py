@@ -60,9 +60,7 @@ class Watch:
 
     # ---- the core ----
 
-    def event_handled(
-        self, job: Job, event: AnyEvent, actions: list[AnyAction], now: Time
-    ) -> None:
+    def event_handled(self, job: Job, event: AnyEvent, actions: list[AnyAction], now: Time) -> None:
         m = job.membership
         if m.world is not None and m.round not in self.frozen:
             self._froze(job, m.world)
@@ -113,11 +111,24 @@ class Watch:
             self.demand(started <= real.started, f"{what}: more ranks started than there are")
         self.demand(job.highest <= training.highest_now(), f"{what}: a step that nobody took")
         self._ledger(job, now)
+        self._somebody_is_waited_for(job, what)
+        if len(job.incidents) > 1:
+            one, other = job.incidents[-2:]
+            self.demand(one.round < other.round, f"round {other.round} was broken twice")
         for incident in job.incidents[-2:]:
             in_order = incident.fault_at <= incident.opened_at + 1e-9
             self.demand(in_order, f"incident {incident.id} was noticed before it happened")
             if incident.closed_at is not None and incident.back_at is not None:
                 self.demand(incident.back_at >= incident.fault_at, "back before the fault")
+
+    def _somebody_is_waited_for(self, job: Job, what: str) -> None:
+        """A job without a world goes on when a node is ready or when a deadline passes."""
+        m = job.membership
+        if job.ended is not None or m.world is not None or m.count() == 0:
+            return
+        self.demand(job.fault is None or bool(m.busy), f"{what}: a fault nobody will judge")
+        waits = bool(m.busy) or jobs.deadline(job) is not None
+        self.demand(waits, f"{what}: {m.count()} nodes wait for nothing")
 
     def _ledger(self, job: Job, now: Time) -> None:
         seconds = sum(books.seconds_until(job.ledger, now).values())
@@ -157,6 +168,8 @@ class Watch:
         excluded = self.cluster.coordinator.job.excluded
         late = agent.host.name in excluded and not self._was_member(agent.node, world)
         self.demand(not late, f"excluded {agent.node} got in")
+        kept = part.first_rank != 0 or part.store_port == agent.port
+        self.demand(kept, f"{agent.node} does not keep the port that was promised for the store")
         round = self.cluster.training.rounds.get(part.round)
         claimed = None if round is None else round.claims.get(part.first_rank)
         self.demand(claimed in (None, agent.node), f"rank {part.first_rank} was given twice")
@@ -216,6 +229,9 @@ class Watch:
         job, now = cluster.coordinator.job, cluster.clock.now
         if self.check != "never":
             self._state(job, Tick(at=now), now)
+        productive = job.ledger.seconds.get("productive", 0.0)
+        most = cluster.training.stepping_s() * 1.001 + 0.01 * self.rounds * len(job.ranks)
+        self.demand(productive <= most, f"{productive} s productive, only {most} s were possible")
         ended = cluster.coordinator.closed
         if ended is not None and job.ended is not None:
             self.demand(job.closed and ended.code == job.ended.code, "closed with another code")

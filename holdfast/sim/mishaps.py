@@ -125,8 +125,9 @@ class Mishaps:
         oom: bool = False,
         error: Raised | None = None,
     ) -> None:
-        if not agent.workers:
-            return
+        training = self.cluster.training
+        if not agent.workers or (sign is None and training.highest_now() == 0):
+            return  # A script that fails before its first step ends the job: once is enough.
         round = agent.running
         rank = self.rng.choice(list(agent.workers))
         agent.worker_dies(rank, code=code, signal=sign, oom=oom, raised=error)

@@ -2,7 +2,7 @@
 
 A stream has two ends that learn of its end separately, so what was on its way may still arrive at one
 side after the other has given up. While a host is cut off, messages wait (TCP sends them again); when
-the cut lasts longer than `SILENCE_S`, both ends take the stream for dead.
+the cut lasts longer than `SILENCE_S`, the keep-alive of both kernels ends the stream.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from holdfast.sim.coordinator import SimCoordinator
 
 SILENCE_S: Seconds = 5.0
-"""After so long without a sign of life a stream is taken for dead."""
+"""After so long without a sign of life of the other machine a stream is taken for dead."""
 
 LEAST_DELAY_S: Seconds = 0.0002
 

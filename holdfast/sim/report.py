@@ -99,3 +99,23 @@ def lines(shown: dict[str, Any]) -> list[str]:
 
 def _counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{name} {count}" for name, count in counts.items()) or "none"
+
+
+def sweep_lines(all_found: list[dict[str, Any]], violated: list[str]) -> list[str]:
+    """Many seeds in a few lines."""
+    ends = Counter("running" if f["exit_code"] is None else f["exit_code"] for f in all_found)
+    injected: Counter[str] = Counter()
+    for found in all_found:
+        injected.update(found["injected"])
+    return [
+        f"{len(all_found) + len(violated)} seeds, {len(violated)} of them violated an invariant",
+        f"exit codes: {', '.join(f'{code}: {count}' for code, count in ends.most_common())}",
+        f"injected: {_counts(dict(sorted(injected.items())))}",
+        f"events: {sum(f['events'] for f in all_found)},"
+        f" rounds: {sum(f['rounds'] for f in all_found)},"
+        f" duplicates dropped: {sum(f['duplicates_dropped'] for f in all_found)}",
+        f"invariants: {sum(f['invariants_checked'] for f in all_found)} checked,"
+        f" {sum(f['replays_verified'] for f in all_found)} replays verified",
+        f"simulated {sum(f['simulated_s'] for f in all_found) / 3600:.1f} h"
+        f" in {sum(f['wall_s'] for f in all_found):.1f} s",
+    ]

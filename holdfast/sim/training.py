@@ -172,7 +172,8 @@ class Training:
         now = self.clock.now
         self._note(round, now)
         if round.first_at <= now:
-            self.stepped_s += round.size * (min(now, round.held_at) - round.first_at)
+            until = max(round.first_at, min(now, round.held_at))
+            self.stepped_s += round.size * (until - round.first_at)
         round.broken_at = min(now, round.held_at)
         round.version += 1
 
@@ -235,6 +236,13 @@ class Training:
             if round.broken_at == NEVER:
                 self._note(round, self.clock.now)
         return self.highest
+
+    def stepping_s(self) -> Seconds:
+        """Rank-seconds in which rounds could step, until now."""
+        now = self.clock.now
+        alive = [r for r in self.rounds.values() if r.broken_at == NEVER and r.first_at <= now]
+        # The first step counts from its beginning; a worker's page tells only of its end.
+        return self.stepped_s + sum(round.size * (now - round.first_at) for round in alive)
 
     # ---- what a worker's page says ----
 

@@ -1,7 +1,8 @@
 """`python -m holdfast.worker SCRIPT ...`: how an agent starts a nursery or a single worker.
 
-The script and its arguments stand on the command line only so that `ps` and `pgrep -f` show what
-these processes are for; what to run comes over the control socket.
+The script and its arguments stand on the command line, so that `ps` and `pgrep -f` show what these
+processes are for, and because nothing else holds as many arguments as the kernel allows; when to run
+it, and as which rank, comes over the control socket.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import time
 import msgspec
 
 from holdfast.kernel import PR_SET_PDEATHSIG, prctl
-from holdfast.messages.local import Assign, Began, Died, Done, Standing, ToWorker
+from holdfast.messages.local import Assign, Began, Died, Done, Program, Standing, ToWorker
 from holdfast.page import ProgressPage
 from holdfast.worker import hooks, rehearsal, runtime, script
 from holdfast.worker.channel import Channel, move_up
@@ -44,9 +44,11 @@ def become_worker(control_fd: int, page_fd: int, rehearse: bool) -> int:
     hooks.count_steps(worker)
     if len(fds) > 3:
         hooks.host_store(move_up(fds[3]), int(assign.env["MASTER_PORT"]))
+    _, name, *arguments = sys.argv
+    program = Program(entry=assign.entry, script=name, args=tuple(arguments))
     channel.send(Began(at=time.monotonic()))
     try:
-        code = script.run(assign.program, lambda raised: channel.send(Died(raised=raised)))
+        code = script.run(program, lambda raised: channel.send(Died(raised=raised)))
     except SystemExit as leaving:
         if leaving.code in (None, 0):
             channel.send(Done())
@@ -77,13 +79,13 @@ def _open_streams() -> None:
         raw = io.FileIO(fd, mode, closefd=False)
         raw.name = f"<{name}>"
         new = io.TextIOWrapper(
-            io.BufferedReader(raw) if mode == "r" else raw,  # type: ignore[arg-type]
+            io.BufferedReader(raw) if mode == "r" else raw,
             encoding=old.encoding,
             errors=old.errors,
             newline="\n",
             write_through=True,
         )
-        new.mode = mode
+        new.mode = mode  # type: ignore[misc]
         old.flush()
         setattr(sys, name, new)
         setattr(sys, f"__{name}__", new)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import os
 import resource
+import select
 import socket
 from collections.abc import Sequence
 
@@ -20,6 +21,7 @@ from holdfast.messages.local import PACKET_BYTES, Local
 
 _encoder = msgspec.msgpack.Encoder()
 _HIGHEST_FD = 1 << 16
+_LONGEST_MS = 1 << 30
 
 
 class Channel:
@@ -30,15 +32,38 @@ class Channel:
 
     def send(self, message: Local, fds: Sequence[int] = ()) -> bool:
         """Say something; False when the agent cannot hear it any more."""
-        if os.getpid() != self._pid:
+        return self.send_packet(_encoder.encode(message), fds)
+
+    def send_packet(self, packet: bytes, fds: Sequence[int] = ()) -> bool:
+        if os.getpid() != self._pid or not self._is_ours():
             return False
         try:
-            if os.fstat(self._socket.fileno()).st_ino != self._inode:
-                return False
-            socket.send_fds(self._socket, [_encoder.encode(message)], fds)
+            socket.send_fds(self._socket, [packet], fds)
         except OSError:
             return False
         return True
+
+    def receive_within(self, limit_s: float | None) -> bytes | None:
+        """One packet; None when none came in that time, empty when none will come any more."""
+        if not self._is_ours():
+            return b""
+        try:
+            waiting = select.poll()
+            waiting.register(self._socket.fileno(), select.POLLIN)
+            if not waiting.poll(None if limit_s is None else min(limit_s * 1000, _LONGEST_MS)):
+                return None
+            return self._socket.recv(PACKET_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
+        except OSError:
+            return b""
+
+    def _is_ours(self) -> bool:
+        """Whether the descriptor is still the socket: a script may have closed it."""
+        try:
+            return os.fstat(self._socket.fileno()).st_ino == self._inode
+        except OSError:
+            return False
 
     def receive(self, max_fds: int) -> tuple[bytes, list[int]]:
         """One packet and the descriptors with it; empty when the agent is gone."""

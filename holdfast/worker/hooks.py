@@ -41,10 +41,22 @@ class StepCounter:
         if self._counted is None or self._counted() is not optimizer:
             if self._counted is not None and self._counted() is not None:
                 return
-            self._counted = weakref.ref(optimizer)
-            self._runtime.hook_stepped(_steps_in_state(optimizer) - 1)
-            return
-        self._runtime.hook_stepped(0)
+            if not _is_inner(optimizer):
+                self._counted = weakref.ref(optimizer)
+                self._runtime.hook_stepped(_steps_in_state(optimizer) - 1)
+        elif not _is_inner(optimizer):
+            self._runtime.hook_stepped(0)
+
+
+def _is_inner(optimizer: Any) -> bool:
+    """Whether this step is part of another of the same optimizer: a subclass's `super().step()`."""
+    wrapper = sys._getframe(2)  # torch's, which called the hook
+    frame = wrapper.f_back
+    while frame is not None:
+        if frame.f_code is wrapper.f_code and frame.f_locals.get("self") is optimizer:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _steps_in_state(optimizer: Any) -> int:

@@ -1,0 +1,131 @@
+"""Carries what the node's scripts ask to the coordinator, and the answers back.
+
+A worker does not know its round: the agent says for whom it asks, so nobody can ask in another's name
+or for a round that is over. A request stays here until it is answered. The stream sends again what
+the coordinator does not have; what it has, but did not answer before the stream broke, is asked again
+when there is a new stream.
+
+Values may be large. Only a few requests that carry one, or may be answered with one, are on their way
+at a time, so that neither end of the stream has to keep more than a few of them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from holdfast.clock import JobClock
+from holdfast.messages.actions import Answered
+from holdfast.messages.events import AnyEvent, Asked, ExcludeAsked, StopAsked
+from holdfast.messages.local import Ask, Reply
+from holdfast.messages.requests import (
+    AnyAnswer,
+    AnyRequest,
+    Append,
+    CompareSet,
+    ExcludeNode,
+    Get,
+    Granted,
+    Set,
+    StopJob,
+)
+from holdfast.messages.units import NodeId, Rank, RoundNumber
+
+LARGE_AT_ONCE = 4
+LARGE_BYTES = 16 << 10
+
+Place = tuple[Rank, int]
+"""A rank and its lane: whoever asks there waits for the answer before asking again."""
+
+
+@dataclass
+class Courier:
+    node: NodeId
+    clock: JobClock
+    report: Callable[[AnyEvent], None]
+    reply: Callable[[Rank, Reply], None]
+    """Say it to that rank's worker, if it is still there."""
+    _open: dict[Place, Asked] = field(default_factory=dict)
+    _large: set[Place] = field(default_factory=set)
+    """Large ones that are on their way."""
+    _queue: deque[Asked] = field(default_factory=deque)
+    """Large ones that have to wait; each may have been forgotten meanwhile."""
+
+    def ask(self, round: RoundNumber, rank: Rank, message: Ask) -> None:
+        """A worker wants to know something."""
+        at, node, request = self.clock.now(), self.node, message.request
+        if isinstance(request, ExcludeNode):
+            reason = request.reason
+            self.report(ExcludeAsked(at=at, node=node, round=round, rank=rank, reason=reason))
+            self._reply(rank, message.lane, message.number, Granted())
+            return
+        if isinstance(request, StopJob):
+            reason, code = request.reason, request.code
+            event = StopAsked(at=at, node=node, round=round, rank=rank, reason=reason, code=code)
+            self.report(event)
+            self._reply(rank, message.lane, message.number, Granted())
+            return
+        asked = Asked(
+            at=at,
+            node=node,
+            round=round,
+            rank=rank,
+            lane=message.lane,
+            number=message.number,
+            request=request,
+        )
+        self._open[rank, message.lane] = asked
+        if _is_large(request):
+            self._queue.append(asked)
+            self._send_large()
+        else:
+            self.report(asked)
+
+    def answered(self, action: Answered) -> None:
+        """The coordinator answers; an answer that came already, or to another round, is nothing."""
+        place = (action.rank, action.lane)
+        asked = self._open.get(place)
+        if asked is None or (asked.round, asked.number) != (action.round, action.number):
+            return
+        self._close(place)
+        self._reply(action.rank, action.lane, action.number, action.answer)
+        self._send_large()
+
+    def ask_again(self, sent: Collection[AnyEvent]) -> None:
+        """There is a new stream, on which these were sent: ask what else was not answered."""
+        on_their_way = {id(event) for event in sent} | {id(asked) for asked in self._queue}
+        for asked in list(self._open.values()):
+            if id(asked) not in on_their_way:
+                self.report(asked)
+
+    def forget(self, rank: Rank) -> None:
+        """That rank's worker is gone."""
+        for place in [place for place in self._open if place[0] == rank]:
+            self._close(place)
+        self._send_large()
+
+    def _close(self, place: Place) -> None:
+        del self._open[place]
+        self._large.discard(place)
+
+    def _send_large(self) -> None:
+        while self._queue and len(self._large) < LARGE_AT_ONCE:
+            asked = self._queue.popleft()
+            place = (asked.rank, asked.lane)
+            if self._open.get(place) is asked:
+                self._large.add(place)
+                self.report(asked)
+
+    def _reply(self, rank: Rank, lane: int, number: int, answer: AnyAnswer) -> None:
+        self.reply(rank, Reply(lane=lane, number=number, answer=answer))
+
+
+def _is_large(request: AnyRequest) -> bool:
+    if isinstance(request, Get | CompareSet):
+        return True
+    if isinstance(request, Append):
+        return len(request.value) > LARGE_BYTES
+    if isinstance(request, Set):
+        return sum(len(value) for _, value in request.items) > LARGE_BYTES
+    return False

@@ -1,0 +1,163 @@
+"""`holdfast sim`: a simulated cluster over the real core, with faults, and what became of the job."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import IO, Any, NoReturn
+
+from holdfast.cli.view import print_json
+from holdfast.errors import UsageError
+from holdfast.sim import report
+from holdfast.sim.clock import START
+from holdfast.sim.cluster import Cluster, Settings
+from holdfast.sim.faults import SCHEDULES
+from holdfast.sim.invariants import Check, Violated
+from holdfast.sim.shapes import chaos
+
+ABOUT = """\
+Drive the real core with simulated nodes, network, faults and time. One seed gives one event log,
+byte for byte; a seed that breaks an invariant ends with exit code 1 and says which.
+With --seeds and without --nodes, each seed is a small job of its own shape in chaos."""
+
+CHECK_EVERY_UP_TO = 64
+SPARES_PER = 200
+TOLD_EVERY_S = 0.5
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see `{self.prog} --help`")
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments = _parser().parse_args(argv)
+    seeds = _seeds(arguments.seeds) if arguments.seeds else [arguments.seed]
+    if len(seeds) > 1 and arguments.log:
+        raise UsageError("--log wants a single seed")
+    log: Any = open(arguments.log, "wb") if arguments.log else nullcontext()  # noqa: SIM115
+    found: list[dict[str, Any]] = []
+    violated: list[str] = []
+    with log as file, _seldom_collecting():
+        for seed in seeds:
+            try:
+                found.append(_run(_settings(arguments, seed), file, len(found), len(seeds)))
+            except Violated as violation:
+                violated.append(str(violation))
+                print(f"holdfast sim: {violation}", file=sys.stderr)
+    _tell(found, violated, arguments)
+    return 1 if violated else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="holdfast sim", description=ABOUT, formatter_class=argparse.RawTextHelpFormatter
+    )
+    add = parser.add_argument
+    add("--nodes", type=_positive, help="nodes that the job wants (1000)")
+    add("--slots", type=_positive, default=8, help="ranks on each node (8)")
+    add("--spares", type=int, help="nodes beyond that, waiting (one for 200 nodes)")
+    add("--min-nodes", type=_positive, help="go on with as few as that (nine tenths)")
+    add("--hours", type=float, default=24.0, help="simulated time (24)")
+    add("--faults", choices=sorted(SCHEDULES), default="default", help="how much goes wrong")
+    add("--seed", type=int, default=0, help="all chance comes from it (0)")
+    add("--seeds", metavar="A..B", help="run them all, B included")
+    add("--check", choices=("every", "round", "never"), help="when to check the whole state")
+    add("--liveness", action="store_true", help="heal everything at the end, demand progress")
+    add("--log", metavar="FILE", help="write the event log")
+    add("--json", action="store_true", help="print JSON for programs")
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
+def _seeds(text: str) -> list[int]:
+    first, dots, last = text.partition("..")
+    try:
+        return list(range(int(first), int(last if dots else first) + 1))
+    except ValueError:
+        raise UsageError(f"--seeds wants A..B, not {text!r}") from None
+
+
+def _settings(arguments: argparse.Namespace, seed: int) -> Settings:
+    if arguments.seeds and arguments.nodes is None:
+        return chaos(seed, arguments.liveness)
+    nodes = arguments.nodes or 1000
+    least = arguments.min_nodes or max(1, 9 * nodes // 10)
+    if least > nodes:
+        raise UsageError(f"--min-nodes {least} is more than --nodes {nodes}")
+    usual: Check = "every" if nodes <= CHECK_EVERY_UP_TO else "round"
+    return Settings(
+        seed=seed,
+        nodes=nodes,
+        spares=-(-nodes // SPARES_PER) if arguments.spares is None else arguments.spares,
+        min_nodes=least,
+        hours=arguments.hours,
+        slots=arguments.slots,
+        faults=arguments.faults,
+        check=arguments.check or usual,
+        liveness=arguments.liveness,
+    )
+
+
+def _run(settings: Settings, file: IO[bytes] | None, done: int, of: int) -> dict[str, Any]:
+    begun = time.monotonic()
+    outcome = Cluster(settings, file).run(_teller(begun, done, of))
+    if sys.stderr.isatty():
+        sys.stderr.write("\r\x1b[K")
+    return report.numbers(outcome)
+
+
+def _teller(begun: float, done: int, of: int) -> Callable[[Cluster], None] | None:
+    """Tells now and then how far the simulation is, where somebody can see it."""
+    if not sys.stderr.isatty():
+        return None
+    told_at = begun
+
+    def tell(cluster: Cluster) -> None:
+        nonlocal told_at
+        now = time.monotonic()
+        if now - told_at < TOLD_EVERY_S:
+            return
+        told_at = now
+        job, hours = cluster.coordinator.job, (cluster.clock.now - START) / 3600
+        which = f"seed {cluster.settings.seed} ({done + 1} of {of}): " if of > 1 else ""
+        sys.stderr.write(
+            f"\r\x1b[K{which}{hours:.2f} of {cluster.settings.hours:.2f} h, round"
+            f" {job.membership.round}, step {job.highest}, {cluster.coordinator.events} events,"
+            f" {now - begun:.0f} s"
+        )
+        sys.stderr.flush()
+
+    return tell
+
+
+@contextmanager
+def _seldom_collecting() -> Iterator[None]:
+    """Millions of live records and no cycles among them: looking for some costs a third of a run."""
+    before = gc.get_threshold()
+    gc.set_threshold(200_000, 50, 1000)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+def _tell(found: list[dict[str, Any]], violated: list[str], arguments: argparse.Namespace) -> None:
+    if arguments.json:
+        one = len(found) == 1 and not violated and not arguments.seeds
+        print_json(found[0] if one else {"runs": found, "violated": violated})
+        return
+    if len(found) == 1 and not arguments.seeds:
+        print("\n".join(report.lines(found[0])))
+    elif arguments.seeds:
+        print("\n".join(report.sweep_lines(found, violated)))

@@ -1,0 +1,157 @@
+"""`holdfast.store()`: a torch `Store` that the coordinator keeps.
+
+It is for torch to call as much as for scripts: `init_process_group(store=...)`, a `PrefixStore` around
+it and a process group's own threads reach it from C++. What torch 2.13 lets Python provide for that:
+
+- C++ looks some methods up under its own names (`getNumKeys`, `deleteKey`), others under Python's
+  (`compare_set`, `multi_get`, `has_extended_api`), so both names are there.
+- `wait` is called with one argument or two; values come as bytes from C++ and as str from scripts.
+- Queues (`queue_push` and so on) and `list_keys` cannot be reached through C++ at all; they raise
+  NotImplementedError here as in any other store that has none.
+- C++ keeps the C++ half of a store alive, not the Python half. A store that nobody holds in Python
+  fails with "pure virtual function" on the next call. Therefore there is one for the process, which
+  its runtime holds, and a clone is that same store: it is safe for any number of threads.
+- A Python exception goes through C++ and comes out as itself. A timeout is a `DistStoreError`, so that
+  code written for torch's own stores finds what it expects.
+
+As with torch's stores, `get` and `multi_get` wait for their keys for `store.timeout`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from holdfast.errors import RequestTimeout
+from holdfast.messages.requests import (
+    MAX_KEYS,
+    Add,
+    Append,
+    Check,
+    CompareSet,
+    CountKeys,
+    Delete,
+    Get,
+    Set,
+    StoreRequest,
+    Total,
+    Truth,
+    Values,
+    Wait,
+)
+from holdfast.worker.requests import SLACK_S, Requests
+
+LONGEST_S = 1e9
+Words = str | bytes
+T = TypeVar("T")
+
+
+class StoreTimeout(RequestTimeout, dist.DistStoreError):  # type: ignore[misc]
+    """A key did not come in time."""
+
+
+class CoordinatorStore(dist.Store):  # type: ignore[misc]
+    def __init__(self, requests: Requests) -> None:
+        super().__init__()
+        self._requests = requests
+
+    def set(self, key: str, value: Words) -> None:
+        self._ask(Set(items=((key, _bytes(value)),)), object)
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def add(self, key: str, amount: int) -> int:
+        return self._ask(Add(key=key, amount=amount), Total).number
+
+    def compare_set(self, key: str, expected: Words, desired: Words) -> bytes:
+        """What the key has afterwards; what was expected of it if it is missing, as torch has it."""
+        expected = _bytes(expected)
+        request = CompareSet(key=key, expected=expected, desired=_bytes(desired))
+        (value,) = self._ask(request, Values).values
+        return expected if value is None else value
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self._wait(keys, time.monotonic() + _seconds(timeout or self.timeout))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return all(self._ask(Check(keys=some), Truth).so for some in _batches(keys))
+
+    def delete_key(self, key: str) -> bool:
+        return self._ask(Delete(key=key), Truth).so
+
+    def num_keys(self) -> int:
+        return self._ask(CountKeys(), Total).number
+
+    def append(self, key: str, value: Words) -> None:
+        self._ask(Append(key=key, value=_bytes(value)), object)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        deadline = time.monotonic() + _seconds(self.timeout)
+        found: list[bytes] = []
+        while len(found) < len(keys):
+            some = tuple(keys[len(found) : len(found) + MAX_KEYS])
+            values = self._ask(Get(keys=some), Values).values
+            there = values[: values.index(None)] if None in values else values
+            found += [value for value in there if value is not None]
+            if len(there) < len(values):
+                self._wait(keys[len(found) :], deadline)
+        return found
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[Words]) -> None:
+        if len(keys) != len(values):
+            raise ValueError(f"{len(keys)} keys and {len(values)} values")
+        if keys:
+            self._ask(Set(items=tuple(zip(keys, map(_bytes, values), strict=True))), object)
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def clone(self) -> CoordinatorStore:
+        return self
+
+    # The names under which C++ looks for these.
+    getNumKeys = num_keys
+    deleteKey = delete_key
+
+    # ---- asking ----
+
+    def _wait(self, keys: Sequence[str], deadline: float) -> None:
+        with _torch_timeouts():
+            for some in _batches(keys):
+                left_s = max(0.0, deadline - time.monotonic())
+                self._requests.ask(Wait(keys=some, timeout_s=left_s), left_s + SLACK_S)
+
+    def _ask(self, request: StoreRequest, kind: Callable[..., T]) -> T:
+        with _torch_timeouts():
+            answer = self._requests.ask(request, _seconds(self.timeout) + SLACK_S)
+        assert isinstance(answer, kind)  # type: ignore[arg-type]
+        return answer  # type: ignore[return-value]
+
+
+@contextmanager
+def _torch_timeouts() -> Iterator[None]:
+    try:
+        yield
+    except StoreTimeout:
+        raise
+    except RequestTimeout as error:
+        raise StoreTimeout(str(error)) from None
+
+
+def _batches(keys: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    for first in range(0, len(keys), MAX_KEYS):
+        yield tuple(keys[first : first + MAX_KEYS])
+
+
+def _bytes(value: Words) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def _seconds(duration: timedelta) -> float:
+    return min(max(0.0, duration.total_seconds()), LONGEST_S)

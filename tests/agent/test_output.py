@@ -1,0 +1,254 @@
+"""What ranks print: whole in the log, never in anybody's way."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from holdfast.agent import output as outputs
+from holdfast.agent.output import Console, LogFile, Output
+
+
+class Recorded(Console):
+    """A console that keeps what it would show."""
+
+    def __init__(self) -> None:
+        self.shown: list[tuple[int, bytes]] = []
+
+    def write(self, fd: int, data: bytes) -> None:
+        self.shown.append((fd, data))
+
+    def text(self, fd: int = 1) -> bytes:
+        return b"".join(data for to, data in self.shown if to == fd)
+
+
+def printed(
+    path: Path, write: Callable[[int, int], object], console: Console | None = None
+) -> Output:
+    """An output after a writer in another thread wrote to both ends and closed them."""
+
+    async def scenario() -> Output:
+        output = Output(path, (console, console), "[0]:")
+        out, err = (os.dup(fd) for fd in output.writers())
+        output.handed_over()
+
+        def work() -> None:
+            write(out, err)
+            os.close(out)
+            os.close(err)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        while thread.is_alive():
+            await asyncio.sleep(0.001)
+        output.close()
+        return output
+
+    return asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * resource.getpagesize()
+
+
+def test_lines_are_whole_in_the_log_and_prefixed_on_the_terminal(tmp_path: Path) -> None:
+    console = Recorded()
+    output = printed(
+        tmp_path / "x" / "rank_0.log", lambda out, _: write_all(out, b"a\nb\n"), console
+    )
+    assert (tmp_path / "x" / "rank_0.log").read_bytes() == b"a\nb\n"
+    assert console.text() == b"[0]:a\n[0]:b\n"
+    assert output.tail() == "a\nb\n"
+
+
+def test_both_streams_are_in_one_log_and_apart_on_the_terminal(tmp_path: Path) -> None:
+    console = Recorded()
+
+    def work(out: int, err: int) -> None:
+        write_all(out, b"out\n")
+        write_all(err, b"err\n")
+
+    printed(tmp_path / "log", work, console)
+    assert sorted((tmp_path / "log").read_bytes().split()) == [b"err", b"out"]
+    assert (console.text(1), console.text(2)) == (b"[0]:out\n", b"[0]:err\n")
+
+
+def test_a_last_line_without_an_end_is_shown(tmp_path: Path) -> None:
+    console = Recorded()
+    printed(tmp_path / "log", lambda out, _: write_all(out, b"no newline"), console)
+    assert console.text() == b"[0]:no newline\n"
+    assert (tmp_path / "log").read_bytes() == b"no newline"
+
+
+def test_a_hundred_megabytes_without_a_newline_are_kept_in_the_log_and_not_in_memory(
+    tmp_path: Path,
+) -> None:
+    read_end, write_end = os.pipe()  # A terminal that nobody reads.
+    console = Console()
+    redirect = _ConsoleTo(console, write_end)
+    before = resident_bytes()
+    piece = b"x" * (1 << 20)
+    printed(tmp_path / "log", lambda out, _: [write_all(out, piece) for _ in range(100)], redirect)
+    assert (tmp_path / "log").stat().st_size == 100 << 20
+    assert resident_bytes() - before < 40 << 20
+    console.close(limit_s=0.0)
+    os.close(read_end)
+    console._thread.join(5)
+    os.close(write_end)
+    (tmp_path / "log").unlink()
+
+
+class _ConsoleTo(Console):
+    """A real console whose terminal is another descriptor."""
+
+    def __init__(self, console: Console, fd: int) -> None:
+        self._console, self._fd = console, fd
+
+    def write(self, fd: int, data: bytes) -> None:
+        self._console.write(self._fd, data)
+
+
+def test_binary_output_is_kept_as_it_is(tmp_path: Path) -> None:
+    data = bytes(range(256)) * 1000
+    output = printed(tmp_path / "log", lambda out, _: write_all(out, data), Recorded())
+    assert (tmp_path / "log").read_bytes() == data
+    assert isinstance(output.tail(), str)
+
+
+def test_a_full_disk_costs_log_lines_and_is_mentioned_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = LogFile(Path("/dev/full"))
+    for _ in range(10):
+        log.write(b"lost\n")
+    assert sum("cannot be written" in r.getMessage() for r in caplog.records) == 1
+    assert log.tail.endswith(b"lost\n")
+    log.close()
+
+
+def test_a_disk_that_has_room_again_gets_a_note_of_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = LogFile(tmp_path / "log")
+    log.write(b"before\n")
+    real = os.write
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(outputs.os, "write", full)
+    log.write(b"12345")
+    monkeypatch.setattr(outputs.os, "write", real)
+    log.write(b"after\n")
+    log.close()
+    text = (tmp_path / "log").read_text()
+    assert text == "before\n\n[holdfast] 5 bytes lost here\nafter\n"
+
+
+def test_a_log_directory_that_cannot_be_made_does_not_stop_the_output(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    console = Recorded()
+    printed(tmp_path / "file" / "log", lambda out, _: write_all(out, b"still shown\n"), console)
+    assert console.text() == b"[0]:still shown\n"
+
+
+def test_a_blocked_terminal_never_blocks_who_writes_to_it() -> None:
+    read_end, write_end = os.pipe()
+    console = Console()
+    began = time.monotonic()
+    for _ in range(1000):
+        console.write(write_end, b"x" * (1 << 16))
+    assert time.monotonic() - began < 5
+    assert console._queued_bytes < outputs.CONSOLE_BYTES + (2 << 16)
+    console.close(limit_s=0.05)
+    os.close(read_end)
+    console._thread.join(5)
+    os.close(write_end)
+
+
+def test_a_terminal_that_reads_again_is_told_what_it_missed(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    read_end, write_end = os.pipe()
+    console = Console()
+    console.write(write_end, b"a" * (outputs.CONSOLE_BYTES + 1))
+    console.write(write_end, b"b" * 100)
+    assert console._dropped == 100
+    got = bytearray()
+    while len(got) <= outputs.CONSOLE_BYTES:
+        got += os.read(read_end, 1 << 20)
+    console.close(5)
+    assert b"b" not in got
+    assert "100 bytes not shown here" in capfd.readouterr().err
+    os.close(read_end)
+    os.close(write_end)
+
+
+def test_a_terminal_that_is_gone_is_no_error() -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    console = Console()
+    console.write(write_end, b"x\n")
+    console.close(5)
+    assert not console._thread.is_alive()
+    os.close(write_end)
+
+
+def test_a_terminal_made_non_blocking_by_somebody_else_still_gets_everything() -> None:
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    console = Console()
+    console.write(write_end, b"x" * 300_000)
+    got = 0
+    while got < 300_000:
+        got += len(os.read(read_end, 1 << 16))
+    console.close(5)
+    assert got == 300_000
+    os.close(read_end)
+    os.close(write_end)
+
+
+def test_draining_ends_though_somebody_keeps_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = 0
+
+    def always_full(fd: int, size: int) -> bytes:
+        nonlocal reads
+        reads += 1
+        assert reads < 10_000, "the drain never ends"
+        return b"y" * 10
+
+    async def scenario() -> None:
+        output = Output(tmp_path / "log", (None, None), "")
+        output.handed_over()
+        with monkeypatch.context() as patched:
+            patched.setattr(outputs.os, "read", always_full)
+            output.drain()
+        output.close()
+
+    asyncio.run(scenario())
+    assert reads > 0
+
+
+def test_the_tail_is_the_last_of_both_streams_and_bounded(tmp_path: Path) -> None:
+    log = LogFile(tmp_path / "log")
+    log.write(b"x" * 100_000 + b"end")
+    log.write(b"!")
+    assert log.tail.endswith(b"end!")
+    assert len(log.tail) == outputs.TAIL_BYTES
+    log.close()

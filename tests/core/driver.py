@@ -1,0 +1,208 @@
+"""A job driven by hand: events in at given times, actions out, every invariant checked after each.
+
+It remembers all it fed in, so that any test can replay the same history and compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from holdfast.core import job as jobs
+from holdfast.core import ledger as books
+from holdfast.core.job import Job
+from holdfast.messages.actions import AnyAction
+from holdfast.messages.events import (
+    AnyEvent,
+    JobOpened,
+    NodeJoined,
+    NodeLeaving,
+    NodeLeft,
+    NodeReady,
+    NodeResumed,
+    Progress,
+    StreamEnded,
+    Tick,
+    WorkerExited,
+    WorkerStarted,
+)
+from holdfast.messages.records import NodeSpec, Raised, RankProgress, Terms, World
+from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber, Time
+
+OPENED_AT = 1000.0
+
+
+def encoded(job: Job) -> bytes:
+    return msgspec.json.encode(job)
+
+
+def revived(job: Job) -> Job:
+    """The job after a trip through the journal's snapshot."""
+    return msgspec.json.decode(encoded(job), type=Job)
+
+
+def replayed(history: Iterable[tuple[AnyEvent, Time]], revive_at: int | None = None) -> Job:
+    """The job that the same events lead to, with a trip through a snapshot in the middle."""
+    job: Job | None = None
+    for i, (event, now) in enumerate(history):
+        if job is None:
+            assert isinstance(event, JobOpened)
+            job = jobs.opened(event)
+        else:
+            jobs.handle(job, event, now)
+        if i == revive_at:
+            job = revived(job)
+    assert job is not None
+    return job
+
+
+def check_books(job: Job, now: float) -> None:
+    """The causes add up to the rank-seconds, whenever one asks."""
+    at = Time(now)
+    total = books.rank_seconds(job.ledger, at)
+    assert abs(sum(books.seconds_until(job.ledger, at).values()) - total) <= 1e-6 * max(1.0, total)
+
+
+def spec(slots: int = 2, host: str = "host", **more: Any) -> NodeSpec:
+    return NodeSpec(host=host, address="10.0.0.1", slots=slots, pid=1, **more)
+
+
+def raised(type: str = "ValueError", message: str = "no", where: str = "train.py:3") -> Raised:
+    return Raised(type=type, message=message, where=where, traceback=f"{type}: {message}")
+
+
+WAKE = raised("RuntimeError", "[gloo] Connection closed by peer [10.0.0.2]:1234")
+
+
+class Driver:
+    def __init__(self, **terms: Any) -> None:
+        event = JobOpened(at=Time(OPENED_AT), job="j", terms=Terms(**terms))
+        self.job = jobs.opened(event)
+        self.now = OPENED_AT
+        self.history: list[tuple[AnyEvent, Time]] = [(event, Time(OPENED_AT))]
+
+    def take(self, event: AnyEvent) -> list[AnyAction]:
+        self.history.append((event, Time(self.now)))
+        actions = jobs.handle(self.job, event, Time(self.now))
+        jobs.validate(self.job)
+        check_books(self.job, self.now)
+        return actions
+
+    def after(self, seconds: float) -> Driver:
+        self.now += seconds
+        return self
+
+    @property
+    def at(self) -> Time:
+        return Time(self.now)
+
+    @property
+    def world(self) -> World:
+        assert self.job.membership.world is not None
+        return self.job.membership.world
+
+    @property
+    def round(self) -> RoundNumber:
+        return self.job.membership.round
+
+    # ---- what nodes say ----
+
+    def join(self, node: str, slots: int = 2, **more: Any) -> list[AnyAction]:
+        port = 20000 + len(self.history)
+        event = NodeJoined(at=self.at, node=NodeId(node), spec=spec(slots, **more), store_port=port)
+        return self.take(event)
+
+    def ready(self, node: str, ranks: Iterable[RankProgress] = (), **more: Any) -> list[AnyAction]:
+        more = {"round": self.round, "slowest_stop_s": None, **more}
+        port = 20000 + len(self.history)
+        return self.take(
+            NodeReady(at=self.at, node=NodeId(node), store_port=port, ranks=tuple(ranks), **more)
+        )
+
+    def leaving(self, node: str, code: int = 75) -> list[AnyAction]:
+        event = NodeLeaving(at=self.at, node=NodeId(node), reason="stopped by SIGTERM", code=code)
+        return self.take(event)
+
+    def left(self, node: str, ranks: Iterable[RankProgress] = (), **more: Any) -> list[AnyAction]:
+        more = {"round": self.round, **more}
+        return self.take(NodeLeft(at=self.at, node=NodeId(node), ranks=tuple(ranks), **more))
+
+    def lose(self, node: str) -> list[AnyAction]:
+        """Its stream ends and does not come back."""
+        self.take(StreamEnded(at=self.at, node=NodeId(node)))
+        deadline = jobs.deadline(self.job)
+        assert deadline is not None
+        self.now = deadline
+        return self.tick()
+
+    def resume(self, node: str, round: int, busy: bool = False) -> list[AnyAction]:
+        number = RoundNumber(round)
+        return self.take(NodeResumed(at=self.at, node=NodeId(node), round=number, busy=busy))
+
+    def tick(self) -> list[AnyAction]:
+        return self.take(Tick(at=self.at))
+
+    # ---- what workers do ----
+
+    def node_of(self, rank: int) -> NodeId:
+        return self.job.ranks[Rank(rank)].node
+
+    def start(self, rank: int, **more: Any) -> list[AnyAction]:
+        more = {"round": self.round, "node": self.node_of(rank), **more}
+        return self.take(WorkerStarted(at=self.at, rank=Rank(rank), pid=7, warm=True, **more))
+
+    def start_all(self) -> None:
+        for rank in self.job.ranks:
+            self.start(rank)
+
+    def progress(
+        self, rank: int, step: int, steps: int | None = None, first_at: float | None = None
+    ) -> RankProgress:
+        return RankProgress(
+            rank=Rank(rank),
+            step=StepNumber(step),
+            steps=step if steps is None else steps,
+            first_at=Time(self.now if first_at is None else first_at),
+            last_at=self.at,
+        )
+
+    def step(self, rank: int, step: int, steps: int | None = None, **more: Any) -> list[AnyAction]:
+        progress = self.progress(rank, step, steps, more.pop("first_at", None))
+        more = {"round": self.round, "node": self.node_of(rank), **more}
+        return self.take(Progress(at=self.at, ranks=(progress,), **more))
+
+    def step_all(self, step: int, steps: int | None = None) -> None:
+        for rank in self.job.ranks:
+            self.step(rank, step, steps)
+
+    def exit(
+        self, rank: int, step: int = 0, steps: int | None = None, **how: Any
+    ) -> list[AnyAction]:
+        progress = self.progress(rank, step, steps) if step else RankProgress(rank=Rank(rank))
+        how = {"round": self.round, "node": self.node_of(rank), "at": self.at, **how}
+        return self.take(WorkerExited(rank=Rank(rank), progress=progress, **how))
+
+    # ---- whole stretches ----
+
+    def running(self, *nodes: str, slots: int = 2, step: int = 0) -> Driver:
+        """A first round of these nodes, started, and at that step."""
+        for node in nodes:
+            self.join(node, slots)
+        if self.job.membership.world is None:
+            self.after(60).tick()
+        self.after(1).start_all()
+        if step:
+            self.after(1).step_all(step)
+        return self
+
+    def all_ready(self) -> list[AnyAction]:
+        actions: list[AnyAction] = []
+        for node in list(self.job.membership.busy):
+            actions += self.ready(node)
+        return actions
+
+
+def kinds(actions: Iterable[AnyAction]) -> list[str]:
+    return [type(action).__name__ for action in actions]

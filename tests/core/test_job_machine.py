@@ -1,0 +1,386 @@
+"""The whole machine under any sequence of events.
+
+Agents are modelled just well enough to be plausible most of the time (they start what they are told
+to start, and get ready when told to stop); the rest is chance: what dies and how, whose stream
+breaks, what is said twice, late or out of turn, and how far the clocks are apart.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from driver import WAKE, Driver, check_books, encoded, raised, replayed, revived, spec
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from holdfast.core import job as jobs
+from holdfast.core import ledger as books
+from holdfast.core import report
+from holdfast.messages.actions import AnyAction, CloseJob, Finish, StartWorkers, StopWorkers
+from holdfast.messages.events import (
+    AnyEvent,
+    CoordinatorRestarted,
+    ExcludeAsked,
+    NodeJoined,
+    NodeLeaving,
+    NodeLeft,
+    NodeReady,
+    NodeResumed,
+    NodeWarm,
+    Progress,
+    StopAsked,
+    StreamEnded,
+    WorkerExited,
+    WorkerStarted,
+)
+from holdfast.messages.records import Part, RankProgress, World
+from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber, Time
+
+EXITS: list[dict[str, Any]] = [
+    {"code": 0},
+    {"code": 1},
+    {"code": 3},
+    {"code": 1, "raised": raised()},
+    {"code": 1, "raised": WAKE},
+    {"signal": 6},
+    {"signal": 9},
+    {"signal": 9, "oom": True},
+    {"signal": 11},
+    {"signal": 15},
+    {"signal": 60},
+]
+NAMES = [f"n{i}" for i in range(6)]
+OF_A_ROUND = (WorkerStarted, WorkerExited, Progress, ExcludeAsked, StopAsked)
+
+names = st.sampled_from(NAMES)
+skews = st.sampled_from([0.0, 0.0, -0.05, 0.05])
+picks = st.integers(0, 30)
+
+
+class Agent:
+    """What a node would know of itself."""
+
+    def __init__(self) -> None:
+        self.part: Part | None = None
+        self.round = RoundNumber(0)
+        self.steps: dict[Rank, int] = {}
+        self.base = 0
+        self.stopping: StopWorkers | None = None
+        self.finish: Finish | None = None
+
+
+class JobMachine(RuleBasedStateMachine):
+    @initialize(
+        lowest=st.integers(1, 3),
+        more=st.integers(0, 2),
+        unit=st.integers(1, 2),
+        restarts=st.none() | st.integers(0, 4),
+        slots=st.integers(1, 3),
+        there=st.integers(0, 6),
+        steps=st.integers(0, 3),
+    )
+    def open(
+        self,
+        lowest: int,
+        more: int,
+        unit: int,
+        restarts: int | None,
+        slots: int,
+        there: int,
+        steps: int,
+    ) -> None:
+        self.driver = Driver(
+            min_nodes=lowest, max_nodes=lowest + more, node_unit=unit, max_restarts=restarts
+        )
+        self.slots = slots
+        self.agents: dict[str, Agent] = {}
+        self.worlds: dict[int, World] = {}
+        self.round = 0
+        self.total = 0.0
+        self.generation = 0
+        self.closes = 0
+        for name in NAMES[:there]:
+            self.join(name, False, 0.0)
+        self.wait(1.0)
+        if steps:
+            self.everybody_steps(steps, 0.0)
+
+    # ---- carrying events in and actions out ----
+
+    @property
+    def job(self) -> jobs.Job:
+        return self.driver.job
+
+    def at(self, skew: float) -> Time:
+        return Time(self.driver.now + skew)
+
+    def take(self, event: AnyEvent) -> None:
+        stale = isinstance(event, OF_A_ROUND) and event.round != self.job.membership.round
+        before = encoded(self.job) if stale else b""
+        actions = self.driver.take(event)
+        if stale:
+            assert actions == [], "acted upon word of another round"
+            assert encoded(self.job) == before, "word of another round changed something"
+        for action in actions:
+            self.deliver(action)
+
+    def deliver(self, action: AnyAction) -> None:
+        if isinstance(action, CloseJob):
+            self.closes += 1
+            return
+        agent = self.agents.setdefault(action.node, Agent())
+        if isinstance(action, StartWorkers):
+            assert action.part.round == self.job.membership.round
+            assert action.part.world_size == self.driver.world.size
+            if action.part.round > agent.round:
+                agent.part, agent.round = action.part, action.part.round
+                first = action.part.first_rank
+                agent.steps = {Rank(first + i): 0 for i in range(action.part.slots)}
+                agent.base = self.job.highest
+                agent.stopping = None
+        elif isinstance(action, StopWorkers):
+            if action.round == agent.round:
+                agent.stopping = action
+        else:
+            agent.finish = action
+
+    def pick(self, number: int) -> tuple[NodeId, Agent, Rank] | None:
+        ranks = [(NodeId(n), a, r) for n, a in self.agents.items() for r in a.steps]
+        return ranks[number % len(ranks)] if ranks else None
+
+    def progress(self, agent: Agent, rank: Rank, skew: float) -> RankProgress:
+        steps = agent.steps.get(rank, 0)
+        if steps == 0:
+            return RankProgress(rank=rank)
+        return RankProgress(
+            rank=rank,
+            step=StepNumber(agent.base + steps),
+            steps=steps,
+            first_at=self.at(skew - 0.5),
+            last_at=self.at(skew),
+            checkpoint_s=steps * 0.01,
+            restore_s=0.1,
+            saves=steps // 2,
+        )
+
+    # ---- nodes ----
+
+    @rule(name=names, again=st.booleans(), skew=skews)
+    def join(self, name: str, again: bool, skew: float) -> None:
+        if name in self.agents and not again:
+            name = f"{name}-{self.generation}"
+            self.generation += 1
+        self.agents[name] = Agent()
+        self.take(self.joined(name, skew))
+
+    def joined(self, name: str, skew: float) -> NodeJoined:
+        node = NodeId(name)
+        return NodeJoined(
+            at=self.at(skew), node=node, spec=spec(self.slots, host=name), store_port=4000
+        )
+
+    @rule(name=names)
+    def warm(self, name: str) -> None:
+        self.take(NodeWarm(at=self.at(0), node=NodeId(name)))
+
+    @rule(number=picks, skew=skews, slow=st.none() | st.floats(0, 40))
+    def get_ready(self, number: int, skew: float, slow: float | None) -> None:
+        stopping = [(n, a) for n, a in self.agents.items() if a.stopping is not None]
+        if not stopping:
+            return
+        name, agent = stopping[number % len(stopping)]
+        ranks = tuple(self.progress(agent, rank, skew) for rank in agent.steps)
+        round, agent.stopping, agent.steps = agent.round, None, {}
+        self.take(
+            NodeReady(
+                at=self.at(skew),
+                node=NodeId(name),
+                round=round,
+                store_port=4001,
+                slowest_stop_s=slow,
+                ranks=ranks,
+            )
+        )
+
+    @rule()
+    def everybody_gets_ready(self) -> None:
+        for i in range(len(self.agents)):
+            self.get_ready(i, 0.0, None)
+
+    @rule(name=names, code=st.sampled_from([1, 75]))
+    def leave(self, name: str, code: int) -> None:
+        event = NodeLeaving(at=self.at(0), node=NodeId(name), reason="stopped", code=code)
+        self.take(event)
+
+    @rule(number=picks, skew=skews, anyway=st.booleans())
+    def end(self, number: int, skew: float, anyway: bool) -> None:
+        going = [n for n, a in self.agents.items() if a.finish is not None or anyway]
+        if going:
+            name = going[number % len(going)]
+            agent = self.agents.pop(name)
+            ranks = tuple(self.progress(agent, rank, skew) for rank in agent.steps)
+            self.take(NodeLeft(at=self.at(skew), node=NodeId(name), round=agent.round, ranks=ranks))
+
+    @rule(name=names)
+    def break_stream(self, name: str) -> None:
+        self.take(StreamEnded(at=self.at(0), node=NodeId(name)))
+
+    @rule(name=names, busy=st.booleans())
+    def resume(self, name: str, busy: bool) -> None:
+        agent = self.agents.get(name)
+        round = agent.round if agent is not None else RoundNumber(0)
+        self.take(NodeResumed(at=self.at(0), node=NodeId(name), round=round, busy=busy))
+
+    @rule()
+    def restart_coordinator(self) -> None:
+        self.driver.job = revived(self.job)
+        self.take(CoordinatorRestarted(at=self.at(0)))
+
+    # ---- workers ----
+
+    @rule(number=picks, skew=skews)
+    def begin(self, number: int, skew: float) -> None:
+        picked = self.pick(number)
+        if picked is not None:
+            node, agent, rank = picked
+            self.take(
+                WorkerStarted(
+                    at=self.at(skew), node=node, round=agent.round, rank=rank, pid=1, warm=True
+                )
+            )
+
+    @rule(steps=st.integers(1, 5), skew=skews)
+    def everybody_steps(self, steps: int, skew: float) -> None:
+        for name, agent in list(self.agents.items()):
+            for rank in agent.steps:
+                agent.steps[rank] += steps
+            ranks = tuple(self.progress(agent, rank, skew) for rank in agent.steps)
+            event = Progress(at=self.at(skew), node=NodeId(name), round=agent.round, ranks=ranks)
+            self.take(event)
+
+    @rule(number=picks, steps=st.integers(1, 3), skew=skews)
+    def step(self, number: int, steps: int, skew: float) -> None:
+        picked = self.pick(number)
+        if picked is not None:
+            node, agent, rank = picked
+            agent.steps[rank] += steps
+            ranks = (self.progress(agent, rank, skew),)
+            self.take(Progress(at=self.at(skew), node=node, round=agent.round, ranks=ranks))
+
+    @rule(number=picks, how=st.sampled_from(EXITS), skew=skews)
+    def die(self, number: int, how: dict[str, Any], skew: float) -> None:
+        picked = self.pick(number)
+        if picked is not None:
+            node, agent, rank = picked
+            self.exit(node, agent, rank, how, skew)
+            agent.steps.pop(rank, None)
+
+    @rule()
+    def everybody_finishes(self) -> None:
+        for name, agent in list(self.agents.items()):
+            for rank in list(agent.steps):
+                self.exit(NodeId(name), agent, rank, {"code": 0}, 0.0)
+
+    def exit(
+        self, node: NodeId, agent: Agent, rank: Rank, how: dict[str, Any], skew: float
+    ) -> None:
+        self.take(
+            WorkerExited(
+                at=self.at(skew),
+                node=node,
+                round=agent.round,
+                rank=rank,
+                progress=self.progress(agent, rank, skew),
+                **how,
+            )
+        )
+
+    @rule(number=picks, stop=st.sampled_from([False, False, False, True]))
+    def ask(self, number: int, stop: bool) -> None:
+        picked = self.pick(number)
+        if picked is None:
+            return
+        node, agent, rank = picked
+        about = {"at": self.at(0), "node": node, "round": agent.round, "rank": rank, "reason": "x"}
+        self.take(StopAsked(**about, code=93) if stop else ExcludeAsked(**about))
+
+    # ---- time, and what is said again ----
+
+    @rule(seconds=st.sampled_from([0.0, 0.001, 0.1, 0.4, 1.0, 20.0, 700.0]))
+    def wait(self, seconds: float) -> None:
+        """Time passes; a deadline on the way is kept, as the coordinator's timer would."""
+        until = self.driver.now + seconds
+        for _ in range(20):
+            deadline = jobs.deadline(self.job)
+            if deadline is None or deadline > until:
+                break
+            self.driver.now = max(self.driver.now, deadline)
+            for action in self.driver.tick():
+                self.deliver(action)
+        else:
+            raise AssertionError("a deadline that passed comes again and again")
+        self.driver.now = until
+
+    @rule()
+    def tick_early(self) -> None:
+        for action in self.driver.tick():
+            self.deliver(action)
+
+    @rule(back=st.integers(1, 15))
+    def say_again(self, back: int) -> None:
+        event, _ = self.driver.history[-min(back, len(self.driver.history))]
+        self.take(event)
+
+    # ---- what must hold ----
+
+    @precondition(lambda self: hasattr(self, "driver"))
+    @invariant()
+    def nothing_is_out_of_order(self) -> None:
+        job, m = self.job, self.job.membership
+        assert m.round >= self.round, "a round went back"
+        self.round = m.round
+        if m.world is not None:
+            assert self.worlds.setdefault(m.round, m.world) == m.world, "a frozen world changed"
+            ranks = [r for p in m.world.places for r in range(p.first_rank, p.first_rank + p.slots)]
+            assert ranks == list(range(m.world.size)), "ranks are not unique and contiguous"
+            assert list(job.ranks) == ranks
+        total = books.rank_seconds(job.ledger, self.driver.at)
+        assert total >= self.total - 1e-6, "the books lost time"
+        self.total = total
+        assert self.closes <= 1 or any(
+            isinstance(event, CoordinatorRestarted) for event, _ in self.driver.history
+        )
+
+    @precondition(lambda self: hasattr(self, "driver"))
+    @invariant()
+    def it_can_be_reported(self) -> None:
+        job, now = self.job, self.driver.at
+        report.status(job, now, alive=True)
+        report.incidents(job)
+        report.summary(job, now)
+        told = report.goodput(job, now)
+        assert all(s >= 0 for s in told["seconds"].values())
+
+    def teardown(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        state, history = encoded(self.job), self.driver.history
+        assert encoded(replayed(history)) == state, "a replay led elsewhere"
+        assert encoded(replayed(history, revive_at=len(history) // 2)) == state
+        assert encoded(revived(self.job)) == state
+        self.ends_when_told()
+
+    def ends_when_told(self) -> None:
+        """Whatever happened, a job whose nodes are all gone or told to go can be closed."""
+        for node in list(self.job.membership.nodes()):
+            self.driver.leaving(node)
+        for node in list(self.job.membership.nodes()):
+            self.driver.left(node)
+        if self.job.ended is not None:
+            assert self.job.closed
+            check_books(self.job, self.driver.now)
+
+
+TestJobMachine = JobMachine.TestCase
+TestJobMachine.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)

@@ -1,0 +1,198 @@
+"""The rules about faults, one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from driver import WAKE, raised
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.core import recovery as faults
+from holdfast.core.recovery import Again, Fault, Recovery, Stop
+from holdfast.messages.events import WorkerExited
+from holdfast.messages.records import RankProgress, Terms
+from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber, Time
+
+NODE = NodeId("n")
+
+
+def died(step: int = 5, at: float = 1.0, rank: int = 0, **how: Any) -> Fault:
+    event = WorkerExited(
+        at=Time(at),
+        node=NODE,
+        round=RoundNumber(1),
+        rank=Rank(rank),
+        progress=RankProgress(rank=Rank(rank)),
+        **how,
+    )
+    return faults.fault_of(event, StepNumber(step))
+
+
+def lost() -> Fault:
+    return faults.lost_node(NODE, RoundNumber(1), StepNumber(5), "its stream ended", Time(9))
+
+
+def judge(recovery: Recovery, fault: Fault, highest: int = 5) -> Again | Stop:
+    verdict = faults.judge(recovery, fault, StepNumber(highest))
+    faults.validate(recovery)
+    return verdict
+
+
+KINDS = [
+    ({"signal": 9}, "signal", "killed by SIGKILL"),
+    ({"signal": 9, "oom": True}, "oom", "killed by the out-of-memory killer"),
+    ({"signal": 11}, "signal", "killed by SIGSEGV"),
+    ({"signal": 64}, "signal", "killed by SIGRTMAX"),
+    ({"signal": 63}, "signal", "killed by signal 63"),
+    ({"code": 3}, "exit", "exit code 3"),
+    ({"code": 1, "raised": raised()}, "exception", "ValueError at train.py:3"),
+]
+
+
+@pytest.mark.parametrize(("how", "kind", "signature"), KINDS)
+def test_a_death_is_named_after_how_it_came(how: dict[str, Any], kind: str, signature: str) -> None:
+    fault = died(**how)
+    assert (fault.kind, fault.signature) == (kind, signature)
+
+
+def test_the_detail_is_the_traceback_and_without_one_the_end_of_the_log() -> None:
+    assert died(code=1, raised=raised(), log_tail="tail").detail == "ValueError: no"
+    assert died(code=1, log_tail="tail").detail == "tail"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer",
+        "NCCL error: unhandled system error",
+        "Connection reset by peer",
+        "Broken pipe",
+        "socket timeout",
+    ],
+)
+def test_a_broken_collective_is_taken_for_the_wake_of_another_death(message: str) -> None:
+    assert died(code=1, raised=raised("RuntimeError", message)).wake
+    assert not died(code=1, raised=raised("ValueError", "x is 3")).wake
+
+
+def test_a_distributed_error_is_taken_for_the_wake_of_another_death() -> None:
+    assert died(code=1, raised=raised("DistBackendError", "x")).wake
+
+
+def test_the_culprit_is_who_died_by_himself_even_if_heard_of_later() -> None:
+    wake, kill = died(at=1.0, code=1, raised=WAKE), died(at=1.2, signal=9)
+    assert faults.culprit(wake, kill) is kill
+    assert faults.culprit(kill, wake) is kill
+
+
+def test_of_two_equal_deaths_the_earlier_one_is_the_culprit() -> None:
+    first, second = died(at=1.0, signal=9), died(at=1.1, signal=11)
+    assert faults.culprit(second, first) is first
+
+
+@pytest.mark.parametrize("how", [{"code": 1}, {"code": 1, "raised": raised()}])
+def test_a_failure_before_the_first_step_is_the_users_bug(how: dict[str, Any]) -> None:
+    verdict = judge(Recovery(Terms()), died(step=0, **how), highest=0)
+    assert verdict == Stop(1, verdict.reason)  # type: ignore[union-attr]
+    assert "before the first step" in verdict.reason  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("how", [{"signal": 9}, {"signal": 11}, {"signal": 9, "oom": True}])
+def test_a_worker_killed_while_starting_is_tried_again(how: dict[str, Any]) -> None:
+    assert judge(Recovery(Terms()), died(step=0, **how), highest=0) == Again()
+
+
+def test_with_a_number_of_restarts_a_failing_start_uses_them_up_and_no_more() -> None:
+    recovery = Recovery(Terms(max_restarts=4))
+    verdicts = [judge(recovery, died(step=0, code=1), highest=0) for _ in range(5)]
+    assert verdicts[:4] == [Again()] * 4
+    assert isinstance(verdicts[4], Stop)
+    assert verdicts[4].code == 1
+
+
+def test_no_restarts_allowed_means_none() -> None:
+    assert isinstance(judge(Recovery(Terms(max_restarts=0)), died(signal=9)), Stop)
+
+
+def test_the_same_failure_at_the_same_step_three_times_ends_the_job_with_93() -> None:
+    recovery = Recovery(Terms())
+    verdicts = [judge(recovery, died(code=1, raised=raised())) for _ in range(3)]
+    assert verdicts[:2] == [Again(), Again()]
+    assert isinstance(verdicts[2], Stop)
+    assert verdicts[2].code == 93
+    assert "3 times in a row" in verdicts[2].reason
+
+
+def test_the_same_failure_at_another_step_is_another_failure() -> None:
+    recovery = Recovery(Terms())
+    for step in range(1, 50):
+        assert judge(recovery, died(step=step, code=1, raised=raised()), highest=step) == Again()
+
+
+def test_two_failures_by_turns_do_not_go_on_for_ever() -> None:
+    recovery = Recovery(Terms())
+    verdicts = []
+    for i in range(faults.STUCK_LIMIT + 1):
+        verdicts.append(judge(recovery, died(code=1 + i % 2)))
+        if isinstance(verdicts[-1], Stop):
+            break
+    assert isinstance(verdicts[-1], Stop)
+    assert verdicts[-1].code == 93
+
+
+def test_kills_from_outside_are_never_the_same_failure() -> None:
+    recovery = Recovery(Terms())
+    for _ in range(100):
+        assert judge(recovery, died(signal=9)) == Again()
+
+
+def test_even_kills_from_outside_without_progress_end_at_last() -> None:
+    recovery = Recovery(Terms())
+    verdicts = [judge(recovery, died(signal=9)) for _ in range(faults.STUCK_LIMIT_OUTSIDE)]
+    assert isinstance(verdicts[-1], Stop)
+
+
+def test_kills_with_progress_between_them_go_on_for_ever() -> None:
+    recovery = Recovery(Terms())
+    for step in range(1, 1000):
+        assert judge(recovery, died(step=step, signal=9), highest=step) == Again()
+
+
+def test_the_out_of_memory_killer_at_the_same_step_counts_as_the_same_failure() -> None:
+    recovery = Recovery(Terms())
+    verdicts = [judge(recovery, died(signal=9, oom=True)) for _ in range(3)]
+    assert isinstance(verdicts[2], Stop)
+
+
+def test_a_lost_node_is_never_the_scripts_fault() -> None:
+    recovery = Recovery(Terms())
+    for _ in range(10):
+        assert judge(recovery, lost(), highest=0) == Again()
+
+
+@pytest.mark.parametrize("kind", sorted(faults.WANTED))
+def test_a_change_that_we_wanted_costs_no_restart(kind: Any) -> None:
+    recovery = Recovery(Terms(max_restarts=0))
+    fault = faults.wanted(kind, NODE, RoundNumber(1), StepNumber(5), "why", Time(9))
+    assert judge(recovery, fault) == Again()
+    assert recovery.restarts == 0
+
+
+hows = st.sampled_from([how for how, _, _ in KINDS])
+
+
+@given(st.none() | st.integers(0, 5), st.lists(st.tuples(hows, st.integers(0, 3))))
+def test_no_sequence_of_faults_breaks_the_rules(
+    limit: int | None, sequence: list[tuple[dict[str, Any], int]]
+) -> None:
+    recovery = Recovery(Terms(max_restarts=limit))
+    highest = 0
+    for how, gained in sequence:
+        highest += gained
+        verdict = judge(recovery, died(step=highest, **how), highest)
+        if isinstance(verdict, Stop):
+            assert verdict.code in (faults.EXIT_FAILED, faults.EXIT_DO_NOT_REQUEUE)
+            return
+        assert limit is None or recovery.restarts <= limit

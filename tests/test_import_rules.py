@@ -1,0 +1,182 @@
+"""The shape of the code: who may import whom, and what a command may cost.
+
+The table is the design's layout. A rule names a part of the package and all that it may import of
+ours; parts that are not in the table do not exist.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import resource
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "holdfast"
+
+LEAVES = {"errors", "kernel"}
+"""Modules that import nothing of ours; anybody may import them."""
+
+SHELLS = {"coordinator", "agent", "worker", "launcher"}
+
+TOOLS = {"framing", "packets", "page", "clock", "config", "jobhome", "tls"}
+"""Small parts that shells are made of."""
+
+RULES: dict[str, set[str]] = {
+    "errors": set(),
+    "kernel": set(),
+    "messages": set(),
+    "core": {"messages", "errors"},
+    "framing": {"errors"},
+    "packets": {"messages", "errors"},
+    "page": {"kernel"},
+    "clock": {"messages"},
+    "config": {"errors", "tls"},
+    "tls": {"errors"},
+    "jobhome": {"errors", "config"},
+    "coordinator": {"messages", "core", *LEAVES, *TOOLS},
+    "agent": {"messages", "core", "health", "platforms", *LEAVES, *TOOLS},
+    "worker": {"messages", *LEAVES, *TOOLS},
+    "launcher": {"coordinator", "agent", "messages", "core", *LEAVES, *TOOLS},
+    "platforms": {"errors", "config"},
+    # The simulated coordinator is restarted from the real journal.
+    "sim": {"coordinator", "core", "messages", "errors"},
+    # The commands that look at a job read its journal; nothing else of a shell is theirs to use.
+    "cli": {"launcher", "coordinator", "sim", "core", "messages", *LEAVES, *TOOLS},
+    "__main__": {"cli"},
+    # The public API is the worker's, and imported only when it is used.
+    "__init__": {"worker"},
+}
+
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def part_of(path: Path) -> str:
+    """The part of the package that a file belongs to: "core", "framing", ..."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_by(path: Path) -> set[str]:
+    """All modules of ours that a file imports, wherever in it, as dotted names."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+            module = node.module or ""
+            found.add(module)
+            found |= {f"{module}.{alias.name}" for alias in node.names}
+    return {name for name in found if name.startswith("holdfast.")}
+
+
+def parts_imported_by(path: Path) -> set[str]:
+    names = {name.split(".")[1] for name in imported_by(path)}
+    known = {part_of(module) for module in MODULES}
+    return {name for name in names if name in known}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_a_module_imports_only_what_its_part_may(path: Path) -> None:
+    part = part_of(path)
+    assert part in RULES, f"{part} has no rule: say in RULES what it may import"
+    forbidden = parts_imported_by(path) - RULES[part] - {part}
+    assert not forbidden, f"{path.relative_to(PACKAGE)} imports {sorted(forbidden)}"
+
+
+def test_nothing_but_the_command_line_and_the_launcher_may_import_a_shell() -> None:
+    may = {part for part, allowed in RULES.items() if allowed & (SHELLS - {part})}
+    assert may == {"cli", "launcher", "sim", "__init__"}
+
+
+OF_SHELLS = {
+    "cli": {"holdfast.coordinator.journal", "holdfast.coordinator.main"},
+    "sim": {"holdfast.coordinator.journal"},
+}
+
+
+@pytest.mark.parametrize("part", OF_SHELLS)
+def test_of_a_shell_others_import_only_the_journal_and_its_front_door(part: str) -> None:
+    for path in MODULES:
+        if part_of(path) == part:
+            shells = {n for n in imported_by(path) if n.split(".")[1] in SHELLS - {"launcher"}}
+            modules = {name for name in shells if name.count(".") == 2}
+            assert modules <= OF_SHELLS[part], path
+
+
+@pytest.mark.parametrize("part", ["core", "messages"])
+def test_what_decides_knows_no_clock_no_chance_and_no_outside(part: str) -> None:
+    outside = {"os", "time", "random", "socket", "asyncio", "threading", "subprocess", "torch"}
+    for path in MODULES:
+        if part_of(path) == part:
+            for node in ast.walk(ast.parse(path.read_text())):
+                names = set()
+                if isinstance(node, ast.Import):
+                    names = {alias.name.split(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom):
+                    names = {(node.module or "").split(".")[0]}
+                assert not names & outside, f"{path.name} imports {names & outside}"
+
+
+# ---- what a start costs ----
+
+
+def modules_after(code: str) -> set[str]:
+    report = "\nimport sys\nprint('MODULES', *sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code + report],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return set(done.stdout.rpartition("MODULES ")[2].split())
+
+
+HELPS = [["--help"], ["run", "--help"]]
+
+
+@pytest.mark.parametrize("arguments", HELPS, ids=" ".join)
+def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+    code = f"""
+from holdfast.cli.main import main
+try:
+    main({arguments!r})
+except SystemExit:
+    pass
+"""
+    heavy = {"torch", "numpy", "msgspec", "asyncio", "sqlite3", "rich", "ssl"}
+    assert not modules_after(code) & heavy
+
+
+@pytest.mark.parametrize("arguments", HELPS, ids=" ".join)
+def test_help_costs_at_most_0_15_s(arguments: list[str]) -> None:
+    costs = []
+    for _ in range(5):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(
+            [sys.executable, "-m", "holdfast", *arguments],
+            stdout=subprocess.DEVNULL,
+            timeout=60,
+            check=True,
+            env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
+        )
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        costs.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    # The CPU's time and not the wall's: a busy machine is not our fault.
+    assert statistics.median(costs) <= 0.15
+
+
+@pytest.mark.parametrize(
+    "module", ["launcher", "agent.main", "coordinator.main", "cli.run", "cli.status"]
+)
+def test_nobody_but_a_worker_imports_torch(module: str) -> None:
+    assert "torch" not in modules_after(f"import holdfast.{module}")
+
+
+def test_importing_holdfast_imports_none_of_it() -> None:
+    assert not {m for m in modules_after("import holdfast") if m.startswith("holdfast.")}

@@ -1,0 +1,205 @@
+"""A job's home: one job at a time, nothing written over, the token for nobody else."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import select
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from holdfast import jobhome
+from holdfast.errors import JobError, JobHomeError
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
+    return tmp_path
+
+
+def finished(name: str) -> jobhome.JobHome:
+    """A job of that name that ran and is over."""
+    made = jobhome.create(name, "train.py")
+    made.write_job_file({"job": name})
+    made.journal.touch()
+    os.close(made._lock_fd)
+    return made
+
+
+def test_a_new_job_has_a_home_with_logs(home: Path) -> None:
+    made = jobhome.create("llm", "train.py")
+    assert made.path == home / "jobs" / "llm"
+    assert made.logs.is_dir()
+    assert made.alive()
+
+
+def test_a_job_without_a_name_is_called_after_its_script() -> None:
+    assert jobhome.create(None, "/x/my train!.py").name.startswith("my-train--")
+
+
+def test_the_job_file_is_for_its_owner_alone() -> None:
+    made = jobhome.create("llm", "train.py")
+    old = os.umask(0)
+    try:
+        made.write_job_file({"token": "secret"})
+    finally:
+        os.umask(old)
+    mode = stat.S_IMODE((made.path / "job.json").stat().st_mode)
+    assert mode == 0o600
+    assert made.read_job_file() == {"token": "secret"}
+
+
+def test_the_job_file_is_written_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = jobhome.create("llm", "train.py")
+    made.write_job_file({"token": "first"})
+
+    def broken(*_: object, **__: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(json, "dump", broken)
+    with pytest.raises(OSError, match="disk full"):
+        made.write_job_file({"token": "second"})
+    assert made.read_job_file() == {"token": "first"}
+
+
+def test_a_second_live_job_of_the_same_name_is_refused() -> None:
+    jobhome.create("llm", "train.py")
+    with pytest.raises(JobHomeError, match="running already") as caught:
+        jobhome.create("llm", "train.py")
+    assert caught.value.exit_code == 2
+
+
+def test_the_home_of_an_older_job_is_set_aside_whole(home: Path) -> None:
+    for token in ("1", "2", "3"):
+        (finished("llm").path / "token").write_text(token)
+    kept = {p.name: (p / "token").read_text() for p in (home / "jobs").iterdir()}
+    assert kept == {"llm": "3", "llm.1": "1", "llm.2": "2"}
+
+
+def test_a_job_whose_runner_was_killed_is_not_alive() -> None:
+    code = (
+        "import os, signal; from holdfast import jobhome\n"
+        "jobhome.create('llm', 'x'); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", code], timeout=30, check=False)
+    assert not jobhome.JobHome(jobhome.config.home() / "jobs" / "llm").alive()
+    assert jobhome.create("llm", "x").alive()
+
+
+def test_looking_whether_a_job_is_alive_does_not_make_it_seem_so() -> None:
+    made = finished("llm")
+    fd = os.open(made.path / "lock", os.O_RDWR)
+    try:
+        jobhome.fcntl.flock(fd, jobhome.fcntl.LOCK_SH)  # Somebody else is just looking, too.
+        assert not made.alive()
+    finally:
+        os.close(fd)
+
+
+def _create(ready: object, answers: object) -> None:
+    ready.wait()  # type: ignore[attr-defined]
+    try:
+        made = jobhome.create("llm", "train.py")
+        made.write_job_file({"pid": os.getpid()})
+        answers.put(("won", os.getpid()))  # type: ignore[attr-defined]
+        ready.wait()  # type: ignore[attr-defined]
+    except JobHomeError as error:
+        answers.put(("lost", str(error)))  # type: ignore[attr-defined]
+        ready.wait()  # type: ignore[attr-defined]
+
+
+def test_of_many_jobs_started_at_once_with_one_name_exactly_one_runs(home: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    count = 8
+    finished("llm")
+    ready, answers = context.Barrier(count), context.Queue()
+    processes = [context.Process(target=_create, args=(ready, answers)) for _ in range(count)]
+    for process in processes:
+        process.start()
+    told = [answers.get(timeout=30) for _ in range(count)]
+    for process in processes:
+        process.join(30)
+    winners = [pid for outcome, pid in told if outcome == "won"]
+    assert len(winners) == 1
+    content = json.loads((home / "jobs" / "llm" / "job.json").read_text())
+    assert content == {"pid": winners[0]}
+    assert sorted(p.name for p in (home / "jobs").iterdir()) == ["llm", "llm.1"]
+
+
+def test_a_job_that_starts_while_another_sets_the_old_home_aside_does_not_lose_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    finished("llm")
+    code = "from holdfast import jobhome; jobhome.create('llm', 'x'); print('won', flush=True); input()"
+    real = jobhome._set_aside
+    others: list[subprocess.Popen[str]] = []
+
+    def with_another_at_the_door(path: Path) -> None:
+        other = subprocess.Popen(
+            [sys.executable, "-c", code],
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        others.append(other)
+        assert other.stdout is not None
+        deadline = time.monotonic() + 20
+        while not _waits_for_a_lock(other.pid) and not select.select([other.stdout], [], [], 0)[0]:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        real(path)
+
+    monkeypatch.setattr(jobhome, "_set_aside", with_another_at_the_door)
+    jobhome.create("llm", "train.py")
+    (other,) = others
+    said, complaint = other.communicate(timeout=30)
+    assert said == ""
+    assert "running already" in complaint
+
+
+def _waits_for_a_lock(pid: int) -> bool:
+    with open("/proc/locks") as locks:
+        return any("->" in line and f" {pid} " in line for line in locks)
+
+
+def test_a_home_that_cannot_be_written_is_one_clear_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "file"))
+    with pytest.raises(JobHomeError, match="set HOLDFAST_HOME elsewhere") as caught:
+        jobhome.create("llm", "train.py")
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_a_job_is_found_by_its_name() -> None:
+    finished("one")
+    finished("two")
+    assert jobhome.find("one").name == "one"
+
+
+def test_without_a_name_the_newest_job_is_found() -> None:
+    one, two = finished("one"), finished("two")
+    os.utime(one.path / "job.json", (1000, 1000))
+    os.utime(two.path / "job.json", (2000, 2000))
+    assert jobhome.find(None).name == "two"
+
+
+def test_a_job_that_is_not_there_is_named_with_those_that_are() -> None:
+    finished("one")
+    with pytest.raises(JobError, match=r"no job three .*known are: one"):
+        jobhome.find("three")
+
+
+def test_no_jobs_at_all_is_said_so() -> None:
+    with pytest.raises(JobError, match="holdfast run"):
+        jobhome.find(None)
