@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from holdfast.messages.requests import Tally as Tally
+    from holdfast.worker.api import Tally as Tally
     from holdfast.worker.api import barrier as barrier
     from holdfast.worker.api import exclude_this_node as exclude_this_node
     from holdfast.worker.api import progress as progress
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from holdfast.worker.api import vote as vote
 
 _LAZY = {
-    "Tally": "holdfast.messages.requests",
+    "Tally": "holdfast.worker.api",
     "barrier": "holdfast.worker.api",
     "exclude_this_node": "holdfast.worker.api",
     "progress": "holdfast.worker.api",

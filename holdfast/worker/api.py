@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from holdfast.errors import NotUnderHoldfast
 from holdfast.messages.exits import EXIT_DO_NOT_REQUEUE
-from holdfast.messages.requests import CastVote, ExcludeNode, JoinBarrier, StopJob, Tally
+from holdfast.messages.requests import CastVote, ExcludeNode, JoinBarrier, StopJob
+from holdfast.messages.requests import Tally as Tally
 from holdfast.worker import runtime
 from holdfast.worker.requests import SLACK_S
 
