@@ -31,7 +31,7 @@ from holdfast import jobhome, kernel
 from holdfast.config import RunSettings
 from holdfast.errors import HoldfastError, JobError, UsageError
 from holdfast.jobhome import JobHome
-from holdfast.messages.exits import EXIT_BROKEN, EXIT_REJOIN
+from holdfast.messages.exits import EXIT_BROKEN, EXIT_FAILED, EXIT_REJOIN, EXIT_TURNED_AWAY
 
 if TYPE_CHECKING:
     from holdfast.messages.records import Terms
@@ -89,6 +89,8 @@ class Launcher:
     agent: Child
     coordinator: Child | None
     """None on a node that joins a coordinator elsewhere."""
+    alone: bool
+    """Whether there are no other nodes, and never will be."""
 
     def run(self) -> int:
         """Start both, and see to it that both run until the agent says that the job is over."""
@@ -111,6 +113,9 @@ class Launcher:
             for pid, status in _ended():
                 if pid == self.agent.pid:
                     code = os.waitstatus_to_exitcode(status)
+                    if code == EXIT_TURNED_AWAY:
+                        self._end_coordinator()
+                        return EXIT_FAILED
                     if code >= 0 and code not in (EXIT_BROKEN, EXIT_REJOIN):
                         return code
                     self._end_orphans()
@@ -126,6 +131,13 @@ class Launcher:
             raise JobError(f"the {child.name} {how}, {len(child.deaths)} times within a minute")
         log.warning("the %s %s; starting it again", child.name, how)
         child.start()
+
+    def _end_coordinator(self) -> None:
+        """Nobody will ever join it."""
+        if self.coordinator is not None:
+            _signal(self.coordinator.pid, signal.SIGKILL)
+            _reap(self.coordinator.pid)
+            self.coordinator = None
 
     def _end_orphans(self) -> None:
         """Kill all that the dead agent left to us."""
@@ -148,6 +160,8 @@ class Launcher:
         told = False
         while coordinator.pid in kernel.children(os.getpid()):
             got = signal.sigtimedwait(self.signals | {signal.SIGCHLD}, TELL_AFTER_S)
+            if got is None and self.alone:
+                return  # The agent did not come so far as to tell it that the job is over.
             if got is None and not told:
                 log.info("this node has left the job; its coordinator stays for the other nodes")
                 told = True
@@ -220,7 +234,7 @@ def launch(settings: RunSettings, since_monotonic: float) -> tuple[int, JobHome 
     signals = _ALWAYS | {signal.Signals[name] for name in settings.signals_to_handle}
     agent = Child("agent", be_agent)
     if site.listener is None:
-        return Launcher(signals, agent, None).run(), None
+        return Launcher(signals, agent, None, alone=False).run(), None
     listener = site.listener
 
     def be_coordinator() -> int:
@@ -237,7 +251,9 @@ def launch(settings: RunSettings, since_monotonic: float) -> tuple[int, JobHome 
         run_coordinator(orders)
         return 0  # It ended in good order, whatever the job's exit code is: that is the agent's.
 
-    return Launcher(signals, agent, Child("coordinator", be_coordinator)).run(), site.home
+    coordinator = Child("coordinator", be_coordinator)
+    alone = settings.max_nodes + settings.spares == 1
+    return Launcher(signals, agent, coordinator, alone).run(), site.home
 
 
 def find_site(settings: RunSettings) -> Site:

@@ -25,7 +25,7 @@ from holdfast.config import RunSettings
 from holdfast.core.deadlines import JOIN_LIMIT_S
 from holdfast.messages.actions import Finish
 from holdfast.messages.events import NodeJoined, NodeLeaving, NodeWarm
-from holdfast.messages.exits import EXIT_REJOIN, EXIT_TRY_AGAIN
+from holdfast.messages.exits import EXIT_REJOIN, EXIT_TRY_AGAIN, EXIT_TURNED_AWAY
 from holdfast.messages.records import NodeSpec, Terms
 from holdfast.messages.units import NodeId
 from holdfast.platforms import topology
@@ -84,6 +84,17 @@ async def _run(orders: AgentOrders) -> int:
     finally:
         pool.close()
         agent.console.close(CONSOLE_LIMIT_S)
+        _stop_listening(
+            {signal.SIGCHLD, *map(signal.Signals.__getitem__, settings.signals_to_handle)}
+        )
+
+
+def _stop_listening(signals: set[signal.Signals]) -> None:
+    """A loop that is being closed must not be woken up by a signal any more."""
+    loop = asyncio.get_running_loop()
+    for number in signals:
+        loop.remove_signal_handler(number)
+        signal.signal(number, signal.SIG_IGN if number != signal.SIGCHLD else signal.SIG_DFL)
 
 
 class _Agent:
@@ -124,7 +135,9 @@ class _Agent:
             tls=client_context(orders.settings.tls),
             resumed=self.supervisor.courier.ask_again,
         )
-        self._told_to_leave = False
+        self._joined = False
+        self._leaving: Finish | None = None
+        """What we would do by ourselves, once we were told to stop."""
 
     async def run(self) -> int:
         self._mind_signals()
@@ -152,7 +165,7 @@ class _Agent:
         if not isinstance(error, Turned) and error is not None:
             raise error
         print(f"holdfast: the coordinator refused this node: {error}", file=sys.stderr)
-        return 1
+        return EXIT_TURNED_AWAY
 
     def _join(self) -> None:
         settings = self.orders.settings
@@ -173,7 +186,9 @@ class _Agent:
         self.stream.send(
             NodeJoined(at=self.clock.now(), node=self.node, spec=spec, store_port=port)
         )
-
+        self._joined = True
+        if self._leaving is not None:
+            self._tell_leaving(self._leaving)
         if self.pool.warm:
             self._tell_warm()
         self.pool.on_warm = self._tell_warm
@@ -211,18 +226,23 @@ class _Agent:
 
     def _on_signal(self, number: signal.Signals) -> None:
         orphaned = os.getppid() != self.orders.launcher_pid
-        if orphaned or self._told_to_leave:
+        if orphaned or self._leaving is not None:
             # The launcher is gone, or somebody insists: no more courtesy.
             self.supervisor.act(self._own_finish(number, grace_s=0.0))
             self.supervisor.kill_all()
             return
-        self._told_to_leave = True
+        self._leaving = self._own_finish(number, grace_s=30.0)
+        if self._joined:
+            self._tell_leaving(self._leaving)
         if not self.stream.connected:
-            self.supervisor.act(self._own_finish(number, grace_s=30.0))
-            return
-        finish = self._own_finish(number, grace_s=0.0)
+            # It may be about to start, or to come back; if it does not, we go without its leave.
+            loop = asyncio.get_running_loop()
+            loop.call_later(LAST_WORD_LIMIT_S, self.supervisor.act, self._leaving)
+
+    def _tell_leaving(self, finish: Finish) -> None:
+        now = self.clock.now()
         self.stream.send(
-            NodeLeaving(at=self.clock.now(), node=self.node, reason=finish.reason, code=finish.code)
+            NodeLeaving(at=now, node=self.node, reason=finish.reason, code=finish.code)
         )
 
     def _own_finish(self, number: signal.Signals, grace_s: float) -> Finish:

@@ -64,7 +64,7 @@ class CoordinatorStream:
     _writer: asyncio.StreamWriter | None = None
     _beat: asyncio.TimerHandle | None = None
     lost_at: float = field(default_factory=time.monotonic)
-    """Since when there is no stream, while there is none."""
+    """Since when we are not welcome anywhere, while we are not."""
     drained: asyncio.Event = field(default_factory=asyncio.Event)
 
     def send(self, event: AnyEvent) -> None:
@@ -99,8 +99,9 @@ class CoordinatorStream:
             except (ConnectionError, TimeoutError):
                 pass  # Cut off, by the other side or by the kernel's keep-alive.
             finally:
+                if self._writer is not None:
+                    self.lost_at = time.monotonic()
                 self._writer = None
-                self.lost_at = time.monotonic()
                 if self._beat is not None:
                     self._beat.cancel()
                 writer.close()

@@ -31,7 +31,14 @@ from holdfast.agent.processes import Exit, Process, ProcessTable, spawn
 from holdfast.agent.standbys import Pool, Standby
 from holdfast.clock import JobClock
 from holdfast.config import RunSettings
-from holdfast.messages.actions import Answered, Finish, NodeAction, StartWorkers, StopWorkers
+from holdfast.messages.actions import (
+    Answered,
+    Finish,
+    NodeAction,
+    Prepare,
+    StartWorkers,
+    StopWorkers,
+)
 from holdfast.messages.events import (
     AnyEvent,
     NodeLeft,
@@ -109,6 +116,8 @@ class Supervisor:
     def act(self, order: NodeAction) -> None:
         if isinstance(order, StartWorkers):
             self._start(order.part)
+        elif isinstance(order, Prepare):
+            self.pool.refill()
         elif isinstance(order, Answered):
             self.courier.answered(order)
         elif isinstance(order, StopWorkers):

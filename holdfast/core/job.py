@@ -38,7 +38,14 @@ from holdfast.core.meetings import Attendance
 from holdfast.core.membership import Membership
 from holdfast.core.recovery import Fault, Recovery, Stop
 from holdfast.core.requests import Desk
-from holdfast.messages.actions import AnyAction, CloseJob, Finish, StartWorkers, StopWorkers
+from holdfast.messages.actions import (
+    AnyAction,
+    CloseJob,
+    Finish,
+    Prepare,
+    StartWorkers,
+    StopWorkers,
+)
 from holdfast.messages.events import (
     AnyEvent,
     Asked,
@@ -185,6 +192,8 @@ def _on_joined(job: Job, event: NodeJoined, now: Time) -> list[AnyAction]:
         if job.ended is not None:
             return [*actions, _finish_node(job, event.node)]
     rounds.join(job.membership, event.node, event.spec, event.store_port, now)
+    if job.membership.world is not None:
+        return [*actions, Prepare(node=event.node)]
     return actions + _settle(job, now)
 
 

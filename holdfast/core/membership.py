@@ -12,9 +12,10 @@ A node is in exactly one of three places:
 
 A round never closes while a node is busy: it will be ready in a moment, and it has a seat. Then it
 closes when as many nodes wait as the job may have, or when at least the minimum waits and the grace
-for newcomers is over. There is such a grace only before the first round, when nodes are still being started one after the other; later, a
-node that is not there is not waited for. The grace is learnt from the gaps between the joins seen so
-far. Who gets the places, and in which order, is `holdfast.core.seating`'s matter.
+for newcomers is over. There is such a grace only before the first round, when nodes are still being
+started one after the other; later, a node that is not there is not waited for. The grace is learnt
+from the gaps between the joins seen so far. Who gets the places, and in which order, is
+`holdfast.core.seating`'s matter.
 """
 
 from __future__ import annotations

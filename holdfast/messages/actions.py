@@ -20,6 +20,12 @@ class StartWorkers(Action, frozen=True, kw_only=True):
     part: Part
 
 
+class Prepare(Action, frozen=True, kw_only=True):
+    """There is no place for the node now: have standbys ready for when there is."""
+
+    node: NodeId
+
+
 class StopWorkers(Action, frozen=True, kw_only=True):
     """End the node's workers of that round, then say NodeReady."""
 
@@ -58,5 +64,5 @@ class CloseJob(Action, frozen=True, kw_only=True):
     reason: str
 
 
-AnyAction = StartWorkers | StopWorkers | Finish | Answered | CloseJob
-NodeAction = StartWorkers | StopWorkers | Finish | Answered
+AnyAction = Prepare | StartWorkers | StopWorkers | Finish | Answered | CloseJob
+NodeAction = Prepare | StartWorkers | StopWorkers | Finish | Answered

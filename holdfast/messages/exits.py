@@ -10,3 +10,5 @@ EXIT_BROKEN = 70
 """Between an agent or a coordinator and its launcher: it fell over an error of its own."""
 EXIT_REJOIN = 71
 """Between an agent and its launcher: start a new agent in this one's place."""
+EXIT_TURNED_AWAY = 72
+"""Between an agent and its launcher: the coordinator will not have this node."""

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from holdfast.messages.actions import Answered, Finish, StartWorkers, StopWorkers
+from holdfast.messages.actions import NodeAction
 from holdfast.messages.events import AnyEvent
 from holdfast.messages.records import Terms
 from holdfast.messages.units import NodeId, RoundNumber, Seconds, Time
@@ -56,4 +56,4 @@ class Ack(Struct, frozen=True, kw_only=True, tag=True):
 
 
 FromAgent = Hello | Sent | Beat
-FromCoordinator = Welcome | Refused | Ack | StartWorkers | StopWorkers | Finish | Answered
+FromCoordinator = Welcome | Refused | Ack | NodeAction

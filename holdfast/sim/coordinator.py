@@ -7,6 +7,7 @@ the actions go out. The journal is a list of encoded entries and now and then an
 
 from __future__ import annotations
 
+from random import Random
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -97,6 +98,9 @@ class SimCoordinator:
         self._timer_at: Time | None = None
         self._timers = 0
         self._crash: CrashPoint | None = None
+        # Its own source, and one draw: whether the last words are written and not acted upon.
+        draw = Random(f"close {cluster.settings.seed}").random()
+        self._crash_at_close = draw < cluster.schedule.crash_at_close
 
     # ---- streams ----
 
@@ -168,6 +172,8 @@ class SimCoordinator:
             actions = jobs.handle(self.job, event, now)
             self.events += 1
             self.cluster.watch.event_handled(self.job, event, actions, now)
+            if self._crash_at_close and self.job.closed:
+                self._crash_at_close, self._crash = False, "after the journal"
             self._carry_out(actions)
         if self._crash is not None:
             self._die()

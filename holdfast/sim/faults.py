@@ -41,6 +41,8 @@ class Schedule:
     """Per node and hour."""
     coordinator_crashes: float
     """Per hour."""
+    crash_at_close: float
+    """How likely the coordinator dies between writing the job's last event and acting on it."""
     bad_hosts: float
     """Share of hosts on which workers die again and again."""
     bad_host_rate: float
@@ -83,6 +85,7 @@ _DEFAULT = Schedule(
         "exclude": 0.01 * PER_NODE_HOUR,
     },
     coordinator_crashes=1 / 12,
+    crash_at_close=0.0,
     bad_hosts=0.0001,
     bad_host_rate=0.2,
     cascade=0.05,
@@ -98,6 +101,7 @@ _DEFAULT = Schedule(
 _HEAVY = Schedule(
     rates={name: 10 * rate for name, rate in _DEFAULT.rates.items()},
     coordinator_crashes=2.0,
+    crash_at_close=0.1,
     bad_hosts=0.001,
     bad_host_rate=1.0,
     cascade=0.2,
@@ -113,6 +117,7 @@ _HEAVY = Schedule(
 _NONE = Schedule(
     rates={},
     coordinator_crashes=0.0,
+    crash_at_close=0.0,
     bad_hosts=0.0,
     bad_host_rate=0.0,
     cascade=0.0,
@@ -143,6 +148,7 @@ _CHAOS = Schedule(
         "exclude": 1.5,
     },
     coordinator_crashes=60.0,
+    crash_at_close=0.2,
     bad_hosts=0.05,
     bad_host_rate=60.0,
     cascade=0.5,

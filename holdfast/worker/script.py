@@ -125,4 +125,5 @@ def _sendable(text: str) -> str:
 
 
 def _is_library(filename: str) -> bool:
-    return "site-packages" in filename or filename.startswith((sys.base_prefix, "<"))
+    ours = _OUR_PACKAGE + os.sep
+    return "site-packages" in filename or filename.startswith((sys.base_prefix, ours, "<"))

@@ -1,0 +1,320 @@
+"""Several launchers are several nodes: they join, die, pause, leave and come back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.core.job import Job
+
+from .harness import Run, gone, wait_for
+
+
+class Cluster:
+    """Launchers that meet at one port and share a job's home."""
+
+    def __init__(self, make_run: Callable[[], Run]) -> None:
+        self._make = make_run
+        self.nodes: list[Run] = []
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+
+    def start(self, nnodes: str, *flags: str, where: tuple[str, ...] = ()) -> Run:
+        node = self._make()
+        if self.nodes:
+            node.job, node.job_home = self.nodes[0].job, self.nodes[0].job_home
+        meet = where or ("--rdzv-backend", "c10d", "--rdzv-endpoint", self.endpoint)
+        node.train("--nnodes", nnodes, *meet, *flags)
+        self.nodes.append(node)
+        return node
+
+    def host(self, nnodes: str, *flags: str) -> Run:
+        """Start the node that runs the coordinator."""
+        node = self.start(nnodes, *flags)
+        node.until(lambda job: job.membership.count() == 1, "the first node")
+        return node
+
+
+@pytest.fixture
+def cluster(make_run: Callable[[], Run]) -> Cluster:
+    return Cluster(make_run)
+
+
+def kill_node(node: Run) -> None:
+    """As if its machine lost power: launcher, agent and workers at the same moment."""
+    for pid in node.alive():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def rank_on(job: Job, node: Run) -> int:
+    agent = str(node.agent())
+    return next(n for n, rank in job.ranks.items() if rank.node.endswith(f":{agent}"))
+
+
+def sizes(job: Job) -> tuple[int, int]:
+    world = job.membership.world
+    return (world.size, len(world.places)) if world is not None else (0, 0)
+
+
+def two_nodes(cluster: Cluster, nnodes: str = "2") -> tuple[Run, Run, Job]:
+    first = cluster.host(nnodes)
+    second = cluster.start(nnodes)
+    first.until(lambda job: sizes(job) == (4, 2) and not job.to_step, "four ranks on two nodes")
+    return first, second, first.until_stepping()
+
+
+def test_launchers_at_one_endpoint_form_one_world(cluster: Cluster) -> None:
+    first, second, job = two_nodes(cluster)
+    assert sorted(job.ranks) == [0, 1, 2, 3]
+    assert job.membership.round == 1
+    first.end()
+    assert (first.code(), second.code()) == (0, 0)
+
+
+def test_a_worker_of_another_node_dies_and_all_ranks_go_on(cluster: Cluster) -> None:
+    first, second, job = two_nodes(cluster)
+    first.kill_rank(rank_on(job, second))
+    job = first.until_stepping(round=2)
+    assert sizes(job) == (4, 2)
+    assert [incident.kind for incident in job.incidents] == ["signal"]
+    first.end()
+    assert (first.code(), second.code()) == (0, 0)
+
+
+def test_a_lost_node_is_noticed_and_the_others_go_on_without_it(cluster: Cluster) -> None:
+    first, second, before = two_nodes(cluster, "1:2")
+    kill_node(second)
+    job = first.until(lambda job: sizes(job) == (2, 1) and not job.to_step, "two ranks")
+    assert job.incidents[-1].kind == "node"
+    assert job.membership.round == before.membership.round + 1
+    first.end()
+    assert first.code() == 0
+
+
+def test_a_spare_takes_the_place_of_a_lost_node_and_survivors_keep_their_ranks(
+    cluster: Cluster,
+) -> None:
+    first, second, before = two_nodes(cluster)
+    spare = cluster.start("2", "--spares", "1")
+    first.until(lambda job: len(job.membership.waiting) == 1, "a spare")
+    kept = {n: rank.node for n, rank in before.ranks.items() if n != rank_on(before, second)}
+    kill_node(second)
+    job = first.until_stepping(round=2)
+    assert sizes(job) == (4, 2)
+    assert {job.ranks[n].node for n in (0, 1)} == {before.ranks[n].node for n in (0, 1)}, kept
+    first.end()
+    assert (first.code(), spare.code()) == (0, 0)
+
+
+def test_a_node_that_joins_later_makes_the_world_larger_and_costs_no_restart(
+    cluster: Cluster,
+) -> None:
+    first = cluster.host("1:2")
+    first.until(lambda job: sizes(job) == (2, 1) and not job.to_step, "two ranks")
+    second = cluster.start("1:2")
+    job = first.until(lambda job: sizes(job) == (4, 2) and not job.to_step, "four ranks")
+    assert job.recovery.restarts == 0
+    assert [incident.kind for incident in job.incidents] == ["resize"]
+    first.end()
+    assert (first.code(), second.code()) == (0, 0)
+
+
+def test_a_node_that_is_told_to_leave_goes_with_75_and_the_others_go_on(cluster: Cluster) -> None:
+    first, second, _ = two_nodes(cluster, "1:2")
+    second.kill(second.pid, signal.SIGTERM)
+    assert second.code() == 75
+    job = first.until(lambda job: sizes(job) == (2, 1) and not job.to_step, "two ranks")
+    assert job.incidents[-1].kind == "leave"
+    assert job.recovery.restarts == 0
+    first.end()
+    assert first.code() == 0
+
+
+def test_an_agent_that_was_paused_and_replaced_is_fenced_and_joins_afresh(cluster: Cluster) -> None:
+    first, second, before = two_nodes(cluster)
+    agent = second.agent()
+    second.kill(agent, signal.SIGSTOP)
+    first.until(lambda job: job.membership.count() == 1, "the paused node to be given up")
+    old = [rank.pid for rank in before.ranks.values() if rank.node.endswith(f":{agent}")]
+    second.kill(agent, signal.SIGCONT)
+    job = first.until_stepping(round=2)
+    assert sizes(job) == (4, 2)
+    assert all(gone(pid) for pid in old)
+    assert gone(agent)
+    first.end()
+    assert (first.code(), second.code()) == (0, 0)
+
+
+def test_too_few_nodes_end_the_job_with_75_and_say_what_is_missing(cluster: Cluster) -> None:
+    alone = cluster.host("2", "--rdzv-conf", "join_timeout=1")
+    assert alone.code() == 75
+    assert "1 of at least 2 nodes" in alone.err
+
+
+def test_a_killed_coordinator_is_back_without_a_new_round_and_in_control(cluster: Cluster) -> None:
+    first, second, before = two_nodes(cluster)
+    first.kill(first.coordinator())
+    highest = before.highest
+    job = first.until(lambda job: not job.absent and job.highest > highest + 50, "more steps")
+    assert job.membership.round == 1
+    assert {r.pid for r in job.ranks.values()} == {r.pid for r in before.ranks.values()}
+    first.kill_rank(rank_on(job, second))
+    first.until_stepping(round=2)
+    first.end()
+    assert (first.code(), second.code()) == (0, 0)
+
+
+# ---- the coordinator alone ---------------------------------------------------------------------
+
+
+def coordinator(run: Run, address: str, *flags: str) -> Run:
+    command = [sys.executable, "-m", "holdfast", "coordinator", "--job", run.job]
+    return run.start_raw([*command, "--listen", address, *flags])
+
+
+def test_a_coordinator_alone_may_die_and_be_started_again(
+    cluster: Cluster, make_run: Callable[[], Run]
+) -> None:
+    alone = coordinator(make_run(), cluster.endpoint)
+    wait_for(lambda: "listens on" in alone.out, "the coordinator")
+    cluster.nodes.append(alone)
+    where = ("--coordinator", cluster.endpoint)
+    nodes = [cluster.start("2", where=where) for _ in range(2)]
+    before = alone.until_stepping()
+    alone.kill(alone.pid)
+    assert alone.process is not None
+    alone.process.wait()
+    coordinator(alone, cluster.endpoint)
+    highest = before.highest
+    job = alone.until(lambda job: not job.absent and job.highest > highest + 50, "more steps")
+    assert job.membership.round == 1
+    alone.end()
+    assert [node.code() for node in nodes] == [0, 0]
+    assert alone.code() == 0
+
+
+def test_a_node_with_the_wrong_token_is_turned_away_with_one_line(cluster: Cluster) -> None:
+    first = cluster.host("1:2")
+    stranger = cluster._make()
+    stranger.env["HOLDFAST_TOKEN"] = "guess"
+    stranger.train("--nnodes", "1:2", "--coordinator", cluster.endpoint)
+    assert stranger.code() == 1
+    assert "wrong token" in stranger.err
+    first.end()
+    assert first.code() == 0
+
+
+# ---- TLS ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def certificates(tmp_path: Path) -> tuple[str, ...]:
+    """An authority of the job's own and a certificate that it signed, as flags."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    folder = tmp_path / "tls"
+    folder.mkdir()
+
+    def openssl(*words: str) -> None:
+        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
+
+    new = ("-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj")
+    openssl("req", "-x509", *new, "/CN=authority", "-keyout", "ca.key", "-out", "ca.pem")
+    openssl("req", *new, "/CN=node", "-keyout", "node.key", "-out", "node.csr")
+    signing = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2")
+    openssl("x509", "-req", "-in", "node.csr", *signing, "-out", "node.pem")
+    files = {"cert": "node.pem", "key": "node.key", "ca": "ca.pem"}
+    return tuple(w for name, f in files.items() for w in (f"--tls-{name}", str(folder / f)))
+
+
+def test_with_tls_only_those_with_a_certificate_get_in(
+    cluster: Cluster, certificates: tuple[str, ...]
+) -> None:
+    first = cluster.host("1:2", *certificates)
+    second = cluster.start("1:2", *certificates)
+    first.until(lambda job: sizes(job) == (4, 2) and not job.to_step, "four ranks over TLS")
+    plain = cluster.start("1:2", "--rdzv-conf", "join_timeout=2")
+    assert plain.code() in (1, 75)
+    first.end()
+    assert (first.code(), second.code()) == (0, 0)
+
+
+# ---- cut links ---------------------------------------------------------------------------------
+
+
+class Link:
+    """A network namespace and the cable to it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.outside, self.inside = f"{name}o", f"{name}i"
+        self.here, self.there = "10.213.77.1", "10.213.77.2"
+
+    def _ip(self, *words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True)
+
+    def lay(self) -> None:
+        self._ip("netns", "add", self.name)
+        self._ip("link", "add", self.outside, "type", "veth", "peer", "name", self.inside)
+        self._ip("link", "set", self.inside, "netns", self.name)
+        self._ip("addr", "add", f"{self.here}/24", "dev", self.outside)
+        self._ip("link", "set", self.outside, "up")
+        self._ip("-n", self.name, "addr", "add", f"{self.there}/24", "dev", self.inside)
+        self._ip("-n", self.name, "link", "set", self.inside, "up")
+        self._ip("-n", self.name, "link", "set", "lo", "up")
+
+    def cut(self) -> None:
+        """No FIN, no RST: packets just do not arrive any more."""
+        self._ip("-n", self.name, "link", "set", self.inside, "down")
+
+    def remove(self) -> None:
+        for words in (["netns", "del", self.name], ["link", "del", self.outside]):
+            subprocess.run(["ip", *words], check=False, capture_output=True)
+
+
+@pytest.fixture
+def link() -> Iterator[Link]:
+    link = Link(f"hf{os.getpid() % 100000}")
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("cutting a link needs root and iproute2")
+    try:
+        link.lay()
+    except subprocess.CalledProcessError as error:
+        link.remove()
+        pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
+    yield link
+    link.remove()
+
+
+def test_a_node_whose_cable_is_cut_is_noticed_within_five_seconds(
+    cluster: Cluster, link: Link
+) -> None:
+    port = cluster.endpoint.rpartition(":")[2]
+    cluster.endpoint = f"{link.here}:{port}"
+    first = cluster.host("1:2")
+    far = cluster._make()
+    far.job, far.job_home = first.job, first.job_home
+    far.without_torch()
+    inside = ("ip", "netns", "exec", link.name, sys.executable, "-m", "holdfast", "run")
+    flags = ("--nnodes", "1:2", "--coordinator", cluster.endpoint)
+    far.start(*flags, "train.py", command=inside)
+    first.until(lambda job: sizes(job) == (4, 2) and not job.to_step, "four ranks")
+    began = time.monotonic()
+    link.cut()
+    job = first.until(lambda job: sizes(job) == (2, 1), "the cut to be noticed")
+    assert time.monotonic() - began < 6.0
+    assert job.incidents[-1].kind == "node"
+    first.end()
+    assert first.code() == 0
