@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint unit bench clean
+.PHONY: demo test lint unit fuzz sim bench clean
 
 demo: $(VENV)/.ready
 	@$(BIN)/python examples/demo.py
@@ -18,6 +18,20 @@ lint: $(VENV)/.ready
 
 unit: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q
+
+# Thousands of small jobs in chaos, then a thousand nodes for a day; a few minutes.
+sim: $(VENV)/.ready
+	$(BIN)/holdfast sim --seeds 0..2999 --liveness
+	$(BIN)/holdfast sim --seeds 10000..11999
+	$(BIN)/holdfast sim --nodes 48 --slots 2 --min-nodes 8 --faults chaos --hours 0.2 \
+		--seeds 0..39 --liveness
+	$(BIN)/holdfast sim --nodes 1000 --hours 24 --faults heavy --seed 7 --liveness
+
+# A minute of fuzzing of what strangers can reach; FUZZ_SECONDS=3600 for more.
+FUZZ_SECONDS ?= 60
+fuzz: $(VENV)/.ready
+	@$(PIP) -e '.[fuzz]'
+	$(BIN)/python fuzz/frames.py -max_total_time=$(FUZZ_SECONDS) -max_len=4096
 
 bench: $(VENV)/.ready
 	$(BIN)/python bench/recovery.py

@@ -36,6 +36,10 @@ class FrameDecoder(Generic[T]):
         self.max_bytes = max_bytes
         self._buffer = bytearray()
 
+    def __len__(self) -> int:
+        """Bytes of an unfinished frame that are being kept."""
+        return len(self._buffer)
+
     def feed(self, data: bytes) -> list[T]:
         """All messages that are whole with these bytes."""
         self._buffer += data
