@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast import config
+from holdfast import config, values
 from holdfast.errors import HoldfastError, JobHomeError, UsageError
 
 
@@ -37,64 +37,64 @@ def test_a_home_of_a_user_who_does_not_exist_is_an_error_of_ours(
 
 @pytest.mark.parametrize("name", ["a", "llm-7b_v1.2", "-x", "_", "A" * 100])
 def test_plain_words_are_job_names(name: str) -> None:
-    assert config.job_name(name, "--job") == name
+    assert values.job_name(name, "--job") == name
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", ".x", "a/b", "a b", "é", "a\n", "A" * 101])
 def test_what_is_no_safe_directory_name_is_no_job_name(name: str) -> None:
     with pytest.raises(UsageError, match="a job's name is"):
-        config.job_name(name, "--job")
+        values.job_name(name, "--job")
 
 
 @given(st.integers(1, 10**6), st.integers(0, 10**6))
 def test_a_range_of_nodes_reads_back(lowest: int, more: int) -> None:
     highest = lowest + more
-    assert config.nodes_range(f"{lowest}:{highest}", "--nnodes") == (lowest, highest)
+    assert values.nodes_range(f"{lowest}:{highest}", "--nnodes") == (lowest, highest)
 
 
 @given(st.integers(1, 10**6))
 def test_one_number_of_nodes_is_both_ends(count: int) -> None:
-    assert config.nodes_range(str(count), "--nnodes") == (count, count)
+    assert values.nodes_range(str(count), "--nnodes") == (count, count)
 
 
 @pytest.mark.parametrize("text", ["", "0", "0:2", "-1", "2:1", "1:2:3", "a", "1:", ":1", "1.5"])
 def test_a_senseless_number_of_nodes_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"^--nnodes "):
-        config.nodes_range(text, "--nnodes")
+        values.nodes_range(text, "--nnodes")
 
 
 @given(st.integers(1, 16), st.dictionaries(st.integers(0, 20), st.integers(0, 3), min_size=1))
 def test_masks_by_rank_cover_exactly_the_local_ranks(nproc: int, named: dict[int, int]) -> None:
     text = ",".join(f"{rank}:{mask}" for rank, mask in named.items())
-    masks = config.stream_masks(nproc)(text, "--tee")
+    masks = values.stream_masks(nproc)(text, "--tee")
     assert masks == {rank: named.get(rank, 0) for rank in range(nproc)}
 
 
 @given(st.integers(1, 16), st.integers(0, 3))
 def test_one_mask_is_for_every_local_rank(nproc: int, mask: int) -> None:
-    assert set(config.stream_masks(nproc)(str(mask), "-r").values()) == {mask}
+    assert set(values.stream_masks(nproc)(str(mask), "-r").values()) == {mask}
 
 
 @pytest.mark.parametrize("text", ["", "4", "-1", "0:4", "0:1,", "a:1", "1,2", "0:1;1:2"])
 def test_a_senseless_mask_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"1 .stdout."):
-        config.stream_masks(2)(text, "--redirects")
+        values.stream_masks(2)(text, "--redirects")
 
 
 def test_a_number_of_ranks_is_taken_as_it_is() -> None:
-    assert config.ranks_per_node("3", "--nproc-per-node") == 3
+    assert values.ranks_per_node("3", "--nproc-per-node") == 3
 
 
 def test_no_ranks_at_all_is_refused_in_one_line() -> None:
     with pytest.raises(UsageError) as refused:
-        config.ranks_per_node("0", "--nproc-per-node")
+        values.ranks_per_node("0", "--nproc-per-node")
     assert str(refused.value) == "--nproc-per-node 0: at least one rank per node is needed"
 
 
 @pytest.mark.parametrize("text", ["", "many", "1.5", "xpu", "-3", "0x2"])
 def test_a_senseless_number_of_ranks_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"^--nproc-per-node "):
-        config.ranks_per_node(text, "--nproc-per-node")
+        values.ranks_per_node(text, "--nproc-per-node")
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, *, gpus: int, cpus: int) -> None:
@@ -110,13 +110,13 @@ def test_ranks_are_counted_from_the_machine(
     monkeypatch: pytest.MonkeyPatch, text: str, gpus: int, ranks: int
 ) -> None:
     machine(monkeypatch, gpus=gpus, cpus=5)
-    assert config.ranks_per_node(text, "--nproc-per-node") == ranks
+    assert values.ranks_per_node(text, "--nproc-per-node") == ranks
 
 
 def test_gpu_ranks_without_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, gpus=0, cpus=5)
     with pytest.raises(UsageError, match="no GPU is visible"):
-        config.ranks_per_node("gpu", "--nproc-per-node")
+        values.ranks_per_node("gpu", "--nproc-per-node")
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_gpu_ranks_without_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) ->
 def test_gpus_are_counted_by_the_rules_of_cuda(
     visible: str | None, devices: int, count: int
 ) -> None:
-    assert config.gpu_count(visible, devices) == count
+    assert values.gpu_count(visible, devices) == count
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_gpus_are_counted_by_the_rules_of_cuda(
 def test_addresses_may_leave_out_a_port_that_has_a_default(
     text: str, parsed: tuple[str, int]
 ) -> None:
-    assert config.address(29400)(text, "--rdzv-endpoint") == parsed
+    assert values.address(29400)(text, "--rdzv-endpoint") == parsed
 
 
 @pytest.mark.parametrize(
@@ -162,11 +162,11 @@ def test_addresses_may_leave_out_a_port_that_has_a_default(
 )
 def test_a_coordinator_needs_host_and_port(text: str) -> None:
     with pytest.raises(UsageError, match="HOST:PORT is needed"):
-        config.address(None)(text, "--coordinator")
+        values.address(None)(text, "--coordinator")
 
 
 def test_two_commas_are_a_comma_within_a_filter() -> None:
-    assert config.line_filters("apple,a,,b", "--duplicate-stdout-filters") == ("apple", "a,b")
+    assert values.line_filters("apple,a,,b", "--duplicate-stdout-filters") == ("apple", "a,b")
 
 
 Reader = Callable[[str, str], object]
@@ -175,25 +175,25 @@ Reader = Callable[[str, str], object]
 @pytest.mark.parametrize(
     ("reader", "text"),
     [
-        (config.whole_number, "-1"),
-        (config.whole_number, "one"),
-        (config.seconds, "nan"),
-        (config.seconds, "inf"),
-        (config.seconds, "-1"),
-        (config.seconds, "soon"),
-        (config.standby_count, "some"),
-        (config.rank_list, "0,a"),
-        (config.rank_list, ""),
-        (config.signal_names, "SIGNOPE"),
-        (config.signal_names, "SIGTERM,SIGKILL"),
-        (config.signal_names, ","),
-        (config.numa_binding, "near"),
-        (config.directory, __file__),
-        (config.port_number, "65536"),
-        (config.port_number, "http"),
-        (config.key_values, "join_timeout"),
-        (config.key_values, "=3"),
-        (config.yes_or_no, "maybe"),
+        (values.whole_number, "-1"),
+        (values.whole_number, "one"),
+        (values.seconds, "nan"),
+        (values.seconds, "inf"),
+        (values.seconds, "-1"),
+        (values.seconds, "soon"),
+        (values.standby_count, "some"),
+        (values.rank_list, "0,a"),
+        (values.rank_list, ""),
+        (values.signal_names, "SIGNOPE"),
+        (values.signal_names, "SIGTERM,SIGKILL"),
+        (values.signal_names, ","),
+        (values.numa_binding, "near"),
+        (values.directory, __file__),
+        (values.port_number, "65536"),
+        (values.port_number, "http"),
+        (values.key_values, "join_timeout"),
+        (values.key_values, "=3"),
+        (values.yes_or_no, "maybe"),
     ],
 )
 def test_a_senseless_value_is_refused_by_the_name_of_its_flag(reader: Reader, text: str) -> None:
@@ -202,19 +202,19 @@ def test_a_senseless_value_is_refused_by_the_name_of_its_flag(reader: Reader, te
 
 
 READERS: list[Reader] = [
-    config.whole_number,
-    config.seconds,
-    config.job_name,
-    config.nodes_range,
-    config.standby_count,
-    config.stream_masks(2),
-    config.rank_list,
-    config.signal_names,
-    config.port_number,
-    config.address(None),
-    config.address(1),
-    config.key_values,
-    config.line_filters,
+    values.whole_number,
+    values.seconds,
+    values.job_name,
+    values.nodes_range,
+    values.standby_count,
+    values.stream_masks(2),
+    values.rank_list,
+    values.signal_names,
+    values.port_number,
+    values.address(None),
+    values.address(1),
+    values.key_values,
+    values.line_filters,
 ]
 
 

@@ -23,7 +23,7 @@ LEAVES = {"errors", "kernel"}
 
 SHELLS = {"coordinator", "agent", "worker", "launcher"}
 
-TOOLS = {"framing", "packets", "page", "clock", "config", "jobhome", "tls"}
+TOOLS = {"framing", "packets", "page", "clock", "config", "values", "jobhome", "tls"}
 """Small parts that shells are made of."""
 
 RULES: dict[str, set[str]] = {
@@ -35,7 +35,8 @@ RULES: dict[str, set[str]] = {
     "packets": {"messages", "errors"},
     "page": {"kernel"},
     "clock": {"messages"},
-    "config": {"errors", "tls"},
+    "config": {"errors", "tls", "values"},
+    "values": {"errors"},
     "tls": {"errors"},
     "jobhome": {"errors", "config"},
     "coordinator": {"messages", "core", *LEAVES, *TOOLS},

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 from holdfast import jobhome, launcher
 from holdfast.cli.view import Parser, tell_end
-from holdfast.config import job_name
 from holdfast.coordinator.journal import replay
 from holdfast.coordinator.main import CoordinatorOrders, run_coordinator
 from holdfast.errors import JobHomeError, UsageError
 from holdfast.jobhome import JobHome
 from holdfast.tls import TlsFiles
+from holdfast.values import job_name
 
 ABOUT = """\
 Run the coordinator of a job alone. Nodes join it with

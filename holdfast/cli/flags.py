@@ -238,7 +238,8 @@ def _from_flags(spoken: Mapping[str, object]) -> dict[str, Said]:
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Said]:
     """torchrun's variables. An empty one counts as not set, and 0 switches nothing on."""
-    from holdfast.config import Said, yes_or_no
+    from holdfast.config import Said
+    from holdfast.values import yes_or_no
 
     said: dict[str, Said] = {}
     for flag in flags():

@@ -1,0 +1,219 @@
+"""What one value of a flag means.
+
+Each reader takes the text and the flag it came from, and answers with the value or raises a
+`UsageError`: one line that says what is wrong and what to do.
+"""
+
+from __future__ import annotations
+
+import glob
+import math
+import os
+import re
+import signal
+from collections.abc import Callable
+
+from holdfast.errors import UsageError
+
+NUMA_BINDINGS = ("node", "socket", "exclusive", "core-complex")
+
+
+def as_said(text: str, flag: str) -> str:
+    return text
+
+
+def whole_number(text: str, flag: str) -> int:
+    if re.fullmatch(r"[0-9]{1,9}", text.strip()) is None:
+        raise UsageError(f"{flag} {text}: a whole number, 0 or more, is needed")
+    return int(text)
+
+
+def seconds(text: str, flag: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise UsageError(f"{flag} {text}: a number of seconds, 0 or more, is needed")
+    return value
+
+
+def yes_or_no(text: str, flag: str) -> bool:
+    word = text.strip().lower()
+    if word in ("1", "true", "t", "yes", "y"):
+        return True
+    if word in ("0", "false", "f", "no", "n"):
+        return False
+    raise UsageError(f"{flag} {text}: say 1 or 0")
+
+
+def job_name(text: str, flag: str) -> str:
+    """A name that is also a directory: letters, digits and ._- only, no leading dot."""
+    if re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}", text) is None:
+        raise UsageError(
+            f"{flag} {text[:120]}: a job's name is 1 to 100 of A-Z a-z 0-9 . _ - "
+            "and does not begin with a dot"
+        )
+    return text
+
+
+def nodes_range(text: str, flag: str) -> tuple[int, int]:
+    """N, or MIN:MAX."""
+    match = re.fullmatch(r"\s*([0-9]{1,9})\s*(?::\s*([0-9]{1,9})\s*)?", text)
+    if match is None:
+        raise UsageError(f"{flag} {text}: say a number of nodes, or MIN:MAX")
+    lowest = int(match[1])
+    highest = int(match[2] or match[1])
+    if lowest < 1:
+        raise UsageError(f"{flag} {text}: at least one node is needed")
+    if highest < lowest:
+        raise UsageError(f"{flag} {text}: MIN is above MAX; did you mean {highest}:{lowest}?")
+    return lowest, highest
+
+
+def ranks_per_node(text: str, flag: str) -> int:
+    """auto, cpu, gpu or a number."""
+    if text == "xpu":
+        raise UsageError(f"{flag} xpu: holdfast cannot count these; say how many, as in {flag} 4")
+    if text in ("auto", "gpu"):
+        gpus = gpu_count(os.environ.get("CUDA_VISIBLE_DEVICES"), len(_gpu_devices()))
+        if text == "gpu" and gpus == 0:
+            raise UsageError(f"{flag} gpu: no GPU is visible here; say cpu, auto or a number")
+        return gpus or _cpu_count()
+    if text == "cpu":
+        return _cpu_count()
+    if re.fullmatch(r"\s*-?[0-9]{1,9}\s*", text) is None:
+        raise UsageError(f"{flag} {text}: say auto, cpu, gpu or a number")
+    if int(text) < 1:
+        raise UsageError(f"{flag} {text}: at least one rank per node is needed")
+    return int(text)
+
+
+def gpu_count(visible: str | None, devices: int) -> int:
+    """How many GPUs CUDA would show, given CUDA_VISIBLE_DEVICES and the number of device files.
+
+    CUDA's rules: the first entry that names no device ends the list, a repeated one empties it.
+    """
+    if visible is None:
+        return devices
+    seen: list[str] = []
+    for entry in (part.strip() for part in visible.split(",")):
+        if entry in seen:
+            return 0
+        beyond = entry.isdecimal() and 0 < devices <= int(entry)
+        if beyond or not (entry.isdecimal() or entry.startswith(("GPU-", "MIG-"))):
+            break
+        seen.append(entry)
+    return len(seen)
+
+
+def _gpu_devices() -> list[str]:
+    return glob.glob("/dev/nvidia[0-9]*")
+
+
+def _cpu_count() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def standby_count(text: str, flag: str) -> int | None:
+    """auto (None) or a number."""
+    if text == "auto":
+        return None
+    if re.fullmatch(r"[0-9]{1,9}", text) is None:
+        raise UsageError(f"{flag} {text}: say auto or a number of standbys, 0 for none")
+    return int(text)
+
+
+def stream_masks(nproc: int) -> Callable[[str, str], dict[int, int]]:
+    """Reader of torchrun's stream masks: "3" for all local ranks, or "0:1,1:2" by local rank.
+
+    A rank that is not named has 0. One that this node does not have is passed over, as in torchrun,
+    so that one command line fits nodes of different sizes.
+    """
+
+    def masks(text: str, flag: str) -> dict[int, int]:
+        if re.fullmatch(r"[0-3]", text):
+            return dict.fromkeys(range(nproc), int(text))
+        if not re.fullmatch(r"[0-9]{1,9}:[0-3](,[0-9]{1,9}:[0-3])*", text):
+            raise UsageError(
+                f"{flag} {text}: say 0 (none), 1 (stdout), 2 (stderr) or 3 (both), "
+                "or that by local rank, as in 0:1,1:2"
+            )
+        named = {int(rank): int(mask) for rank, mask in (m.split(":") for m in text.split(","))}
+        return {rank: named.get(rank, 0) for rank in range(nproc)}
+
+    return masks
+
+
+def rank_list(text: str, flag: str) -> tuple[int, ...]:
+    if re.fullmatch(r"\s*[0-9]{1,9}\s*(,\s*[0-9]{1,9}\s*)*", text) is None:
+        raise UsageError(f"{flag} {text}: local ranks with commas between are needed, as in 0,1")
+    return tuple(sorted({int(rank) for rank in text.split(",")}))
+
+
+def comma_list(text: str, flag: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def line_filters(text: str, flag: str) -> tuple[str, ...]:
+    """Texts with commas between; two commas stand for one."""
+    return tuple(part.replace("\0", ",") for part in text.replace(",,", "\0").split(","))
+
+
+def signal_names(text: str, flag: str) -> tuple[str, ...]:
+    names = comma_list(text, flag)
+    if not names:
+        raise UsageError(f"{flag}: name at least one signal, as in SIGTERM,SIGUSR1")
+    for name in names:
+        if name not in signal.Signals.__members__:
+            raise UsageError(f"{flag} {name}: no such signal; names look like SIGTERM,SIGUSR1")
+        if name in ("SIGKILL", "SIGSTOP"):
+            raise UsageError(f"{flag} {name}: no process can handle this signal; leave it out")
+    return names
+
+
+def numa_binding(text: str, flag: str) -> str:
+    if text not in NUMA_BINDINGS:
+        raise UsageError(f"{flag} {text}: say one of {', '.join(NUMA_BINDINGS)}")
+    return text
+
+
+def directory(text: str, flag: str) -> str:
+    if os.path.exists(text) and not os.path.isdir(text):
+        raise UsageError(f"{flag} {text}: is a file; name a directory, it is made if missing")
+    return text
+
+
+def port_number(text: str, flag: str) -> int:
+    if re.fullmatch(r"[0-9]{1,5}", text.strip()) is None or int(text) > 65535:
+        raise UsageError(f"{flag} {text}: a port from 0 to 65535 is needed")
+    return int(text)
+
+
+def address(default_port: int | None) -> Callable[[str, str], tuple[str, int]]:
+    """Reader of HOST:PORT. With no default the port must be said, and must be a real one."""
+
+    def read(text: str, flag: str) -> tuple[str, int]:
+        match = re.fullmatch(r"(\[[0-9A-Fa-f:.%\w]+\]|[\w.-]+)(?::([0-9]{1,5}))?", text.strip())
+        port = default_port if match is None or match[2] is None else int(match[2])
+        wanted = "HOST:PORT" if default_port is None else "HOST or HOST:PORT"
+        if match is None or port is None or port > 65535 or (port == 0 and default_port is None):
+            raise UsageError(f"{flag} {text}: {wanted} is needed, as in node0:29400 or [::1]:29400")
+        return match[1].strip("[]"), port
+
+    return read
+
+
+def _joined(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def key_values(text: str, flag: str) -> dict[str, str]:
+    """KEY=VALUE pairs with commas between."""
+    pairs: dict[str, str] = {}
+    for pair in comma_list(text, flag):
+        key, _, value = (part.strip() for part in pair.partition("="))
+        if not key or not value:
+            raise UsageError(f"{flag} {pair}: KEY=VALUE is needed, as in join_timeout=600")
+        pairs[key] = value
+    return pairs
