@@ -20,20 +20,14 @@ from holdfast.messages.actions import Answered
 from holdfast.messages.events import AnyEvent, Asked, ExcludeAsked, StopAsked
 from holdfast.messages.local import Ask, Reply
 from holdfast.messages.requests import (
+    LARGE_AT_ONCE,
     AnyAnswer,
-    AnyRequest,
-    Append,
-    CompareSet,
     ExcludeNode,
-    Get,
     Granted,
-    Set,
     StopJob,
+    is_large,
 )
 from holdfast.messages.units import NodeId, Rank, RoundNumber
-
-LARGE_AT_ONCE = 4
-LARGE_BYTES = 16 << 10
 
 Place = tuple[Rank, int]
 """A rank and its lane: whoever asks there waits for the answer before asking again."""
@@ -76,7 +70,7 @@ class Courier:
             request=request,
         )
         self._open[rank, message.lane] = asked
-        if _is_large(request):
+        if is_large(request):
             self._queue.append(asked)
             self._send_large()
         else:
@@ -119,13 +113,3 @@ class Courier:
 
     def _reply(self, rank: Rank, lane: int, number: int, answer: AnyAnswer) -> None:
         self.reply(rank, Reply(lane=lane, number=number, answer=answer))
-
-
-def _is_large(request: AnyRequest) -> bool:
-    if isinstance(request, Get | CompareSet):
-        return True
-    if isinstance(request, Append):
-        return len(request.value) > LARGE_BYTES
-    if isinstance(request, Set):
-        return sum(len(value) for _, value in request.items) > LARGE_BYTES
-    return False

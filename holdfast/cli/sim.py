@@ -27,6 +27,9 @@ With --seeds and without --nodes, each seed is a small job of its own shape in c
 CHECK_EVERY_UP_TO = 64
 SPARES_PER = 200
 TOLD_EVERY_S = 0.5
+STEP_S = 5.0
+CHAOS_STEP_S = 0.1
+"""Short enough that a round takes a few steps before the next fault."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -106,6 +109,7 @@ def _settings(arguments: argparse.Namespace, seed: int) -> Settings:
         faults=arguments.faults,
         check=arguments.check or usual,
         liveness=arguments.liveness,
+        step_s=CHAOS_STEP_S if arguments.faults == "chaos" else STEP_S,
     )
 
 

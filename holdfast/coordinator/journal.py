@@ -29,6 +29,7 @@ from holdfast.messages.units import NodeId, Time
 
 VERSION = 1
 SNAPSHOT_EVERY = 2000
+SNAPSHOT_BYTES = 4 << 20
 
 _SCHEMA = f"""
 BEGIN IMMEDIATE;
@@ -81,6 +82,8 @@ class Journal:
         self._number: int = last or 0
         self._backlog: list[Entry] = []
         self._since_snapshot = 0
+        self._bytes_since_snapshot = 0
+        self._bytes_allowed = SNAPSHOT_BYTES
 
     def append(self, entries: Sequence[Entry]) -> str | None:
         """Write events in one transaction; the reason if that was not possible.
@@ -105,15 +108,20 @@ class Journal:
         self._backlog = []
         self._number += len(rows)
         self._since_snapshot += len(rows)
+        self._bytes_since_snapshot += sum(len(event) for *_, event in rows)
         return None
 
     def snapshot_due(self) -> bool:
-        return self._since_snapshot >= SNAPSHOT_EVERY and not self._backlog
+        long = self._since_snapshot >= SNAPSHOT_EVERY
+        large = self._bytes_since_snapshot >= self._bytes_allowed
+        return (long or large) and not self._backlog
 
     def write_snapshot(self, snapshot: Snapshot) -> None:
         """Keep the state after the last event; older snapshots go."""
-        self._since_snapshot = 0
         state = _encoder.encode(snapshot).decode()
+        self._since_snapshot = self._bytes_since_snapshot = 0
+        # A large state is not written again before as much has happened.
+        self._bytes_allowed = max(SNAPSHOT_BYTES, 4 * len(state))
         try:
             self._db.execute("BEGIN IMMEDIATE")
             self._db.execute(

@@ -71,6 +71,9 @@ from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber, Time
 
 State = Literal["gathering", "running", "stopping", "ending", "ended"]
 
+ALSO_AT_MOST = 100
+"""Of the deaths in a fault's wake so many are told: there can be one for each of 80,000 ranks."""
+
 
 class RankState(Struct):
     """One rank of the round in force."""
@@ -501,7 +504,8 @@ def _blame(job: Job, fault: Fault) -> None:
     incident = job.incidents[-1]
     guilty = faults.culprit(job.fault, fault)
     other = fault if guilty is job.fault else job.fault
-    incident.also.append(f"{_subject(other)} {other.signature}")
+    if len(incident.also) < ALSO_AT_MOST:
+        incident.also.append(f"{_subject(other)} {other.signature}")
     if guilty is not job.fault:
         better = _incident(incident.id, guilty, incident.opened_at)
         better.also = incident.also

@@ -144,7 +144,7 @@ class Incident(Struct, kw_only=True):
     closed_at: Time | None = None
     lost_steps: int = 0
     also: list[str] = field(default_factory=list)
-    """What other ranks died of in its wake."""
+    """What other ranks died of in its wake; the first hundred."""
 
 
 class Ended(Struct, frozen=True, kw_only=True):

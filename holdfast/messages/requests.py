@@ -20,6 +20,9 @@ MAX_VALUE_BYTES = 512 << 10
 """A value of the store, and all values of one answer together (or the first, if alone)."""
 MAX_MESSAGE_BYTES = 768 << 10
 """A whole request or answer, encoded. Events and actions add little to it, and a frame holds more."""
+LARGE_BYTES = 16 << 10
+LARGE_AT_ONCE = 4
+"""How many large requests of one worker, and of one node, may be on their way at a time."""
 MAX_NAME_CHARS = 256
 MAX_BALLOT_CHARS = 128
 MAX_LISTED = 16
@@ -134,6 +137,17 @@ class StopJob(Request, frozen=True, kw_only=True):
 
 ScriptRequest = AnyRequest | ExcludeNode | StopJob
 """All that a script may say to its agent."""
+
+
+def is_large(request: ScriptRequest) -> bool:
+    """Whether it carries much, or may be answered with much."""
+    if isinstance(request, Get | CompareSet):
+        return True
+    if isinstance(request, Append):
+        return len(request.value) > LARGE_BYTES
+    if isinstance(request, Set):
+        return sum(len(value) for _, value in request.items) > LARGE_BYTES
+    return False
 
 
 class Answer(Struct, frozen=True, kw_only=True, tag=True):

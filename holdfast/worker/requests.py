@@ -6,6 +6,9 @@ asks on a lane of its own and takes a lane again only when that lane's last answ
 answer that was lost can be asked for again (see `holdfast.messages.requests`). A call that is
 interrupted leaves its lane behind; the answer, when it comes, frees it.
 
+Values may be large, and whoever asks for one may be slow to read it. So only a few of those are asked
+for at a time; the agent need not keep more than that for a script, however many threads it has.
+
 The socket belongs to the worker's own process. A process that the script forks has a copy of all of
 this, with locks that may be held by threads it does not have; so it is told apart before anything is
 touched, and told so.
@@ -17,6 +20,7 @@ import heapq
 import os
 import threading
 import time
+from contextlib import nullcontext
 
 import msgspec
 
@@ -29,11 +33,13 @@ from holdfast.errors import (
 )
 from holdfast.messages.local import Ask, Piece, Reply, ToScript
 from holdfast.messages.requests import (
+    LARGE_AT_ONCE,
     MAX_LANES,
     MAX_MESSAGE_BYTES,
     AnyAnswer,
     Denied,
     ScriptRequest,
+    is_large,
 )
 from holdfast.packets import Joiner, packets_of
 from holdfast.worker.channel import Channel
@@ -55,6 +61,7 @@ class Requests:
         self._channel = channel
         self._pid = os.getpid()
         self._sending = threading.Lock()
+        self._large = threading.Semaphore(LARGE_AT_ONCE)
         self._changed = threading.Condition()
         self._reading = False
         self._lost = False
@@ -74,19 +81,23 @@ class Requests:
                 " can ask the coordinator"
             )
         _check(request)
-        lane, number = self._take_lane()
         deadline = None if patience_s is None else time.monotonic() + patience_s
+        with self._large if is_large(request) else nullcontext():
+            answer = self._exchange(request, deadline)
+        if isinstance(answer, Denied):
+            raise _error(answer)
+        return answer
+
+    def _exchange(self, request: ScriptRequest, deadline: float | None) -> AnyAnswer:
+        lane, number = self._take_lane()
         try:
             self._send(Ask(lane=lane, number=number, request=request))
-            answer = self._await(lane, deadline)
+            return self._await(lane, deadline)
         finally:
             with self._changed:
                 self._waited_for.discard(lane)
                 if self._answers.pop(lane, None) is not None:
                     heapq.heappush(self._free, lane)
-        if isinstance(answer, Denied):
-            raise _error(answer)
-        return answer
 
     def _take_lane(self) -> tuple[int, int]:
         with self._changed:
