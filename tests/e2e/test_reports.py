@@ -1,0 +1,268 @@
+"""What `status`, `incidents`, `goodput`, the summary and the trace say, while it runs and after."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from .harness import MARKER, TRAINER, Run, wait_for
+
+CAUSES = [
+    "productive",
+    "redo",
+    "start",
+    "init",
+    "checkpoint",
+    "detect",
+    "stop",
+    "rendezvous",
+    "restore",
+    "wait",
+    "idle",
+]
+
+
+def assert_adds_up(books: dict[str, Any], ranks: int) -> None:
+    assert set(books) == {"job", "wall_s", "ranks", "seconds", "goodput"}
+    assert list(books["seconds"]) == CAUSES
+    assert books["ranks"] == ranks
+    assert all(seconds >= 0 for seconds in books["seconds"].values())
+    total = books["wall_s"] * ranks
+    assert sum(books["seconds"].values()) == pytest.approx(total, rel=0.01)
+    assert books["goodput"] == pytest.approx(books["seconds"]["productive"] / total, rel=0.01)
+
+
+def test_the_causes_add_up_to_wall_clock_times_ranks_while_it_runs_and_after(run: Run) -> None:
+    run.train(nproc=3)
+    run.until_stepping()
+    assert_adds_up(run.ask("goodput"), 3)
+    run.kill_rank(2)
+    run.until_stepping(round=2)
+    during = run.ask("goodput")
+    assert_adds_up(during, 3)
+    run.end()
+    assert run.code() == 0
+    after = run.ask("goodput")
+    assert_adds_up(after, 3)
+    assert after["wall_s"] >= during["wall_s"]
+    assert run.ask("goodput") == after
+
+
+def test_the_ledgers_wall_clock_is_the_launchers_own(run: Run) -> None:
+    run.train(args=["30"], nproc=1)
+    began = os.times().elapsed
+    assert run.code() == 0
+    took = os.times().elapsed - began
+    assert run.ask("goodput")["wall_s"] == pytest.approx(took, abs=0.5)
+
+
+def test_status_tells_where_a_running_job_stands(run: Run) -> None:
+    run.train()
+    run.until_stepping()
+    run.until(lambda job: job.pace is not None and job.pace.per_s, "the speed")
+    status = run.ask("status")
+    assert {"job", "state", "round", "world_size", "step", "steps_per_s", "nodes"} <= set(status)
+    assert (status["job"], status["state"]) == (run.job, "running")
+    assert (status["round"], status["world_size"]) == (1, 2)
+    assert status["step"] > 0
+    assert 5 < status["steps_per_s"] <= 100
+    (node,) = status["nodes"]
+    assert [rank["rank"] for rank in node["ranks"]] == [0, 1]
+    assert [rank["pid"] for rank in node["ranks"]] == [run.rank_pid(0), run.rank_pid(1)]
+    run.end()
+    assert run.code() == 0
+
+
+def test_status_tells_how_a_job_ended(run: Run) -> None:
+    run.train(args=["20"])
+    assert run.code() == 0
+    status = run.ask("status")
+    assert (status["state"], status["step"], status["exit_code"]) == ("ended", 20, 0)
+
+
+def test_status_tells_of_a_job_whose_launcher_was_killed(run: Run) -> None:
+    run.train()
+    run.until_stepping()
+    run.kill(run.pid)
+    run.code()
+    run.assert_nobody_left()
+    assert run.ask("status")["state"] == "lost"
+
+
+def test_incidents_have_the_keys_that_tools_rely_on(run: Run) -> None:
+    run.train()
+    run.until_stepping()
+    assert run.ask("incidents") == []
+    run.kill_rank(0)
+    run.until_stepping(round=2)
+    (incident,) = run.ask("incidents")
+    assert {
+        *["id", "kind", "node", "rank", "round", "signature"],
+        *["action", "phases", "lost_s", "lost_steps"],
+    } <= set(incident)
+    assert incident["id"] == 1
+    assert incident["action"]
+    run.end()
+    assert run.code() == 0
+    assert run.ask("incidents") == [incident]
+
+
+def test_the_trace_shows_every_rank_and_every_incident(run: Run) -> None:
+    run.train()
+    run.until_stepping()
+    run.kill_rank(1)
+    run.until_stepping(round=2)
+    run.end()
+    assert run.code() == 0
+    trace = json.loads((run.job_home / "trace.json").read_text())
+    slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert all(event["ts"] >= 0 and event["dur"] > 0 for event in slices)
+    assert {event["tid"] for event in slices if event["cat"] == "productive"} == {0, 1}
+    assert {event["args"].get("round") for event in slices} >= {1, 2}
+    (incident,) = [event for event in slices if event["cat"] == "incident"]
+    assert "killed by SIGKILL" in incident["name"]
+    names = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"]
+    assert {"rank 0", "rank 1"} <= set(names)
+
+
+def test_the_summary_gives_steps_and_goodput(run: Run) -> None:
+    run.train(args=["20"])
+    assert run.code() == 0
+    assert f"[holdfast] job {run.job} finished" in run.own_lines
+    assert any("20 steps in " in line and "goodput " in line for line in run.own_lines)
+
+
+def test_quiet_says_nothing_of_our_own(run: Run) -> None:
+    run.train("--quiet", args=["5"], nproc=1, script=TRAINER + "\n    print('its own')\n")
+    assert run.code() == 0
+    assert run.err == ""
+    assert "its own" in run.out
+
+
+def test_the_newest_job_is_meant_when_none_is_named(run: Run) -> None:
+    run.train(args=["5"], nproc=1)
+    assert run.code() == 0
+    done = subprocess.run(
+        [sys.executable, "-m", "holdfast", "status"],
+        env={k: v for k, v in run.env.items() if k != MARKER},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.startswith(f"job {run.job}: ended")
+
+
+def test_a_checkpoint_section_is_booked_as_such(run: Run) -> None:
+    saving = """
+        if step == 5:
+            with holdfast.section("checkpoint"):
+                time.sleep(0.5)
+"""
+    run.train(args=["20"], nproc=1, script=TRAINER + saving)
+    assert run.code() == 0
+    seconds = run.ask("goodput")["seconds"]
+    assert 0.45 < seconds["checkpoint"] < 0.9
+    assert seconds["productive"] < 5
+
+
+# ---- steps of scripts with torch ---------------------------------------------------------------
+
+OPTIMIZERS = """
+    import os, sys, time
+    import torch
+    import holdfast
+
+    def optimizer():
+        return torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+    generator, critic = optimizer(), optimizer()
+    for step in range(1, 21):
+        critic.step()
+        generator.step()
+        if "--own" in sys.argv:
+            holdfast.progress(1000 + step)
+"""
+
+
+def test_steps_are_counted_once_for_a_script_with_two_optimizers(run: Run) -> None:
+    run.start(run.write(OPTIMIZERS), nproc=1)
+    assert run.code() == 0
+    assert run.ask("status")["step"] == 20
+
+
+def test_the_scripts_own_count_wins_over_the_optimizers(run: Run) -> None:
+    run.start("--standby", "0", run.write(OPTIMIZERS), "--own", nproc=1)
+    assert run.code() == 0
+    assert run.ask("status")["step"] == 1020
+
+
+def test_progress_does_nothing_without_a_launcher(run: Run) -> None:
+    script = run.write("import holdfast; holdfast.progress(1); print('fine')\n")
+    plain = subprocess.run(
+        [sys.executable, script], cwd=run.folder, env=run.env, capture_output=True, check=True
+    )
+    assert plain.stdout == b"fine\n"
+
+
+DDP = """
+    import os, sys
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(torch.nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    while True:
+        going_on = torch.tensor([float(not os.path.exists("end"))])
+        dist.broadcast(going_on, 0)
+        if not going_on:
+            break
+        model(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.barrier()
+    print("world", dist.get_world_size())
+"""
+
+
+def test_a_plain_ddp_script_is_back_on_standbys_after_a_kill(run: Run) -> None:
+    run.start(run.write(DDP))
+    run.until_standbys(2)
+    standbys = set(run.standbys())
+    run.kill_rank(1)
+    job = run.until_stepping(round=2)
+    assert {rank.pid for rank in job.ranks.values()} == standbys
+    run.end()
+    assert run.code() == 0
+    assert run.out.count("world 2") == 2
+    (incident,) = run.ask("incidents")
+    assert (incident["kind"], incident["rank"]) == ("signal", 1)
+    assert incident["signature"] == "killed by SIGKILL"
+    assert incident["lost_s"] < 5.0
+    assert_adds_up(run.ask("goodput"), 2)
+
+
+def test_the_victim_is_blamed_and_not_the_rank_whose_collective_broke(run: Run) -> None:
+    run.start(run.write(DDP))
+    run.until_standbys(2)
+    os.kill(run.agent(), signal.SIGSTOP)
+    victim = run.kill_rank(0)
+    other = run.rank_pid(1)
+    wait_for(lambda: all(_is_zombie(pid) for pid in (victim, other)), "the death of both ranks")
+    os.kill(run.agent(), signal.SIGCONT)
+    run.until_stepping(round=2)
+    run.end()
+    assert run.code() == 0
+    (incident,) = run.ask("incidents")
+    assert (incident["rank"], incident["signature"]) == (0, "killed by SIGKILL")
+
+
+def _is_zombie(pid: int) -> bool:
+    with open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rpartition(")")[2].split()[0] == "Z"
