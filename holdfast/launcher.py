@@ -68,7 +68,7 @@ class Child:
             return self.run()
         except JobError as error:  # Another one would not fare better.
             log.error("%s", error)
-            return error.exit_code
+            return EXIT_TURNED_AWAY
         except HoldfastError as error:
             log.error("%s: %s", self.name, error)
         except BaseException:  # The edge of the process: the launcher starts another one.

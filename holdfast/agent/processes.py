@@ -87,7 +87,7 @@ def spawn(
     agent = os.getpid()
 
     def prepare() -> None:
-        os.setpgid(0, 0)
+        os.setsid()
         kernel.unblock_signals()
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != agent:

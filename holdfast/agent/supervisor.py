@@ -11,7 +11,6 @@ is ended too, so that the next round starts on clean ground.
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import logging
 import os
@@ -54,6 +53,8 @@ from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, StepNumb
 log = logging.getLogger("holdfast.agent")
 
 PROGRESS_EVERY_S = 1.0
+STDIN = 0
+"""A rank reads what we would; in a session of its own it may, a terminal too."""
 OUT, ERR = 1, 2
 NO_ROUND = RoundNumber(0)
 
@@ -101,6 +102,8 @@ class Supervisor:
     """Offered for the next round's store; with the round it goes to rank 0, or is closed."""
     _starting: asyncio.Task[None] | None = None
     _stopping: StopWorkers | Finish | None = None
+    _ready_after: RoundNumber = NO_ROUND
+    """The last round after which we said that we are ready, with the port that we have now."""
     _slowest_stop_s: Seconds | None = None
     _ended: list[RankProgress] = field(default_factory=list)
     _timer: asyncio.TimerHandle | None = None
@@ -168,7 +171,7 @@ class Supervisor:
         env = self._rank_environment(part, local_rank, worker.error_file)
         assign = Assign(env=env, entry=self.settings.entry, agent_pid=os.getpid())
         store = [self.port.fileno()] if worker.rank == 0 else []
-        standby.assign(assign, [_stdin(), *worker.output.writers(), *store])
+        standby.assign(assign, [STDIN, *worker.output.writers(), *store])
         worker.output.handed_over()
         if standby.process.exit is not None:
             self._exited(worker, standby.process.exit)
@@ -180,7 +183,7 @@ class Supervisor:
         error_file = self._error_file(part, local_rank)
         env = {**self.env, **self._rank_environment(part, local_rank, error_file)}
         command = [self.settings.script, *self.settings.script_args]
-        pid = spawn(command, env, stdio=[_stdin(), *output.writers()])
+        pid = spawn(command, env, stdio=[STDIN, *output.writers()])
         output.handed_over()
         process = self.table.watch(pid)
         worker = self._worker(part, local_rank, process, None, output)
@@ -399,8 +402,10 @@ class Supervisor:
             return
         assert order is not None
         self._stopping = None
-        self.port.close()
-        self.port = self._offer_port()
+        if self._ready_after != order.round:  # The same order may come again: same answer.
+            self._ready_after = order.round
+            self.port.close()
+            self.port = self._offer_port()
         self.report(
             NodeReady(
                 at=self.clock.now(),
@@ -411,16 +416,6 @@ class Supervisor:
                 ranks=ranks,
             )
         )
-
-
-def _stdin() -> int:
-    """What a rank reads: ours, unless that is a terminal, which only a foreground job may read."""
-    return _null() if os.isatty(0) else 0
-
-
-@functools.cache
-def _null() -> int:
-    return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def _recorded_error(path: Path) -> Raised | None:

@@ -373,7 +373,11 @@ def _on_started(job: Job, event: WorkerStarted, now: Time) -> list[AnyAction]:
     books.script_began(job.ledger, event.rank, event.at)
     job.to_start -= 1
     incident = job.open_incident
-    if job.to_start == 0 and incident is not None and job.membership.world is not None:
+    if incident is None or job.membership.world is None:
+        return []
+    if not event.warm:
+        incident.action = "gave the ranks to fresh processes"
+    if job.to_start == 0:
         incident.started_at = event.at
         if job.highest == 0:  # A script that takes no steps is back when it runs.
             incident.closed_at = event.at

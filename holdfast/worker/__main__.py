@@ -12,7 +12,7 @@ import sys
 
 from holdfast.worker.bootstrap import become_worker
 from holdfast.worker.channel import Channel
-from holdfast.worker.nursery import Born, serve
+from holdfast.worker.nursery import serve
 from holdfast.worker.script import set_first_path
 
 
@@ -23,15 +23,10 @@ def main() -> int:
         return become_worker(control_fd, page_fd, rehearse=False)
     preload = os.environ.pop("HOLDFAST_PRELOAD", "").split()
     set_first_path(os.environ.pop("HOLDFAST_FIRST_PATH"))
-    born = _nursery(int(numbers[0]), preload, eager=numbers[1] == "eager")
+    born = serve(Channel(int(numbers[0])), preload, eager=numbers[1] == "eager")
     if born is None:
         return 0
     return become_worker(born.control_fd, born.page_fd, born.rehearse)
-
-
-def _nursery(fd: int, preload: list[str], eager: bool) -> Born | None:
-    os.setpgid(0, 0)
-    return serve(Channel(fd), preload, eager)
 
 
 if __name__ == "__main__":

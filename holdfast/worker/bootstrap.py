@@ -59,7 +59,8 @@ def become_worker(control_fd: int, page_fd: int, rehearse: bool) -> int:
 
 
 def _take_over(assign: Assign, fds: list[int]) -> None:
-    os.setpgid(0, 0)
+    if os.getpgrp() != os.getpid():  # A fresh process has its own session already.
+        os.setsid()
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != assign.agent_pid:
         os._exit(0)

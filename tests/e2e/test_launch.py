@@ -379,8 +379,8 @@ def test_a_stranger_without_the_token_is_turned_away(run: Run) -> None:
 
 
 @pytest.mark.parametrize("how", ["script", "command"])
-def test_a_rank_that_reads_the_terminal_gets_nothing_and_does_not_hang(run: Run, how: str) -> None:
-    """A group of processes in the terminal's background would be stopped for good."""
+def test_a_rank_reads_what_is_typed_at_the_terminal(run: Run, how: str) -> None:
+    """In the terminal's background it would be stopped for good; it has a session of its own."""
     script = run.write("import sys; print('got', repr(sys.stdin.readline()))\n")
     words = ["--no-python", sys.executable] if how == "command" else ["--standby", "0"]
     ours, theirs = os.openpty()
@@ -391,11 +391,12 @@ def test_a_rank_that_reads_the_terminal_gets_nothing_and_does_not_hang(run: Run,
         )
         command = (sys.executable, "-c", taking, "-m", "holdfast", "run")
         run.start(*words, script, nproc=1, command=command, stdin=theirs)
+        os.write(ours, b"continue\n")
         assert run.code() == 0
     finally:
         os.close(ours)
         os.close(theirs)
-    assert "got ''" in run.out
+    assert "got 'continue" in run.out
 
 
 def test_a_rank_reads_what_is_piped_into_the_launcher(run: Run) -> None:

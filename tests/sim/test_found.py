@@ -1,0 +1,198 @@
+"""What the simulator found: each seed that failed once, and the fault it showed, in a few events.
+
+A seed is the whole story but shows the fault only as long as the simulation draws the same numbers;
+the short tests below each say the same in the core's own words.
+"""
+
+import pytest
+
+from holdfast.core import job as jobs
+from holdfast.core import seating
+from holdfast.messages.actions import StartWorkers, StopWorkers
+from holdfast.messages.events import (
+    JobOpened,
+    NodeJoined,
+    NodeLeaving,
+    NodeLeft,
+    NodeReady,
+    NodeResumed,
+    NodeWarm,
+    Progress,
+    StreamEnded,
+    Tick,
+    WorkerExited,
+)
+from holdfast.messages.records import NodeSpec, RankProgress, Terms
+from holdfast.sim.cluster import Cluster
+from holdfast.sim.shapes import chaos
+
+SEEDS = {
+    "a node that missed both start and stop of a round was waited for without end": 138,
+    "the same, before the first step": 323,
+    "a node that had been placed was never warm again, and the world did not grow": 160,
+    "nodes that form no complete segment waited without a deadline": 2,
+    "the same after a fault": 143,
+    "a job that ended while a node was away never closed": 12,
+    "the last seconds of a job told to stop were booked as productive": 157,
+    "an agent told twice to stop gave up the port that it had promised for the store": 28,
+    "late word of a broken round closed the incident that it had caused": 109,
+    "a node lost in the same moment as another was placed and given up at once": 9,
+}
+
+
+@pytest.mark.parametrize("seed", SEEDS.values(), ids=[name.replace(" ", "_") for name in SEEDS])
+def test_seed(seed):
+    Cluster(chaos(seed, liveness=True)).run()
+    Cluster(chaos(seed, liveness=False)).run()
+
+
+# ---- the same in a few events ----
+
+
+def a_job(nodes: int, **terms):
+    job = jobs.opened(JobOpened(at=0.0, job="j", terms=Terms(**terms)))
+    for i in range(nodes):
+        take(job, joined(i), 1.0)
+    return job
+
+
+def joined(number: int, domain: str = "", at: float = 1.0) -> NodeJoined:
+    spec = NodeSpec(host=f"h{number}", address="10.0.0.1", slots=1, pid=1, domain=domain)
+    return NodeJoined(at=at, node=f"n{number}", spec=spec, store_port=7000 + number)
+
+
+def take(job, event, now):
+    actions = jobs.handle(job, event, now)
+    jobs.validate(job)
+    return actions
+
+
+def died(number: int, round: int, at: float, steps: int = 1) -> WorkerExited:
+    progress = RankProgress(rank=number, step=steps, steps=steps, first_at=at, last_at=at)
+    return WorkerExited(
+        at=at, node=f"n{number}", round=round, rank=number, signal=9, progress=progress
+    )
+
+
+def ready(number: int, round: int, at: float) -> NodeReady:
+    return NodeReady(at=at, node=f"n{number}", round=round, store_port=8000, slowest_stop_s=None)
+
+
+def test_a_node_that_never_heard_of_a_broken_round_is_ready_for_the_next():
+    job = a_job(2, min_nodes=2, max_nodes=2)
+    take(job, StreamEnded(at=2.0, node="n0"), 2.0)
+    take(job, died(1, 1, 2.01), 2.01)
+    take(job, ready(1, 1, 2.02), 2.02)
+    resumed = NodeResumed(at=2.05, node="n0", round=0, busy=False)
+    actions = take(job, resumed, 2.05)
+    assert [type(action) for action in actions] == [StartWorkers, StartWorkers]
+    assert job.membership.round == 2
+
+
+def test_a_node_in_the_round_that_is_stopped_is_told_so_again_when_it_is_back():
+    job = a_job(2, min_nodes=2, max_nodes=2)
+    take(job, StreamEnded(at=2.0, node="n0"), 2.0)
+    take(job, died(1, 1, 2.01), 2.01)
+    (stop,) = take(job, NodeResumed(at=2.05, node="n0", round=1, busy=True), 2.05)
+    assert isinstance(stop, StopWorkers)
+    assert stop.round == 1
+
+
+def test_a_node_that_got_warm_while_it_was_placed_counts_when_the_world_could_grow():
+    job = a_job(4, min_nodes=2, max_nodes=4, node_unit=2)
+    for i in range(4):
+        take(job, NodeWarm(at=2.0, node=f"n{i}"), 2.0)
+    take(job, NodeLeft(at=3.0, node="n3", round=1), 3.0)
+    for i in range(3):
+        take(job, ready(i, 1, 3.1), 3.1)
+    assert len(job.membership.placed) == 2
+    take(job, joined(9, at=4.0), 4.0)
+    actions = take(job, NodeWarm(at=5.0, node="n9"), 5.0)
+    assert {type(action) for action in actions} == {StopWorkers}
+
+
+def test_nodes_that_form_no_complete_segment_are_not_waited_for_without_end():
+    job = a_job(0, min_nodes=2, max_nodes=2, segment=2, join_limit_s=30.0)
+    take(job, joined(0, "a"), 1.0)
+    take(job, joined(1, "b"), 1.0)
+    for _ in range(3):
+        at = jobs.deadline(job)
+        if job.ended is None:
+            assert at is not None
+            take(job, Tick(at=at), at)
+    assert job.ended is not None
+    assert job.ended.code == 75
+    assert "segments" in job.ended.reason
+
+
+def test_time_since_the_last_step_is_not_productive_when_the_job_is_told_to_stop():
+    job = a_job(1, min_nodes=1, max_nodes=1)
+    step = RankProgress(rank=0, step=1, steps=1, first_at=10.0, last_at=10.0)
+    take(job, Progress(at=10.0, node="n0", round=1, ranks=(step,)), 10.0)
+    take(job, NodeLeaving(at=100.0, node="n0", reason="stopped", code=75), 100.0)
+    last = RankProgress(rank=0, step=3, steps=3, first_at=10.0, last_at=30.0)
+    take(job, NodeLeft(at=101.0, node="n0", round=1, ranks=(last,)), 101.0)
+    assert job.closed
+    assert job.ledger.seconds["productive"] == pytest.approx(20.0)
+    assert job.ledger.seconds["redo"] == pytest.approx(70.0)
+    assert job.ledger.seconds["stop"] == pytest.approx(1.0)
+
+
+def test_a_join_does_not_look_at_everybody(monkeypatch):
+    looks = count_looks(monkeypatch)
+    a_job(300, min_nodes=1, max_nodes=1000)
+    assert len(looks) <= 2
+
+
+def test_a_report_of_progress_does_not_look_at_everybody_while_the_world_waits_to_grow(monkeypatch):
+    job = a_job(3, min_nodes=3, max_nodes=4)
+    take(job, Tick(at=2.0), 2.0)
+
+    def step(rank: int, saves: int) -> Progress:
+        told = RankProgress(
+            rank=rank, step=5, steps=5 + saves, first_at=2.0, last_at=3.0 + saves, saves=saves
+        )
+        return Progress(at=3.0, node=f"n{rank}", round=1, ranks=(told,))
+
+    take(job, step(0, 1), 3.0)
+    take(job, joined(9), 4.0)
+    assert take(job, NodeWarm(at=5.0, node="n9"), 5.0) == []
+    assert job.saves_at_wish == 1
+    looks = count_looks(monkeypatch)
+    for rank in (1, 2, 1, 2):
+        assert take(job, step(rank, 1), 6.0) == []
+    assert not looks
+    stops = take(job, step(0, 2), 7.0)
+    assert {type(action) for action in stops} == {StopWorkers}
+
+
+def count_looks(monkeypatch) -> list[int]:
+    looks: list[int] = []
+    choose = seating.choose
+
+    def counting(candidates, terms):
+        looks.append(len(candidates))
+        return choose(candidates, terms)
+
+    monkeypatch.setattr(seating, "choose", counting)
+    return looks
+
+
+def test_seating_ten_thousand_newcomers_keeps_to_their_switches():
+    terms = Terms(min_nodes=1, max_nodes=10000)
+    specs = [
+        NodeSpec(host=f"h{i}", address="", slots=1, pid=1, switch=f"s{i // 32}")
+        for i in range(10000)
+    ]
+    fresh = {f"n{i}": seating.Candidate(spec, 1, joined=10000 - i) for i, spec in enumerate(specs)}
+    seats = [spec.switch for spec in specs]
+    seated = seating.seat(seating.choose(fresh, terms), fresh, seats)
+    assert [fresh[node].spec.switch for node in seated] == seats
+
+
+def test_an_incident_does_not_keep_a_line_for_each_of_a_thousand_ranks_that_fell_with_it():
+    job = a_job(1000, min_nodes=1000, max_nodes=1000)
+    for number in range(1000):
+        jobs.handle(job, died(number, 1, 2.0 + number / 1000), 3.0)
+    assert len(job.incidents) == 1
+    assert len(job.incidents[0].also) == jobs.ALSO_AT_MOST
