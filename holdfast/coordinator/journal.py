@@ -83,7 +83,7 @@ class Journal:
         self._backlog: list[Entry] = []
         self._since_snapshot = 0
         self._bytes_since_snapshot = 0
-        self._bytes_allowed = SNAPSHOT_BYTES
+        self._state_bytes = 0
 
     def append(self, entries: Sequence[Entry]) -> str | None:
         """Write events in one transaction; the reason if that was not possible.
@@ -112,16 +112,15 @@ class Journal:
         return None
 
     def snapshot_due(self) -> bool:
-        long = self._since_snapshot >= SNAPSHOT_EVERY
-        large = self._bytes_since_snapshot >= self._bytes_allowed
+        long = self._since_snapshot >= max(SNAPSHOT_EVERY, self._state_bytes // 200)
+        large = self._bytes_since_snapshot >= max(SNAPSHOT_BYTES, 4 * self._state_bytes)
         return (long or large) and not self._backlog
 
     def write_snapshot(self, snapshot: Snapshot) -> None:
         """Keep the state after the last event; older snapshots go."""
         state = _encoder.encode(snapshot).decode()
         self._since_snapshot = self._bytes_since_snapshot = 0
-        # A large state is not written again before as much has happened.
-        self._bytes_allowed = max(SNAPSHOT_BYTES, 4 * len(state))
+        self._state_bytes = len(state)  # A large one is written again only after much has happened.
         try:
             self._db.execute("BEGIN IMMEDIATE")
             self._db.execute(

@@ -177,7 +177,7 @@ class Coordinator:
             self.open(hello.terms, now)
         beat_s = self._silence.beat_s(len(self._streams))
         stream.send(Welcome(job=self.name, now=now, acked=acked, beat_s=beat_s))
-        if acked:
+        if acked or any(arrival.node == hello.node for arrival in self._inbox):
             resumed = NodeResumed(at=now, node=hello.node, round=hello.round, busy=hello.busy)
             self._post(Arrival(resumed, hello.node))
 
@@ -198,7 +198,8 @@ class Coordinator:
         if stream.node is not None and self._streams.get(stream.node) is stream:
             del self._streams[stream.node]
             if not self._closed.done():
-                self._post(Arrival(StreamEnded(at=self.clock.now(), node=stream.node)))
+                since = Time(self.clock.now() - stream.silent_s)
+                self._post(Arrival(StreamEnded(at=since, node=stream.node)))
 
     async def _watch_silence(self) -> None:
         loop = asyncio.get_running_loop()
@@ -209,6 +210,7 @@ class Coordinator:
             for stream in list(self._streams.values()):
                 silent_s = now - stream.heard_at
                 if silent_s > limit_s:
+                    stream.silent_s = silent_s
                     stream.cut_off(f"not heard of for {silent_s:.1f} s")
 
     async def _part(self) -> None:

@@ -38,6 +38,8 @@ class Stream(asyncio.Protocol):
     def __init__(self, coordinator: Coordinator) -> None:
         self.node: NodeId | None = None
         self.heard_at = 0.0
+        self.silent_s = 0.0
+        """How long nothing had been heard of it when it was given up."""
         self._coordinator = coordinator
         self._loop = asyncio.get_running_loop()
         self._decoder = framing.FrameDecoder[FromAgent](FromAgent, HELLO_BYTES)  # type: ignore[arg-type]

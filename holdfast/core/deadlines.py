@@ -28,6 +28,8 @@ JOIN_LIMIT_S: Seconds = 600.0
 STOP_FACTOR = 3.0
 STOP_FLOOR_S: Seconds = 3.0
 STOP_UNKNOWN_S: Seconds = 30.0
+PATIENCE_FACTOR = 5.0
+PATIENCE_FLOOR_S: Seconds = 1.0
 
 
 class Silence(Struct):
@@ -49,6 +51,24 @@ class Silence(Struct):
 
     def observe(self, silent_s: Seconds) -> None:
         self.longest_s = max(self.longest_s, silent_s)
+
+
+class StopPatience(Struct):
+    """How long nodes that are stopping are waited for when spares could take their places.
+
+    Survivors have seats and state, so they are preferred; but one whose worker cannot even be killed
+    must not hold up the others.
+    """
+
+    longest_s: Seconds | None = None
+
+    def observe(self, took_s: Seconds) -> None:
+        self.longest_s = max(took_s, self.longest_s or 0.0)
+
+    def limit_s(self) -> Seconds:
+        if self.longest_s is None:
+            return STOP_UNKNOWN_S
+        return max(PATIENCE_FLOOR_S, PATIENCE_FACTOR * self.longest_s)
 
 
 class StopGrace(Struct):

@@ -10,12 +10,12 @@ A node is in exactly one of three places:
     busy       it was in the last round and is still stopping its workers
     placed     it is in the frozen world
 
-A round never closes while a node is busy: it will be ready in a moment, and it has a seat. Then it
-closes when as many nodes wait as the job may have, or when at least the minimum waits and the grace
-for newcomers is over. There is such a grace only before the first round, when nodes are still being
-started one after the other; later, a node that is not there is not waited for. The grace is learnt
-from the gaps between the joins seen so far. Who gets the places, and in which order, is
-`holdfast.core.seating`'s matter.
+A round does not close while a node is busy: it will be ready in a moment, and it has a seat; only
+when that takes far too long do spares go on without it. Then it closes when as many nodes wait as
+the job may have, or when at least the minimum waits and the grace for newcomers is over. There is
+such a grace only before the first round, when nodes are still being started one after the other;
+later, a node that is not there is not waited for. The grace is learnt from the gaps between the joins
+seen so far. Who gets the places, and in which order, is `holdfast.core.seating`'s matter.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ class Membership(Struct):
     last_join_at: Time | None = None
     longest_gap_s: Seconds = 0.0
     closes_at: Time | None = None
+    patient_until: Time | None = None
+    """Until when busy nodes are waited for although others could take their places; None: no more."""
 
     def nodes(self) -> list[NodeId]:
         return [*self.placed, *self.busy, *self.waiting]
@@ -76,8 +78,12 @@ def leave(m: Membership, node: NodeId) -> bool:
     return m.placed.pop(node, None) is not None
 
 
-def dissolve(m: Membership) -> None:
-    """Give up the world in force: its nodes are busy until they say that they are ready."""
+def dissolve(m: Membership, patient_until: Time) -> None:
+    """Give up the world in force: its nodes are busy until they say that they are ready.
+
+    Until then they are waited for even if spares could fill the world without them.
+    """
+    m.patient_until = patient_until
     m.busy.update(m.placed)
     m.placed.clear()
     m.world = None
@@ -92,6 +98,12 @@ def ready(m: Membership, node: NodeId, round: RoundNumber, store_port: int) -> b
     candidate.store_port = store_port
     m.waiting[node] = candidate
     return True
+
+
+def must_wait(m: Membership) -> bool:
+    """Whether nodes that are still busy hold up the next round."""
+    patient = m.patient_until is not None
+    return bool(m.busy) and (patient or len(m.waiting) < most_nodes(m))
 
 
 def most_nodes(m: Membership) -> int:
@@ -112,7 +124,7 @@ def close(m: Membership, now: Time) -> World | None:
     """Freeze the next round if it may be, else note until when it waits for more."""
     if m.world is not None or not _may_close(m, now):
         return None
-    m.closes_at = None
+    m.closes_at = m.patient_until = None
     m.round = RoundNumber(m.round + 1)
     chosen = seating.choose(m.waiting, m.terms)
     order = seating.seat(chosen, m.waiting, m.seats)
@@ -125,7 +137,7 @@ def close(m: Membership, now: Time) -> World | None:
 def _may_close(m: Membership, now: Time) -> bool:
     m.closes_at = None
     fewest = max(1, m.terms.min_nodes)
-    if m.busy or len(m.waiting) < fewest:  # The cheap answer, for most of many joins.
+    if len(m.waiting) < fewest or must_wait(m):  # The cheap answer, for most of many joins.
         return False
     if len(m.waiting) < most_nodes(m) and not _grace_is_over(m, now):
         return False

@@ -9,7 +9,7 @@ from driver import OPENED_AT, WAKE, Driver, encoded, kinds, raised, replayed
 
 from holdfast.core import job as jobs
 from holdfast.core import ledger as books
-from holdfast.core.deadlines import RECONNECT_AFTER_RESTART_S, RECONNECT_S
+from holdfast.core.deadlines import RECONNECT_AFTER_RESTART_S, RECONNECT_S, STOP_UNKNOWN_S
 from holdfast.messages.actions import CloseJob, Finish, StartWorkers, StopWorkers
 from holdfast.messages.events import CoordinatorRestarted, ExcludeAsked, NodeWarm, StopAsked
 from holdfast.messages.units import NodeId, Rank, Time
@@ -189,7 +189,19 @@ def test_survivors_are_waited_for_although_spares_could_fill_the_world() -> None
     driver.exit(0, step=10, signal=9)
     assert driver.tick() == []
     started = driver.after(1).ready("a", round=1)
-    assert [action.node for action in started] == ["a"]
+    assert [(kind, action.node) for kind, action in zip(kinds(started), started, strict=True)] == [
+        ("StartWorkers", "a"),
+        ("Prepare", "spare"),
+    ]
+
+
+def test_a_node_that_cannot_stop_does_not_hold_up_spares_for_ever() -> None:
+    driver = Driver(min_nodes=1, max_nodes=1).running("a", step=10)
+    driver.join("spare")
+    driver.exit(0, step=10, signal=9)
+    assert driver.after(STOP_UNKNOWN_S - 1).tick() == []
+    assert kinds(driver.after(2).tick()) == ["StartWorkers"]
+    assert driver.world.places[0].node == "spare"
 
 
 def test_a_last_word_of_an_older_round_is_not_the_new_rounds() -> None:

@@ -14,6 +14,7 @@ from holdfast.core.membership import Membership
 from holdfast.messages.records import Terms, World
 from holdfast.messages.units import NodeId, RoundNumber, Time
 
+LATER = Time(1e9)
 NOON = 1000.0
 
 
@@ -89,7 +90,7 @@ def test_a_given_last_call_is_kept() -> None:
 def test_later_rounds_do_not_wait_for_newcomers() -> None:
     m = waiting(2, min_nodes=1, max_nodes=3)
     closed(m, NOON + 60)
-    rounds.dissolve(m)
+    rounds.dissolve(m, LATER)
     rounds.leave(m, NodeId("n1"))
     assert ready(m, "n0", 1)
     assert names(closed(m, NOON + 61)) == ["n0"]
@@ -98,7 +99,7 @@ def test_later_rounds_do_not_wait_for_newcomers() -> None:
 def test_a_round_waits_for_its_busy_nodes() -> None:
     m = waiting(2, min_nodes=1, max_nodes=2)
     closed(m)
-    rounds.dissolve(m)
+    rounds.dissolve(m, LATER)
     assert ready(m, "n0", 1)
     assert close(m) is None
     assert ready(m, "n1", 1)
@@ -108,7 +109,7 @@ def test_a_round_waits_for_its_busy_nodes() -> None:
 def test_busy_nodes_are_waited_for_although_spares_could_fill_the_world() -> None:
     m = waiting(4, min_nodes=2, max_nodes=2)
     first = closed(m)
-    rounds.dissolve(m)
+    rounds.dissolve(m, LATER)
     assert rounds.close(m, Time(1.0)) is None
     for place in first.places:
         assert rounds.ready(m, place.node, first.round, store_port=1)
@@ -145,7 +146,7 @@ def test_survivors_keep_their_order_and_a_spare_takes_the_empty_place() -> None:
     m = waiting(4, min_nodes=3, max_nodes=3)
     closed(m)
     rounds.leave(m, NodeId("n1"))
-    rounds.dissolve(m)
+    rounds.dissolve(m, LATER)
     ready(m, "n2", 1)
     ready(m, "n0", 1)
     world = closed(m)
@@ -232,7 +233,7 @@ def test_a_member_that_joins_again_waits_and_keeps_its_place() -> None:
     m = waiting(2, min_nodes=2, max_nodes=2)
     closed(m)
     rounds.leave(m, NodeId("n0"))
-    rounds.dissolve(m)
+    rounds.dissolve(m, LATER)
     join(m, "n0")
     join(m, "n1")
     assert m.count() == 2
@@ -251,7 +252,7 @@ def test_a_replacement_that_joins_while_the_old_node_is_known_outlives_it() -> N
 def test_a_store_port_is_of_the_round_it_serves() -> None:
     m = waiting(1, min_nodes=1, max_nodes=1)
     first = closed(m).store_port
-    rounds.dissolve(m)
+    rounds.dissolve(m, LATER)
     assert ready(m, "n0", 1, port=4321)
     assert closed(m).store_port == 4321 != first
 
@@ -259,7 +260,7 @@ def test_a_store_port_is_of_the_round_it_serves() -> None:
 def test_ready_for_another_round_is_refused() -> None:
     m = waiting(1, min_nodes=1, max_nodes=1)
     closed(m)
-    rounds.dissolve(m)
+    rounds.dissolve(m, LATER)
     assert not ready(m, "n0", 0)
     assert not ready(m, "n0", 2)
     assert not ready(m, "stranger", 1)
@@ -319,7 +320,7 @@ class Churn(RuleBasedStateMachine):
     @rule(name=node)
     def leave(self, name: str) -> None:
         if rounds.leave(self.m, NodeId(name)):
-            rounds.dissolve(self.m)
+            rounds.dissolve(self.m, LATER)
 
     @rule(name=node, back=st.integers(0, 2))
     def get_ready(self, name: str, back: int) -> None:
@@ -330,7 +331,7 @@ class Churn(RuleBasedStateMachine):
     @rule()
     def break_up(self) -> None:
         if self.m.world is not None:
-            rounds.dissolve(self.m)
+            rounds.dissolve(self.m, LATER)
 
     @rule(later=st.sampled_from([0.0, 0.1, 1.0, 1000.0]))
     def close(self, later: float) -> None:

@@ -280,7 +280,7 @@ def test_the_end_of_the_job_ends_every_wait(job: Askers) -> None:
     job.ask(0, wait("k"))
     job.leaving("a")
     assert not job.job.desk.open
-    assert jobs.deadline(job.job) is None
+    assert job.job.desk.until is None
 
 
 NAMES = st.sampled_from(["a", "b", "c", "d"])

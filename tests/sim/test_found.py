@@ -8,6 +8,7 @@ import pytest
 
 from holdfast.core import job as jobs
 from holdfast.core import seating
+from holdfast.core.repair import ALSO_AT_MOST
 from holdfast.messages.actions import StartWorkers, StopWorkers
 from holdfast.messages.events import (
     JobOpened,
@@ -195,4 +196,4 @@ def test_an_incident_does_not_keep_a_line_for_each_of_a_thousand_ranks_that_fell
     for number in range(1000):
         jobs.handle(job, died(number, 1, 2.0 + number / 1000), 3.0)
     assert len(job.incidents) == 1
-    assert len(job.incidents[0].also) == jobs.ALSO_AT_MOST
+    assert len(job.incidents[0].also) == ALSO_AT_MOST

@@ -5,6 +5,7 @@ from msgspec.structs import replace
 
 from holdfast.core import job as jobs
 from holdfast.core import membership as rounds
+from holdfast.core import nodes, repair, workers
 from holdfast.messages.events import NodeResumed
 from holdfast.sim.cluster import Cluster
 from holdfast.sim.invariants import Violated
@@ -36,15 +37,17 @@ def test_a_lost_order_that_is_not_repeated_is_noticed(monkeypatch):
     def deaf(job, event, now):
         job.absent.pop(event.node, None)
         if job.ended is not None:
-            return [jobs._finish_node(job, event.node)]
-        return [] if job.membership.has(event.node) else [jobs._fence(event.node)]
+            return [repair.finish_node(job, event.node)]
+        return [] if job.membership.has(event.node) else [nodes._fence(event.node)]
 
     monkeypatch.setitem(jobs._HANDLERS, NodeResumed, deaf)
     noticed("no step beyond")
 
 
 def test_word_from_an_older_round_that_is_believed_is_noticed(monkeypatch):
-    monkeypatch.setattr(jobs, "_rank_in_force", lambda job, node, round, rank: job.ranks.get(rank))
+    monkeypatch.setattr(
+        workers, "rank_in_force", lambda job, node, round, rank: job.ranks.get(rank)
+    )
     noticed("stepped before|more ranks started|nobody took|back before|productive|twice")
 
 

@@ -1,0 +1,243 @@
+"""From a broken round to the next one, or to the end of the job.
+
+    break_round    open the incident, dissolve the world, tell every node to stop
+    settle         once every node is ready: judge, then freeze the next round if it may be
+    grow           break a round on purpose, because more nodes wait for a place
+    finish_job     tell every node to finish; with the last one gone, close_job
+
+Judging waits until all nodes are ready, because only then is it known who died first, and it costs
+nothing: whatever the verdict, the workers had to be stopped before.
+"""
+
+from __future__ import annotations
+
+from holdfast.core import ledger as books
+from holdfast.core import membership as rounds
+from holdfast.core import recovery as faults
+from holdfast.core import requests
+from holdfast.core.deadlines import JOIN_LIMIT_S
+from holdfast.core.recovery import Fault, Stop
+from holdfast.core.requests import Desk
+from holdfast.core.state import Job, RankState
+from holdfast.messages.actions import (
+    AnyAction,
+    CloseJob,
+    Finish,
+    Prepare,
+    StartWorkers,
+    StopWorkers,
+)
+from holdfast.messages.exits import EXIT_TRY_AGAIN
+from holdfast.messages.records import Ended, FaultKind, Incident, Place, World
+from holdfast.messages.units import NodeId, Rank, RoundNumber, Time
+
+ALSO_AT_MOST = 100
+"""Of the deaths in a fault's wake so many are told: there can be one for each of 80,000 ranks."""
+
+
+def break_round(job: Job, fault: Fault, now: Time) -> list[AnyAction]:
+    """The round in force is broken: open the incident, or learn more about the one just opened."""
+    if job.fault is not None:
+        _blame(job, fault)
+        return []
+    last = job.open_incident
+    if last is not None:
+        last.closed_at = fault.at
+        last.action += "; failed again before the first step"
+    job.fault = fault
+    job.incidents.append(_incident(len(job.incidents) + 1, fault, now))
+    books.broke(job.ledger, fault.at, now)
+    rounds.dissolve(job.membership, Time(now + job.patience.limit_s()))
+    stops = [stop_node(job, node, held.round) for node, held in job.membership.busy.items()]
+    return [*stops, *_close_desk(job, f"{_subject(fault)} {fault.signature}")]
+
+
+def stop_node(job: Job, node: NodeId, round: RoundNumber) -> StopWorkers:
+    incident = job.incidents[-1]
+    why = f"{_subject(incident)} {incident.signature}"
+    return StopWorkers(node=node, round=round, grace_s=job.grace.limit_s(), why=why)
+
+
+def _blame(job: Job, fault: Fault) -> None:
+    assert job.fault is not None
+    incident = job.incidents[-1]
+    guilty = faults.culprit(job.fault, fault)
+    other = fault if guilty is job.fault else job.fault
+    if len(incident.also) < ALSO_AT_MOST:
+        incident.also.append(f"{_subject(other)} {other.signature}")
+    if guilty is not job.fault:
+        better = _incident(incident.id, guilty, incident.opened_at)
+        better.also = incident.also
+        job.incidents[-1] = better
+        job.fault = guilty
+
+
+def _incident(number: int, fault: Fault, now: Time) -> Incident:
+    return Incident(
+        id=number,
+        kind=fault.kind,
+        node=fault.node,
+        rank=fault.rank,
+        round=fault.round,
+        step=fault.step,
+        signature=fault.signature,
+        detail=fault.detail,
+        fault_at=min(fault.at, now),
+        opened_at=now,
+    )
+
+
+def _subject(fault: Fault | Incident) -> str:
+    return f"node {fault.node}" if fault.rank is None else f"rank {fault.rank}"
+
+
+def grow(job: Job, now: Time) -> list[AnyAction]:
+    """Form a larger world once nodes wait for it, right after a checkpoint if there are any.
+
+    A script that never says when it saves gives no better moment than now.
+    """
+    size = rounds.can_grow(job.membership) if job.fault is None and job.ended is None else 0
+    if size == 0:
+        job.saves_at_wish = None
+        return []
+    if job.saves_at_wish is None:
+        job.saves_at_wish = job.saves
+    if job.saves > 0 and job.saves == job.saves_at_wish:
+        return []
+    newest = next(reversed(job.membership.waiting))
+    before = len(job.membership.placed)
+    why = f"joined: from {before} to {size} nodes"
+    fault = faults.wanted("resize", newest, job.membership.round, job.highest, why, now)
+    return break_round(job, fault, now)
+
+
+def settle(job: Job, now: Time) -> list[AnyAction]:
+    """Without a world in force: judge what broke the last one, and freeze the next if it may be."""
+    m = job.membership
+    if job.ended is not None or m.world is not None:
+        return []
+    if job.fault is not None:
+        if rounds.must_wait(m):
+            return []
+        stop = _judge(job, job.fault, now)
+        if stop is not None:
+            return finish_job(job, stop.code, stop.reason, now)
+    world = rounds.close(m, now)
+    if world is not None:
+        job.short_until = None
+        return _start(job, world, now)
+    if job.ledger.waiting_since is None and not m.busy:
+        books.wait(job.ledger, now)
+    return _mind_shortage(job, now)
+
+
+def _judge(job: Job, fault: Fault, now: Time) -> Stop | None:
+    verdict = faults.judge(job.recovery, fault, job.highest)
+    incident = job.incidents[-1]
+    incident.stopped_at = now
+    books.stopped(job.ledger, now)
+    job.fault = None
+    if isinstance(verdict, Stop):
+        incident.action = f"stopped the job: {verdict.reason}"
+        incident.closed_at = now
+        return verdict
+    incident.action = "gave the ranks to standbys"
+    return None
+
+
+def _mind_shortage(job: Job, now: Time) -> list[AnyAction]:
+    """Fewer nodes than the job needs: wait for more, but not for ever."""
+    m = job.membership
+    there, needed = m.count(), job.terms.min_nodes
+    if there >= needed and (m.busy or m.closes_at is not None):
+        job.short_until = None
+        return []
+    if job.short_until is None:
+        limit = JOIN_LIMIT_S if job.terms.join_limit_s is None else job.terms.join_limit_s
+        job.short_until = Time(now + limit)
+    if now < job.short_until:
+        return []
+    reason = f"{there} of at least {needed} nodes are there and no more came in time"
+    if there >= needed:
+        reason = f"{there} nodes are there, but no {needed} of them form complete segments or units"
+    return finish_job(job, EXIT_TRY_AGAIN, reason, now)
+
+
+def _start(job: Job, world: World, now: Time) -> list[AnyAction]:
+    books.size(job.ledger, world.size, now)
+    books.begin_round(job.ledger, world.round, job.highest, now)
+    job.ranks = {
+        Rank(rank): RankState(place.node)
+        for place in world.places
+        for rank in range(place.first_rank, place.first_rank + place.slots)
+    }
+    job.to_start = job.to_step = job.to_finish = world.size
+    job.resumed_at = job.pace = job.saves_at_wish = None
+    job.saves = 0
+    incident = job.open_incident
+    if incident is not None:
+        incident.frozen_at = now
+    leftovers = [Prepare(node=node) for node in job.membership.waiting]
+    return [*(start_node(job, world, place) for place in world.places), *leftovers]
+
+
+def start_node(job: Job, world: World, place: Place) -> StartWorkers:
+    restarts, limit = job.recovery.restarts, job.terms.max_restarts or 0
+    return StartWorkers(node=place.node, part=rounds.part_of(world, place, restarts, limit))
+
+
+def send_off(
+    job: Job, kind: FaultKind, node: NodeId, code: int, why: str, now: Time
+) -> list[AnyAction]:
+    """Part with a node in peace; the others go on in a new round."""
+    actions: list[AnyAction] = [goodbye(job, node, code, why)]
+    round = job.membership.round
+    if rounds.leave(job.membership, node):
+        actions += break_round(job, faults.wanted(kind, node, round, job.highest, why, now), now)
+    return actions + settle(job, now)
+
+
+def finish_job(job: Job, code: int, reason: str, now: Time) -> list[AnyAction]:
+    job.ended = Ended(code=code, reason=reason, at=now)
+    job.membership.closes_at = job.short_until = None
+    incident = job.open_incident
+    if incident is not None:
+        incident.closed_at = now
+        incident.action = incident.action or f"the job ended: {reason}"
+    if code == 0:
+        if job.ledger.fault_at is not None:
+            books.stopped(job.ledger, now)
+        books.enter(job.ledger, "idle", now)
+    elif job.ledger.fault_at is None:
+        books.broke(job.ledger, now, now)  # Booked when the nodes have told how far they came.
+    answers = _close_desk(job, reason)
+    nodes = job.membership.nodes()
+    return [*(finish_node(job, node) for node in nodes), *answers] if nodes else close_job(job, now)
+
+
+def finish_node(job: Job, node: NodeId) -> Finish:
+    assert job.ended is not None
+    return goodbye(job, node, job.ended.code, job.ended.reason)
+
+
+def goodbye(job: Job, node: NodeId, code: int, reason: str) -> Finish:
+    return Finish(node=node, code=code, reason=reason, grace_s=job.grace.limit_s())
+
+
+def close_job(job: Job, now: Time) -> list[AnyAction]:
+    assert job.ended is not None
+    if job.membership.nodes() or job.closed:
+        return []
+    job.closed = True
+    job.ended = Ended(code=job.ended.code, reason=job.ended.reason, at=now)
+    if job.ledger.fault_at is not None:
+        books.stopped(job.ledger, now)
+    for rank in list(job.ledger.accounts):
+        books.book(job.ledger, rank, now)
+    return [CloseJob(code=job.ended.code, reason=job.ended.reason)]
+
+
+def _close_desk(job: Job, why: str) -> list[AnyAction]:
+    """What the scripts shared ends with their round."""
+    desk, job.desk = job.desk, Desk()
+    return [*requests.close(desk, why)]
