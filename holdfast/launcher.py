@@ -228,6 +228,7 @@ def launch(settings: RunSettings, since_monotonic: float) -> tuple[int, JobHome 
             run_id=run_id,
             logs=_logs(settings, site.home),
             launcher_pid=os.getppid(),
+            home=site.home,
         )
         return run_agent(orders)
 
@@ -282,7 +283,7 @@ def _host(settings: RunSettings, host: str, port: int) -> Site:
     listener = listen(host, port)
     home = jobhome.create(settings.job or settings.rendezvous.run_id, settings.script)
     token = given_token(settings.token_file) or secrets.token_urlsafe(32)
-    host, port = listener.getsockname()[:2]
+    host, port = reachable(listener)
     home.write_job_file(
         {"job": home.name, "host": host, "port": port, "token": token, "pid": os.getpid()}
     )
@@ -315,6 +316,12 @@ def listen(host: str, port: int) -> socket.socket:
         reason = os.strerror(error.errno) if error.errno else str(error)
         kind = PortTaken if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL) else JobError
         raise kind(f"cannot listen on {host}:{port} ({reason}); choose another address") from None
+
+
+def reachable(listener: socket.socket) -> tuple[str, int]:
+    """Where others find it: a listener on all interfaces is found by the machine's name."""
+    host, port = listener.getsockname()[:2]
+    return (socket.gethostname() if host in ("0.0.0.0", "::") else host), port
 
 
 def given_token(path: str | None) -> str | None:

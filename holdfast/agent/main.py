@@ -23,6 +23,7 @@ from holdfast.agent.supervisor import Supervisor
 from holdfast.clock import JobClock
 from holdfast.config import RunSettings
 from holdfast.core.deadlines import JOIN_LIMIT_S
+from holdfast.jobhome import JobHome
 from holdfast.messages.actions import Finish
 from holdfast.messages.events import NodeJoined, NodeLeaving, NodeWarm
 from holdfast.messages.exits import EXIT_REJOIN, EXIT_TRY_AGAIN, EXIT_TURNED_AWAY
@@ -53,6 +54,16 @@ class AgentOrders:
     run_id: str
     logs: Path
     launcher_pid: int
+    home: JobHome
+
+    def find_coordinator(self) -> tuple[str, int] | None:
+        """Where the job's home says that the coordinator is, if it is still this job's."""
+        try:
+            content = self.home.read_job_file()
+            known = content["token"] == self.token
+            return (str(content["host"]), int(content["port"])) if known else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
 
 def run_agent(orders: AgentOrders) -> int:
@@ -126,6 +137,7 @@ class _Agent:
         self.stream = CoordinatorStream(
             host=orders.host,
             port=orders.port,
+            find=orders.find_coordinator,
             token=orders.token,
             node=self.node,
             clock=self.clock,

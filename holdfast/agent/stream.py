@@ -49,6 +49,8 @@ class Turned(WireError):
 class CoordinatorStream:
     host: str
     port: int
+    find: Callable[[], tuple[str, int] | None]
+    """Where the coordinator is now, should it have been started again elsewhere."""
     token: str
     node: NodeId
     clock: JobClock
@@ -90,6 +92,7 @@ class CoordinatorStream:
             except ssl.SSLError as error:
                 raise Turned(f"no TLS with {self.host}:{self.port}: {error}") from None
             except (OSError, asyncio.TimeoutError):
+                self.host, self.port = self.find() or (self.host, self.port)
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_S)
                 continue

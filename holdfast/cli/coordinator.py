@@ -72,7 +72,7 @@ def _orders(
     home: JobHome, host: str, port: int, token_file: str | None, tls: TlsFiles | None, json: bool
 ) -> CoordinatorOrders:
     listener = launcher.listen(host, port)
-    host, port = listener.getsockname()[:2]
+    host, port = launcher.reachable(listener)
     token = launcher.given_token(token_file)
     if token is None and home.has_job_file():
         token = str(home.read_job_file()["token"])

@@ -79,7 +79,8 @@ class Journal:
             last = self._db.execute("SELECT max(number) FROM events").fetchone()[0]
         except sqlite3.Error as error:
             raise JournalError(f"{path}: cannot be opened as a journal: {error}") from None
-        self._number: int = last or 0
+        self.numbered: int = last or 0
+        """How many events are in it."""
         self._backlog: list[Entry] = []
         self._since_snapshot = 0
         self._bytes_since_snapshot = 0
@@ -93,7 +94,7 @@ class Journal:
         """
         pending = self._backlog + list(entries)
         rows = [
-            (self._number + i, e.at, e.node, e.node_number, _encoder.encode(e.event).decode())
+            (self.numbered + i, e.at, e.node, e.node_number, _encoder.encode(e.event).decode())
             for i, e in enumerate(pending, start=1)
         ]
         try:
@@ -106,7 +107,7 @@ class Journal:
             self._backlog = pending
             return str(error)
         self._backlog = []
-        self._number += len(rows)
+        self.numbered += len(rows)
         self._since_snapshot += len(rows)
         self._bytes_since_snapshot += sum(len(event) for *_, event in rows)
         return None
@@ -124,9 +125,9 @@ class Journal:
         try:
             self._db.execute("BEGIN IMMEDIATE")
             self._db.execute(
-                "INSERT OR REPLACE INTO snapshots VALUES (?, ?)", (self._number, state)
+                "INSERT OR REPLACE INTO snapshots VALUES (?, ?)", (self.numbered, state)
             )
-            self._db.execute("DELETE FROM snapshots WHERE number < ?", (self._number,))
+            self._db.execute("DELETE FROM snapshots WHERE number < ?", (self.numbered,))
             self._db.execute("COMMIT")
         except sqlite3.Error:
             # A snapshot only makes the next replay shorter; the events are all there.

@@ -341,3 +341,28 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
     subprocess.run([sys.executable, "-c", code], timeout=30, check=False)
     assert same(replayed(path).job, live(entries()))
+
+
+def test_a_journal_torn_at_its_end_is_whole_up_to_some_event_and_can_be_written_on(
+    journal: Journal, path: Path, tmp_path: Path
+) -> None:
+    written = entries()
+    for entry in written:
+        assert journal.append([entry]) is None
+    log = path.with_name(path.name + "-wal").read_bytes()
+    lengths = set()
+    for cut in range(0, len(log) + 1, max(1, len(log) // 40)):
+        torn = tmp_path / f"torn-{cut}.db"
+        torn.write_bytes(path.read_bytes())
+        torn.with_name(torn.name + "-wal").write_bytes(log[:cut])
+        after = Journal(torn)
+        assert after.append([]) is None
+        kept = after.numbered
+        lengths.add(kept)
+        if kept:
+            assert same(replayed(torn).job, live(written[:kept]))
+            if kept < len(written):
+                assert after.append([written[kept]]) is None
+                assert same(replayed(torn).job, live(written[: kept + 1]))
+        after.close()
+    assert len(lengths) > 5, "the cuts did not fall between events"

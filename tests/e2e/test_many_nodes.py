@@ -184,9 +184,11 @@ def coordinator(run: Run, address: str, *flags: str) -> Run:
     return run.start_raw([*command, "--listen", address, *flags])
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
 def test_a_coordinator_alone_may_die_and_be_started_again(
-    cluster: Cluster, make_run: Callable[[], Run]
+    cluster: Cluster, make_run: Callable[[], Run], elsewhere: bool
 ) -> None:
+    """Elsewhere: its nodes find the new address in the job's home, which they share."""
     alone = coordinator(make_run(), cluster.endpoint)
     wait_for(lambda: "listens on" in alone.out, "the coordinator")
     cluster.nodes.append(alone)
@@ -196,7 +198,7 @@ def test_a_coordinator_alone_may_die_and_be_started_again(
     alone.kill(alone.pid)
     assert alone.process is not None
     alone.process.wait()
-    coordinator(alone, cluster.endpoint)
+    coordinator(alone, "127.0.0.1:0" if elsewhere else cluster.endpoint)
     highest = before.highest
     job = alone.until(lambda job: not job.absent and job.highest > highest + 50, "more steps")
     assert job.membership.round == 1
