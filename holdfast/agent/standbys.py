@@ -24,6 +24,7 @@ import msgspec
 from holdfast.agent.mailbox import Mailbox
 from holdfast.agent.processes import Exit, Process, ProcessTable, spawn
 from holdfast.messages.local import (
+    NOT_FORKABLE,
     PACKET_BYTES,
     Assign,
     Fork,
@@ -263,7 +264,11 @@ class Pool:
         if self._closed:
             return
         self._failures += 1
-        log.warning("the nursery died (%s); see %s", end, self.log_path)
+        if end.code == NOT_FORKABLE:
+            self._failures = NURSERY_TRIES
+            log.warning("no standbys: something --preload imports has touched the GPUs")
+        else:
+            log.warning("the nursery died (%s); see %s", end, self.log_path)
         orders, self._orders = list(self._orders), deque()
         if self._failures < NURSERY_TRIES:
             self._start_nursery()

@@ -19,6 +19,10 @@ Entry = Literal["script", "module", "path", "command"]
 PACKET_BYTES = 1 << 16
 
 
+NOT_FORKABLE = 3
+"""Exit code of a nursery that found out that its children could not use accelerators."""
+
+
 class Program(Struct, frozen=True, kw_only=True):
     """What a worker runs."""
 

@@ -16,15 +16,19 @@ the stack when the user's script runs.
 from __future__ import annotations
 
 import gc
+import logging
 import os
+import sys
 import time
 from collections.abc import Sequence
 
 import msgspec
 
-from holdfast.messages.local import Forked, ToNursery, Warm
+from holdfast.messages.local import NOT_FORKABLE, Forked, ToNursery, Warm
 from holdfast.worker import rehearsal
 from holdfast.worker.channel import Channel
+
+log = logging.getLogger("holdfast.worker")
 
 _decoder = msgspec.msgpack.Decoder(ToNursery)
 
@@ -68,6 +72,9 @@ def serve(channel: Channel, preload: Sequence[str], eager: bool) -> Born | None:
 def _warm_up(channel: Channel, preload: Sequence[str]) -> None:
     began = time.monotonic()
     rehearsal.preload(preload)
+    if not rehearsal.can_fork():
+        log.error("something that was imported (--preload?) has touched the GPUs: no standbys")
+        sys.exit(NOT_FORKABLE)
     gc.collect()
     gc.freeze()
     channel.send(Warm(seconds=time.monotonic() - began, resident_bytes=_resident_bytes()))

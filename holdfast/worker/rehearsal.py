@@ -2,8 +2,10 @@
 
 Importing torch is not enough: the first optimizer step imports as much again. The nursery therefore
 takes a forward pass and optimizer steps with gradients made by hand, which brings in every module but
-starts no thread and touches no accelerator, so that it can fork safely afterwards. A standby then
-takes a whole step, with a backward pass, in its own process.
+starts no thread and touches no accelerator, so that it can fork safely afterwards: a process forked
+from one that has so much as counted its GPUs cannot use them. While it rehearses there seem to be
+none, and afterwards `can_fork` makes sure. A standby then takes a whole step, with a backward pass, in
+its own process; where there are GPUs without the backward pass, which would take memory on them.
 
 Nothing of it may be seen by the script: what it changes in the process (random generators, the
 environment, filters of warnings) is put back as it was.
@@ -11,6 +13,7 @@ environment, filters of warnings) is put back as it was.
 
 from __future__ import annotations
 
+import glob
 import importlib
 import importlib.util
 import logging
@@ -48,7 +51,7 @@ def _rehearse_without_backward() -> None:
     import torch.nn.parallel
     import torch.utils.data
 
-    with _random_state_kept(torch), _environment_kept(), warnings.catch_warnings():
+    with _nothing_changed(torch), _no_accelerator(torch):
         model = torch.nn.Linear(4, 4)
         model(torch.zeros(2, 4))
         parameters = list(model.parameters())
@@ -69,11 +72,42 @@ def rehearse() -> None:
         return
     import torch
 
-    with _random_state_kept(torch), _environment_kept(), warnings.catch_warnings():
+    with _nothing_changed(torch), _no_accelerator(torch):
         model = torch.nn.Linear(4, 4)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        model(torch.zeros(2, 4)).sum().backward()
+        loss = model(torch.zeros(2, 4)).sum()
+        if not glob.glob("/dev/nvidia[0-9]*"):
+            loss.backward()
         optimizer.step()
+
+
+def can_fork() -> bool:
+    """Whether processes forked from this one can use accelerators. Only one of them can tell."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return True
+    pid = os.fork()
+    if pid == 0:
+        os._exit(1 if torch.cuda._is_in_bad_fork() else 0)
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status) == 0
+
+
+@contextmanager
+def _nothing_changed(torch: Any) -> Iterator[None]:
+    with _random_state_kept(torch), _environment_kept(), warnings.catch_warnings():
+        yield
+
+
+@contextmanager
+def _no_accelerator(torch: Any) -> Iterator[None]:
+    """Let torch believe that there is none: even asking how many there are would spoil forking."""
+    kept = torch.cuda.is_available, torch.cuda.device_count
+    torch.cuda.is_available, torch.cuda.device_count = (lambda: False), (lambda: 0)
+    try:
+        yield
+    finally:
+        torch.cuda.is_available, torch.cuda.device_count = kept
 
 
 @contextmanager
