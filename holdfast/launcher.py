@@ -41,6 +41,8 @@ log = logging.getLogger("holdfast")
 FEW_S = 60.0
 MANY = 5
 TELL_AFTER_S = 3.0
+JOB_FILE_LIMIT_S = 5.0
+JOB_FILE_LOOK_S = 0.02
 
 _ALWAYS = frozenset({signal.SIGTERM, signal.SIGINT})
 
@@ -225,6 +227,7 @@ def launch(settings: RunSettings, since_monotonic: float) -> tuple[int, JobHome 
             token=site.token,
             terms=_terms(settings),
             address=_own_address(settings, site.host),
+            store_port=0 if _meets_at_master(settings) else settings.rendezvous.master_port or 0,
             run_id=run_id,
             logs=_logs(settings, site.home),
             launcher_pid=os.getppid(),
@@ -259,10 +262,9 @@ def launch(settings: RunSettings, since_monotonic: float) -> tuple[int, JobHome 
 
 def find_site(settings: RunSettings) -> Site:
     """Run a coordinator where we are meant to, join one where it is already."""
-    rendezvous = settings.rendezvous
-    address, hosts = rendezvous.coordinator, rendezvous.hosts_coordinator
-    if address is None and settings.max_nodes > 1 and rendezvous.master_addr is not None:
-        # torchrun's static way: node 0 is at the address where everybody meets.
+    hosts, address = settings.rendezvous.hosts_coordinator, settings.rendezvous.coordinator
+    if _meets_at_master(settings):
+        rendezvous = settings.rendezvous
         address = f"{rendezvous.master_addr}:{rendezvous.master_port}"
         hosts = settings.node_rank in (None, 0)
     if address is None:
@@ -279,6 +281,13 @@ def find_site(settings: RunSettings) -> Site:
         return _join(settings, host, port)
 
 
+def _meets_at_master(settings: RunSettings) -> bool:
+    """torchrun's static way: node 0 is at the address where everybody meets."""
+    rendezvous = settings.rendezvous
+    several = settings.max_nodes > 1 and rendezvous.coordinator is None
+    return several and rendezvous.master_addr is not None
+
+
 def _host(settings: RunSettings, host: str, port: int) -> Site:
     listener = listen(host, port)
     home = jobhome.create(settings.job or settings.rendezvous.run_id, settings.script)
@@ -292,16 +301,21 @@ def _host(settings: RunSettings, host: str, port: int) -> Site:
 
 def _join(settings: RunSettings, host: str, port: int) -> Site:
     name = settings.job or settings.rendezvous.run_id
-    known = jobhome.at_port(port) if name is None else jobhome.share(name)
     token = given_token(settings.token_file)
-    if token is None and known is not None and known.has_job_file():
-        token = str(known.read_job_file()["token"])
-    if token is None:
+    if token is not None:
+        return Site(host, port, token, jobhome.share(name or f"joined-{port}"), None)
+    # A coordinator that is being started on this machine has its port before it has its job.json.
+    deadline = time.monotonic() + JOB_FILE_LIMIT_S
+    while (home := jobhome.at_port(port)) is None and time.monotonic() < deadline:
+        time.sleep(JOB_FILE_LOOK_S)
+    if home is None:
         raise JobError(
             f"no token for the coordinator at {host}:{port}; set HOLDFAST_TOKEN or --token-file"
             " (it is in the job.json where the coordinator runs)"
         )
-    return Site(host, port, token, known or jobhome.share(f"joined-{port}"), None)
+    if name is not None and name != home.name:
+        raise JobError(f"the coordinator at {host}:{port} is of job {home.name}, not of {name}")
+    return Site(host, port, str(home.read_job_file()["token"]), home, None)
 
 
 class PortTaken(JobError):

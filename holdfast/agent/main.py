@@ -51,6 +51,8 @@ class AgentOrders:
     terms: Terms
     address: str
     """Where other nodes reach this one."""
+    store_port: int
+    """Where the user wants rank 0's store; 0: anywhere."""
     run_id: str
     logs: Path
     launcher_pid: int
@@ -123,6 +125,7 @@ class _Agent:
         self.supervisor = Supervisor(
             node=self.node,
             address=orders.address,
+            store_port=orders.store_port,
             settings=orders.settings,
             table=table,
             run_id=orders.run_id,

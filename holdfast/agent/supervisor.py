@@ -85,6 +85,7 @@ class Supervisor:
     node: NodeId
     address: str
     """Where other nodes reach this one."""
+    store_port: int
     settings: RunSettings
     table: ProcessTable
     run_id: str
@@ -162,7 +163,7 @@ class Supervisor:
             self.port.close()
 
     def _offer_port(self) -> StorePort:
-        return StorePort(self.address, self.settings.rendezvous.master_port or 0)
+        return StorePort(self.address, self.store_port)
 
     def _hand_over(self, part: Part, local_rank: int, standby: Standby) -> None:
         assert standby.process is not None

@@ -17,7 +17,7 @@ import pytest
 
 from holdfast.core.job import Job
 
-from .harness import Run, gone, wait_for
+from .harness import TRAINER, Run, gone, wait_for
 
 
 class Cluster:
@@ -79,6 +79,30 @@ def test_launchers_at_one_endpoint_form_one_world(cluster: Cluster) -> None:
     first, second, job = two_nodes(cluster)
     assert sorted(job.ranks) == [0, 1, 2, 3]
     assert job.membership.round == 1
+    first.end()
+    assert (first.code(), second.code()) == (0, 0)
+
+
+def test_launchers_started_at_the_same_moment_find_each_other(cluster: Cluster) -> None:
+    for _ in range(3):
+        node = cluster._make()
+        node.job, node.job_home = "at-once", node.home / "jobs" / "at-once"
+        meet = ("--rdzv-backend", "c10d", "--rdzv-endpoint", cluster.endpoint)
+        node.without_torch()
+        node.write(TRAINER)
+        node.start("--nnodes", "3", *meet, "train.py", "20", nproc=1)
+        cluster.nodes.append(node)
+    assert [node.code() for node in cluster.nodes] == [0, 0, 0]
+
+
+def test_torchruns_static_way_of_meeting_works(cluster: Cluster) -> None:
+    host, _, port = cluster.endpoint.rpartition(":")
+    where = ("--master-addr", host, "--master-port", port)
+    first = cluster.start("2", "--node-rank", "0", where=where)
+    first.until(lambda job: job.membership.count() == 1, "the first node")
+    second = cluster.start("2", "--node-rank", "1", where=where)
+    job = first.until_stepping()
+    assert sizes(job) == (4, 2)
     first.end()
     assert (first.code(), second.code()) == (0, 0)
 
