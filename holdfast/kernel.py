@@ -53,14 +53,18 @@ class Mapping:
         self._libc.munmap(self._address, ctypes.c_size_t(self._size_bytes))
 
 
-def keep_alive(connection: socket.socket) -> None:
-    """Have the kernel notice within seconds that the other end of a connection is cut off."""
+def keep_alive(connection: socket.socket, every_s: float = 1.0) -> None:
+    """Have the kernel notice that the other end of a connection is cut off: after four times that.
+
+    Asking thousands of peers each second would drown the answers, so with many ask less often.
+    """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if connection.family in (socket.AF_INET, socket.AF_INET6):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+        seconds = max(1, round(every_s))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, seconds)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, seconds)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 4000)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 4000 * seconds)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 

@@ -134,6 +134,7 @@ class CoordinatorStream:
                     self.clock.adopt(message.now, time.monotonic())
                     self._resume(message, writer)
                     self._keep_beating(writer, message.beat_s)
+                    kernel.keep_alive(writer.get_extra_info("socket"), message.beat_s)
                     if self._number == 0:
                         welcomed()
                 elif isinstance(message, Refused):

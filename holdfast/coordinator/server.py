@@ -164,7 +164,8 @@ class Coordinator:
 
     def connected(self, stream: Stream) -> None:
         self._strangers.add(stream)
-        keep_alive(stream.transport.get_extra_info("socket"))
+        beat_s = self._silence.beat_s(len(self._streams))
+        keep_alive(stream.transport.get_extra_info("socket"), beat_s)
 
     def greeted(self, stream: Stream, hello: Hello) -> None:
         self._strangers.discard(stream)
