@@ -6,28 +6,16 @@ running, over, or replayed from its journal on another machine.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 from holdfast.core import ledger as books
 from holdfast.core.job import Job
 from holdfast.core.ledger import Span
 from holdfast.messages.exits import EXIT_DO_NOT_REQUEUE, EXIT_TRY_AGAIN
-from holdfast.messages.records import Incident
+from holdfast.messages.records import Cause, Incident
 from holdfast.messages.units import Seconds, Time
 
-CAUSES = (
-    "productive",
-    "redo",
-    "start",
-    "init",
-    "checkpoint",
-    "detect",
-    "stop",
-    "rendezvous",
-    "restore",
-    "wait",
-    "idle",
-)
+CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 
 def status(job: Job, now: Time, alive: bool) -> dict[str, Any]:
@@ -76,7 +64,7 @@ def goodput(job: Job, now: Time) -> dict[str, Any]:
         "job": job.name,
         "wall_s": round(wall_s, 6),
         "ranks": whole if abs(ranks - whole) < 0.005 else round(ranks, 3),
-        "seconds": {cause: round(seconds.get(cause, 0.0), 6) for cause in CAUSES},  # type: ignore[call-overload]
+        "seconds": {cause: round(seconds.get(cause, 0.0), 6) for cause in CAUSES},
         "goodput": round(seconds.get("productive", 0.0) / total, 6) if total > 0 else 0.0,
     }
 
