@@ -248,8 +248,33 @@ def test_a_plain_ddp_script_is_back_on_standbys_after_a_kill(run: Run) -> None:
     assert_adds_up(run.ask("goodput"), 2)
 
 
+COUPLED = """
+    import os, time
+    import holdfast
+
+    rank, first = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    if rank == 0 and first:
+        with open("pid.new", "w") as file:
+            file.write(str(os.getpid()))
+        os.replace("pid.new", "pid")
+
+    def peer_is_dead():
+        with open(f"/proc/{open('pid').read()}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] == "Z"
+
+    step = 0
+    while not os.path.exists("end"):
+        time.sleep(0.01)
+        step += 1
+        holdfast.progress(step)
+        if rank == 1 and first and os.path.exists("pid") and peer_is_dead():
+            raise RuntimeError("Connection closed by peer")
+"""
+"""Rank 1 fails when rank 0 is dead, with the words of a broken collective."""
+
+
 def test_the_victim_is_blamed_and_not_the_rank_whose_collective_broke(run: Run) -> None:
-    run.start(run.write(DDP))
+    run.train(script=COUPLED)
     run.until_standbys(2)
     os.kill(run.agent(), signal.SIGSTOP)
     victim = run.kill_rank(0)
