@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from .harness import TRAINER, Run, gone, wait_for
+from .harness import TRAINER, Run, cmdline, gone, wait_for
 
 
 def with_lines(lines: str) -> str:
@@ -193,16 +193,12 @@ def test_a_disk_that_is_full_under_the_whole_home_does_not_stop_the_training(
         while True:
             filler.write(bytes(4096))
             filler.flush()
-    pids = [pid for pid in run.alive() if b"holdfast.worker" in _cmdline(pid)]
+    pids = [pid for pid in run.alive() if b"holdfast.worker" in cmdline(pid)]
     assert pids
     assert run.code() == 0
     assert [path.read_text() for path in kept] == ["150", "150"]
     assert home.exists()
     assert "Traceback" not in run.err
-
-
-def _cmdline(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 @pytest.fixture
