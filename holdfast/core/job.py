@@ -67,7 +67,11 @@ __all__ = ["Job", "deadline", "handle", "opened", "validate"]
 
 def handle(job: Job, event: AnyEvent, now: Time) -> list[AnyAction]:
     """Take one event in; the actions are to be carried out in their order."""
-    return _HANDLERS[type(event)](job, event, now)
+    job.ledger.now = now
+    try:
+        return _HANDLERS[type(event)](job, event, now)
+    finally:
+        job.ledger.now = None
 
 
 def deadline(job: Job) -> Time | None:

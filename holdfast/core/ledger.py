@@ -53,6 +53,8 @@ class Ledger(Struct):
     round: RoundNumber = RoundNumber(0)
     redo_until: StepNumber = StepNumber(0)
     """Steps of this round up to this one had been finished before."""
+    now: Time | None = None
+    """While an event is handled: nothing is booked beyond it, whatever an agent's clock says."""
     waiting_since: Time | None = None
     fault_at: Time | None = None
     noticed_at: Time | None = None
@@ -80,6 +82,8 @@ def size(ledger: Ledger, ranks: int, now: Time) -> None:
 def book(ledger: Ledger, rank: Rank, until: Time, cause: Cause | None = None) -> None:
     """Move a rank's cursor to that time, to a cause or to the one it stands in."""
     account = ledger.accounts[rank]
+    if ledger.now is not None:
+        until = min(until, ledger.now)
     if until <= account.cursor:
         return
     cause = cause or account.cause
