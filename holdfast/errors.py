@@ -12,11 +12,10 @@
     ├── JournalError         1   the journal cannot be written or read
     │   └── JournalCorrupt       a record in it does not decode: nothing after it is trusted
     ├── FencedError          1   a message from an older round: refused, never applied
-    ├── RequestError         1   what a script asked for was not done
-    │   ├── NotUnderHoldfast     the process is no worker of `holdfast run`
-    │   ├── RequestDenied        the coordinator refused: too large, not a number, too many
-    │   └── RequestTimeout       what was waited for did not come in time (a TimeoutError too)
-    └── WorkerError          1   a worker or standby could not be started
+    └── RequestError         1   what a script asked for was not done
+        ├── NotUnderHoldfast     the process is no worker of `holdfast run`
+        ├── RequestDenied        the coordinator refused: too large, not a number, too many
+        └── RequestTimeout       what was waited for did not come in time (a TimeoutError too)
 
 The type says who has to act: the person who typed the command (UsageError, JobHomeError), the peer
 (WireError, FencedError), the author of the script (RequestError), or whoever looks after the machine
@@ -100,7 +99,3 @@ class RequestDenied(RequestError):
 
 class RequestTimeout(RequestError, TimeoutError):
     """What was waited for did not come in time."""
-
-
-class WorkerError(HoldfastError):
-    """A worker or standby could not be started at all (its own failures are incidents)."""

@@ -73,6 +73,7 @@ class Coordinator:
         """Run the job to its end; `restarted` tells the core that it had a coordinator before."""
         loop = asyncio.get_running_loop()
         self._closed: asyncio.Future[int] = loop.create_future()
+        self._parted: asyncio.Future[None] = loop.create_future()
         if restarted is not None:
             self._post(Arrival(restarted))
         server = await loop.create_server(lambda: Stream(self), sock=listener, ssl=tls)
@@ -198,7 +199,10 @@ class Coordinator:
         self._strangers.discard(stream)
         if stream.node is not None and self._streams.get(stream.node) is stream:
             del self._streams[stream.node]
-            if not self._closed.done():
+            if self._closed.done():
+                if not self._streams and not self._parted.done():
+                    self._parted.set_result(None)
+            else:
                 since = Time(self.clock.now() - stream.silent_s)
                 self._post(Arrival(StreamEnded(at=since, node=stream.node)))
 
@@ -218,6 +222,5 @@ class Coordinator:
         """Send what is still to be sent, and let every stream end in its own way."""
         for stream in [*self._streams.values(), *self._strangers]:
             stream.transport.close()
-        deadline = asyncio.get_running_loop().time() + LAST_LIMIT_S
-        while self._streams and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(0.005)
+        if self._streams:
+            await asyncio.wait({self._parted}, timeout=LAST_LIMIT_S)

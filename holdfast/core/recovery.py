@@ -30,7 +30,7 @@ from msgspec import Struct
 
 from holdfast.messages.events import WorkerExited
 from holdfast.messages.exits import EXIT_DO_NOT_REQUEUE, EXIT_FAILED
-from holdfast.messages.records import FaultKind, Terms
+from holdfast.messages.records import FaultKind, Incident, Terms
 from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber, Time
 
 SAME_LIMIT = 3
@@ -155,6 +155,11 @@ def wanted(
     )
 
 
+def subject(fault: Fault | Incident) -> str:
+    """Whom it befell."""
+    return f"node {fault.node}" if fault.rank is None else f"rank {fault.rank}"
+
+
 def culprit(one: Fault, other: Fault) -> Fault:
     """Which of two deaths of one round caused the other."""
     return min(one, other, key=lambda fault: (fault.wake, fault.at))
@@ -166,8 +171,7 @@ def judge(recovery: Recovery, fault: Fault, highest: StepNumber) -> Again | Stop
         return Again()
     _remember(recovery, fault, highest)
     limit = recovery.terms.max_restarts
-    subject = f"rank {fault.rank}" if fault.rank is not None else f"node {fault.node}"
-    what = f"{subject}: {fault.signature}"
+    what = f"{subject(fault)}: {fault.signature}"
     if highest == 0 and limit is None and fault.kind in ("exit", "exception"):
         return Stop(EXIT_FAILED, f"{what}, before the first step")
     if limit is not None and recovery.restarts >= limit:

@@ -49,12 +49,12 @@ def break_round(job: Job, fault: Fault, now: Time) -> list[AnyAction]:
     books.broke(job.ledger, fault.at, now)
     rounds.dissolve(job.membership, Time(now + job.patience.limit_s()))
     stops = [stop_node(job, node, held.round) for node, held in job.membership.busy.items()]
-    return [*stops, *_close_desk(job, f"{_subject(fault)} {fault.signature}")]
+    return [*stops, *_close_desk(job, f"{faults.subject(fault)} {fault.signature}")]
 
 
 def stop_node(job: Job, node: NodeId, round: RoundNumber) -> StopWorkers:
     incident = job.incidents[-1]
-    why = f"{_subject(incident)} {incident.signature}"
+    why = f"{faults.subject(incident)} {incident.signature}"
     return StopWorkers(node=node, round=round, grace_s=job.grace.limit_s(), why=why)
 
 
@@ -64,7 +64,7 @@ def _blame(job: Job, fault: Fault) -> None:
     guilty = faults.culprit(job.fault, fault)
     other = fault if guilty is job.fault else job.fault
     if len(incident.also) < ALSO_AT_MOST:
-        incident.also.append(f"{_subject(other)} {other.signature}")
+        incident.also.append(f"{faults.subject(other)} {other.signature}")
     if guilty is not job.fault:
         better = _incident(incident.id, guilty, incident.opened_at)
         better.also = incident.also
@@ -85,10 +85,6 @@ def _incident(number: int, fault: Fault, now: Time) -> Incident:
         fault_at=min(fault.at, now),
         opened_at=now,
     )
-
-
-def _subject(fault: Fault | Incident) -> str:
-    return f"node {fault.node}" if fault.rank is None else f"rank {fault.rank}"
 
 
 def grow(job: Job, now: Time) -> list[AnyAction]:

@@ -11,6 +11,7 @@ from typing import Any, get_args
 from holdfast.core import ledger as books
 from holdfast.core.job import Job
 from holdfast.core.ledger import Span
+from holdfast.core.recovery import subject
 from holdfast.messages.exits import EXIT_DO_NOT_REQUEUE, EXIT_TRY_AGAIN
 from holdfast.messages.records import Cause, Incident
 from holdfast.messages.units import Seconds, Time
@@ -119,7 +120,7 @@ def lost_s(incident: Incident) -> Seconds | None:
 
 def incident_line(incident: Incident) -> str:
     """One incident in one line."""
-    who = f"node {incident.node}" if incident.rank is None else f"rank {incident.rank}"
+    who = subject(incident)
     verb = {"exception": "raised ", "exit": "ended with "}.get(incident.kind, "")
     what = f"{who} {verb}{incident.signature}"
     line = f"{what} at step {incident.step}"
