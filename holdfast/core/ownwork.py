@@ -1,0 +1,168 @@
+"""How fast a rank does its own work, told from times that are full of waiting for others.
+
+In synchronous training all ranks take equally long for a step, however slow one of them is: the
+others wait for it in the sections with collectives (backward, optimizer). There the straggler is the
+one with the *shortest* time. So a section that waits says nothing about the speed of the rank that
+reports it, and only three things can be relied on:
+
+    A section that does not wait (data, forward, the user's own) is work of the rank itself, and the
+    ratio of the best median to its own is its speed in it.
+
+    A section that waits holds work as well, hidden in the waiting. The rank that is waited for does
+    not wait itself. Now the work of a backward pass or an optimizer is in a fixed proportion to that
+    of the forward pass, which the model sets and not the machine, so the smallest proportion that any
+    rank shows is that of one that does not wait: it is the work's. Each rank's hidden work is its own
+    forward time times that proportion. This is exact if compute is slow (a rank that takes twice as
+    long for forward and backward scores 0.5, though its backward is the shortest of all), and also if
+    only a part that has nothing to do with compute is slow, like data.
+
+    Where no rank measures forward, the hidden work is taken to be the shortest time that any rank
+    reports, the same for all.
+
+Hidden work has a weight in the score and no speed of its own: it goes as fast as the forward pass, or
+as the best when there is none. If a rank is slow in nothing but a section that waits, all ranks
+report the same times, and nobody can tell from these who it is. Unless all workers measure how long
+they are blocked inside collectives (the section `wait`): then that is taken off, and what was hidden
+is seen.
+
+A score is the time that the rank's work would have taken at the best speed, divided by the time that
+it took: the mean of the sections' ratios, weighted by time. Weights are counts times medians, so one
+stall in a hundred steps weighs nothing. A rank of which no section is seen has no score, rather than
+a good one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from msgspec import Struct
+
+from holdfast.messages.timings import FORWARD, STEP, WAIT, Timing
+from holdfast.messages.units import Rank, Seconds
+
+MIN_SAMPLES = 5
+"""Below that, the median of a section is not looked at."""
+
+
+class Sample(Struct):
+    """What is known of a section of a rank in one window."""
+
+    count: int = 0
+    weighed_s: float = 0.0
+    """Sum of medians times counts. As a sum it may exceed what a report may say."""
+    total_s: float = 0.0
+    waits: bool = False
+
+    def add(self, timing: Timing) -> None:
+        self.count += timing.count
+        self.weighed_s += timing.count * timing.median_s
+        self.total_s += timing.total_s
+        self.waits |= timing.waits
+
+    def median_s(self) -> Seconds:
+        return self.weighed_s / self.count
+
+
+class Work(Struct, frozen=True):
+    """A rank's own work in one section."""
+
+    median_s: Seconds
+    count: int
+    hidden: bool = False
+    """Estimated; its speed is that of the forward pass."""
+
+    def weight_s(self) -> Seconds:
+        return self.median_s * self.count
+
+
+class Score(Struct, frozen=True):
+    score: float
+    section: str
+    """Where most time is lost."""
+
+
+Sections = dict[str, Sample]
+Works = dict[str, Work]
+
+
+def own_work(window: Mapping[Rank, Sections]) -> dict[Rank, Works]:
+    """Take the waiting out of what these ranks report."""
+    parts = {rank: _parts(sections) for rank, sections in window.items()}
+    waiting = {name for each in parts.values() for name, part in each.items() if part.waits}
+    if all(WAIT in sections for sections in window.values()):
+        return {rank: _blocked_off(parts[rank], window[rank][WAIT], waiting) for rank in window}
+    seen = {rank: _seen(each, waiting) for rank, each in parts.items()}
+    for name in sorted(waiting):
+        medians = {rank: p[name].median_s() for rank, p in parts.items() if name in p}
+        for rank, median in _hidden(medians, seen).items():
+            seen[rank][name] = Work(median, parts[rank][name].count, hidden=True)
+    return seen
+
+
+def _parts(sections: Sections) -> Sections:
+    """The sections that make up a step; what no section covers counts as one that waits."""
+    enough = {name: s for name, s in sections.items() if s.count >= MIN_SAMPLES}
+    parts = {name: s for name, s in enough.items() if name not in (STEP, WAIT)}
+    if (step := enough.get(STEP)) is not None:
+        rest = step.total_s - sum(s.total_s for n, s in sections.items() if n not in (STEP, WAIT))
+        if rest > 0:
+            parts[STEP] = Sample(step.count, rest, rest, waits=True)
+    return parts
+
+
+def _seen(parts: Sections, waiting: set[str]) -> Works:
+    visible = {name: part for name, part in parts.items() if name not in waiting}
+    return {name: Work(part.median_s(), part.count) for name, part in visible.items()}
+
+
+def _blocked_off(parts: Sections, blocked: Sample, waiting: set[str]) -> Works:
+    """All of a rank's work, when it measured how long it was blocked in the sections that wait."""
+    total = sum(part.total_s for name, part in parts.items() if name in waiting)
+    own = max(0.0, 1 - blocked.total_s / total) if total > 0 else 1.0
+    return {
+        name: Work(part.median_s() * (own if name in waiting else 1.0), part.count)
+        for name, part in parts.items()
+    }
+
+
+def _hidden(medians: dict[Rank, Seconds], seen: Mapping[Rank, Works]) -> dict[Rank, Seconds]:
+    """The work of each rank in a section that waits."""
+    forward = {rank: seen[rank][FORWARD].median_s for rank in medians if FORWARD in seen[rank]}
+    forward = {rank: median for rank, median in forward.items() if median > 0}
+    proportion = min((medians[rank] / each for rank, each in forward.items()), default=0.0)
+    shortest = min(medians.values())
+    return {
+        rank: min(forward[rank] * proportion, median) if rank in forward else shortest
+        for rank, median in medians.items()
+    }
+
+
+def best_of(works: Collection[Works]) -> dict[str, Seconds]:
+    """The best median of each section that more than half of these ranks have."""
+    medians: dict[str, list[Seconds]] = {}
+    for each in works:
+        for name, work in each.items():
+            if not work.hidden:
+                medians.setdefault(name, []).append(work.median_s)
+    return {name: min(each) for name, each in medians.items() if 2 * len(each) > len(works)}
+
+
+def score(works: Works, best: Mapping[str, Seconds]) -> Score | None:
+    """How fast this work was beside the best; None when there is nothing to tell it by."""
+    ratios = {
+        name: min(1.0, best[name] / work.median_s) if work.median_s > 0 else 1.0
+        for name, work in works.items()
+        if not work.hidden and name in best
+    }
+    if not ratios:
+        return None
+    for name, work in works.items():
+        if work.hidden:
+            ratios[name] = ratios.get(FORWARD, 1.0)
+    total = sum(works[name].weight_s() for name in ratios)
+    if total <= 0:
+        return None
+    losses = {name: (1 - ratio) * works[name].weight_s() for name, ratio in ratios.items()}
+    # The least name among equals, so that the order of reports does not matter.
+    worst = min(losses, key=lambda name: (-losses[name], name))
+    return Score(1 - sum(losses.values()) / total, worst)
