@@ -11,6 +11,11 @@
     │   └── WrongProtocol        the peer speaks another version
     ├── JournalError         1   the journal cannot be written or read
     │   └── JournalCorrupt       a record in it does not decode: nothing after it is trusted
+    ├── CheckpointError      1   a state cannot be saved, or none that verifies can be restored
+    │   ├── StorageError         what checkpoints are kept on failed: full, broken, not there
+    │   │   └── NotThere         there is nothing of that name
+    │   ├── StepTaken            that step is committed already; it is never written over
+    │   └── Refused              bytes are not what their digest says; they were not used
     ├── FencedError          1   a message from an older round: refused, never applied
     └── RequestError         1   what a script asked for was not done
         ├── NotUnderHoldfast     the process is no worker of `holdfast run`
@@ -99,3 +104,23 @@ class RequestDenied(RequestError):
 
 class RequestTimeout(RequestError, TimeoutError):
     """What was waited for did not come in time."""
+
+
+class CheckpointError(HoldfastError):
+    """A state cannot be saved, or none that verifies can be restored."""
+
+
+class StorageError(CheckpointError):
+    """What checkpoints are kept on failed. Says the path, what was done there, and what to do."""
+
+
+class NotThere(StorageError):
+    """There is no file or checkpoint of that name."""
+
+
+class StepTaken(CheckpointError):
+    """A step is committed already, so what was to be written of it is not needed."""
+
+
+class Refused(CheckpointError):
+    """Bytes are not what their digest says, or not all there; they were not used."""

@@ -23,7 +23,7 @@ LEAVES = {"errors", "kernel"}
 
 SHELLS = {"coordinator", "agent", "worker", "launcher"}
 
-TOOLS = {"framing", "packets", "page", "clock", "config", "values", "jobhome", "tls"}
+TOOLS = {"framing", "packets", "page", "clock", "config", "values", "jobhome", "tls", "imagehome"}
 """Small parts that shells are made of."""
 
 RULES: dict[str, set[str]] = {
@@ -39,18 +39,36 @@ RULES: dict[str, set[str]] = {
     "values": {"errors"},
     "tls": {"errors"},
     "jobhome": {"errors", "config"},
-    "coordinator": {"messages", "core", *LEAVES, *TOOLS},
-    "agent": {"messages", "core", "health", "platforms", *LEAVES, *TOOLS},
-    "worker": {"messages", *LEAVES, *TOOLS},
+    "imagehome": set(),
+    "coordinator": {"messages", "core", "diagnosis", *LEAVES, *TOOLS},
+    "agent": {
+        "messages",
+        "core",
+        "checkpoint",
+        "diagnosis",
+        "health",
+        "platforms",
+        *LEAVES,
+        *TOOLS,
+    },
+    "worker": {"messages", "checkpoint", *LEAVES, *TOOLS},
     "launcher": {"coordinator", "agent", "messages", "core", *LEAVES, *TOOLS},
     "platforms": {"errors", "config"},
+    "checkpoint": {"messages", *LEAVES, *TOOLS},
+    "health": {"messages", *LEAVES, *TOOLS},
+    "diagnosis": {"messages", *LEAVES},
     # The simulated coordinator is restarted from the real journal.
     "sim": {"coordinator", "core", "messages", "errors"},
     # The commands that look at a job read its journal; nothing else of a shell is theirs to use.
-    "cli": {"launcher", "coordinator", "sim", "core", "messages", *LEAVES, *TOOLS},
+    "cli": {
+        *("launcher", "coordinator", "sim", "core", "messages"),
+        *("checkpoint", "diagnosis", "health"),
+        *LEAVES,
+        *TOOLS,
+    },
     "__main__": {"cli"},
     # The public API is the worker's, and imported only when it is used.
-    "__init__": {"worker"},
+    "__init__": {"worker", "checkpoint"},
 }
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

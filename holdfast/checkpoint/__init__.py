@@ -1,0 +1,1 @@
+"""Snapshots in memory, checkpoints on storage: see `docs/checkpoints.md`."""
