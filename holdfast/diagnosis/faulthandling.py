@@ -1,0 +1,97 @@
+"""Stacks that a process tells itself, where py-spy may not look at it.
+
+Before its script runs, a worker arms Python's own faulthandler: a C handler that writes the Python
+stacks of all threads to a file when a signal comes. It needs neither the GIL nor the event loop of
+anybody, so it works while a C call holds the GIL; it does not work on a stopped process, and it knows
+no native frames.
+
+The signal is SIGRTMAX-3. Slurm, Lightning and scripts use SIGUSR1 and SIGUSR2; the C library and
+runtimes in other languages take their real-time signals from the low end, and the last few at the
+high end are the usual choice of timers. A signal that nobody catches would end the process, so `ask`
+first makes sure that it is caught.
+
+The file is a memory file that agent and worker share. It is never read while it grows: the handler is
+finished when the kernel says that the signal is neither pending nor blocked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import fcntl
+import os
+import re
+import signal
+import time
+
+from holdfast import kernel
+from holdfast.diagnosis import proc
+from holdfast.messages.evidence import Frame, ThreadStack, cut
+
+SIGNAL = signal.SIGRTMAX - 3
+MAX_TEXT_BYTES = 4 << 20
+
+_PR_SET_PTRACER = 0x59616D61
+_LOOK_EVERY_S = 0.005
+
+_THREAD = re.compile(
+    r"^(?P<current>Current thread|Thread) 0x(?P<id>[0-9a-fA-F]+)(?: \[(?P<name>.*)\])?"
+    r" \(most recent call first\):$"
+)
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?+) in (?P<function>.*)$')
+
+
+def arm(fd: int) -> None:
+    """In a worker: write all stacks to that file whenever the signal comes.
+
+    The descriptor must stay open, out of the way of the script's own.
+    """
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_APPEND)
+    faulthandler.register(SIGNAL, file=fd, all_threads=True, chain=False)
+
+
+def allow_tracing(tracer: int) -> None:
+    """In a worker: let that process and its children look at it, where Yama forbids it by default."""
+    try:
+        kernel.prctl(_PR_SET_PTRACER, tracer)
+    except OSError:
+        pass  # No Yama, nothing to allow.
+
+
+async def ask(pid: int, fd: int, limit_s: float) -> str:
+    """In the agent: have an armed process write its stacks; empty when it cannot."""
+    if not proc.catches(pid, SIGNAL) or proc.process_state(pid) in ("T", "Z", "X"):
+        return ""
+    deadline = time.monotonic() + limit_s
+    os.ftruncate(fd, 0)
+    try:
+        os.kill(pid, SIGNAL)
+    except (ProcessLookupError, PermissionError):
+        return ""
+    # In this order: once something is written the handler has begun, so its signal is blocked.
+    while os.fstat(fd).st_size == 0 or proc.is_handling(pid, SIGNAL):
+        if time.monotonic() >= deadline:
+            break
+        await asyncio.sleep(_LOOK_EVERY_S)
+    return os.pread(fd, MAX_TEXT_BYTES, 0).decode("utf-8", "replace")
+
+
+def parse(text: str) -> tuple[ThreadStack, ...]:
+    """faulthandler's text; lines that are none of its own are passed over."""
+    found: list[tuple[str, list[Frame]]] = []
+    for line in text.split("\n"):
+        if head := _THREAD.match(line):
+            is_main = head["current"] == "Current thread"
+            name = head["name"] or f"thread 0x{head['id']}"
+            found.append(("MainThread" if is_main else name, []))
+        elif found and (frame := _FRAME.match(line)):
+            number = int(frame["line"][:9]) if frame["line"].isdecimal() else 0
+            found[-1][1].append(Frame(file=frame["file"], line=number, function=frame["function"]))
+    return tuple(ThreadStack(name=_name(name, f), frames=cut(f)) for name, f in found)
+
+
+def _name(name: str, frames: list[Frame]) -> str:
+    """Signals go to the main thread if it takes them, so the current thread is the main one, unless
+    it began where threads begin."""
+    began_as_thread = bool(frames) and frames[-1].function == "_bootstrap"
+    return "the thread that was asked" if name == "MainThread" and began_as_thread else name

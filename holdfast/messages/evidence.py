@@ -1,0 +1,180 @@
+"""Evidence: what can be seen of a rank that stands still, and what is concluded from it.
+
+An agent gathers one `RankEvidence` for each of its ranks; the verdict is made where all of them come
+together. Whatever could not be had is absent (`None`, "?", an empty list) and `missing` says why: the
+verdict must be able to tell "nothing there" from "could not look".
+
+Sizes are limited, because a stack may be as deep as a script likes and a job has thousands of ranks.
+`fit` makes any evidence small enough to send: it cuts stacks in the middle, where they say least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, StepNumber
+
+MAX_EVIDENCE_BYTES = 256 << 10
+"""One rank's evidence, encoded."""
+MAX_COLLECTIVES = 32
+MAX_MEMBERS = 8192
+"""Of one group; a larger one's are not told."""
+MAX_FRAMES = 128
+MAX_THREADS = 64
+MAX_NAME_CHARS = 512
+MAX_LOG_CHARS = 16 << 10
+
+ProcessState = Literal["R", "S", "D", "T", "Z", "X", "?"]
+"""The kernel's letter for a process; "?" when it is not known."""
+
+StackSource = Literal["py-spy", "py-spy python only", "faulthandler", "none"]
+CollectiveState = Literal["scheduled", "started", "completed"]
+
+
+class Frame(Struct, frozen=True, kw_only=True):
+    """One line of a stack. A system call is the innermost frame, native, of the file "kernel"."""
+
+    file: str
+    line: int
+    function: str
+    native: bool = False
+
+
+class ThreadStack(Struct, frozen=True, kw_only=True):
+    name: str
+    active: bool = False
+    """Whether it was on a CPU."""
+    holds_gil: bool = False
+    frames: Annotated[tuple[Frame, ...], Meta(max_length=MAX_FRAMES)] = ()
+    """The innermost first."""
+
+
+class Collective(Struct, frozen=True, kw_only=True):
+    """One operation of a process group, as torch's flight recorder noted it on one rank."""
+
+    group: str
+    number: int
+    """Counts the group's collectives, the same on each of its ranks; of point-to-point operations
+    (`send`, `recv`) those of this rank only."""
+    op: str
+    """As the recorder has it, with the backend before a colon: "gloo:all_reduce"."""
+    state: CollectiveState
+    ranks: tuple[int, ...] = ()
+    """The group's members, told once for each group, with its newest operation; empty when they are
+    not known, and for the group of all ranks, "0"."""
+    sizes: str = ""
+
+
+class RankEvidence(Struct, frozen=True, kw_only=True):
+    """All that is known of one rank at one moment."""
+
+    node: NodeId
+    round: RoundNumber
+    rank: Rank
+    pid: int
+    process_state: ProcessState = "?"
+    step: StepNumber = StepNumber(0)
+    sections: tuple[str, ...] = ()
+    """Sections that are open, the outermost first."""
+    beat_age_s: Seconds | None = None
+    """How long ago a thread of it last ran Python: large when another never gives up the GIL."""
+    since_step_s: Seconds | None = None
+    stacks: Annotated[tuple[ThreadStack, ...], Meta(max_length=MAX_THREADS)] = ()
+    stack_source: StackSource = "none"
+    collectives: Annotated[tuple[Collective, ...], Meta(max_length=MAX_COLLECTIVES)] | None = None
+    """The newest first. None when there was no flight recorder to read: then nothing is known of
+    them, which is not the same as none."""
+    log_tail: str = ""
+    missing: tuple[str, ...] = ()
+    """What could not be had, and why."""
+
+
+class StackGroup(Struct, frozen=True, kw_only=True):
+    """Ranks that stand at the same place."""
+
+    ranks: tuple[Rank, ...]
+    headline: str
+    frames: tuple[Frame, ...]
+
+
+class Verdict(Struct, frozen=True, kw_only=True):
+    """Why the job stands still."""
+
+    guilty: tuple[Rank, ...]
+    """Whom the others wait for; empty when that is not known."""
+    sentence: str
+    groups: tuple[StackGroup, ...] = ()
+    """The largest first."""
+
+
+def cut(frames: Sequence[Frame], limit: int = MAX_FRAMES) -> tuple[Frame, ...]:
+    """A stack of at most that many frames: both of its ends, and a note on what was between."""
+    if len(frames) <= limit:
+        return tuple(frames)
+    inner = limit // 2
+    outer = limit - inner - 1
+    left_out = len(frames) - inner - outer
+    note = Frame(file="", line=0, function=f"... {left_out} frames left out ...")
+    return (*frames[:inner], note, *frames[len(frames) - outer :])
+
+
+def fit(evidence: RankEvidence) -> RankEvidence:
+    """The same evidence, cut until it may be sent."""
+    fitted = msgspec.structs.replace(
+        evidence,
+        sections=tuple(_short(name) for name in evidence.sections[:16]),
+        collectives=_fewer(evidence.collectives),
+        log_tail=evidence.log_tail[-MAX_LOG_CHARS:],
+        missing=tuple(_short(reason) for reason in evidence.missing[:16]),
+    )
+    for threads, frames in ((MAX_THREADS, MAX_FRAMES), (32, 64), (16, 32), (8, 16), (1, 8)):
+        fitted = msgspec.structs.replace(fitted, stacks=_smaller(evidence, threads, frames))
+        if len(msgspec.msgpack.encode(fitted)) <= MAX_EVIDENCE_BYTES:
+            return fitted
+    return msgspec.structs.replace(fitted, stacks=(), collectives=None, log_tail="", sections=())
+
+
+def _smaller(evidence: RankEvidence, threads: int, frames: int) -> tuple[ThreadStack, ...]:
+    """The main thread and those that do something first; the rest as far as there is room."""
+    wanted = sorted(
+        evidence.stacks, key=lambda t: (t.name != "MainThread", not t.holds_gil, not t.active)
+    )
+    return tuple(
+        msgspec.structs.replace(
+            thread,
+            name=_short(thread.name),
+            frames=tuple(_short_frame(frame) for frame in cut(thread.frames, frames)),
+        )
+        for thread in wanted[:threads]
+    )
+
+
+def _fewer(collectives: tuple[Collective, ...] | None) -> tuple[Collective, ...] | None:
+    if collectives is None:
+        return None
+    return tuple(
+        msgspec.structs.replace(
+            each,
+            group=_short(each.group),
+            op=_short(each.op),
+            sizes=_short(each.sizes),
+            ranks=each.ranks if len(each.ranks) <= MAX_MEMBERS else (),
+        )
+        for each in collectives[:MAX_COLLECTIVES]
+    )
+
+
+def _short_frame(frame: Frame) -> Frame:
+    if len(frame.file) <= MAX_NAME_CHARS and len(frame.function) <= MAX_NAME_CHARS:
+        return frame
+    return msgspec.structs.replace(
+        frame, file=frame.file[-MAX_NAME_CHARS:], function=_short(frame.function)
+    )
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= MAX_NAME_CHARS else text[: MAX_NAME_CHARS - 3] + "..."

@@ -1,0 +1,129 @@
+"""Three real gloo ranks that come to stand still in a chosen way.
+
+Importing torch takes seconds, so it is done once: this process imports it, then forks three ranks for
+each scene that it is told on stdin, and prints their pids. A rank beats and, when there is a file
+named `ask`, dumps its flight recorder from a thread, as a worker's watcher does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from holdfast.diagnosis import flight
+
+GUILTY = 1
+ONES = torch.ones(3)
+
+
+def load_batch() -> None:
+    """Where a rank is when it is not where it should be."""
+    (Path(f"at_{dist.get_rank()}")).touch()
+    time.sleep(100)
+
+
+def arrive() -> None:
+    Path(f"at_{dist.get_rank()}").touch()
+
+
+def asleep(rank: int) -> None:
+    if rank == GUILTY:
+        load_batch()
+    arrive()
+    dist.all_reduce(ONES)
+
+
+def backward(rank: int) -> None:
+    model = DistributedDataParallel(torch.nn.Linear(4, 4))
+    for step in range(3):
+        loss = model(torch.ones(2, 4)).sum()
+        if step == 2:
+            if rank == GUILTY:
+                load_batch()
+            arrive()
+        loss.backward()
+
+
+def skipped(rank: int) -> None:
+    arrive()
+    if rank != GUILTY:
+        dist.all_reduce(ONES)
+    dist.barrier()
+
+
+def stopped(rank: int) -> None:
+    arrive()
+    if rank == GUILTY:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.all_reduce(ONES)
+
+
+def gil(rank: int) -> None:
+    if rank == GUILTY:
+        arrive()
+        ctypes.PyDLL(None).usleep(100_000_000)
+    arrive()
+    dist.all_reduce(ONES)
+
+
+def computing(rank: int) -> None:
+    arrive()
+    while rank == GUILTY:
+        pass
+    dist.all_reduce(ONES)
+
+
+def chain(rank: int) -> None:
+    """Rank 2 waits for rank 0, which waits for rank 1, each in another group."""
+    first, second = dist.new_group([0, 2]), dist.new_group([0, 1])
+    dist.barrier()
+    if rank == GUILTY:
+        load_batch()
+    arrive()
+    if rank == 0:
+        dist.all_reduce(ONES, group=second)
+    dist.all_reduce(ONES, group=first)
+
+
+def watch(rank: int) -> None:
+    while True:
+        Path(f"beat_{rank}").touch()
+        if Path("ask").exists() and not Path(f"dump_{rank}").exists():
+            Path(f"new_{rank}").write_bytes(flight.dump())
+            os.rename(f"new_{rank}", f"dump_{rank}")
+        time.sleep(0.05)
+
+
+def act(rank: int, scene: str) -> None:
+    torch.set_num_threads(1)
+    threading.Thread(target=watch, args=(rank,), daemon=True).start()
+    dist.init_process_group("gloo", f"file://{Path.cwd()}/store", rank=rank, world_size=3)
+    for _ in range(3):
+        dist.all_reduce(ONES)
+    globals()[scene](rank)
+
+
+def main() -> None:
+    for line in sys.stdin:
+        scene, folder = line.split()
+        pids = []
+        for rank in range(3):
+            pids.append(os.fork())
+            if pids[-1] == 0:
+                os.chdir(folder)
+                act(rank, scene)
+                os._exit(0)
+        print(*pids, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""A flight recorder's dump is read without torch, whoever wrote it, and never trusted."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.diagnosis import flight
+from holdfast.errors import BadFrame
+from holdfast.messages.evidence import MAX_COLLECTIVES, Collective
+
+DATA = Path(__file__).parent / "data"
+"""Dumps of real processes: gloo's of torch 2.13, NCCL's of torch 2.11 on an H200 whose stream was
+kept busy, so that three all_reduces of one group and one of another were pending."""
+
+
+def entry(number: int, **more: Any) -> dict[str, Any]:
+    return {
+        "profiling_name": "nccl:all_reduce",
+        "collective_seq_id": number,
+        "record_id": number,
+        "process_group": ["0", "default_pg"],
+        "state": "completed",
+        **more,
+    }
+
+
+def written(*entries: dict[str, Any], **more: Any) -> bytes:
+    return json.dumps({"version": "2.10", "entries": entries, **more}).encode()
+
+
+def states(found: tuple[Collective, ...]) -> list[tuple[str, int, str]]:
+    return [(each.group, each.number, each.state) for each in found]
+
+
+@pytest.mark.parametrize("name", ["gloo_2.13", "nccl_2.11"])
+def test_json_and_pickle_say_the_same(name: str) -> None:
+    as_json = flight.read((DATA / f"{name}.json").read_bytes())
+    assert as_json == flight.read((DATA / f"{name}.pickle").read_bytes())
+    assert as_json
+
+
+def test_gloo_never_says_completed_but_retires() -> None:
+    newest, before, *_ = flight.read((DATA / "gloo_2.13.json").read_bytes())
+    assert newest == Collective(
+        group="0", number=16, op="gloo:all_reduce", state="scheduled", sizes="Float[72]"
+    )
+    assert (before.number, before.state) == (15, "completed")
+
+
+def test_nccl_says_who_is_in_a_group() -> None:
+    found = flight.read((DATA / "nccl_2.11.pickle").read_bytes())
+    assert states(found)[:2] == [("1 (my sub)", 2, "scheduled"), ("0", 4, "scheduled")]
+    assert found[0].ranks == (0,)
+
+
+def test_nccls_retired_ones_timed_out_and_are_not_finished() -> None:
+    found = flight.read(written(entry(1, state="started", retired=True)))
+    assert found[0].state == "started"
+
+
+def test_dumps_of_torch_2_3_are_understood() -> None:
+    old = {
+        "version": "1.1",
+        "pg_config": {1: [0, 1]},
+        "entries": [
+            {"seq_id": 5, "pg_id": 1, "profiling_name": "nccl:all_gather", "state": "scheduled"}
+        ],
+    }
+    assert flight.read(pickle.dumps(old, 2)) == (
+        Collective(group="1", number=5, op="nccl:all_gather", state="scheduled", ranks=(0, 1)),
+    )
+
+
+def test_point_to_point_operations_count_for_themselves() -> None:
+    found = flight.read(
+        written(entry(3, profiling_name="nccl:send 0->1", is_p2p=True, p2p_seq_id=9))
+    )
+    assert (found[0].op, found[0].number) == ("nccl:send 0->1", 9)
+
+
+def test_the_newest_and_the_oldest_open_one_of_each_group_survive() -> None:
+    busy = [entry(n, record_id=n + 10, state="scheduled") for n in range(100, 1000)]
+    quiet = entry(7, record_id=1, process_group=["5", "rare"], state="completed")
+    found = flight.read(written(quiet, *busy))
+    assert len(found) == MAX_COLLECTIVES
+    numbers = [each.number for each in found if each.group == "0"]
+    assert numbers == sorted(numbers, reverse=True)
+    assert {100, 999} <= set(numbers)
+    assert ("5 (rare)", 7, "completed") in states(found)
+
+
+def test_a_group_that_was_made_again_is_not_mistaken_for_the_old_one() -> None:
+    old = [entry(n, record_id=n) for n in range(1, 9)]
+    new = [entry(n, record_id=10 + n) for n in range(1, 4)]
+    assert [each.number for each in flight.read(written(*old, *new))] == [3, 2, 1]
+
+
+def test_members_are_told_once_for_each_group() -> None:
+    config = {"3": {"name": "3", "desc": "", "ranks": "[2, 4, 6]"}}
+    group = {"process_group": ["3", "undefined"]}
+    found = flight.read(written(entry(1, **group), entry(2, **group), pg_config=config))
+    assert [each.ranks for each in found] == [(2, 4, 6), ()]
+
+
+def test_settings_turn_the_recorder_on_and_leave_the_users_alone() -> None:
+    assert flight.settings("2.13.0+cpu", {}) == {"TORCH_FR_BUFFER_SIZE": "2000"}
+    assert flight.settings("2.3.1", {}) == {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
+    assert flight.settings("nightly", {}) == {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
+    assert flight.settings("2.13.0", {"TORCH_FR_BUFFER_SIZE": "0"}) == {}
+
+
+def test_without_torch_there_is_nothing_to_dump() -> None:
+    code = (
+        "import sys\nfrom holdfast.diagnosis import flight\n"
+        "assert flight.dump() == b'' and 'torch' in flight.missing()\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+
+
+# ---- what is not trusted ----
+
+
+def ours(body: bytes) -> bytes:
+    return b"holdfast flight 1\n" + zlib.compress(body)
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return exec, ("raise SystemExit(99)",)
+
+
+BAD = {
+    "empty": b"",
+    "text": b"hello",
+    "list": b"[]",
+    "wrong types": b'{"entries": [{"profiling_name": 5}]}',
+    "no name": b'{"entries": [{}]}',
+    "negative": written(entry(-2)),
+    "huge number": written(entry(1 << 70)),
+    "huge digits": b'{"entries": [{"profiling_name": "", "seq_id": ' + b"9" * 100_000 + b"}]}",
+    "deep": b'{"entries": ' + b"[" * 200_000,
+    "deep unknown": b'{"x": ' + b"[" * 200_000,
+    "pickled code": pickle.dumps({"entries": [Evil()]}),
+    "pickle of something else": pickle.dumps([1, 2, 3], 2),
+    "deep pickle": b"\x80\x02}X\x07\x00\x00\x00entriesN" + b"\x85" * 100_000 + b"s.",
+    "pickled code in ours": ours(
+        json.dumps({"groups": {}, "pickles": ["Y29zCnN5c3RlbQooUycnCnRSLg=="]}).encode()
+    ),
+    "not packed": b"holdfast flight 1\nnonsense",
+    "cut off": ours(b'{"groups": {}}')[:-3],
+    "bomb": ours(b'{"groups": {}, "x": "' + b" " * (flight.MAX_DUMP_BYTES + 1) + b'"}'),
+    "too long": b" " * (flight.MAX_DUMP_BYTES + 1),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_what_is_no_dump_is_refused_by_name(kind: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(BadFrame):
+        flight.read(BAD[kind])
+    assert time.monotonic() - began < 2
+
+
+@given(data=st.binary(max_size=200), head=st.sampled_from([b"", b"{", b"\x80\x02", b'{"entries":']))
+def test_any_bytes_are_read_or_refused(data: bytes, head: bytes) -> None:
+    try:
+        flight.read(head + data)
+    except BadFrame:
+        pass
+
+
+@given(
+    name=st.sampled_from(["gloo_2.13.json", "gloo_2.13.pickle", "nccl_2.11.pickle"]),
+    at=st.integers(0, 10_000),
+    what=st.binary(min_size=1, max_size=4),
+)
+def test_a_damaged_dump_is_read_or_refused(name: str, at: int, what: bytes) -> None:
+    data = bytearray((DATA / name).read_bytes())
+    at %= len(data)
+    data[at : at + len(what)] = what
+    try:
+        flight.read(bytes(data))
+    except BadFrame:
+        pass

@@ -1,0 +1,125 @@
+"""The whole chain on real gloo ranks: look at them, read their recorders, name the guilty one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from puppets import wait_for
+
+from holdfast.diagnosis import flight, proc
+from holdfast.diagnosis.stacks import collect
+from holdfast.diagnosis.verdict import judge
+from holdfast.messages.evidence import RankEvidence, fit
+from holdfast.messages.units import NodeId, Rank, RoundNumber
+
+GUILTY = 1
+RANKS = range(3)
+
+
+class Stage:
+    """The process that forks ranks, and all that it forked."""
+
+    def __init__(self) -> None:
+        script = Path(__file__).with_name("stage.py")
+        self._process = subprocess.Popen(
+            [sys.executable, str(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        )
+
+    def play(self, scene: str, folder: Path) -> list[int]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(scene, folder, file=self._process.stdin, flush=True)
+        return [int(word) for word in self._process.stdout.readline().split()]
+
+    def end_scene(self, pids: list[int]) -> None:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(10)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+@pytest.fixture(scope="module")
+def stage() -> Iterator[Stage]:
+    made = Stage()
+    yield made
+    made.end()
+
+
+def gather(pids: list[int], folder: Path) -> list[RankEvidence]:
+    """What an agent would gather, and send."""
+    ages = [time.time() - (folder / f"beat_{rank}").stat().st_mtime for rank in RANKS]
+    found = asyncio.run(collect(pids, 2.0))
+    (folder / "ask").touch()
+    alive = [r for r in RANKS if found[pids[r]].state != "T" and ages[r] < 1.0]
+    wait_for(lambda: all((folder / f"dump_{r}").exists() for r in alive), "the dumps")
+    evidence = []
+    for rank, pid in enumerate(pids):
+        dump = folder / f"dump_{rank}"
+        each = RankEvidence(
+            node=NodeId("node-0"),
+            round=RoundNumber(1),
+            rank=Rank(rank),
+            pid=pid,
+            process_state=found[pid].state,
+            beat_age_s=ages[rank],
+            stacks=found[pid].threads,
+            stack_source=found[pid].source,
+            collectives=flight.read(dump.read_bytes()) if dump.exists() else None,
+            missing=found[pid].missing,
+        )
+        encoded = msgspec.msgpack.encode(fit(each))
+        evidence.append(msgspec.msgpack.decode(encoded, type=RankEvidence))
+    return evidence
+
+
+AT_LOADER = r"rank 1 on node-0 sleeps in stage\.py:\d+ \(load_batch\); "
+SCENES = {
+    "asleep": AT_LOADER + r"ranks 0, 2 wait in all_reduce #4 of group 0$",
+    "backward": AT_LOADER + r"ranks 0, 2 wait in all_reduce #\d+ of group 0$",
+    "skipped": r"does not match: rank 1 in barrier; ranks 0, 2 in all_reduce of Float\[3\]",
+    "stopped": r"rank 1 on node-0 is stopped \(SIGSTOP\) in stage\.py:\d+ \(stopped\); ",
+    "gil": r"rank 1 on node-0 holds the GIL in stage\.py:\d+ \(gil\); ",
+    "computing": r"rank 1 on node-0 computes in stage\.py:\d+ \(computing\); ",
+    "chain": AT_LOADER + r"rank 2 waits in all_reduce #1 of group 1; rank 0 waits in all_reduce #1",
+}
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_the_guilty_rank_is_named(stage: Stage, scene: str, tmp_path: Path) -> None:
+    pids = stage.play(scene, tmp_path)
+    try:
+        wait_for(lambda: all((tmp_path / f"at_{r}").exists() for r in RANKS), "the hang")
+        time.sleep(2.5 if scene == "gil" else 0.3)
+        evidence = gather(pids, tmp_path)
+        verdict = judge(evidence, 3)
+        assert verdict.guilty == (GUILTY,), verdict.sentence
+        assert re.search(SCENES[scene], verdict.sentence), verdict.sentence
+        blind = [msgspec.structs.replace(each, collectives=None) for each in evidence]
+        expected = () if scene == "skipped" else (GUILTY,)
+        assert judge(blind, 3).guilty == expected, "without recorders"
+        assert all(proc.process_state(pid) not in ("X", "Z") for pid in pids)
+    finally:
+        stage.end_scene(pids)

@@ -1,0 +1,373 @@
+"""The verdict names whom the others wait for, in a sentence, and nobody else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from holdfast.diagnosis.verdict import judge
+from holdfast.diagnosis.wording import rank_list
+from holdfast.messages.evidence import Collective, Frame, RankEvidence, ThreadStack
+from holdfast.messages.units import NodeId, Rank, RoundNumber
+
+C10D = "/env/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
+AUTOGRAD = "/env/lib/python3.11/site-packages/torch/autograd/graph.py"
+
+
+def frame(function: str, file: str = "/home/me/train.py", line: int = 12) -> Frame:
+    return Frame(file=file, line=line, function=function)
+
+
+def call(name: str) -> Frame:
+    return Frame(file="kernel", line=0, function=name, native=True)
+
+
+def native(name: str) -> Frame:
+    return Frame(file="/env/libtorch_cpu.so", line=0, function=name, native=True)
+
+
+IN_ALL_REDUCE = (call("futex"), frame("all_reduce", C10D), frame("step"), frame("<module>"))
+IN_BACKWARD = (call("futex"), frame("_engine_run_backward", AUTOGRAD), frame("step"))
+IN_REDUCER = (
+    call("futex"),
+    native("c10d::Reducer::finalize_backward"),
+    frame("_engine_run_backward", AUTOGRAD),
+    frame("step"),
+)
+IN_ITEM = (native("cudaStreamSynchronize"), frame("step"))
+IN_ITEM_UNSEEN = (frame("step"),)
+IN_KERNEL = (native("at::native::mm"), frame("step"))
+ASLEEP = (call("clock_nanosleep"), frame("load_batch", "/home/me/loader.py", 88), frame("step"))
+
+
+def noted(number: int, state: str = "scheduled", **more: Any) -> Collective:
+    return Collective(
+        **{"group": "0", "op": "gloo:all_reduce", "number": number, "state": state, **more}
+    )
+
+
+def rank(
+    number: int, frames: tuple[Frame, ...] = (), *, holds_gil: bool = False, **more: Any
+) -> RankEvidence:
+    stack = ThreadStack(name="MainThread", frames=frames, holds_gil=holds_gil)
+    return RankEvidence(
+        **{
+            "node": NodeId(f"node-{number // 3}"),
+            "round": RoundNumber(1),
+            "rank": Rank(number),
+            "pid": 100 + number,
+            "process_state": "S",
+            "stacks": (stack,) if frames else (),
+            "stack_source": "py-spy" if frames else "none",
+            **more,
+        }
+    )
+
+
+def waiting(*ranks: int, at: int = 412, **more: Any) -> list[RankEvidence]:
+    log = (noted(at), noted(at - 1, "completed"))
+    return [rank(r, IN_ALL_REDUCE, **{"collectives": log, **more}) for r in ranks]
+
+
+BEFORE = (noted(411, "completed"), noted(410, "completed"))
+
+
+def test_the_one_that_has_not_come_is_named_with_its_line() -> None:
+    verdict = judge([*waiting(0, 1, 2), rank(3, ASLEEP, collectives=BEFORE)], 4)
+    assert verdict.guilty == (3,)
+    assert verdict.sentence == (
+        "rank 3 on node-1 sleeps in loader.py:88 (load_batch); "
+        "ranks 0–2 wait in all_reduce #412 of group 0"
+    )
+    assert [group.ranks for group in verdict.groups] == [(0, 1, 2), (3,)]
+    assert verdict.groups[0].headline == "ranks 0–2 wait in all_reduce #412 of group 0"
+    assert verdict.groups[1].headline == "rank 3: sleeps in loader.py:88 (load_batch)"
+
+
+def test_an_open_section_is_told() -> None:
+    late = rank(3, ASLEEP, collectives=BEFORE, sections=("step", "data"))
+    assert "(load_batch), section data; ranks" in judge([*waiting(0, 1, 2), late], 4).sentence
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"process_state": "T"}, "is stopped (SIGSTOP) in loader.py:88 (load_batch)"),
+        ({"process_state": "X"}, "is dead"),
+        ({"process_state": "Z"}, "is dead"),
+        ({"process_state": "D"}, "is stuck in the kernel (state D) in loader.py:88 (load_batch)"),
+        (
+            {"beat_age_s": 9.0, "holds_gil": True},
+            "holds the GIL in loader.py:88 (load_batch)",
+        ),
+    ],
+    ids=["stopped", "gone", "zombie", "stuck", "gil"],
+)
+def test_one_that_cannot_go_on_is_named_without_any_recorder(
+    more: dict[str, Any], said: str
+) -> None:
+    verdict = judge([*waiting(0, 1, 2, collectives=None), rank(3, ASLEEP, **more)], 4)
+    assert verdict.guilty == (3,)
+    assert verdict.sentence.startswith(f"rank 3 on node-1 {said}; ranks 0–2 wait in")
+
+
+def test_an_old_beat_alone_is_no_proof_when_nobody_holds_the_gil() -> None:
+    starved = [rank(r, IN_BACKWARD, beat_age_s=9.0) for r in range(3)]
+    assert judge(starved, 3).guilty == ()
+
+
+def test_who_waits_for_a_gpu_with_the_gil_in_hand_is_not_blamed() -> None:
+    careless = [rank(r, IN_ITEM, holds_gil=True, beat_age_s=9.0) for r in range(3)]
+    late = rank(3, ASLEEP, process_state="T")
+    assert judge([*careless, late], 4).guilty == (3,)
+    assert judge(careless, 3).guilty == ()
+
+
+def test_one_in_the_kernel_for_a_moment_while_it_waits_is_not_blamed() -> None:
+    verdict = judge(
+        [*waiting(0, 1), *waiting(2, process_state="D"), rank(3, ASLEEP, collectives=BEFORE)], 4
+    )
+    assert verdict.guilty == (3,)
+
+
+def test_one_that_its_gpus_driver_keeps_in_the_kernel_is_not_blamed() -> None:
+    in_driver = (call("ioctl"), frame("step"))
+    assert judge([*waiting(0, 1), rank(2, in_driver, process_state="D")], 3).guilty == ()
+
+
+def test_several_that_have_not_come_are_named_together() -> None:
+    late = [rank(r, ASLEEP, collectives=BEFORE) for r in (3, 4, 5)]
+    verdict = judge([*waiting(0, 1, 2), *late], 6)
+    assert verdict.guilty == (3, 4, 5)
+    assert verdict.sentence.startswith("ranks 3–5 on node-1 sleep in loader.py:88 (load_batch)")
+
+
+def test_when_all_have_come_nobody_is_blamed() -> None:
+    verdict = judge(waiting(0, 1, 2), 3)
+    assert verdict.guilty == ()
+    assert verdict.sentence == (
+        "unknown: all ranks wait in all_reduce #412 of group 0; the network between them is suspect"
+    )
+
+
+def test_the_root_of_a_broadcast_may_run_ahead() -> None:
+    log = (noted(413), noted(412, "completed", op="gloo:broadcast"))
+    middle = (noted(412, op="gloo:broadcast"), noted(411, "completed"))
+    verdict = judge(
+        [
+            rank(0, IN_ALL_REDUCE, collectives=log),
+            rank(1, ASLEEP, collectives=BEFORE),
+            rank(2, IN_ALL_REDUCE, collectives=middle),
+        ],
+        3,
+    )
+    assert verdict.guilty == (1,)
+
+
+def test_a_rank_that_is_in_another_collective_is_said_to_mismatch() -> None:
+    wrong = rank(1, IN_ALL_REDUCE, collectives=(noted(412, op="gloo:barrier"), *BEFORE))
+    verdict = judge([*waiting(0, 2), wrong], 3)
+    assert verdict.guilty == (1,)
+    assert (
+        "collective #412 of group 0 does not match: rank 1 in barrier; ranks 0, 2 in all_reduce"
+        in verdict.sentence
+    )
+
+
+def test_two_that_do_not_match_blame_nobody() -> None:
+    wrong = rank(1, IN_ALL_REDUCE, collectives=(noted(412, op="gloo:barrier"), *BEFORE))
+    verdict = judge([*waiting(0), wrong], 2)
+    assert verdict.guilty == ()
+    assert "unknown: collective #412 of group 0 does not match" in verdict.sentence
+
+
+def test_sizes_must_match_where_they_have_to() -> None:
+    log = (noted(412, sizes="Float[72]"), *BEFORE)
+    other = (noted(412, sizes="Float[3]"), *BEFORE)
+    ranks = [rank(r, IN_ALL_REDUCE, collectives=other if r == 1 else log) for r in range(3)]
+    assert judge(ranks, 3).guilty == (1,)
+    gathered = [
+        rank(r, IN_ALL_REDUCE, collectives=(noted(412, op="gloo:all_gather", sizes=f"F[{r}]"),))
+        for r in range(3)
+    ]
+    assert judge(gathered, 3).guilty == ()
+
+
+def test_one_that_does_not_know_its_groups_members_is_not_blamed_for_it() -> None:
+    named: dict[str, Any] = {"group": "a", "ranks": (0, 1, 2)}
+    ranks = [rank(r, IN_ITEM, collectives=(noted(5, **named),)) for r in (0, 1)]
+    unaware = rank(2, IN_ITEM, collectives=(noted(5, group="a"),))
+    assert judge([*ranks, unaware], 3).guilty == ()
+
+
+def test_two_backends_of_one_group_count_for_themselves() -> None:
+    gloo = (noted(2, "completed"), noted(9, op="nccl:all_reduce"))
+    late = (noted(2, "completed"), noted(8, "completed", op="nccl:all_reduce"))
+    ranks = [rank(r, IN_ITEM, collectives=gloo) for r in range(3)]
+    verdict = judge([*ranks, rank(3, IN_ITEM_UNSEEN, collectives=late)], 4)
+    assert verdict.guilty == (3,)
+    assert "all_reduce #9 of group 0" in verdict.sentence
+
+
+def chain() -> list[RankEvidence]:
+    """Rank 0 waits for rank 1 in group a, rank 1 for rank 2 in group b; rank 2 sleeps."""
+    a: dict[str, Any] = {"group": "a", "ranks": (0, 1)}
+    b: dict[str, Any] = {"group": "b", "ranks": (1, 2)}
+    return [
+        rank(0, IN_ALL_REDUCE, collectives=(noted(5, **a),)),
+        rank(1, IN_ALL_REDUCE, collectives=(noted(7, **b), noted(4, "completed", **a))),
+        rank(2, ASLEEP, collectives=(noted(6, "completed", **b),)),
+    ]
+
+
+def test_one_that_waits_for_another_is_not_blamed() -> None:
+    verdict = judge(chain(), 3)
+    assert verdict.guilty == (2,)
+    assert "rank 0 waits in all_reduce #5 of group a; rank 1 waits in all_reduce #7 of group b" in (
+        verdict.sentence
+    )
+
+
+def test_one_that_left_an_operation_pending_and_sleeps_is_blamed() -> None:
+    everything = chain()
+    sleeping = rank(1, ASLEEP, collectives=everything[1].collectives)
+    in_b = rank(2, IN_ALL_REDUCE, collectives=(noted(7, group="b", ranks=(1, 2)),))
+    assert judge([everything[0], sleeping, in_b], 3).guilty == (1,)
+
+
+def test_a_circle_blames_nobody() -> None:
+    a: dict[str, Any] = {"group": "a", "ranks": (0, 1)}
+    b: dict[str, Any] = {"group": "b", "ranks": (0, 1)}
+    verdict = judge(
+        [
+            rank(0, IN_ALL_REDUCE, collectives=(noted(5, **a), noted(6, "completed", **b))),
+            rank(1, IN_ALL_REDUCE, collectives=(noted(7, **b), noted(4, "completed", **a))),
+        ],
+        2,
+    )
+    assert verdict.guilty == ()
+    assert "circle" in verdict.sentence
+
+
+def test_a_recv_waits_for_its_sender() -> None:
+    pipe: dict[str, Any] = {"op": "nccl:recv 1<-0", "group": "pp", "ranks": (2, 5)}
+    verdict = judge(
+        [
+            rank(2, ASLEEP, collectives=(noted(3, "completed", group="pp", ranks=(2, 5)),)),
+            rank(5, IN_ITEM, collectives=(noted(1, **pipe),)),
+        ],
+        6,
+    )
+    assert verdict.guilty == (2,)
+    assert "rank 5 waits in recv from rank 2 #1 of group pp" in verdict.sentence
+
+
+def test_a_send_and_its_recv_that_met_blame_nobody() -> None:
+    pair: dict[str, Any] = {"group": "pp", "ranks": (0, 1)}
+    verdict = judge(
+        [
+            rank(0, IN_ITEM, collectives=(noted(1, op="nccl:send 0->1", **pair),)),
+            rank(1, IN_ITEM, collectives=(noted(1, op="nccl:recv 1<-0", **pair),)),
+        ],
+        2,
+    )
+    assert verdict.guilty == ()
+
+
+def test_one_whose_gpu_has_not_come_is_named() -> None:
+    on_gpu = [
+        rank(r, IN_ITEM, collectives=(noted(9, "started", op="nccl:all_reduce"),)) for r in (0, 1)
+    ]
+    late = rank(2, IN_ITEM, collectives=(noted(9, op="nccl:all_reduce"),))
+    verdict = judge([*on_gpu, late], 3)
+    assert verdict.guilty == (2,)
+    assert (
+        "rank 2 on node-0 has not come to all_reduce #9 of group 0 on its GPU" in verdict.sentence
+    )
+
+
+# ---- without recorders ----
+
+
+@pytest.mark.parametrize(
+    "stack", [IN_ALL_REDUCE, IN_REDUCER, IN_BACKWARD], ids=["python", "native", "blocked majority"]
+)
+def test_stacks_alone_tell_who_is_elsewhere(stack: tuple[Frame, ...]) -> None:
+    verdict = judge([*[rank(r, stack) for r in range(3)], rank(3, ASLEEP)], 4)
+    assert verdict.guilty == (3,)
+    assert verdict.sentence == (
+        "rank 3 on node-1 sleeps in loader.py:88 (load_batch); ranks 0–2 wait in a collective"
+    )
+
+
+def test_one_that_computes_natively_while_the_others_wait_is_named() -> None:
+    verdict = judge([*[rank(r, IN_REDUCER) for r in range(3)], rank(3, IN_KERNEL)], 4)
+    assert verdict.guilty == (3,)
+
+
+@pytest.mark.parametrize("stack", [IN_ITEM, IN_ITEM_UNSEEN, IN_BACKWARD, ()])
+def test_what_may_be_waiting_is_not_blamed(stack: tuple[Frame, ...]) -> None:
+    verdict = judge([*[rank(r, IN_REDUCER) for r in range(3)], rank(3, stack)], 4)
+    assert verdict.guilty == ()
+    assert verdict.sentence.startswith("unknown: ")
+
+
+def test_one_that_writes_a_checkpoint_does_not_wait_in_a_collective() -> None:
+    file = C10D.replace("distributed_c10d", "checkpoint/filesystem")
+    saving = (call("fsync"), frame("write_data", file), frame("save"))
+    verdict = judge([*[rank(r, IN_ALL_REDUCE) for r in range(3)], rank(3, saving)], 4)
+    assert verdict.guilty == (3,)
+    assert "rank 3 on node-1 writes in train.py:12 (save)" in verdict.sentence
+
+
+def test_one_without_a_recorder_is_judged_by_its_stack() -> None:
+    assert judge([*waiting(0, 1, 2), rank(3, ASLEEP)], 4).guilty == (3,)
+    assert judge([*waiting(0, 1, 2), rank(3, IN_ITEM)], 4).guilty == ()
+
+
+def test_one_that_waits_in_what_no_recorder_notes_is_not_blamed() -> None:
+    in_recv = (call("futex"), frame("recv", C10D), frame("step"))
+    verdict = judge([*waiting(0, 1), rank(2, in_recv, collectives=BEFORE)], 3)
+    assert verdict.guilty == ()
+
+
+def test_one_that_waits_for_a_thread_of_its_own_that_waits_is_not_blamed() -> None:
+    join = (call("futex"), frame("join", "/usr/lib/python3.11/threading.py"), frame("step"))
+    saver = ThreadStack(name="saver", frames=(call("futex"), frame("gather", C10D), frame("save")))
+    joined = rank(3, join)
+    both = (joined.stacks[0], saver)
+    waits = RankEvidence(node=joined.node, round=joined.round, rank=joined.rank, pid=1, stacks=both)
+    assert judge([*[rank(r, IN_ALL_REDUCE) for r in range(3)], waits], 4).guilty == ()
+    assert judge([*[rank(r, IN_ALL_REDUCE) for r in range(3)], joined], 4).guilty == (3,)
+
+
+# ---- what is not known ----
+
+
+def test_without_evidence_nothing_is_concluded() -> None:
+    verdict = judge([], 4)
+    assert (verdict.guilty, verdict.sentence) == ((), "unknown: nothing is known of any rank")
+
+
+def test_a_rank_that_nothing_is_known_of_is_not_blamed() -> None:
+    verdict = judge(waiting(0, 1, 2), 4)
+    assert verdict.guilty == ()
+    assert verdict.sentence.startswith("unknown: ")
+    assert verdict.sentence.endswith("nothing is known of rank 3")
+
+
+def test_evidence_of_an_older_round_does_not_count() -> None:
+    old = rank(0, ASLEEP, process_state="T", round=RoundNumber(1))
+    new = waiting(0, 1, 2, round=RoundNumber(2))
+    assert judge([old, *new], 3).guilty == ()
+
+
+def test_a_job_where_everybody_computes_has_no_culprit() -> None:
+    assert judge([rank(r, IN_KERNEL) for r in range(3)], 3).guilty == ()
+
+
+def test_ranks_are_told_briefly() -> None:
+    assert rank_list([3]) == "rank 3"
+    assert rank_list([2, 0, 1, 5, 7, 8]) == "ranks 0–2, 5, 7, 8"
+    assert rank_list(range(4096)) == "ranks 0–4095"
