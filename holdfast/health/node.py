@@ -1,0 +1,101 @@
+"""One look at a machine: every file that a check reads is read here, below a root.
+
+The root is "/" on a real machine and a made-up tree in a test. What cannot be read, for whatever
+reason, is None: a check must say "unknown" then, and cannot forget to.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cached_property
+from pathlib import Path
+
+from holdfast.health.nvml import Gpus, NoNvml, Nvml, open_nvml
+from holdfast.health.settings import HealthSettings
+
+READ_BYTES = 4 << 20
+
+
+class Node:
+    def __init__(self, settings: HealthSettings, nvml: Nvml | None = None) -> None:
+        self.settings = settings
+        self._root = Path(settings.root)
+        self._nvml = nvml or open_nvml(settings.nvml)
+
+    @property
+    def is_real(self) -> bool:
+        return self._root == Path("/")
+
+    def path(self, inner: str) -> Path:
+        return self._root / inner
+
+    def text(self, inner: str) -> str | None:
+        try:
+            with open(self.path(inner), "rb") as file:
+                return file.read(READ_BYTES).decode(errors="replace").strip()
+        except OSError:
+            return None
+
+    def number(self, inner: str) -> int | None:
+        try:
+            return int(self.text(inner) or "")
+        except ValueError:
+            return None
+
+    def numbers(self, inner: str) -> set[int] | None:
+        """A list such as "0-3,8": which processors or nodes there are."""
+        text = self.text(inner)
+        return None if text is None else number_set(text)
+
+    def names(self, inner: str) -> list[str]:
+        """What a directory holds; nothing where there is no such directory."""
+        try:
+            return sorted(path.name for path in self.path(inner).iterdir())
+        except OSError:
+            return []
+
+    def fields(self, inner: str) -> dict[str, int]:
+        """A file of lines "name value" or "name: value kB", as the kernel likes them."""
+        found: dict[str, int] = {}
+        for line in (self.text(inner) or "").splitlines():
+            words = line.split()
+            if len(words) >= 2 and words[1].isdecimal():
+                scale = 1024 if words[2:] == ["kB"] else 1
+                found[words[0].rstrip(":")] = int(words[1]) * scale
+        return found
+
+    def alive(self, pid: int) -> bool:
+        return self.path(f"proc/{pid}").is_dir()
+
+    @cached_property
+    def gpus(self) -> Gpus | NoNvml:
+        """The GPUs at this look; asked once, however many checks want them."""
+        return self._nvml.look()
+
+    def look_again(self) -> Gpus | NoNvml:
+        return self._nvml.look()
+
+    @cached_property
+    def has_nvidia_device(self) -> bool:
+        """Whether there is an NVIDIA GPU to speak of, with or without a driver."""
+        files = any(re.fullmatch(r"nvidia[0-9]+", name) for name in self.names("dev"))
+        return files or any(
+            self.text(f"sys/bus/pci/devices/{address}/vendor") == "0x10de"
+            and (self.text(f"sys/bus/pci/devices/{address}/class") or "").startswith("0x03")
+            for address in self.names("sys/bus/pci/devices")
+        )
+
+
+def number_set(text: str) -> set[int]:
+    found: set[int] = set()
+    for first, last in re.findall(r"([0-9]+)(?:-([0-9]+))?", text):
+        found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
+def boot_id(root: str) -> str:
+    """Which start of the machine this is; empty where nobody says."""
+    try:
+        return Path(root, "proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
