@@ -1,0 +1,329 @@
+"""What a script calls: save, restore, and tickets that tell how it went.
+
+    ckpt = holdfast.Checkpointer("checkpoints", {"model": model, "optim": optim})
+    step = ckpt.restore()
+    ...
+    ckpt.save(step)
+
+A save copies the state into shared memory and returns; what becomes of the copy is for others to do
+and to say. A save that fails does not raise into training: its ticket says so, and so does the
+terminal.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import torch
+
+from holdfast.checkpoint import retention
+from holdfast.checkpoint.capture import Captured, Position, capture
+from holdfast.checkpoint.copying import idle_cores
+from holdfast.checkpoint.guard import Guard, after_first_step
+from holdfast.checkpoint.manifest import steps
+from holdfast.checkpoint.restore import Stored, captured_entry, load
+from holdfast.checkpoint.slots import Slots
+from holdfast.checkpoint.sources import open_files, open_image, set_aside
+from holdfast.checkpoint.storage import open_storage
+from holdfast.checkpoint.tickets import Ticket
+from holdfast.errors import CheckpointError, HoldfastError, Refused, UsageError
+from holdfast.messages.checkpoints import Holder, ImageId, SnapshotId, Tier, Tried, Wish
+from holdfast.messages.requests import SaveSettled, StateFound
+from holdfast.messages.units import Rank, RoundNumber, StepNumber
+
+
+class Link(Protocol):
+    """Whoever looks after this rank's images: an agent, or a keeper of our own."""
+
+    rank: int
+    world_size: int
+    round: int
+    images: Path
+
+    def open(self, checkpointer: str, directory: str, keep: bytes) -> None:
+        """Say that this checkpointer is there."""
+
+    def saved(self, checkpointer: str, path: Path, state: int, step: int, wish: Wish) -> None:
+        """An image is whole."""
+
+    def wait(
+        self, checkpointer: str, step: int, to: Tier, timeout_s: float | None
+    ) -> SaveSettled: ...
+
+    def find(self, checkpointer: str, step: int | None, tried: Tried | None) -> StateFound: ...
+
+    def fetch(self, image: ImageId, holder: Holder) -> Path:
+        """The image as a file on this node."""
+
+    def booked(self, what: str) -> AbstractContextManager[None]:
+        """Time that is neither training nor lost."""
+
+    def resumed(self, step: int) -> None:
+        """Training goes on from that step."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was restored, and what was not."""
+
+    step: int
+    where: Tier | None
+    """None: there was nothing to restore."""
+    refused: tuple[str, ...] = ()
+
+
+class Checkpointer:
+    """Saves and restores a state: anything with state_dict and load_state_dict, or plain values.
+
+    Values in `state` that have no load_state_dict are replaced in it by `restore`.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | None,
+        state: dict[str, Any],
+        *,
+        link: Link,
+        memory_every: int | None = None,
+        storage_every: int | None = None,
+        keep: retention.Keep | None = None,
+        overlap: bool = True,
+        pickling: bool = False,
+    ) -> None:
+        _check(directory, state, memory_every, storage_every)
+        self.restored = Restored(0, None)
+        self._where = _absolute(directory)
+        self._state = state
+        self._link = link
+        self._memory_every, self._storage_every = memory_every, storage_every
+        self._keep = keep
+        self._overlap = overlap
+        self._pickling = pickling
+        self._name = hashlib.sha256((self._where or "memory").encode()).hexdigest()[:12]
+        self._slots = Slots(link.images, self._name, link.rank)
+        self._optimizers = [o for o in state.values() if isinstance(o, torch.optim.Optimizer)]
+        self._guard = Guard(self._optimizers)
+        self._captured: Captured | None = None
+        self._last: Ticket | None = None
+        self._complained = False
+        own = keep is not None and not isinstance(keep, retention.Policy)
+        encoded = b"" if keep is None or own else msgspec.json.encode(keep)
+        link.open(self._name, self._where or "", encoded)
+        if self._optimizers:
+            after_first_step(self._optimizers, self._make_ready)
+
+    # ---- saving ----
+
+    def save(self, step: int, to: Tier | None = None, block: bool = False) -> Ticket:
+        """Save the state as that of `step`: to memory, to storage, or not at all, as the intervals
+        say. `block=True` returns only when the copy is made and nothing of it is overlapped."""
+        _check_step(step)
+        tier = to or self._due(step)
+        if tier is None:
+            return Ticket.skipped(step, self._waiting, "it is not due")
+        if tier == "storage" and self._where is None:
+            raise UsageError("this Checkpointer has no directory; it can only save to memory")
+        try:
+            with self._link.booked("checkpoint"):
+                ticket = self._copy(step, tier, overlap=self._overlap and not block)
+        except (CheckpointError, OSError) as error:
+            ticket = Ticket.failed(step, tier, self._waiting, error)
+            self._complain(f"step {step} was not saved: {error}")
+        self._last = ticket
+        if tier == "storage" and self._keep is not None and self._link.rank == 0:
+            self._tidy_after(ticket)
+        return ticket
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return when the last save is where it was meant to go, or has failed."""
+        if self._last is not None and self._last.to is not None:
+            last = self._last
+            last.storage(timeout_s) if last.to == "storage" else last.memory(timeout_s)
+
+    def _due(self, step: int) -> Tier | None:
+        if self._memory_every is None and self._storage_every is None:
+            return "memory" if self._where is None else "storage"
+        if self._storage_every is not None and step % self._storage_every == 0:
+            return "storage"
+        if self._memory_every is not None and step % self._memory_every == 0:
+            return "memory"
+        return None
+
+    def _copy(self, step: int, tier: Tier, overlap: bool) -> Ticket:
+        if self._last is not None and self._last.to is not None:
+            self._last.await_copy()
+        with _collector_off():
+            captured = self._capture(step)
+            guarded = self._guard.guarded(captured) if overlap else set()
+        wish: Wish = "never" if self._where is None else "now" if tier == "storage" else "if needed"
+
+        def finished(path: Path, state: int) -> None:
+            self._link.saved(self._name, path, state, step, wish)
+
+        position = self._position(step)
+        copy = self._slots.start(captured, position, guarded, overlap, finished)
+        if overlap:
+            self._guard.watch(copy)
+            copy.done.add_done_callback(lambda done: self._check_copy(step, done))
+        return Ticket(step, tier, copy.done, self._waiting)
+
+    def _check_copy(self, step: int, done: Future[int]) -> None:
+        if done.exception() is not None:
+            self._complain(f"step {step} was not saved: {done.exception()}")
+
+    def _capture(self, step: int) -> Captured:
+        state = {name: captured_entry(entry) for name, entry in self._state.items()}
+        layout = self._captured.layout if self._captured is not None else None
+        self._captured = capture(state, layout, self._position(step), self._pickling)
+        return self._captured
+
+    def _position(self, step: int) -> Position:
+        return Position(step, self._link.round, self._link.rank, self._link.world_size)
+
+    def _make_ready(self) -> None:
+        """Memory for the first save, while training goes on."""
+        try:
+            self._slots.make_ready(self._capture(0))
+        except CheckpointError as error:
+            self._complain(str(error))
+
+    @property
+    def _waiting(self) -> _Waiting:
+        return _Waiting(self._link, self._name)
+
+    def _complain(self, text: str) -> None:
+        print(f"[holdfast] rank {self._link.rank}: {text}", file=sys.stderr, flush=True)
+
+    def _tidy_after(self, ticket: Ticket) -> None:
+        """The user's own rule for what stays can only be asked here."""
+        if isinstance(self._keep, retention.Policy) or self._keep is None:
+            return
+        keep, where = self._keep, self._where
+        assert where is not None
+
+        def tidy() -> None:
+            if ticket.storage().outcome == "saved":
+                storage = open_storage(where)
+                delete = retention.plan(keep, steps(storage), verified=ticket.step)
+                retention.prune(storage, delete, verified=ticket.step)
+
+        threading.Thread(target=tidy, name="retention", daemon=True).start()
+
+    # ---- restoring ----
+
+    def restore(self, step: int | None = None) -> int:
+        """Make the state the newest one that verifies on all ranks; its step, 0 when there is none.
+
+        All ranks must call it. When there are saved states and none of them verifies, that is an
+        error: training does not start over in silence.
+        """
+        with self._link.booked("restore"):
+            self.restored = self._restore(step)
+        self._link.resumed(self.restored.step)
+        if self._link.rank == 0 and self.restored.where is not None:
+            refused = "".join(f"\n[holdfast]   refused: {why}" for why in self.restored.refused)
+            what = f"restored step {self.restored.step} from {self.restored.where}"
+            print(f"[holdfast] {what}{refused}", file=sys.stderr, flush=True)
+        if self.restored.where is not None:
+            self._make_ready()
+        return self.restored.step
+
+    def _restore(self, step: int | None) -> Restored:
+        found = self._link.find(self._name, step, None)
+        refused: tuple[str, ...] = ()
+        while found.where in ("memory", "storage"):
+            refused = found.refused
+            tried = self._try(found)
+            answer = self._link.find(self._name, step, tried)
+            if answer.where == "loaded":
+                return Restored(found.step, found.where, refused)
+            found = answer
+        if found.refused or step is not None:
+            listed = "".join(f"\n  {why}" for why in found.refused) or f" step {step} is not there"
+            raise CheckpointError(f"nothing that was saved can be restored:{listed}")
+        return Restored(0, None)
+
+    def _try(self, found: StateFound) -> Tried:
+        """Load what was found; the others are told how it went."""
+        try:
+            with ExitStack() as until:
+                stored = self._stored(found, until)
+                with ThreadPoolExecutor(idle_cores(), "restore") as threads:
+                    load(self._state, stored, self._link.rank, threads, self._pickling)
+        except (Refused, OSError) as error:
+            if found.where == "storage" and isinstance(error, Refused) and self._where:
+                set_aside(open_storage(self._where), found.step)
+            return Tried(str(error)[:1000])
+        except HoldfastError as error:
+            return Tried(str(error)[:1000])
+        return Tried()
+
+    def _stored(self, found: StateFound, until: ExitStack) -> list[Stored]:
+        if found.where == "storage":
+            assert self._where is not None
+            storage = open_storage(self._where)
+            rank, world_size = self._link.rank, self._link.world_size
+            return list(open_files(storage, found.step, rank, world_size, until))
+        stored = []
+        for holder in found.holders:
+            snapshot = SnapshotId(self._name, StepNumber(found.step), RoundNumber(found.round))
+            image = ImageId(snapshot, Rank(holder.rank), found.world_size)
+            path = self._link.fetch(image, holder)
+            stored.append(open_image(path, found.step, found.round, holder.rank, until))
+        return stored
+
+
+class _Waiting:
+    def __init__(self, link: Link, checkpointer: str) -> None:
+        self._link = link
+        self._checkpointer = checkpointer
+
+    def wait(self, step: int, to: Tier, timeout_s: float | None) -> SaveSettled:
+        return self._link.wait(self._checkpointer, step, to, timeout_s)
+
+
+@contextmanager
+def _collector_off() -> Iterator[None]:
+    """Thousands of small objects live for a moment; the garbage collector need not look at them."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _absolute(directory: str | os.PathLike[str] | None) -> str | None:
+    if directory is None:
+        return None
+    text = os.fspath(directory)
+    return text if "://" in text else os.path.abspath(text)
+
+
+def _check(
+    directory: object, state: object, memory_every: int | None, storage_every: int | None
+) -> None:
+    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+        raise UsageError("Checkpointer: the state is a dict of names and what they stand for")
+    if directory is None and storage_every is not None:
+        raise UsageError("Checkpointer: storage_every needs a directory")
+    for name, every in (("memory_every", memory_every), ("storage_every", storage_every)):
+        if every is not None and (not isinstance(every, int) or every < 1):
+            raise UsageError(f"Checkpointer: {name} is a number of steps from 1 on, not {every!r}")
+
+
+def _check_step(step: int) -> None:
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise UsageError(f"Checkpointer.save: a step is a whole number from 0 on, not {step!r}")

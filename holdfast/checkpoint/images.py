@@ -1,0 +1,221 @@
+"""All images of a node: those of its own ranks, and copies of other nodes'.
+
+They are files in one directory of shared memory, which is the launcher's: it outlives workers, keepers
+and agents, and goes with the job. Workers write their own images there; everything else is the
+keeper's. Nothing about an image is kept anywhere but in its file, so a keeper that is started again
+finds what there is.
+
+Of another node's rank the two newest copies stay; when a third comes, its memory is that of the
+oldest.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.checkpoint.image import Image, Record
+from holdfast.checkpoint.layout import Span
+from holdfast.checkpoint.shelf import Held, ImageKey, Place
+from holdfast.errors import CheckpointError, Refused
+from holdfast.messages.checkpoints import ImageId, SnapshotId
+from holdfast.messages.units import Rank, RoundNumber, StepNumber
+
+COPIES = 2
+
+
+def image_path(directory: Path, checkpointer: str, rank: int, slot: int) -> Path:
+    """Where a rank has one of its two images."""
+    return directory / f"{checkpointer}-{rank}-{slot}.image"
+
+
+def key_of(image: ImageId) -> ImageKey:
+    s = image.snapshot
+    return ImageKey(s.checkpointer, s.step, s.round, image.rank, image.world_size)
+
+
+def id_of(record: Record) -> ImageId:
+    snapshot = SnapshotId(record.checkpointer, StepNumber(record.step), RoundNumber(record.round))
+    return ImageId(snapshot, Rank(record.rank), record.world_size)
+
+
+def _key(record: Record) -> ImageKey:
+    return ImageKey(record.checkpointer, record.step, record.round, record.rank, record.world_size)
+
+
+def _copy_stem(image: ImageKey | Record) -> str:
+    return f"{image.checkpointer}-{image.rank}-copy"
+
+
+class _Place(Place):
+    image: Image | None = None
+
+
+@dataclass
+class _Open:
+    image: Image
+    inode: int
+
+
+class Images:
+    """A shelf (see `shelf`) over a directory. Its methods may be called from any thread."""
+
+    def __init__(
+        self, directory: Path, received: Callable[[ImageId], None] = lambda image: None
+    ) -> None:
+        self.directory = directory
+        self._received = received
+        """Told of each copy that is complete."""
+        self.own_ranks: frozenset[int] = frozenset()
+        """Ranks whose workers on this node write to their images."""
+        self._lock = threading.Lock()
+        self._open: dict[Path, _Open] = {}
+        self._pins: dict[tuple[Path, int], int] = {}
+        self._filling: set[Path] = set()
+        """Copies on their way in."""
+
+    def image(self, path: Path) -> Image:
+        """A mapping of that image, which stays for the next time: touching its pages costs."""
+        with self._lock:
+            inode = os.stat(path).st_ino
+            known = self._open.get(path)
+            if known is None or known.inode != inode:
+                # An older mapping of the name goes when nobody has it any more.
+                known = self._open[path] = _Open(Image.open(path), inode)
+            return known.image
+
+    def all(self) -> Iterator[tuple[Path, Image, Record]]:
+        """Every image that is whole."""
+        for path in sorted(self.directory.glob("*.image")):
+            with suppress(OSError, Refused):
+                image = self.image(path)
+                record = image.record()
+                if record is not None:
+                    yield path, image, record
+
+    @contextmanager
+    def pinned(self, image: Image, state: int) -> Iterator[bool]:
+        """Keep an image as it is for a while; False when it has changed already."""
+        key = (image.path, state)
+        with self._lock:
+            count = self._pins.get(key, 0)
+            held = image.pin(state) if count == 0 else image.state == state
+            if held:
+                self._pins[key] = count + 1
+        try:
+            yield held
+        finally:
+            if held:
+                self._unpin(image, key)
+
+    def _unpin(self, image: Image, key: tuple[Path, int]) -> None:
+        with self._lock:
+            self._pins[key] -= 1
+            if self._pins[key] == 0:
+                del self._pins[key]
+                image.let_go()
+
+    def sealed(self, key: ImageKey) -> tuple[Image, Record, int, bytes] | None:
+        """An image that can be used: with its record, state and digests."""
+        for _, image, record in self.all():
+            state, digests = image.state, image.digests()
+            if _key(record) == key and digests is not None:
+                return image, record, state, digests
+        return None
+
+    def ids(self) -> list[ImageId]:
+        return [id_of(record) for _, image, record in self.all() if image.digests() is not None]
+
+    def drop_older(self, checkpointer: str, step: int, round: int) -> None:
+        """Forget images of earlier rounds that nobody will go back to: ranks come and go."""
+        for path, image, record in self.all():
+            mine = record.rank in self.own_ranks and not path.name.startswith(_copy_stem(record))
+            outdated = record.round < round and record.step < step and not mine
+            if record.checkpointer == checkpointer and outdated and not image.pinned:
+                path.unlink(missing_ok=True)
+                with self._lock:
+                    self._open.pop(path, None)
+
+    # ---- the shelf ----
+
+    def find(self, key: ImageKey) -> Held | None:
+        found = self.sealed(key)
+        if found is None:
+            return None
+        image, record, _, digests = found
+        fd = os.open(image.path, os.O_RDONLY | os.O_CLOEXEC)
+        return Held(key, fd, image.body_at, record.size, digests, record.contents)
+
+    def release(self, held: Held) -> None:
+        os.close(held.fd)
+
+    def keys(self) -> Iterable[ImageKey]:
+        return [key_of(id) for id in self.ids()]
+
+    def place(
+        self,
+        key: ImageKey,
+        size: int,
+        digests: bytes,
+        contents: Span,
+        blocks: frozenset[int] | None = None,
+    ) -> Place:
+        image = self._room(key, size, sparse=blocks is not None)
+        fd = os.open(image.path, os.O_RDWR | os.O_CLOEXEC)
+        return _Place(key, fd, image.body_at, size, digests, contents, blocks, image)
+
+    def _room(self, key: ImageKey, size: int, sparse: bool) -> Image:
+        stem = _copy_stem(key)
+        kept = [
+            (record.round, record.step, image)
+            for path, image, record in self.all()
+            if path.name.startswith(stem) and path not in self._filling
+        ]
+        kept.sort(key=lambda one: one[:2])
+        for *_, image in kept[: max(0, len(kept) - COPIES + 1)]:
+            if not sparse and image.capacity >= size and image.begin():
+                self._filling.add(image.path)
+                return image
+            image.path.unlink(missing_ok=True)
+        # A part of an image is for one restore alone, and never listed.
+        suffix = "part" if sparse else "image"
+        path = self.directory / f"{stem}{key.step}.{key.round}.{suffix}"
+        self._filling.add(path)
+        image = Image.create(path, size, sparse)
+        image.begin()
+        with self._lock:
+            self._open[path] = _Open(image, os.stat(path).st_ino)
+        return image
+
+    def complete(self, place: Place) -> Held:
+        assert isinstance(place, _Place)
+        assert place.image is not None
+        key = place.key
+        record = Record(
+            checkpointer=key.checkpointer,
+            step=key.step,
+            round=key.round,
+            rank=key.rank,
+            world_size=key.world_size,
+            size=place.size,
+            contents=place.contents,
+        )
+        if place.image.keep_seal(place.image.finish(record), place.digests) is None:
+            raise CheckpointError(f"{place.image.path}: changed while it was filled")
+        self._filling.discard(place.image.path)
+        if place.blocks is None:
+            self._received(id_of(record))
+        return Held(
+            key, place.fd, place.body_at, place.size, place.digests, place.contents, place.blocks
+        )
+
+    def drop(self, place: Place) -> None:
+        assert isinstance(place, _Place)
+        assert place.image is not None
+        os.close(place.fd)
+        place.image.path.unlink(missing_ok=True)
+        self._filling.discard(place.image.path)

@@ -1,0 +1,85 @@
+"""What a save returns: a way to wait for it, and to see how it went."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from typing import Literal, Protocol
+
+from msgspec import Struct
+
+from holdfast.errors import HoldfastError, RequestTimeout
+from holdfast.messages.checkpoints import Tier
+from holdfast.messages.requests import SaveSettled
+
+
+class Result(Struct, frozen=True):
+    outcome: Literal["saved", "skipped", "failed", "pending"]
+    tier: Tier | None = None
+    """How far it got: to memory or to storage."""
+    reason: str = ""
+
+
+class Waiting(Protocol):
+    def wait(self, step: int, to: Tier, timeout_s: float | None) -> SaveSettled: ...
+
+
+class Ticket:
+    """One save. Nothing has to be done with it."""
+
+    def __init__(
+        self, step: int, to: Tier | None, copied: Future[int], link: Waiting, reason: str = ""
+    ) -> None:
+        self.step = step
+        self.to = to
+        """Where it was meant to go; None: nowhere, and `reason` says why."""
+        self._copied = copied
+        self._link = link
+        self._reason = reason
+
+    @classmethod
+    def skipped(cls, step: int, link: Waiting, reason: str) -> Ticket:
+        return cls(step, None, Future(), link, reason)
+
+    @classmethod
+    def failed(cls, step: int, to: Tier, link: Waiting, error: Exception) -> Ticket:
+        copied: Future[int] = Future()
+        copied.set_exception(error)
+        return cls(step, to, copied, link)
+
+    def memory(self, timeout_s: float | None = None) -> Result:
+        """Wait until all ranks have this snapshot in memory."""
+        return self._wait("memory", timeout_s)
+
+    def storage(self, timeout_s: float | None = None) -> Result:
+        """Wait until the checkpoint is on storage, complete and durable."""
+        if self.to == "memory":
+            return Result("skipped", None, "it was meant for memory")
+        return self._wait("storage", timeout_s)
+
+    @property
+    def result(self) -> Result:
+        """How it stands now, without waiting."""
+        wanted: Tier = self.to or "memory"
+        for tier in ("storage", "memory") if wanted == "storage" else ("memory",):
+            result = self._wait(tier, 0.0)
+            if result.outcome != "pending":
+                stored = tier == wanted or result.outcome != "saved"
+                return result if stored else Result("pending", "memory", "on its way to storage")
+        return Result("pending")
+
+    def await_copy(self) -> None:
+        """Return when the copy in memory is made, or has failed."""
+        self._copied.exception()
+
+    def _wait(self, to: Tier, timeout_s: float | None) -> Result:
+        if self.to is None:
+            return Result("skipped", None, self._reason)
+        try:
+            self._copied.result(timeout_s)
+            settled = self._link.wait(self.step, to, timeout_s)
+        except (RequestTimeout, NotYet):
+            return Result("pending")
+        except (HoldfastError, OSError) as error:
+            return Result("failed", None, str(error))
+        return Result(settled.outcome, to if settled.outcome == "saved" else None, settled.reason)

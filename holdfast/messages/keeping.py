@@ -1,0 +1,145 @@
+"""What an agent, or a script without one, says to its keeper, and what it hears.
+
+Every order has a number, and is answered exactly once with that number; an order that was not
+answered when a keeper died is given to the next one.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from holdfast.messages.checkpoints import Holder, ImageId, Sealed, Shard, SnapshotId, StoredStep
+from holdfast.messages.local import Piece
+
+
+class Begin(Struct, frozen=True, kw_only=True):
+    """The first packet: what a keeper has to know before any order."""
+
+    images: str
+    token: str
+    job: str
+    listener_fd: int | None
+    """Where other nodes ask for images; None when there are none."""
+    tls: tuple[str, str, str] | None = None
+    """Paths of certificate, key and authority."""
+
+
+class Order(Struct, frozen=True, kw_only=True, tag=True):
+    number: int
+
+
+class Open(Order, frozen=True, kw_only=True):
+    """A script has this checkpointer. Answered: Done."""
+
+    checkpointer: str
+    directory: str
+    """Where its checkpoints go; empty when they stay in memory."""
+    keep: bytes
+    """Which checkpoints stay, as `retention` encodes it."""
+
+
+class Seal(Order, frozen=True, kw_only=True):
+    """An image is whole in that state: take its digests. Answered: ImageSealed."""
+
+    path: str
+    state: int
+
+
+class BeginRound(Order, frozen=True, kw_only=True):
+    """From now on these ranks are the node's. Answered: Done."""
+
+    ranks: tuple[int, ...]
+    copies: tuple[Holder, ...]
+    """Nodes that each sealed image is to be copied to."""
+
+
+class Write(Order, frozen=True, kw_only=True):
+    """Write these ranks' shards. Answered: ShardsDone."""
+
+    snapshot: SnapshotId
+    ranks: tuple[int, ...]
+    world_size: int
+    alike: bool
+    at: str = ""
+    """Where, if the checkpoint is to be a directory by itself and no step of its checkpointer's."""
+
+
+class Commit(Order, frozen=True, kw_only=True):
+    """Write the manifest, then see which checkpoints may go. Answered: Done."""
+
+    snapshot: SnapshotId
+    world_size: int
+    shards: tuple[Shard, ...]
+    at: str = ""
+    """As with Write; what is there already is replaced."""
+
+
+class Look(Order, frozen=True, kw_only=True):
+    """Which checkpoints are on storage? Answered: Stored."""
+
+    checkpointer: str
+
+
+class Fetch(Order, frozen=True, kw_only=True):
+    """Get an image, or blocks of it, from another node. Answered: Got."""
+
+    image: ImageId
+    holder: Holder
+    blocks: tuple[tuple[int, int], ...] | None
+
+
+class Count(Order, frozen=True, kw_only=True):
+    """Which images are here? Answered: Counted."""
+
+
+class Reply(Struct, frozen=True, kw_only=True, tag=True):
+    number: int
+    error: str = ""
+
+
+class Done(Reply, frozen=True, kw_only=True):
+    pass
+
+
+class ImageSealed(Reply, frozen=True, kw_only=True):
+    """With an error: a newer one took its place before."""
+
+    image: ImageId | None = None
+    sealed: Sealed | None = None
+
+
+class ShardsDone(Reply, frozen=True, kw_only=True):
+    shards: tuple[Shard, ...] = ()
+    gone: bool = False
+
+
+class Stored(Reply, frozen=True, kw_only=True):
+    steps: tuple[StoredStep, ...] = ()
+
+
+class Got(Reply, frozen=True, kw_only=True):
+    path: str = ""
+
+
+class Counted(Reply, frozen=True, kw_only=True):
+    images: tuple[ImageId, ...] = ()
+
+
+class Received(Struct, frozen=True, kw_only=True, tag=True):
+    """Unasked: another node gave us a copy of its image."""
+
+    image: ImageId
+
+
+class Wrote(Struct, frozen=True, kw_only=True, tag=True):
+    """Unasked: how far writing has come."""
+
+    step: int
+    done_bytes: int
+    of_bytes: int
+
+
+AnyOrder = Open | Seal | BeginRound | Write | Commit | Look | Fetch | Count
+AnyReply = Done | ImageSealed | ShardsDone | Stored | Got | Counted
+FromKeeper = AnyReply | Received | Wrote | Piece
+ToKeeper = AnyOrder | Piece

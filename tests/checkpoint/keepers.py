@@ -1,0 +1,279 @@
+"""Keepers for tests: shelves in shared memory, servers on loopback, and a network in between."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import shutil
+import socket
+import ssl
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.checkpoint import transfer
+from holdfast.checkpoint.digests import block_digests
+from holdfast.checkpoint.layout import BLOCK_BYTES, Span
+from holdfast.checkpoint.replicas import Held, ImageKey, Limits, Peer, Place, ReplicaServer
+from holdfast.checkpoint.replicawire import Connection
+from holdfast.errors import StorageError
+
+TOKEN = "the job's token"
+BODY_AT = 8192
+QUICK = Limits(stall_s=0.5)
+SMALL = BLOCK_BYTES + 12345
+"""Two blocks, one of them short: one connection."""
+LARGE = 4 * BLOCK_BYTES + 54321
+"""Five blocks: two connections, as these tests have it."""
+NOISE = memoryview(random.Random(1).randbytes(BLOCK_BYTES) * 9)
+
+
+def a_key(step: int = 7, rank: int = 3) -> ImageKey:
+    return ImageKey(checkpointer="main", step=step, round=2, rank=rank, world_size=8)
+
+
+def a_body(key: ImageKey, size: int) -> bytearray:
+    """Bytes of which no two blocks, and no two images, are alike."""
+    made = bytearray(NOISE[:size])
+    for at in range(0, size, BLOCK_BYTES):
+        stamp = f"{key} {at}".encode()[: size - at]
+        made[at : at + len(stamp)] = stamp
+    return made
+
+
+def body(held: Held) -> bytes:
+    return os.pread(held.fd, held.size, held.body_at)
+
+
+def until(condition: Callable[[], bool], what: str, limit_s: float = 10) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, f"in vain: {what}"
+        time.sleep(0.005)
+
+
+# ---- nodes ----
+
+
+class MappedPlace(Place):
+    mapping: Any = None
+
+    @property
+    def view(self) -> memoryview | None:
+        return None if self.mapping is None else memoryview(self.mapping)[self.body_at :]
+
+
+class MemoryShelf:
+    """Images in a folder in shared memory, and an account of what was asked of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.allocate = True
+        self.mapped = False
+        self.trouble: StorageError | OSError | None = None
+        self.images: dict[ImageKey, Held] = {}
+        self.placed = self.completed = self.dropped = self.lent = 0
+        self._lock = threading.Lock()
+
+    def find(self, key: ImageKey) -> Held | None:
+        with self._lock:
+            self.lent += key in self.images
+            return self.images.get(key)
+
+    def release(self, held: Held) -> None:
+        with self._lock:
+            self.lent -= 1
+
+    def place(
+        self,
+        key: ImageKey,
+        size: int,
+        digests: bytes,
+        contents: Span,
+        blocks: frozenset[int] | None = None,
+    ) -> Place:
+        if self.trouble is not None:
+            raise self.trouble
+        with self._lock:
+            self.placed += 1
+            path = self.folder / f"{key.rank}.{self.placed}"
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        os.ftruncate(fd, BODY_AT + size)
+        place = MappedPlace(key, fd, BODY_AT, size, digests, contents, blocks)
+        if self.allocate:
+            for block in place.wanted:
+                at = block * BLOCK_BYTES
+                os.posix_fallocate(fd, BODY_AT + at, min(BLOCK_BYTES, size - at))
+        if self.mapped:
+            place.mapping = mmap.mmap(fd, BODY_AT + size)
+        return place
+
+    def complete(self, place: Place) -> Held:
+        self._unmap(place)
+        with self._lock:
+            self.completed += 1
+            self.lent += 1
+            held = Held(*(getattr(place, name) for name in Held.__struct_fields__))
+            self.images[place.key] = held
+            return held
+
+    def drop(self, place: Place) -> None:
+        self._unmap(place)
+        os.close(place.fd)
+        with self._lock:
+            self.dropped += 1
+
+    def _unmap(self, place: Place) -> None:
+        """Fails if anything still points into the mapping."""
+        assert isinstance(place, MappedPlace)
+        if place.mapping is not None:
+            place.mapping.close()
+
+    def keys(self) -> Iterable[ImageKey]:
+        with self._lock:
+            return [key for key, held in self.images.items() if held.blocks is None]
+
+    def put(self, key: ImageKey, size: int = SMALL) -> Held:
+        """An image of a rank of this node."""
+        bytes_of_it = memoryview(a_body(key, size))
+        contents = Span(size - 100, 100)
+        place = self.place(key, size, block_digests(bytes_of_it), contents)
+        assert os.pwrite(place.fd, bytes_of_it, BODY_AT) == size
+        held = self.complete(place)
+        self.release(held)
+        return held
+
+    @property
+    def quiet(self) -> bool:
+        """Nothing is half done, and nothing was forgotten."""
+        return self.lent == 0 and self.placed == self.completed + self.dropped
+
+
+class Node:
+    """A keeper: a shelf, and a server that others reach it by."""
+
+    def __init__(self, folder: Path, tls: ssl.SSLContext | None = None, stall_s: float = 5.0):
+        self.shelf = MemoryShelf(folder)
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.peer = Peer(*listener.getsockname())
+        self.server = ReplicaServer(listener, TOKEN, self.shelf, tls, stall_s)
+        self.server.start()
+
+    def close(self) -> None:
+        self.server.close()
+        for held in self.shelf.images.values():
+            os.close(held.fd)
+        assert self.shelf.quiet
+
+
+NewNode = Callable[..., Node]
+
+
+@contextmanager
+def keepers() -> Iterator[NewNode]:
+    """Nodes, as many as are asked for; after them no thread, descriptor or memory is left."""
+    threads, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
+    folder = Path(tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm"))
+    nodes: list[Node] = []
+
+    def new(tls: ssl.SSLContext | None = None, stall_s: float = 5.0) -> Node:
+        place = folder / str(len(nodes))
+        place.mkdir()
+        nodes.append(Node(place, tls, stall_s))
+        return nodes[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transfer, "LEAST_SHARE", 2)
+        try:
+            yield new
+        finally:
+            shutil.rmtree(folder)
+            for node in nodes:
+                node.close()
+    until(lambda: set(threading.enumerate()) <= threads, "every thread ends")
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+@contextmanager
+def connected(peer: Peer) -> Iterator[Connection]:
+    """A connection on which anything may be said."""
+    connection = Connection(socket.create_connection((peer.host, peer.port)), "server", 2.0)
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+# ---- the network ----
+
+Meddle = Callable[[int, bool, int, bytes], bytes]
+"""(which connection, is it towards the server, bytes before, bytes) -> bytes to pass on"""
+
+
+class Proxy:
+    """A network in between, which may do anything to what passes."""
+
+    def __init__(self, target: Peer, meddle: Meddle) -> None:
+        self._target = target
+        self._meddle = meddle
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.peer = Peer(*self._listener.getsockname())
+        self._sockets: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        for index in range(1000):
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            server = socket.create_connection((self._target.host, self._target.port))
+            self._sockets += [client, server]
+            for source, sink in ((client, server), (server, client)):
+                pump = threading.Thread(
+                    target=self._pump, args=(index, source is client, source, sink)
+                )
+                self._threads.append(pump)
+                pump.start()
+
+    def _pump(self, index: int, up: bool, source: socket.socket, sink: socket.socket) -> None:
+        before = 0
+        with suppress(OSError):
+            while data := source.recv(1 << 20):
+                sink.sendall(self._meddle(index, up, before, data))
+                before += len(data)
+        for end in (source, sink):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._threads[0].join()
+        for connected in self._sockets:
+            with suppress(OSError):
+                connected.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        for connected in (self._listener, *self._sockets):
+            connected.close()
+
+
+@contextmanager
+def between(target: Peer, meddle: Meddle) -> Iterator[Peer]:
+    proxy = Proxy(target, meddle)
+    try:
+        yield proxy.peer
+    finally:
+        proxy.close()
+
+
+def flip(data: bytes, at: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 0x10]) + data[at + 1 :] if 0 <= at < len(data) else data

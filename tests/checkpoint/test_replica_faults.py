@@ -1,0 +1,291 @@
+"""Copies of images on other nodes: bytes that change, peers that stop, memory that runs out."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from keepers import (
+    BODY_AT,
+    LARGE,
+    QUICK,
+    SMALL,
+    TOKEN,
+    NewNode,
+    Node,
+    a_key,
+    between,
+    body,
+    flip,
+    keepers,
+    until,
+)
+
+from holdfast import framing
+from holdfast.checkpoint.layout import BLOCK_BYTES, Span
+from holdfast.checkpoint.replicamessages import (
+    PROTOCOL,
+    Hello,
+    Push,
+    sealed,
+)
+from holdfast.checkpoint.replicas import (
+    Limits,
+    Peer,
+    pull,
+    push,
+)
+from holdfast.errors import Refused, StorageError, WireError
+
+
+@pytest.fixture
+def new_node() -> Iterator[NewNode]:
+    with keepers() as new:
+        yield new
+
+
+@pytest.fixture
+def here(new_node: NewNode) -> Node:
+    return new_node()
+
+
+@pytest.fixture
+def there(new_node: NewNode) -> Node:
+    return new_node()
+
+
+# ---- bytes that are not what they should be ----
+
+
+def test_zeros_under_the_right_step_are_never_taken_for_an_image(
+    here: Node, there: Node, new_node: NewNode
+) -> None:
+    held = here.shelf.put(a_key(), LARGE)
+    os.ftruncate(held.fd, BODY_AT)
+    os.ftruncate(held.fd, BODY_AT + LARGE)
+    with pytest.raises(Refused, match="changed while it was sent"):
+        push(there.peer, TOKEN, None, held)
+    with pytest.raises(Refused, match="changed while it was sent"):
+        pull(here.peer, TOKEN, None, a_key(), there.shelf)
+    assert there.shelf.images == {}
+    assert there.shelf.dropped == 2
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("at", [100, BLOCK_BYTES, BLOCK_BYTES + 99])
+def test_a_byte_that_flips_on_the_way_there_is_found(
+    here: Node, there: Node, at: int, mapped: bool
+) -> None:
+    held = here.shelf.put(a_key(), LARGE)
+    there.shelf.mapped = mapped
+
+    def meddle(index: int, up: bool, before: int, data: bytes) -> bytes:
+        return flip(data, 200 + at - before) if up and index == 1 else data
+
+    with between(there.peer, meddle) as peer, pytest.raises(Refused, match="changed"):
+        push(peer, TOKEN, None, held)
+    assert there.shelf.images == {}
+
+
+def test_a_byte_that_flips_on_the_way_back_is_found(here: Node, there: Node) -> None:
+    there.shelf.put(a_key(), LARGE)
+
+    def meddle(index: int, up: bool, before: int, data: bytes) -> bytes:
+        return flip(data, BLOCK_BYTES - before) if not up and index == 2 else data
+
+    with between(there.peer, meddle) as peer, pytest.raises(Refused, match="changed"):
+        pull(peer, TOKEN, None, a_key(), here.shelf)
+    assert here.shelf.images == {}
+
+
+def test_a_byte_that_flips_in_what_is_said_of_an_image_is_found(here: Node, there: Node) -> None:
+    held = here.shelf.put(a_key(), 1000)
+    hello = len(framing.encode(Hello(protocol=PROTOCOL, token=TOKEN)))
+    for at in range(hello, hello + len(framing.encode(Push(outline=sealed(held.outline)))), 3):
+
+        def meddle(index: int, up: bool, before: int, data: bytes, at: int = at) -> bytes:
+            return flip(data, at - before) if up and index == 0 else data
+
+        with between(there.peer, meddle) as peer, pytest.raises(WireError):
+            push(peer, TOKEN, None, held, QUICK)
+    assert there.shelf.images == {}
+
+
+def test_an_image_that_is_overwritten_meanwhile_is_refused(here: Node, there: Node) -> None:
+    held = here.shelf.put(a_key(), LARGE)
+
+    def meddle(index: int, up: bool, before: int, data: bytes) -> bytes:
+        if up and index == 1 and before == 0:
+            os.pwrite(held.fd, b"the next step", BODY_AT + 3 * BLOCK_BYTES)
+        return data
+
+    with between(there.peer, meddle) as peer, pytest.raises(Refused, match="changed while"):
+        push(peer, TOKEN, None, held, Limits(streams=1))
+    assert there.shelf.images == {}
+
+
+def test_an_image_that_becomes_shorter_meanwhile_is_refused(here: Node, there: Node) -> None:
+    held = here.shelf.put(a_key(), LARGE)
+    os.ftruncate(held.fd, BODY_AT + 3 * BLOCK_BYTES)
+    with pytest.raises(Refused, match="shorter"):
+        push(there.peer, TOKEN, None, held)
+    with pytest.raises(WireError, match="closed at the other end"):
+        pull(here.peer, TOKEN, None, a_key(), there.shelf)
+    assert there.shelf.images == {}
+
+
+def test_an_image_that_is_replaced_between_two_questions_is_refused(
+    here: Node, there: Node
+) -> None:
+    there.shelf.put(a_key(), LARGE)
+
+    def meddle(index: int, up: bool, before: int, data: bytes) -> bytes:
+        if up and index == 1 and before == 0:
+            there.shelf.images[a_key()].contents = Span(0, 100)
+        return data
+
+    with between(there.peer, meddle) as peer, pytest.raises(Refused, match="changed"):
+        pull(peer, TOKEN, None, a_key(), here.shelf)
+    assert here.shelf.images == {}
+
+
+# ---- peers that stop ----
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+def test_a_stream_that_is_cut_short_leaves_nothing(here: Node, there: Node, streams: int) -> None:
+    held = here.shelf.put(a_key(), LARGE)
+
+    def meddle(index: int, up: bool, before: int, data: bytes) -> bytes:
+        if index == 1 and before > BLOCK_BYTES:
+            raise ConnectionAbortedError
+        return data
+
+    with between(there.peer, meddle) as peer, pytest.raises(WireError):
+        push(peer, TOKEN, None, held, Limits(streams=streams))
+    until(lambda: there.shelf.dropped == 1, "the place is dropped")
+    there.shelf.put(a_key(step=8), LARGE)
+    with between(there.peer, meddle) as peer, pytest.raises(WireError):
+        pull(peer, TOKEN, None, a_key(step=8), here.shelf, limits=Limits(streams=streams))
+    assert a_key(step=8) not in here.shelf.images
+
+
+def test_a_peer_with_which_nothing_moves_is_given_up_on_both_sides(
+    here: Node, new_node: NewNode
+) -> None:
+    there = new_node(stall_s=0.5)
+    held = here.shelf.put(a_key(), LARGE)
+    moving_again, one_stream = threading.Event(), Limits(stall_s=0.5, streams=1)
+
+    def meddle(index: int, up: bool, before: int, data: bytes) -> bytes:
+        if before > 2 * BLOCK_BYTES:
+            moving_again.wait(10)
+        return data
+
+    with between(there.peer, meddle) as peer:
+        began = time.monotonic()
+        with pytest.raises(WireError, match=r"in vain|closed|broke"):
+            push(peer, TOKEN, None, held, one_stream)
+        until(lambda: there.shelf.dropped == 1, "the place is dropped")
+        there.shelf.put(a_key(step=8), LARGE)
+        with pytest.raises(WireError, match="in vain"):
+            pull(peer, TOKEN, None, a_key(step=8), here.shelf, limits=one_stream)
+        assert time.monotonic() - began < 5
+        moving_again.set()
+
+
+def test_a_peer_that_listens_and_says_nothing_is_given_up(here: Node) -> None:
+    held = here.shelf.put(a_key(), 1000)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        with pytest.raises(WireError, match="in vain"):
+            push(Peer(*silent.getsockname()), TOKEN, None, held, QUICK)
+        closed = Peer(*silent.getsockname())
+    with pytest.raises(WireError, match="cannot be reached"):
+        push(closed, TOKEN, None, held, QUICK)
+
+
+PUSHING = """
+import os, sys
+from holdfast.checkpoint.layout import Span
+from holdfast.checkpoint.replicas import *
+path, port, token, size, digests = sys.argv[1:]
+held = Held(ImageKey("main", 7, 2, 3, 8), os.open(path, os.O_RDONLY), 8192, int(size),
+            bytes.fromhex(digests), Span(int(size) - 100, 100))
+push(Peer("127.0.0.1", int(port)), token, None, held, Limits(bytes_per_s=40e6))
+"""
+
+
+def written(node: Node) -> int:
+    """Bytes that are in a node's memory."""
+    return sum(path.stat().st_blocks * 512 for path in node.shelf.folder.iterdir())
+
+
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_sender_that_dies_or_stops_in_the_middle_leaves_nothing(
+    here: Node, new_node: NewNode, blow: signal.Signals
+) -> None:
+    there = new_node(stall_s=0.5)
+    there.shelf.allocate = False
+    held = here.shelf.put(a_key(), LARGE)
+    path = os.readlink(f"/proc/self/fd/{held.fd}")
+    words = [path, str(there.peer.port), TOKEN, str(LARGE), held.digests.hex()]
+    sender = subprocess.Popen([sys.executable, "-c", PUSHING, *words])
+    try:
+        until(lambda: written(there) > 1 << 20, "something of it has come")
+        sender.send_signal(blow)
+        until(lambda: there.shelf.dropped == 1, "the place is dropped", 5)
+    finally:
+        sender.kill()
+        sender.wait()
+    push(there.peer, TOKEN, None, held)
+    assert body(there.shelf.images[a_key()]) == body(held)
+
+
+# ---- no room ----
+
+
+def test_a_peer_without_room_says_so(here: Node, there: Node) -> None:
+    held = here.shelf.put(a_key())
+    there.shelf.trouble = StorageError("no 5 GB of shared memory")
+    with pytest.raises(StorageError, match="no 5 GB"):
+        push(there.peer, TOKEN, None, held)
+    there.shelf.trouble = OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(StorageError, match="No space left"):
+        push(there.peer, TOKEN, None, held)
+    with pytest.raises(OSError, match="No space left"):
+        pull(here.peer, TOKEN, None, a_key(), there.shelf)
+
+
+@pytest.fixture
+def small_memory(tmp_path: Path) -> Iterator[Path]:
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={2 * BLOCK_BYTES}", "tmpfs", str(tmp_path)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("mounting is not allowed here")
+    yield tmp_path
+    subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+@pytest.mark.parametrize("allocate", [True, False])
+def test_memory_that_runs_out_on_the_way_is_survived(
+    here: Node, there: Node, small_memory: Path, allocate: bool
+) -> None:
+    there.shelf.folder, there.shelf.allocate = small_memory, allocate
+    large, small = here.shelf.put(a_key(step=7), LARGE), here.shelf.put(a_key(step=8), SMALL)
+    if allocate:
+        there.shelf.trouble = OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(StorageError, match="No space left"):
+        push(there.peer, TOKEN, None, large)
+    there.shelf.trouble = None
+    for name in os.listdir(small_memory):
+        os.unlink(small_memory / name)
+    push(there.peer, TOKEN, None, small)
+    assert body(there.shelf.images[small.key]) == body(small)

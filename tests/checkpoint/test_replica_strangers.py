@@ -1,0 +1,304 @@
+"""A keeper's open door: strangers, peers that break the rules, and the codecs that face them."""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from keepers import (
+    TOKEN,
+    NewNode,
+    Node,
+    a_key,
+    body,
+    connected,
+    flip,
+    keepers,
+    until,
+)
+
+from holdfast import framing
+from holdfast.checkpoint import replicaserver
+from holdfast.checkpoint.layout import BLOCK_BYTES, Span
+from holdfast.checkpoint.replicamessages import (
+    PROTOCOL,
+    Arrived,
+    Go,
+    Hello,
+    Kept,
+    Part,
+    Push,
+    blocks_in,
+    sealed,
+    stretches,
+    unsealed,
+)
+from holdfast.checkpoint.replicas import (
+    ImageKey,
+    Limits,
+    Peer,
+    look,
+    push,
+)
+from holdfast.checkpoint.shelf import Outline
+from holdfast.checkpoint.transfer import shares
+from holdfast.errors import BadFrame, WireError
+
+
+@pytest.fixture
+def new_node() -> Iterator[NewNode]:
+    with keepers() as new:
+        yield new
+
+
+@pytest.fixture
+def here(new_node: NewNode) -> Node:
+    return new_node()
+
+
+@pytest.fixture
+def there(new_node: NewNode) -> Node:
+    return new_node()
+
+
+# ---- strangers ----
+
+
+def answer_to(peer: Peer, data: bytes) -> bytes:
+    """All that a server says to these bytes before it closes."""
+    with socket.create_connection((peer.host, peer.port), 2.0) as stranger:
+        said = b""
+        try:
+            stranger.sendall(data)
+            stranger.shutdown(socket.SHUT_WR)
+            while data := stranger.recv(1 << 16):
+                said += data
+        except TimeoutError:
+            raise
+        except OSError:
+            pass
+        return said
+
+
+def test_with_a_wrong_token_there_is_no_answer(here: Node, there: Node) -> None:
+    held = here.shelf.put(a_key())
+    for token in ("", "wrong", TOKEN + "x", "ü" * 40):
+        with pytest.raises(WireError, match=r"closed|reset|broke"):
+            push(there.peer, token, None, held)
+        with pytest.raises(WireError, match=r"closed|reset|broke"):
+            look(there.peer, token, None)
+        hello = framing.encode(Hello(protocol=PROTOCOL, token=token))
+        assert answer_to(there.peer, hello) == b""
+    assert there.shelf.placed == 0
+
+
+def test_another_version_is_not_spoken_with(there: Node) -> None:
+    assert answer_to(there.peer, framing.encode(Hello(protocol=99, token=TOKEN))) == b""
+
+
+@settings(max_examples=60)
+@given(data=st.binary(max_size=200), greeted=st.booleans())
+def test_garbage_has_no_answer_and_no_effect(stable: Node, data: bytes, greeted: bool) -> None:
+    hello = framing.encode(Hello(protocol=PROTOCOL, token=TOKEN))
+    said = answer_to(stable.peer, hello * greeted + data)
+    assert said == b"" or greeted
+    assert stable.shelf.placed == 0
+
+
+@pytest.fixture(scope="module")
+def stable() -> Iterator[Node]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        node = Node(Path(folder), None, 5.0)
+        yield node
+        assert look(node.peer, TOKEN, None) == ()
+        node.close()
+
+
+def test_a_frame_that_is_too_large_is_refused_by_its_length(there: Node) -> None:
+    hello = framing.encode(Hello(protocol=PROTOCOL, token=TOKEN))
+    began = time.monotonic()
+    for before, length in ((b"", 1 << 31), (b"", replicaserver.HELLO_BYTES + 1), (hello, 1 << 21)):
+        stranger = socket.create_connection((there.peer.host, there.peer.port), 3.0)
+        with stranger, suppress(ConnectionError):
+            stranger.sendall(before + length.to_bytes(4, "big"))
+            assert stranger.recv(1) == b""
+    assert time.monotonic() - began < 2
+
+
+def test_a_stranger_that_sends_a_byte_now_and_then_is_closed_in_time(
+    there: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicaserver, "HELLO_LIMIT_S", 0.4)
+    began = time.monotonic()
+    hello = framing.encode(Hello(protocol=PROTOCOL, token=TOKEN))
+    with socket.create_connection((there.peer.host, there.peer.port), 0.05) as stranger:
+        assert any(is_closed_after(stranger, bytes([byte])) for byte in hello[:-1])
+    assert 0.3 < time.monotonic() - began < 2
+
+
+def is_closed_after(stranger: socket.socket, data: bytes) -> bool:
+    try:
+        stranger.send(data)
+        return stranger.recv(1) == b""
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def test_silent_strangers_do_not_keep_peers_out(there: Node) -> None:
+    address = (there.peer.host, there.peer.port)
+    strangers = [socket.create_connection(address) for _ in range(80)]
+    try:
+        assert look(there.peer, TOKEN, None, Limits(stall_s=3)) == ()
+        until(lambda: threading.active_count() < 60, "most of the strangers are gone", 3)
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_no_more_peers_than_allowed(there: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicaserver, "MOST_PEERS", 0)
+    with pytest.raises(WireError, match="connections are open"):
+        look(there.peer, TOKEN, None)
+
+
+# ---- peers that break the rules ----
+
+
+def test_a_push_that_brings_no_parts_is_given_up(new_node: NewNode) -> None:
+    there = new_node(stall_s=0.3)
+    with connected(there.peer) as connection:
+        connection.send(Hello(protocol=PROTOCOL, token=TOKEN))
+        connection.send(Push(outline=sealed(Outline(a_key(), 1000, bytes(16), Span(0, 10)))))
+        connection.expect(Go)
+        with pytest.raises(WireError, match="no blocks came"):
+            connection.expect(Kept)
+    assert there.shelf.dropped == 1
+
+
+def test_no_block_is_written_twice(here: Node, there: Node) -> None:
+    held = here.shelf.put(a_key(), 3 * BLOCK_BYTES)
+    with connected(there.peer) as control, connected(there.peer) as first:
+        control.send(Hello(protocol=PROTOCOL, token=TOKEN))
+        control.send(Push(outline=sealed(held.outline)))
+        name = control.expect(Go).transfer
+        first.send(Hello(protocol=PROTOCOL, token=TOKEN))
+        first.send(Part(transfer=name, blocks=((0, 2),)))
+        first.send_file(held.fd, held.body_at, 2 * BLOCK_BYTES)
+        first.expect(Arrived)
+        for blocks in (((0, 1),), ((1, 3),), ((0, 4),), ((2, 1),)):
+            with connected(there.peer) as again:
+                again.send(Hello(protocol=PROTOCOL, token=TOKEN))
+                again.send(Part(transfer=name, blocks=blocks))
+                with pytest.raises(WireError, match=r"closed|reset|broke"):
+                    again.expect(Arrived)
+        with connected(there.peer) as last:
+            last.send(Hello(protocol=PROTOCOL, token=TOKEN))
+            last.send(Part(transfer=name, blocks=((2, 3),)))
+            last.send_file(held.fd, held.body_at + 2 * BLOCK_BYTES, BLOCK_BYTES)
+            last.expect(Arrived)
+        control.expect(Kept)
+    assert body(there.shelf.images[a_key()]) == body(held)
+
+
+def test_a_part_of_nothing_is_refused(there: Node) -> None:
+    with connected(there.peer) as connection:
+        connection.send(Hello(protocol=PROTOCOL, token=TOKEN))
+        connection.send(Part(transfer="none", blocks=((0, 1),)))
+        with pytest.raises(WireError):
+            connection.expect(Arrived)
+
+
+@pytest.mark.parametrize(
+    "outline",
+    [
+        Outline(a_key(), 0, b"", Span(0, 0)),
+        Outline(a_key(), 1000, b"", Span(0, 10)),
+        Outline(a_key(), 1000, bytes(32), Span(0, 10)),
+        Outline(a_key(), 1000, bytes(16), Span(991, 10)),
+        Outline(a_key(), 1000, bytes(16), Span(-1, 10)),
+        Outline(a_key(), 1 << 50, bytes(16), Span(0, 10)),
+        Outline(a_key(step=-1), 1000, bytes(16), Span(0, 10)),
+    ],
+)
+def test_an_outline_that_makes_no_sense_allocates_nothing(there: Node, outline: Outline) -> None:
+    with connected(there.peer) as connection:
+        connection.send(Hello(protocol=PROTOCOL, token=TOKEN))
+        connection.send(Push(outline=sealed(outline)))
+        with pytest.raises(WireError):
+            connection.expect(Go)
+    assert there.shelf.placed == 0
+
+
+# ---- codecs ----
+
+
+numbers = st.integers(0, 1 << 53)
+outlines = st.builds(
+    Outline,
+    key=st.builds(
+        ImageKey,
+        checkpointer=st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=64),
+        step=numbers,
+        round=numbers,
+        rank=numbers,
+        world_size=numbers,
+    ),
+    size=st.just(3 * BLOCK_BYTES - 5),
+    digests=st.binary(min_size=48, max_size=48),
+    contents=st.builds(Span, st.integers(0, BLOCK_BYTES), st.integers(0, BLOCK_BYTES)),
+)
+
+
+@given(outlines)
+def test_an_outline_survives_the_way(outline: Outline) -> None:
+    assert unsealed(sealed(outline)) == outline
+
+
+@given(outlines, st.data())
+def test_a_damaged_outline_is_never_believed(outline: Outline, data: st.DataObject) -> None:
+    whole = sealed(outline)
+    at = data.draw(st.integers(0, len(whole) - 1))
+    for damaged in (flip(whole, at), whole[:at], whole + b"\0"):
+        with pytest.raises(BadFrame):
+            unsealed(damaged)
+
+
+@given(st.binary(max_size=300))
+def test_what_is_no_outline_is_a_bad_frame_and_nothing_else(data: bytes) -> None:
+    for attempt in (data, msgspec.msgpack.encode(data)):
+        with pytest.raises(BadFrame):
+            unsealed(attempt)
+
+
+@given(st.sets(st.integers(0, 50)))
+def test_stretches_name_the_same_blocks(blocks: set[int]) -> None:
+    assert blocks_in(stretches(sorted(blocks)), 51 * BLOCK_BYTES) == sorted(blocks)
+
+
+@given(st.lists(st.tuples(numbers, numbers), max_size=5))
+def test_bad_stretches_are_refused_before_they_are_spread_out(found: list[tuple[int, int]]) -> None:
+    try:
+        blocks = blocks_in(found, 51 * BLOCK_BYTES)
+    except BadFrame:
+        return
+    assert blocks == sorted(set(blocks))
+    assert set(blocks) <= set(range(51))
+
+
+@given(st.integers(0, 200), st.integers(1, 16))
+def test_shares_are_all_of_it_and_about_equal(count: int, streams: int) -> None:
+    runs = shares(range(count), streams)
+    assert [block for run in runs for block in run] == list(range(count))
+    assert 1 <= len(runs) <= streams
+    assert max(map(len, runs)) - min(map(len, runs)) <= 1
