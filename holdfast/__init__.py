@@ -25,19 +25,31 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from holdfast.checkpoint.retention import KeepAll as KeepAll
+    from holdfast.checkpoint.retention import KeepEvery as KeepEvery
+    from holdfast.checkpoint.retention import KeepLatest as KeepLatest
     from holdfast.worker.api import Tally as Tally
     from holdfast.worker.api import barrier as barrier
     from holdfast.worker.api import exclude_this_node as exclude_this_node
+    from holdfast.worker.api import heartbeat as heartbeat
+    from holdfast.worker.api import on_straggler as on_straggler
     from holdfast.worker.api import progress as progress
     from holdfast.worker.api import section as section
     from holdfast.worker.api import stop_job as stop_job
     from holdfast.worker.api import store as store
     from holdfast.worker.api import vote as vote
+    from holdfast.worker.saving import Checkpointer as Checkpointer
 
 _LAZY = {
+    "Checkpointer": "holdfast.worker.saving",
+    "KeepAll": "holdfast.checkpoint.retention",
+    "KeepEvery": "holdfast.checkpoint.retention",
+    "KeepLatest": "holdfast.checkpoint.retention",
     "Tally": "holdfast.worker.api",
     "barrier": "holdfast.worker.api",
     "exclude_this_node": "holdfast.worker.api",
+    "heartbeat": "holdfast.worker.api",
+    "on_straggler": "holdfast.worker.api",
     "progress": "holdfast.worker.api",
     "section": "holdfast.worker.api",
     "stop_job": "holdfast.worker.api",
@@ -46,10 +58,16 @@ _LAZY = {
 }
 
 __all__ = [
+    "Checkpointer",
+    "KeepAll",
+    "KeepEvery",
+    "KeepLatest",
     "Tally",
     "__version__",
     "barrier",
     "exclude_this_node",
+    "heartbeat",
+    "on_straggler",
     "progress",
     "section",
     "stop_job",

@@ -36,6 +36,7 @@ from holdfast.values import (
     rank_list,
     ranks_per_node,
     seconds,
+    section_timeouts,
     signal_names,
     standby_count,
     stream_masks,
@@ -84,6 +85,21 @@ class Rendezvous(Struct, frozen=True, kw_only=True):
     last_call_timeout_s: float | None = None  # from min_nodes on, for more to come; None: learnt
 
 
+SAVE_DEADLINE_S = 25.0
+"""Kubernetes and Slurm give 30 s between SIGTERM and SIGKILL unless told otherwise."""
+
+
+class HangSettings(Struct, frozen=True, kw_only=True):
+    """Deadlines for ranks that stand still, as the user says. None: learnt."""
+
+    detect: bool = True
+    initial_rank_heartbeat_timeout: float | None = None
+    rank_heartbeat_timeout: float | None = None
+    rank_out_of_section_timeout: float | None = None
+    rank_section_timeouts: dict[str, float] = {}
+    safety_factor: float | None = None
+
+
 class RunSettings(Struct, frozen=True, kw_only=True):
     """One `holdfast run`, as meant. `warnings` are lines for the user: taken, but of no effect."""
 
@@ -98,6 +114,10 @@ class RunSettings(Struct, frozen=True, kw_only=True):
     node_unit: int
     segment: int  # nodes of one interconnect domain that only count together
     spares: int
+    exclude_stragglers: bool
+    hangs: HangSettings  # deadlines that the user wants
+    copies: int  # nodes that keep a copy of each snapshot
+    save_deadline_s: float  # for the newest snapshot to be written when a node is told to stop
     node_check: bool
     role: str
     max_restarts: int | None  # None: as long as training advances
@@ -178,6 +198,10 @@ def run_settings(given: Given, command: Sequence[str]) -> RunSettings:
         node_unit=_divisor(given, "node_unit", max_nodes),
         segment=_divisor(given, "segment", max_nodes),
         spares=spares,
+        exclude_stragglers="exclude_stragglers" in given,
+        hangs=_hangs(given),
+        copies=given.take("copies", whole_number, 1),
+        save_deadline_s=given.take("save_deadline", seconds, SAVE_DEADLINE_S),
         node_check="node_check" in given,
         role=given.take("role", as_said, "default"),
         max_restarts=given.take("max_restarts", whole_number, None),
@@ -197,6 +221,17 @@ def run_settings(given: Given, command: Sequence[str]) -> RunSettings:
 
 
 # What runs
+
+
+def _hangs(given: Given) -> HangSettings:
+    return HangSettings(
+        detect="no_hang_detection" not in given,
+        initial_rank_heartbeat_timeout=given.take("initial_rank_heartbeat_timeout", seconds, None),
+        rank_heartbeat_timeout=given.take("rank_heartbeat_timeout", seconds, None),
+        rank_out_of_section_timeout=given.take("rank_out_of_section_timeout", seconds, None),
+        rank_section_timeouts=given.take("rank_section_timeouts", section_timeouts, {}),
+        safety_factor=given.take("safety_factor", seconds, None),
+    )
 
 
 def entry_of(given: Given) -> Entry:

@@ -4,6 +4,7 @@
         job.json      address and token of the coordinator, mode 0600
         journal.db    every event
         logs/         round_<n>/rank_<r>.log
+        incidents/    what was seen of ranks that stood still
         trace.json    opens in Perfetto, once the job is over
         lock          held while somebody runs the job
 
@@ -31,6 +32,7 @@ class JobHome:
         self.name = path.name
         self.journal = path / "journal.db"
         self.logs = path / "logs"
+        self.incidents = path / "incidents"
         self.trace = path / "trace.json"
         self._job_file = path / "job.json"
         self._lock_file = path / "lock"

@@ -43,14 +43,14 @@ class Mapping:
         if address == ctypes.c_void_p(-1).value:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
-        self._address = ctypes.c_void_p(address)
+        self.address: int = address
         self._size_bytes = size_bytes
         self.view = memoryview((ctypes.c_ubyte * size_bytes).from_address(address)).cast("B")
 
     def close(self) -> None:
         """Unmap. Views taken from it must have been released before."""
         self.view.release()
-        self._libc.munmap(self._address, ctypes.c_size_t(self._size_bytes))
+        self._libc.munmap(ctypes.c_void_p(self.address), ctypes.c_size_t(self._size_bytes))
 
 
 def keep_alive(connection: socket.socket, every_s: float = 1.0) -> None:

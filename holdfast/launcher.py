@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 from holdfast import jobhome, kernel
 from holdfast.config import RunSettings
 from holdfast.errors import HoldfastError, JobError, UsageError
+from holdfast.imagehome import ImageHome
 from holdfast.jobhome import JobHome
 from holdfast.messages.exits import EXIT_BROKEN, EXIT_FAILED, EXIT_REJOIN, EXIT_TURNED_AWAY
 
@@ -215,6 +216,16 @@ class Site:
 def launch(settings: RunSettings, since_monotonic: float) -> tuple[int, JobHome | None]:
     """Run this node's part of a job to its end; the exit code, and the job's home if it is ours."""
     site = find_site(settings)
+    images = ImageHome(site.home.name)
+    try:
+        return _launch(settings, site, images, since_monotonic)
+    finally:
+        images.remove()
+
+
+def _launch(
+    settings: RunSettings, site: Site, images: ImageHome, since_monotonic: float
+) -> tuple[int, JobHome | None]:
     run_id = settings.rendezvous.run_id or site.home.name
 
     def be_agent() -> int:
@@ -232,6 +243,7 @@ def launch(settings: RunSettings, since_monotonic: float) -> tuple[int, JobHome 
             logs=_logs(settings, site.home),
             launcher_pid=os.getppid(),
             home=site.home,
+            images=images.path,
         )
         return run_agent(orders)
 
@@ -350,6 +362,7 @@ def given_token(path: str | None) -> str | None:
 
 
 def _terms(settings: RunSettings) -> Terms:
+    from holdfast.messages.hangs import HangTerms
     from holdfast.messages.records import Terms
 
     return Terms(
@@ -358,6 +371,17 @@ def _terms(settings: RunSettings) -> Terms:
         node_unit=settings.node_unit,
         segment=settings.segment,
         spares=settings.spares,
+        copies=settings.copies,
+        node_check=settings.node_check,
+        exclude_stragglers=settings.exclude_stragglers,
+        hangs=HangTerms(
+            detect=settings.hangs.detect,
+            initial_rank_heartbeat_timeout=settings.hangs.initial_rank_heartbeat_timeout,
+            rank_heartbeat_timeout=settings.hangs.rank_heartbeat_timeout,
+            rank_out_of_section_timeout=settings.hangs.rank_out_of_section_timeout,
+            rank_section_timeouts=settings.hangs.rank_section_timeouts,
+            safety_factor=settings.hangs.safety_factor,
+        ),
         max_restarts=settings.max_restarts,
         grace_s=settings.shutdown_timeout_s,
         last_call_s=settings.rendezvous.last_call_timeout_s,

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import msgspec
+from msgspec import Struct
 
-from holdfast.messages.local import PACKET_BYTES, Local, Piece
+from holdfast.messages.local import PACKET_BYTES, Piece
 from holdfast.messages.requests import MAX_MESSAGE_BYTES
 
 PIECE_BYTES = PACKET_BYTES - 64
@@ -20,7 +21,7 @@ PIECE_BYTES = PACKET_BYTES - 64
 _encoder = msgspec.msgpack.Encoder()
 
 
-def packets_of(message: Local) -> Iterator[bytes]:
+def packets_of(message: Struct) -> Iterator[bytes]:
     """The packets to send, in this order."""
     body = _encoder.encode(message)
     if len(body) <= PACKET_BYTES:

@@ -15,8 +15,10 @@ import os
 from msgspec import Struct
 
 from holdfast.kernel import Mapping
+from holdfast.vitals import VITALS_BYTES, Vitals
 
-PAGE_BYTES = 4096
+PROGRESS_BYTES = 4096
+PAGE_BYTES = PROGRESS_BYTES + VITALS_BYTES
 _SLOT_WORDS = 8
 _FIRST_SLOT = 8
 _SLOTS = 32
@@ -39,8 +41,11 @@ class ProgressPage:
 
     def __init__(self, fd: int) -> None:
         self._mapping = Mapping(fd, PAGE_BYTES)
-        self._ints = self._mapping.view.cast("Q")
-        self._floats = self._mapping.view.cast("d")
+        progress = self._mapping.view[:PROGRESS_BYTES]
+        self._ints = progress.cast("Q")
+        self._floats = progress.cast("d")
+        progress.release()
+        self.vitals = Vitals(self._mapping.view[PROGRESS_BYTES:])
 
     def write(
         self,
@@ -78,6 +83,7 @@ class ProgressPage:
     def close(self) -> None:
         self._ints.release()
         self._floats.release()
+        self.vitals.close()
         self._mapping.close()
 
 

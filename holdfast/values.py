@@ -151,6 +151,17 @@ def rank_list(text: str, flag: str) -> tuple[int, ...]:
     return tuple(sorted({int(rank) for rank in text.split(",")}))
 
 
+def section_timeouts(text: str, flag: str) -> dict[str, float]:
+    """ "step:10,checkpointing:600": seconds for each section."""
+    found = {}
+    for pair in text.split(","):
+        name, colon, limit = pair.rpartition(":")
+        if not colon or not name:
+            raise UsageError(f"{flag} {text}: write NAME:SECONDS, separated by commas")
+        found[name.strip()] = seconds(limit, flag)
+    return found
+
+
 def comma_list(text: str, flag: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 

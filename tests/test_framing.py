@@ -56,8 +56,12 @@ events = st.one_of(
 from_agent = hellos | st.builds(Sent, number=st.integers(1, 2**53), event=events)
 parts = st.builds(
     Part,
-    **dict.fromkeys([name for name in Part.__struct_fields__ if name != "store_address"], numbers),
+    **dict.fromkeys(
+        ["round", "first_rank", "slots", "group_rank", "group_world_size", "world_size"], numbers
+    ),
+    **dict.fromkeys(["store_port", "restarts", "max_restarts"], numbers),
     store_address=texts,
+    alarms=st.dictionaries(texts, numbers),
 )
 from_coordinator = st.one_of(
     st.builds(Welcome, job=texts, now=times, acked=numbers, beat_s=st.floats(0, 1e9)),

@@ -23,7 +23,19 @@ LEAVES = {"errors", "kernel"}
 
 SHELLS = {"coordinator", "agent", "worker", "launcher"}
 
-TOOLS = {"framing", "packets", "page", "clock", "config", "values", "jobhome", "tls", "imagehome"}
+TOOLS = {
+    "framing",
+    "packets",
+    "page",
+    "clock",
+    "config",
+    "values",
+    "jobhome",
+    "tls",
+    "imagehome",
+    "vitals",
+    "visiting",
+}
 """Small parts that shells are made of."""
 
 RULES: dict[str, set[str]] = {
@@ -33,13 +45,15 @@ RULES: dict[str, set[str]] = {
     "core": {"messages", "errors"},
     "framing": {"errors"},
     "packets": {"messages", "errors"},
-    "page": {"kernel"},
+    "vitals": set(),
+    "page": {"kernel", "vitals"},
     "clock": {"messages"},
     "config": {"errors", "tls", "values"},
     "values": {"errors"},
     "tls": {"errors"},
     "jobhome": {"errors", "config"},
     "imagehome": set(),
+    "visiting": {"messages", "errors", "framing", "config", "jobhome", "tls"},
     "coordinator": {"messages", "core", "diagnosis", *LEAVES, *TOOLS},
     "agent": {
         "messages",
@@ -51,7 +65,7 @@ RULES: dict[str, set[str]] = {
         *LEAVES,
         *TOOLS,
     },
-    "worker": {"messages", "checkpoint", *LEAVES, *TOOLS},
+    "worker": {"messages", "checkpoint", "diagnosis", *LEAVES, *TOOLS},
     "launcher": {"coordinator", "agent", "messages", "core", *LEAVES, *TOOLS},
     "platforms": {"errors", "config"},
     "checkpoint": {"messages", *LEAVES, *TOOLS},

@@ -23,6 +23,7 @@ from holdfast.messages.requests import (
     LARGE_AT_ONCE,
     AnyAnswer,
     ExcludeNode,
+    FetchImage,
     Granted,
     StopJob,
     is_large,
@@ -60,6 +61,7 @@ class Courier:
             self.report(event)
             self._reply(rank, message.lane, message.number, Granted())
             return
+        assert not isinstance(request, FetchImage), "the agent itself answers it"
         asked = Asked(
             at=at,
             node=node,

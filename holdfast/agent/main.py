@@ -9,12 +9,15 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from holdfast import kernel
 from holdfast.agent.environment import node_environment
+from holdfast.agent.fitness import FitnessWatch, watching
+from holdfast.agent.keeping import Keeping
 from holdfast.agent.output import Console
 from holdfast.agent.processes import ProcessTable
 from holdfast.agent.standbys import Pool
@@ -25,10 +28,13 @@ from holdfast.config import RunSettings
 from holdfast.core.deadlines import JOIN_LIMIT_S
 from holdfast.jobhome import JobHome
 from holdfast.messages.actions import Finish
-from holdfast.messages.events import NodeJoined, NodeLeaving, NodeWarm
+from holdfast.messages.events import AnyEvent, HealthFound, NodeJoined, NodeLeaving, NodeWarm
+from holdfast.messages.evidence import RankEvidence
 from holdfast.messages.exits import EXIT_REJOIN, EXIT_TRY_AGAIN, EXIT_TURNED_AWAY
+from holdfast.messages.health import Result
 from holdfast.messages.records import NodeSpec, Terms
 from holdfast.messages.units import NodeId
+from holdfast.messages.wire import Testimony
 from holdfast.platforms import topology
 from holdfast.tls import client_context
 
@@ -57,6 +63,8 @@ class AgentOrders:
     logs: Path
     launcher_pid: int
     home: JobHome
+    images: Path
+    """The directory of this node's snapshots, which outlives this agent."""
 
     def find_coordinator(self) -> tuple[str, int] | None:
         """Where the job's home says that the coordinator is, if it is still this job's."""
@@ -93,9 +101,11 @@ async def _run(orders: AgentOrders) -> int:
     pool.open()
     agent = _Agent(orders, table, pool, env)
     try:
-        return await agent.run()
+        with watching(agent.fitness):
+            return await agent.run()
     finally:
         pool.close()
+        agent.keeping.close()
         agent.console.close(CONSOLE_LIMIT_S)
         _stop_listening(
             {signal.SIGCHLD, *map(signal.Signals.__getitem__, settings.signals_to_handle)}
@@ -122,7 +132,24 @@ class _Agent:
         self.clock = JobClock()
         self.node = NodeId(f"{socket.gethostname()}:{os.getpid()}")
         self.finished: asyncio.Future[Finish] = asyncio.get_running_loop().create_future()
+        self.listener = _image_listener(orders.address)
+        self.keeping = Keeping(
+            node=self.node,
+            images=orders.images,
+            job=orders.home.name,
+            token=orders.token,
+            tls=orders.settings.tls,
+            listener=self.listener,
+            table=table,
+            clock=self.clock,
+            report=self._report,
+            tell=self._tell,
+            env=env,
+        )
         self.supervisor = Supervisor(
+            keeping=self.keeping,
+            testify=self._testify,
+            hang_terms=orders.terms.hangs,
             node=self.node,
             address=orders.address,
             store_port=orders.store_port,
@@ -133,7 +160,7 @@ class _Agent:
             clock=self.clock,
             pool=pool,
             console=self.console,
-            report=lambda event: self.stream.send(event),
+            report=self._report,
             finished=self.finished,
             env=env,
         )
@@ -150,6 +177,13 @@ class _Agent:
             tls=client_context(orders.settings.tls),
             resumed=self.supervisor.courier.ask_again,
         )
+        self._found: tuple[Result, ...] = ()
+        """What the node's checks found before it could be told."""
+        self.fitness: FitnessWatch | None = None
+        thorough = orders.settings.node_check
+        if FitnessWatch.worth_while(thorough):
+            self.fitness = FitnessWatch(orders.home.path, thorough, self._tell_health)
+            table.spared = lambda: self.fitness.pids if self.fitness is not None else ()
         self._joined = False
         self._leaving: Finish | None = None
         """What we would do by ourselves, once we were told to stop."""
@@ -196,17 +230,41 @@ class _Agent:
             switch=switch,
             block=block,
             domain=domain,
+            keeper_port=self.listener.getsockname()[1],
         )
         port = self.supervisor.port.number
         self.stream.send(
             NodeJoined(at=self.clock.now(), node=self.node, spec=spec, store_port=port)
         )
         self._joined = True
+        self.keeping.tell_images()
+        if self._found:
+            self._tell_health(self._found)
         if self._leaving is not None:
             self._tell_leaving(self._leaving)
         if self.pool.warm:
             self._tell_warm()
         self.pool.on_warm = self._tell_warm
+
+    def _testify(self, inquest: int, evidence: Sequence[RankEvidence]) -> None:
+        """One rank at a time: a frame has a limit, and a node may have many ranks."""
+        for index, one in enumerate(evidence):
+            more = index + 1 < len(evidence)
+            self.stream.tell(Testimony(inquest=inquest, evidence=(one,), more=more))
+        if not evidence:
+            self.stream.tell(Testimony(inquest=inquest, evidence=()))
+
+    def _tell_health(self, results: tuple[Result, ...]) -> None:
+        if self._joined:
+            self.stream.send(HealthFound(at=self.clock.now(), node=self.node, results=results))
+        else:
+            self._found = results
+
+    def _report(self, event: AnyEvent) -> None:
+        self.stream.send(event)
+
+    def _tell(self, text: str) -> None:
+        self.console.write(2, f"[holdfast] {text}\n".encode())
 
     def _tell_warm(self) -> None:
         self.stream.send(NodeWarm(at=self.clock.now(), node=self.node))
@@ -264,6 +322,16 @@ class _Agent:
         code = 1 if number == signal.SIGINT else EXIT_TRY_AGAIN
         reason = f"stopped by {number.name}"
         return Finish(node=self.node, code=code, reason=reason, grace_s=grace_s)
+
+
+def _image_listener(address: str) -> socket.socket:
+    """Where other nodes ask for images; bound now, so that its number can be told, and served by
+    the keeper once there is one."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.bind((address, 0))
+    listener.listen(128)
+    return listener
 
 
 def _first_path(settings: RunSettings) -> str:

@@ -116,6 +116,8 @@ class ProcessTable:
     def __init__(self) -> None:
         self._known: dict[int, Process] = {}
         self._nursery_group = 0
+        self.spared: Callable[[], Collection[int]] = tuple
+        """Further processes that are nobody's leftovers."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap_strays)
 
     def watch(self, pid: int, leads_group: bool = True) -> Process:
@@ -151,7 +153,8 @@ class ProcessTable:
                 pass
 
     def _strays(self) -> list[int]:
-        unknown = [pid for pid in kernel.children(os.getpid()) if pid not in self._known]
+        known = {*self._known, *self.spared()}
+        unknown = [pid for pid in kernel.children(os.getpid()) if pid not in known]
         return [pid for pid in unknown if _group_of(pid) != self._nursery_group]
 
 

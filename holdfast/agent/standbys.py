@@ -34,6 +34,7 @@ from holdfast.messages.local import (
     Piece,
     Reply,
     Standing,
+    Test,
     Warm,
 )
 from holdfast.packets import Joiner, packets_of
@@ -71,7 +72,15 @@ class Standby:
         return self.process.pid if self.process is not None else 0
 
     def assign(self, message: Assign, fds: Sequence[int]) -> None:
-        """Make it a rank. If it died meanwhile, its pidfd will say so."""
+        """Make it a rank."""
+        self._order(message, fds)
+
+    def test(self, message: Test, fds: Sequence[int]) -> None:
+        """Have it test the node; it is no standby any more after that."""
+        self._order(message, fds)
+
+    def _order(self, message: Assign | Test, fds: Sequence[int]) -> None:
+        """If it died meanwhile, its pidfd will say so."""
         try:
             socket.send_fds(self.control, [_encoder.encode(message)], list(fds))
         except OSError:

@@ -30,6 +30,7 @@ from holdfast.messages.wire import (
     Hello,
     Refused,
     Sent,
+    Testimony,
     Welcome,
 )
 
@@ -76,6 +77,11 @@ class CoordinatorStream:
         self.drained.clear()
         if self._writer is not None:
             self._writer.write(framing.encode(sent))
+
+    def tell(self, message: Testimony) -> None:
+        """Say something that is not worth saying twice."""
+        if self._writer is not None:
+            self._writer.write(framing.encode(message))
 
     @property
     def connected(self) -> bool:

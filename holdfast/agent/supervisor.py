@@ -16,43 +16,72 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
+from typing import Any
 
 from holdfast.agent import oom
 from holdfast.agent.courier import Courier
 from holdfast.agent.environment import rank_environment
+from holdfast.agent.examiner import Examined, examine
+from holdfast.agent.keeping import Keeping
 from holdfast.agent.output import Console, Output
 from holdfast.agent.ports import StorePort
 from holdfast.agent.processes import Exit, Process, ProcessTable, spawn
 from holdfast.agent.standbys import Pool, Standby
+from holdfast.agent.testing import run_test
+from holdfast.agent.watch import Watch
 from holdfast.clock import JobClock
 from holdfast.config import RunSettings
 from holdfast.messages.actions import (
     Answered,
+    CheckpointSettled,
+    CommitCheckpoint,
+    Examine,
     Finish,
     NodeAction,
     Prepare,
     StartWorkers,
     StopWorkers,
+    TestNode,
+    WriteShards,
 )
 from holdfast.messages.events import (
     AnyEvent,
     NodeLeft,
     NodeReady,
+    NodeTested,
     Progress,
+    RanksStalled,
     WorkerExited,
     WorkerStarted,
 )
-from holdfast.messages.local import Ask, Assign, Began, Died, Done, FromWorker, Reply, Stepped
+from holdfast.messages.evidence import RankEvidence
+from holdfast.messages.hangs import HangTerms, Stall
+from holdfast.messages.local import (
+    Ask,
+    Assign,
+    Began,
+    Died,
+    Done,
+    FromWorker,
+    ImageWhole,
+    OpenCheckpointer,
+    Reply,
+    Stepped,
+)
 from holdfast.messages.records import Part, Raised, RankProgress
+from holdfast.messages.requests import AnyAnswer, FetchImage, FindState
 from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, StepNumber
 
 log = logging.getLogger("holdfast.agent")
 
 PROGRESS_EVERY_S = 1.0
+ENDING_LIMIT_S = 30.0
+"""A script that has ended is over; its interpreter may take so long to end as well."""
+EXAMINE_LIMIT_S = 0.7
 STDIN = 0
 """A rank reads what we would; in a session of its own it may, a terminal too."""
 OUT, ERR = 1, 2
@@ -74,6 +103,8 @@ class Worker:
     raised: Raised | None = None
     stop_sent: float | None = None
     grace_timer: asyncio.TimerHandle | None = None
+    flight: Path = Path()
+    """Where it writes its flight recorder."""
     done: bool = False
     """Its script ran to the end; what happens to the process after that is of no consequence."""
     stepped: bool = False
@@ -96,6 +127,10 @@ class Supervisor:
     report: Callable[[AnyEvent], None]
     finished: asyncio.Future[Finish]
     env: dict[str, str]
+    keeping: Keeping
+    hang_terms: HangTerms
+    testify: Callable[[int, Sequence[RankEvidence]], None]
+    watch: Watch = field(init=False)
     round: RoundNumber = NO_ROUND
     workers: dict[Rank, Worker] = field(default_factory=dict)
     courier: Courier = field(init=False)
@@ -108,8 +143,10 @@ class Supervisor:
     _slowest_stop_s: Seconds | None = None
     _ended: list[RankProgress] = field(default_factory=list)
     _timer: asyncio.TimerHandle | None = None
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
+        self.watch = Watch(self.hang_terms, self._tell_stalls)
         self.port = self._offer_port()
         self.courier = Courier(self.node, self.clock, self.report, self._reply)
 
@@ -124,6 +161,12 @@ class Supervisor:
             self.pool.refill()
         elif isinstance(order, Answered):
             self.courier.answered(order)
+        elif isinstance(order, TestNode):
+            self._spawn(self._test(order))
+        elif isinstance(order, Examine):
+            self._spawn(self._testify(order.inquest, order.limit_s))
+        elif isinstance(order, WriteShards | CommitCheckpoint | CheckpointSettled):
+            self.keeping.act(order)
         elif isinstance(order, StopWorkers):
             if order.round == self.round:
                 self._stop(order)
@@ -136,6 +179,8 @@ class Supervisor:
         if part.round <= self.round or isinstance(self._stopping, Finish):
             return
         self.round = part.round
+        self.keeping.begin_round(part)
+        self.watch.begin_round(part)
         self._stopping = None
         self._slowest_stop_s = None
         self._ended = []
@@ -170,7 +215,14 @@ class Supervisor:
         worker = self._worker(part, local_rank, standby.process, standby)
         standby.hear = lambda message: self._hear(worker, message)
         env = self._rank_environment(part, local_rank, worker.error_file)
-        assign = Assign(env=env, entry=self.settings.entry, agent_pid=os.getpid())
+        assign = Assign(
+            env=env,
+            entry=self.settings.entry,
+            agent_pid=os.getpid(),
+            round=part.round,
+            images=str(self.keeping.images),
+            flight=str(worker.flight),
+        )
         store = [self.port.fileno()] if worker.rank == 0 else []
         standby.assign(assign, [STDIN, *worker.output.writers(), *store])
         worker.output.handed_over()
@@ -208,6 +260,7 @@ class Supervisor:
             output=output or self._output(part, local_rank),
             error_file=self._error_file(part, local_rank),
             oom_kills=oom.kill_count(),
+            flight=self.logs / f"round_{part.round}" / f"rank_{rank}.flight",
         )
         return worker
 
@@ -243,14 +296,42 @@ class Supervisor:
         elif isinstance(message, Stepped):
             self._tell_progress([worker])
             worker.stepped = True
+            self.watch.stepped(worker.rank)
             if all(w.stepped for w in self.workers.values()):
                 self.pool.refill()
         elif isinstance(message, Died):
             worker.raised = message.raised
         elif isinstance(message, Done):
             worker.done = True
+            self.watch.remove(worker.rank)
+            loop = asyncio.get_running_loop()
+            worker.grace_timer = loop.call_later(ENDING_LIMIT_S, self._end, worker)
         elif isinstance(message, Ask):
-            self.courier.ask(self.round, worker.rank, message)
+            self._ask(worker.rank, message)
+        elif isinstance(message, OpenCheckpointer):
+            self.keeping.opened(message)
+        elif isinstance(message, ImageWhole):
+            self.keeping.whole(worker.rank, message)
+
+    def _end(self, worker: Worker) -> None:
+        log.warning("rank %d hangs after its script has ended; it is ended", worker.rank)
+        self._kill(worker)
+
+    def _ask(self, rank: Rank, message: Ask) -> None:
+        round, request = self.round, message.request
+
+        def carry() -> None:
+            self.courier.ask(round, rank, message)
+
+        if isinstance(request, FetchImage):
+            self.keeping.fetch(request, lambda answer: self._answer(rank, message, answer))
+        elif isinstance(request, FindState) and request.tried is None and rank == 0:
+            self.keeping.look(round, request.checkpointer, carry)
+        else:
+            carry()
+
+    def _answer(self, rank: Rank, message: Ask, answer: AnyAnswer) -> None:
+        self._reply(rank, Reply(lane=message.lane, number=message.number, answer=answer))
 
     def _reply(self, rank: Rank, message: Reply) -> None:
         worker = self.workers.get(rank)
@@ -268,6 +349,8 @@ class Supervisor:
                 warm=worker.standby is not None and worker.standby.warm,
             )
         )
+        if worker.standby is not None:
+            self.watch.add(worker.rank, worker.process.pid, worker.standby.page.vitals)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(PROGRESS_EVERY_S, self._sample)
 
@@ -276,11 +359,11 @@ class Supervisor:
         self._timer = None
         if not self.workers:
             return
-        self._tell_progress(list(self.workers.values()))
+        self._tell_progress(list(self.workers.values()), all_news=True)
         self.pool.refill()
         self._timer = asyncio.get_running_loop().call_later(PROGRESS_EVERY_S, self._sample)
 
-    def _tell_progress(self, workers: list[Worker]) -> None:
+    def _tell_progress(self, workers: list[Worker], all_news: bool = False) -> None:
         moved = []
         for worker in workers:
             progress = self._progress(worker)
@@ -288,8 +371,20 @@ class Supervisor:
                 worker.told_steps = progress.steps
                 moved.append(progress)
         if moved:
-            at = self.clock.now()
-            self.report(Progress(at=at, node=self.node, round=self.round, ranks=tuple(moved)))
+            self.report(
+                Progress(
+                    at=self.clock.now(),
+                    node=self.node,
+                    round=self.round,
+                    ranks=tuple(moved),
+                    paces=self.watch.news() if all_news else None,
+                    timings=self.watch.timings() if all_news else (),
+                )
+            )
+
+    def _tell_stalls(self, stalls: tuple[Stall, ...]) -> None:
+        at, node, round = self.clock.now(), self.node, self.round
+        self.report(RanksStalled(at=at, node=node, round=round, stalls=stalls))
 
     def _progress(self, worker: Worker) -> RankProgress:
         if worker.standby is None:
@@ -310,6 +405,7 @@ class Supervisor:
 
     def _exited(self, worker: Worker, end: Exit) -> None:
         del self.workers[worker.rank]
+        self.watch.remove(worker.rank)
         if worker.grace_timer is not None:
             worker.grace_timer.cancel()
         if worker.standby is not None:
@@ -323,7 +419,8 @@ class Supervisor:
             log.warning("rank %d died of %s after its script had ended", worker.rank, name)
             end = Exit(code=0)
         if self._by_itself(worker, end):
-            self._tell_exit(worker, end, progress)
+            told = self._exit_of(worker, end, progress)
+            self.keeping.after_seals(worker.rank, lambda: self.report(told))
         worker.output.close()
         if worker.standby is not None:
             worker.standby.close()
@@ -340,20 +437,37 @@ class Supervisor:
         self._slowest_stop_s = max(took_s, self._slowest_stop_s or 0.0)
         return worker.raised is not None
 
-    def _tell_exit(self, worker: Worker, end: Exit, progress: RankProgress) -> None:
+    def _exit_of(self, worker: Worker, end: Exit, progress: RankProgress) -> WorkerExited:
         killed = end.signal == signal.SIGKILL
+        return WorkerExited(
+            at=self.clock.now(),
+            node=self.node,
+            round=self.round,
+            rank=worker.rank,
+            code=end.code,
+            signal=end.signal,
+            oom=killed and oom.kill_count() > worker.oom_kills,
+            progress=progress,
+            raised=worker.raised or _recorded_error(worker.error_file),
+            log_tail=worker.output.tail(),
+        )
+
+    # ---- testing the node ----
+
+    async def _test(self, order: TestNode) -> None:
+        """Have a standby test this node, and tell how it went, whatever happens to it."""
+        socket_fd = self.port.fileno() if order.rank == 0 and order.size > 1 else None
+        result = await run_test(self.pool, order, socket_fd)
+        if order.rank == 0 and order.size > 1:
+            self.port.close()
+            self.port = self._offer_port()
         self.report(
-            WorkerExited(
+            NodeTested(
                 at=self.clock.now(),
                 node=self.node,
-                round=self.round,
-                rank=worker.rank,
-                code=end.code,
-                signal=end.signal,
-                oom=killed and oom.kill_count() > worker.oom_kills,
-                progress=progress,
-                raised=worker.raised or _recorded_error(worker.error_file),
-                log_tail=worker.output.tail(),
+                check=order.check,
+                result=result,
+                store_port=self.port.number,
             )
         )
 
@@ -362,13 +476,53 @@ class Supervisor:
     def _stop(self, order: StopWorkers | Finish) -> None:
         if isinstance(self._stopping, Finish):
             return
+        if isinstance(self._stopping, StopWorkers) and isinstance(order, StopWorkers):
+            return  # The same order again.
         self._stopping = order
+        self.watch.stop()
         if self._starting is not None:
             self._starting.cancel()
+        if isinstance(order, StopWorkers) and order.examine and self.workers:
+            self._spawn(self._examine_then_stop(order))
+        else:
+            self._stop_all(order)
+
+    def _stop_all(self, order: StopWorkers | Finish) -> None:
         for worker in self.workers.values():
             self._ask_to_stop(worker, order.grace_s)
         if not self.workers:
             self._stopped()
+
+    async def _examine_then_stop(self, order: StopWorkers) -> None:
+        try:
+            await self._testify(order.examine, EXAMINE_LIMIT_S)
+        finally:
+            if self._stopping is order:
+                self._stop_all(order)
+
+    async def _testify(self, inquest: int, limit_s: float) -> None:
+        """Send what can be seen of the workers; whoever asked does not wait for ever."""
+        workers = [self._examined(w) for w in self.workers.values() if w.standby is not None]
+        evidence = await examine(self.node, self.round, workers, limit_s)
+        self.testify(inquest, evidence)
+
+    def _examined(self, worker: Worker) -> Examined:
+        assert worker.standby is not None
+        page = worker.standby.page.read()
+        return Examined(
+            rank=worker.rank,
+            pid=worker.process.pid,
+            vitals=worker.standby.page.vitals,
+            step=StepNumber(page.step),
+            stepped_at=page.last_at,
+            flight=worker.flight,
+            log_tail=worker.output.tail(),
+        )
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _ask_to_stop(self, worker: Worker, grace_s: Seconds) -> None:
         if worker.stop_sent is not None:
@@ -396,10 +550,8 @@ class Supervisor:
         ranks = tuple(self._ended)
         order = self._stopping
         if isinstance(order, Finish):
-            if not self.finished.done():
-                now, round = self.clock.now(), self.round
-                self.report(NodeLeft(at=now, node=self.node, round=round, ranks=ranks))
-                self.finished.set_result(order)
+            limit_s = 0.0 if order.rejoin else self.settings.save_deadline_s
+            self.keeping.when_settled(limit_s, lambda: self._leave(order, ranks))
             return
         assert order is not None
         self._stopping = None
@@ -417,6 +569,12 @@ class Supervisor:
                 ranks=ranks,
             )
         )
+
+    def _leave(self, order: Finish, ranks: tuple[RankProgress, ...]) -> None:
+        if not self.finished.done():
+            now, round = self.clock.now(), self.round
+            self.report(NodeLeft(at=now, node=self.node, round=round, ranks=ranks))
+            self.finished.set_result(order)
 
 
 def _recorded_error(path: Path) -> Raised | None:

@@ -71,6 +71,19 @@ MOST_USED = (
     _own("--coordinator", "HOST:PORT", "the job's coordinator; default: one inside this process, "
          "on loopback"),
     _own("--spares", "N", "nodes beyond --nnodes that join and wait for a place; default 0"),
+    _own("--rank-heartbeat-timeout", "SECONDS", "how long a rank may show no progress between two "
+         "marks of a step; default: learnt"),
+    _own("--initial-rank-heartbeat-timeout", "SECONDS", "the same, until its first step"),
+    _own("--rank-out-of-section-timeout", "SECONDS", "the same, outside of holdfast.section()s"),
+    _own("--rank-section-timeouts", "NAME:SECONDS,...", "the same, within these sections"),
+    _own("--safety-factor", "X", "how many times the longest time seen is too long; default 3, for "
+         "sections 5"),
+    _own("--no-hang-detection", None, "never end a rank because it stands still"),
+    _own("--exclude-stragglers", None, "replace the node of a rank that slows the others down by a "
+         "spare"),
+    _own("--copies", "N", "other nodes that keep a copy of each snapshot in memory; default 1"),
+    _own("--save-deadline", "SECONDS", "when told to stop, how long the newest snapshot may take to "
+         "storage; default 25"),
     _own("--node-unit", "N", "train with multiples of this many nodes; default 1"),
     _own("--segment", "N", "take nodes only in groups of N that share a fast interconnect; "
          "default 1"),

@@ -14,6 +14,9 @@ COMMANDS = {
     "status": "where a job stands: state, round, step, speed, nodes",
     "incidents": "each fault of a job: what, where, what was done, seconds lost by phase",
     "goodput": "where every second of every rank went",
+    "check": "is this node fit to train: processors, memory, disks, GPUs, network",
+    "ckpt": "checkpoints: which there are, whether they are good, one file out of one",
+    "why": "where every rank stands now, and who waits for whom",
     "sim": "a simulated cluster over the real core: faults, invariants, goodput",
 }
 

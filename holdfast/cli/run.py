@@ -9,15 +9,12 @@ import time
 from collections.abc import Sequence
 
 from holdfast.cli.flags import parse_run
-from holdfast.errors import UsageError
 
 
 def main(argv: Sequence[str]) -> int:
     since = _process_start()
     _fill_standard_fds()
     settings = parse_run(argv)
-    if settings.node_check:
-        raise UsageError("--node-check: this version has no node check yet; leave it out")
     for warning in settings.warnings:
         print(f"holdfast run: {warning}", file=sys.stderr)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from holdfast import kernel
 from holdfast.clock import JobClock
+from holdfast.coordinator.inquests import Inquests
 from holdfast.coordinator.journal import Journal, replay
 from holdfast.coordinator.server import Coordinator
 from holdfast.jobhome import JobHome
@@ -54,7 +55,8 @@ async def _run(orders: CoordinatorOrders) -> int:
     journal = Journal(path)
     try:
         clock = JobClock(not_before=before.at if before is not None else Time(0.0))
-        coordinator = Coordinator(name, None, journal, clock, orders.token)
+        inquests = Inquests(orders.home.incidents)
+        coordinator = Coordinator(name, None, journal, clock, orders.token, inquests)
         restarted = None
         if before is not None:
             coordinator.job, coordinator.acked = before.job, before.acked

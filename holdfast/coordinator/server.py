@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from msgspec import Struct
 
 from holdfast.clock import JobClock
+from holdfast.coordinator.inquests import Inquests, fitting
 from holdfast.coordinator.journal import Entry, Journal, Snapshot
 from holdfast.coordinator.stream import Stream
 from holdfast.core import job as jobs
@@ -28,15 +29,24 @@ from holdfast.core import report
 from holdfast.core.deadlines import Silence
 from holdfast.core.job import Job
 from holdfast.kernel import keep_alive
-from holdfast.messages.actions import CloseJob
-from holdfast.messages.events import AnyEvent, JobOpened, NodeResumed, StreamEnded, Tick
+from holdfast.messages.actions import CloseJob, Examine, StopWorkers
+from holdfast.messages.events import (
+    AnyEvent,
+    JobOpened,
+    NodeResumed,
+    StreamEnded,
+    Tick,
+    VerdictReached,
+)
+from holdfast.messages.evidence import RankEvidence, Verdict
 from holdfast.messages.records import Terms
 from holdfast.messages.units import NodeId, Time
-from holdfast.messages.wire import Ack, Hello, Sent, Welcome
+from holdfast.messages.wire import Ack, Hello, Refused, Sent, Visit, Welcome, Why
 
 log = logging.getLogger("holdfast.coordinator")
 
 LAST_LIMIT_S = 1.0
+EXAMINE_S = 1.0
 
 
 class Arrival(Struct):
@@ -55,6 +65,7 @@ class Coordinator:
     journal: Journal
     clock: JobClock
     token: str
+    inquests: Inquests
     acked: dict[NodeId, int] = field(default_factory=dict)
     _streams: dict[NodeId, Stream] = field(default_factory=dict)
     _strangers: set[Stream] = field(default_factory=set)
@@ -63,6 +74,8 @@ class Coordinator:
     _timer: asyncio.TimerHandle | None = None
     _journal_trouble: str | None = None
     _told: int = 0
+    _visits: int = 0
+    """Inquests of visitors have negative numbers."""
 
     async def serve(
         self,
@@ -111,7 +124,10 @@ class Coordinator:
             for action in jobs.handle(self.job, arrival.event, now):
                 if isinstance(action, CloseJob):
                     self._closed.set_result(action.code)
-                elif action.node in self._streams:
+                    continue
+                if isinstance(action, StopWorkers) and action.examine:
+                    self._look_into(action.examine)
+                if action.node in self._streams:
                     self._streams[action.node].send(action)
         for node in {arrival.node for arrival in batch if arrival.number}:
             if node is not None and node in self._streams:
@@ -142,6 +158,43 @@ class Coordinator:
     def _on_deadline(self) -> None:
         self._timer = None
         self._post(Arrival(Tick(at=self.clock.now())))
+
+    # ---- looking into it ----
+
+    def _look_into(self, incident: int) -> None:
+        """A round that stood still is being stopped, and all nodes look at their ranks before."""
+        assert self.job is not None
+        nodes = [node for node in self.job.membership.busy if node in self._streams]
+
+        def closed(verdict: Verdict, evidence: list[RankEvidence]) -> None:
+            reached = VerdictReached(
+                at=self.clock.now(),
+                incident=incident,
+                guilty=verdict.guilty,
+                sentence=verdict.sentence,
+            )
+            self._post(Arrival(reached))
+
+        self.inquests.open(incident, nodes, len(self.job.ranks), closed)
+
+    def visited(self, stream: Stream, visit: Visit) -> None:
+        """Somebody wants to know why the job stands still, or whether it does."""
+        job = self.job
+        if job is None or job.membership.world is None:
+            stream.send(Refused(reason="no round is in force now; see `holdfast status`"))
+            stream.transport.close()
+            return
+        self._visits -= 1
+        nodes = [node for node in job.membership.placed if node in self._streams]
+
+        def closed(verdict: Verdict, evidence: list[RankEvidence]) -> None:
+            standing = sum(map(len, job.hangs.stalls.values()))
+            stream.send(fitting(Why(verdict=verdict, evidence=tuple(evidence), standing=standing)))
+            stream.transport.close()
+
+        self.inquests.open(self._visits, nodes, len(job.ranks), closed)
+        for node in nodes:
+            self._streams[node].send(Examine(node=node, inquest=self._visits, limit_s=EXAMINE_S))
 
     # ---- telling people ----
 

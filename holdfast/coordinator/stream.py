@@ -17,7 +17,16 @@ from msgspec import Struct
 from holdfast import framing
 from holdfast.errors import WireError, WrongProtocol, WrongToken
 from holdfast.messages.units import NodeId
-from holdfast.messages.wire import PROTOCOL, Beat, FromAgent, Hello, Refused, Sent
+from holdfast.messages.wire import (
+    PROTOCOL,
+    Beat,
+    FromAgent,
+    Hello,
+    Refused,
+    Sent,
+    Testimony,
+    Visit,
+)
 
 if TYPE_CHECKING:
     from holdfast.coordinator.server import Coordinator
@@ -92,11 +101,13 @@ class Stream(asyncio.Protocol):
             if getattr(message.event, "node", None) != self.node:
                 raise WireError(f"node {self.node} spoke for another")
             self._coordinator.arrived(self.node, message)
+        elif isinstance(message, Testimony):
+            self._coordinator.inquests.testify(self.node, message)
         elif not isinstance(message, Beat):
             raise WireError("it said hello twice")
 
     def _greet(self, hello: FromAgent) -> None:
-        if not isinstance(hello, Hello):
+        if not isinstance(hello, Hello | Visit):
             raise WireError("the first message was no hello")
         if not hmac.compare_digest(hello.token.encode(), self._coordinator.token.encode()):
             raise WrongToken("wrong token for this job")
@@ -106,6 +117,9 @@ class Stream(asyncio.Protocol):
             )
         if self._patience is not None:
             self._patience.cancel()
+        if isinstance(hello, Visit):
+            self._coordinator.visited(self, hello)
+            return
         self._decoder.max_bytes = framing.MAX_FRAME_BYTES
         self.node = hello.node
         self._coordinator.greeted(self, hello)

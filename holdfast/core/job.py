@@ -21,10 +21,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from holdfast.core import checking, commits, hangs, requests
 from holdfast.core import ledger as books
 from holdfast.core import membership as rounds
 from holdfast.core import recovery as faults
-from holdfast.core import requests
+from holdfast.core.checkpoints import (
+    on_checkpoint_written,
+    on_held,
+    on_sealed,
+    on_shards_written,
+    on_stored_found,
+)
+from holdfast.core.fitness import on_health, on_tested
 from holdfast.core.nodes import (
     on_joined,
     on_leaving,
@@ -38,25 +46,35 @@ from holdfast.core.nodes import (
 )
 from holdfast.core.requests import Desk
 from holdfast.core.scripts import attendance, on_asked, on_exclude_asked, on_stop_asked
+from holdfast.core.standstill import on_stalled, on_verdict
 from holdfast.core.state import Job, opened
 from holdfast.core.workers import on_exited, on_progress, on_started
 from holdfast.messages.actions import AnyAction
 from holdfast.messages.events import (
     AnyEvent,
     Asked,
+    CheckpointWritten,
     CoordinatorRestarted,
     ExcludeAsked,
+    HealthFound,
+    ImagesHeld,
     JobOpened,
     NodeJoined,
     NodeLeaving,
     NodeLeft,
     NodeReady,
     NodeResumed,
+    NodeTested,
     NodeWarm,
     Progress,
+    RanksStalled,
+    ShardsWritten,
+    SnapshotsSealed,
     StopAsked,
+    StoredFound,
     StreamEnded,
     Tick,
+    VerdictReached,
     WorkerExited,
     WorkerStarted,
 )
@@ -77,7 +95,7 @@ def handle(job: Job, event: AnyEvent, now: Time) -> list[AnyAction]:
 def deadline(job: Job) -> Time | None:
     """When the job next wants a Tick."""
     m = job.membership
-    deadlines = [job.absent_until, m.closes_at, job.short_until, job.desk.until]
+    deadlines = [job.absent_until, m.closes_at, job.short_until, job.desk.until, job.checking.until]
     if m.busy and job.ended is None:
         deadlines.append(m.patient_until)
     return min((at for at in deadlines if at is not None), default=None)
@@ -103,6 +121,15 @@ _HANDLERS: dict[type, Callable[[Job, Any, Time], list[AnyAction]]] = {
     WorkerStarted: on_started,
     WorkerExited: on_exited,
     Progress: on_progress,
+    SnapshotsSealed: on_sealed,
+    ImagesHeld: on_held,
+    ShardsWritten: on_shards_written,
+    CheckpointWritten: on_checkpoint_written,
+    StoredFound: on_stored_found,
+    RanksStalled: on_stalled,
+    VerdictReached: on_verdict,
+    NodeTested: on_tested,
+    HealthFound: on_health,
     Tick: on_tick,
 }
 
@@ -113,6 +140,9 @@ def validate(job: Job) -> None:
     faults.validate(job.recovery)
     books.validate(job.ledger)
     requests.validate(job.desk, attendance(job))
+    commits.validate(job.commits)
+    hangs.validate(job.hangs)
+    checking.validate(job.checking)
     ranks = job.ranks.values()
     assert job.to_start == sum(not r.started for r in ranks), "miscounted starts"
     assert job.to_step == sum(not r.stepped for r in ranks), "miscounted steps"

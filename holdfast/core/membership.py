@@ -122,7 +122,7 @@ def can_grow(m: Membership) -> int:
 
 def close(m: Membership, now: Time) -> World | None:
     """Freeze the next round if it may be, else note until when it waits for more."""
-    if m.world is not None or not _may_close(m, now):
+    if m.world is not None or not may_close(m, now):
         return None
     m.closes_at = m.patient_until = None
     m.round = RoundNumber(m.round + 1)
@@ -134,7 +134,8 @@ def close(m: Membership, now: Time) -> World | None:
     return m.world
 
 
-def _may_close(m: Membership, now: Time) -> bool:
+def may_close(m: Membership, now: Time) -> bool:
+    """Whether the next round has all the nodes it waits for."""
     m.closes_at = None
     fewest = max(1, m.terms.min_nodes)
     if len(m.waiting) < fewest or must_wait(m):  # The cheap answer, for most of many joins.

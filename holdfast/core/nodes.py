@@ -6,15 +6,17 @@ missed. One that comes back later finds itself fenced, and joins as another node
 
 from __future__ import annotations
 
+from holdfast.core import checking, commits, requests
 from holdfast.core import membership as rounds
 from holdfast.core import recovery as faults
-from holdfast.core import requests
+from holdfast.core.checkpoints import take_in
 from holdfast.core.deadlines import RECONNECT_AFTER_RESTART_S, RECONNECT_S
 from holdfast.core.repair import (
     break_round,
     close_job,
     finish_job,
     finish_node,
+    go_on_checking,
     goodbye,
     grow,
     send_off,
@@ -115,10 +117,16 @@ def on_resumed(job: Job, event: NodeResumed, now: Time) -> list[AnyAction]:
     """Tell a node again what it may have missed while it had no stream."""
     job.absent.pop(event.node, None)
     m = job.membership
-    if job.ended is not None:
-        return [finish_node(job, event.node)]
-    if not m.has(event.node):
+    if not m.has(event.node) and job.ended is None:
         return [_fence(event.node)]
+    reminders = commits.remind(job.commits, event.node)
+    if job.ended is not None:
+        return [*reminders, finish_node(job, event.node)]
+    return reminders + _missed(job, event, now)
+
+
+def _missed(job: Job, event: NodeResumed, now: Time) -> list[AnyAction]:
+    m = job.membership
     if event.round > m.round:
         return _relearn(job, event, now)
     if event.node in m.busy:
@@ -167,14 +175,19 @@ def _node_gone(job: Job, node: NodeId, why: str, at: Time, now: Time) -> list[An
 
 def _forget(job: Job, node: NodeId, why: str, at: Time, now: Time) -> list[AnyAction]:
     """Strike a node off; if the round in force is broken by that, the others have to stop."""
+    if checking.lost(job.checking, node) and job.ended is None:
+        rounds.leave(job.membership, node)
+        return go_on_checking(job, now)
+    freed = take_in(job, commits.node_gone(job.commits, node), now)
     round = job.membership.round
     stopping = job.fault is not None and node in job.membership.busy
     broken = rounds.leave(job.membership, node)
     job.absent.pop(node, None)
     if job.ended is not None or not (broken or stopping):
-        return []
+        return freed
     # Others often notice first: their ranks fail in the collective they shared with the lost node.
-    return break_round(job, faults.lost_node(node, round, job.highest, why, at), now)
+    fault = faults.lost_node(node, round, job.highest, why, at)
+    return freed + break_round(job, fault, now)
 
 
 def on_tick(job: Job, event: Tick, now: Time) -> list[AnyAction]:
@@ -188,4 +201,6 @@ def on_tick(job: Job, event: Tick, now: Time) -> list[AnyAction]:
     if m.patient_until is not None and m.patient_until <= now:
         m.patient_until = None
     actions += requests.times_up(job.desk, now)
+    if job.ended is None and checking.times_up(job.checking, now):
+        actions += go_on_checking(job, now)
     return actions + (settle(job, now) if job.ended is None else close_job(job, now))

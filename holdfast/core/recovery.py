@@ -121,6 +121,24 @@ def fault_of(event: WorkerExited, step: StepNumber) -> Fault:
     )
 
 
+def hung(
+    node: NodeId, rank: Rank, round: RoundNumber, step: StepNumber, what: str, at: Time
+) -> Fault:
+    """The fault of a rank that stands still."""
+    return Fault(
+        kind="hang",
+        node=node,
+        rank=rank,
+        round=round,
+        step=step,
+        signature=what,
+        detail="",
+        at=at,
+        outside=False,
+        wake=False,
+    )
+
+
 def lost_node(node: NodeId, round: RoundNumber, step: StepNumber, reason: str, at: Time) -> Fault:
     """The fault of a whole node that is gone."""
     return Fault(

@@ -11,10 +11,13 @@ nothing: whatever the verdict, the workers had to be stopped before.
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
+from holdfast.core import checking, commits, hangs, requests, stragglers
 from holdfast.core import ledger as books
 from holdfast.core import membership as rounds
 from holdfast.core import recovery as faults
-from holdfast.core import requests
+from holdfast.core.cliques import placement
 from holdfast.core.deadlines import JOIN_LIMIT_S
 from holdfast.core.recovery import Fault, Stop
 from holdfast.core.requests import Desk
@@ -27,7 +30,8 @@ from holdfast.messages.actions import (
     StartWorkers,
     StopWorkers,
 )
-from holdfast.messages.exits import EXIT_TRY_AGAIN
+from holdfast.messages.checkpoints import Holder
+from holdfast.messages.exits import EXIT_DO_NOT_REQUEUE, EXIT_TRY_AGAIN
 from holdfast.messages.records import Ended, FaultKind, Incident, Place, World
 from holdfast.messages.units import NodeId, Rank, RoundNumber, Time
 
@@ -49,18 +53,28 @@ def break_round(job: Job, fault: Fault, now: Time) -> list[AnyAction]:
     books.broke(job.ledger, fault.at, now)
     rounds.dissolve(job.membership, Time(now + job.patience.limit_s()))
     stops = [stop_node(job, node, held.round) for node, held in job.membership.busy.items()]
-    return [*stops, *_close_desk(job, f"{faults.subject(fault)} {fault.signature}")]
+    return [
+        *stops,
+        *commits.secure(job.commits),
+        *_close_desk(job, f"{faults.subject(fault)} {fault.signature}"),
+    ]
 
 
 def stop_node(job: Job, node: NodeId, round: RoundNumber) -> StopWorkers:
-    incident = job.incidents[-1]
+    incident = job.last_fault
+    assert incident is not None
     why = f"{faults.subject(incident)} {incident.signature}"
-    return StopWorkers(node=node, round=round, grace_s=job.grace.limit_s(), why=why)
+    # A rank that hangs does not end by itself, and the others wait for it.
+    hangs = incident.kind == "hang"
+    grace_s = 0.0 if hangs else job.grace.limit_s()
+    examine = incident.id if hangs else 0
+    return StopWorkers(node=node, round=round, grace_s=grace_s, why=why, examine=examine)
 
 
 def _blame(job: Job, fault: Fault) -> None:
     assert job.fault is not None
-    incident = job.incidents[-1]
+    incident = job.last_fault
+    assert incident is not None
     guilty = faults.culprit(job.fault, fault)
     other = fault if guilty is job.fault else job.fault
     if len(incident.also) < ALSO_AT_MOST:
@@ -68,7 +82,7 @@ def _blame(job: Job, fault: Fault) -> None:
     if guilty is not job.fault:
         better = _incident(incident.id, guilty, incident.opened_at)
         better.also = incident.also
-        job.incidents[-1] = better
+        job.incidents[incident.id - 1] = better
         job.fault = guilty
 
 
@@ -118,6 +132,8 @@ def settle(job: Job, now: Time) -> list[AnyAction]:
         stop = _judge(job, job.fault, now)
         if stop is not None:
             return finish_job(job, stop.code, stop.reason, now)
+    if job.terms.node_check and (job.checking.check is not None or _must_check(job, now)):
+        return [] if job.checking.check is not None else _check(job, now)
     world = rounds.close(m, now)
     if world is not None:
         job.short_until = None
@@ -127,9 +143,70 @@ def settle(job: Job, now: Time) -> list[AnyAction]:
     return _mind_shortage(job, now)
 
 
+def _must_check(job: Job, now: Time) -> bool:
+    m = job.membership
+    return rounds.may_close(m, now) and checking.due(job.checking, m)
+
+
+def _check(job: Job, now: Time) -> list[AnyAction]:
+    if job.ledger.waiting_since is None:
+        books.wait(job.ledger, now)
+    return checking.begin(job.checking, job.membership, now)
+
+
+def go_on_checking(job: Job, now: Time) -> list[AnyAction]:
+    """A round of tests is over: the next one, or the verdicts, and with them the next round."""
+    actions = checking.go_on(job.checking, job.membership, now)
+    if actions or job.checking.until is not None:
+        return actions
+    for verdict in checking.take_verdicts(job.checking):
+        slow = verdict.verdict == "slow" and job.terms.exclude_stragglers
+        if verdict.verdict == "faulty" or (slow and _can_do_without(job)):
+            actions += _send_away(job, verdict.node, verdict.reason, now)
+        elif verdict.verdict != "healthy":
+            note_unfit(job, verdict.node, f"{verdict.verdict}: {verdict.reason}", "", now)
+    return actions + settle(job, now)
+
+
+def _can_do_without(job: Job) -> bool:
+    return job.membership.count() - 1 >= max(1, job.terms.min_nodes)
+
+
+def _send_away(job: Job, node: NodeId, why: str, now: Time) -> list[AnyAction]:
+    """A node that failed its tests has no place, nor has its host from now on."""
+    candidate = job.membership.waiting.get(node)
+    if candidate is None:
+        return []
+    job.excluded[candidate.spec.host] = why
+    note_unfit(job, node, why, "the job goes on without it", now)
+    rounds.leave(job.membership, node)
+    return [goodbye(job, node, EXIT_DO_NOT_REQUEUE, f"this node failed its tests: {why}")]
+
+
+def note_unfit(job: Job, node: NodeId, why: str, action: str, now: Time) -> None:
+    job.incidents.append(
+        Incident(
+            id=len(job.incidents) + 1,
+            kind="unfit",
+            node=node,
+            rank=None,
+            round=job.membership.round,
+            step=job.highest,
+            signature=f"is unfit: {why}",
+            action=action or "training goes on with it",
+            fault_at=now,
+            opened_at=now,
+            closed_at=now,
+        )
+    )
+
+
 def _judge(job: Job, fault: Fault, now: Time) -> Stop | None:
     verdict = faults.judge(job.recovery, fault, job.highest)
-    incident = job.incidents[-1]
+    if fault.kind not in faults.WANTED:
+        job.checking.done.clear()  # Whatever it was, look again.
+    incident = job.last_fault
+    assert incident is not None
     incident.stopped_at = now
     books.stopped(job.ledger, now)
     job.fault = None
@@ -173,13 +250,54 @@ def _start(job: Job, world: World, now: Time) -> list[AnyAction]:
     incident = job.open_incident
     if incident is not None:
         incident.frozen_at = now
+    hosts = {Rank(r): s.node for r, s in job.ranks.items()}
+    specs = {n: c.spec.host for n, c in job.membership.placed.items()}
+    stragglers.renew(job.stragglers, {r: specs[n] for r, n in hosts.items()}, job.highest)
+    job.copies = _place_copies(job, world)
     leftovers = [Prepare(node=node) for node in job.membership.waiting]
     return [*(start_node(job, world, place) for place in world.places), *leftovers]
 
 
 def start_node(job: Job, world: World, place: Place) -> StartWorkers:
     restarts, limit = job.recovery.restarts, job.terms.max_restarts or 0
-    return StartWorkers(node=place.node, part=rounds.part_of(world, place, restarts, limit))
+    ranks = [Rank(r) for r in range(place.first_rank, place.first_rank + place.slots)]
+    paces = hangs.paces(job.hangs)
+    copies = tuple(_holder(job, node) for node in job.copies.get(place.node, ()))
+    fetch = commits.wanted_images(job.commits, ranks, place.node, world.size, reach(job))
+    part = replace(
+        rounds.part_of(world, place, restarts, limit),
+        copies=copies,
+        fetch=fetch,
+        paces=paces,
+        alarms=job.hangs.alarms,
+    )
+    return StartWorkers(node=place.node, part=part)
+
+
+def reach(job: Job) -> commits.Reach:
+    """Where a node's keeper is to be found."""
+    m = job.membership
+
+    def of(node: NodeId) -> commits.Address | None:
+        held = m.placed.get(node) or m.busy.get(node) or m.waiting.get(node)
+        return None if held is None else (held.spec.address, held.spec.keeper_port)
+
+    return of
+
+
+def _holder(job: Job, node: NodeId) -> Holder:
+    spec = job.membership.placed[node].spec
+    return Holder(Rank(0), node, spec.address, spec.keeper_port)
+
+
+def _place_copies(job: Job, world: World) -> dict[NodeId, list[NodeId]]:
+    """Which nodes keep copies of which others' images, in this round."""
+    nodes = [place.node for place in world.places]
+    specs = [job.membership.placed[node].spec for node in nodes]
+    domains = [f"{spec.block}/{spec.switch}" for spec in specs]
+    hosts = [spec.host for spec in specs]
+    placed = placement(len(nodes), 1 + job.terms.copies, 1, domains, hosts)
+    return {node: [nodes[i] for i in peers] for node, peers in zip(nodes, placed, strict=True)}
 
 
 def send_off(
@@ -206,9 +324,9 @@ def finish_job(job: Job, code: int, reason: str, now: Time) -> list[AnyAction]:
         books.enter(job.ledger, "idle", now)
     elif job.ledger.fault_at is None:
         books.broke(job.ledger, now, now)  # Booked when the nodes have told how far they came.
-    answers = _close_desk(job, reason)
+    answers = [*(commits.secure(job.commits) if code else []), *_close_desk(job, reason)]
     nodes = job.membership.nodes()
-    return [*(finish_node(job, node) for node in nodes), *answers] if nodes else close_job(job, now)
+    return [*answers, *(finish_node(job, node) for node in nodes)] if nodes else close_job(job, now)
 
 
 def finish_node(job: Job, node: NodeId) -> Finish:
@@ -235,5 +353,7 @@ def close_job(job: Job, now: Time) -> list[AnyAction]:
 
 def _close_desk(job: Job, why: str) -> list[AnyAction]:
     """What the scripts shared ends with their round."""
+    commits.round_over(job.commits)
+    hangs.round_over(job.hangs)
     desk, job.desk = job.desk, Desk()
     return [*requests.close(desk, why)]

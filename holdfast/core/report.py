@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, get_args
 
 from holdfast.core import ledger as books
+from holdfast.core import stragglers
 from holdfast.core.job import Job
 from holdfast.core.ledger import Span
 from holdfast.core.recovery import subject
@@ -25,8 +26,21 @@ def status(job: Job, now: Time, alive: bool) -> dict[str, Any]:
     if not alive and state != "ended":
         state = "lost"
     ranks: dict[str, list[dict[str, Any]]] = {}
+    scores = stragglers.scores(job.stragglers)
     for number, rank in job.ranks.items():
-        shown = {"rank": number, "pid": rank.pid, "step": rank.step, "finished": rank.finished}
+        shown: dict[str, Any] = {
+            "rank": number,
+            "pid": rank.pid,
+            "step": rank.step,
+            "finished": rank.finished,
+        }
+        score = scores.get(number)
+        if score is not None:
+            shown |= {
+                "score": score.relative,
+                "own_score": score.individual,
+                "straggler": score.straggler,
+            }
         ranks.setdefault(rank.node, []).append(shown)
     world = job.membership.world
     pace = job.pace.per_s if job.pace is not None and state == "running" else None
@@ -40,10 +54,28 @@ def status(job: Job, now: Time, alive: bool) -> dict[str, Any]:
         "wall_s": round(_until(job, now) - job.opened_at, 3),
         "restarts": job.recovery.restarts,
         "nodes": [_node(job, node, ranks.get(node, [])) for node in job.membership.nodes()],
+        "checkpoints": _checkpoints(job),
         "last_incident": incident_line(job.incidents[-1]) if job.incidents else None,
         "exit_code": job.ended.code if job.ended else None,
         "reason": job.ended.reason if job.ended else None,
     }
+
+
+def _checkpoints(job: Job) -> list[dict[str, Any]]:
+    """What each checkpointer has in memory and on storage."""
+    found = []
+    for name, book in job.commits.books.items():
+        whole = [s.id.step for s in book.snapshots if s.counts and s.alive]
+        found.append(
+            {
+                "checkpointer": name,
+                "in_memory": max(whole, default=None),
+                "on_storage": book.stored.step if book.stored is not None else None,
+                "writing": book.writing.snapshot.step if book.writing is not None else None,
+                "failures": book.failures,
+            }
+        )
+    return found
 
 
 def _node(job: Job, node: Any, ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -120,10 +152,7 @@ def lost_s(incident: Incident) -> Seconds | None:
 
 def incident_line(incident: Incident) -> str:
     """One incident in one line."""
-    who = subject(incident)
-    verb = {"exception": "raised ", "exit": "ended with "}.get(incident.kind, "")
-    what = f"{who} {verb}{incident.signature}"
-    line = f"{what} at step {incident.step}"
+    line = f"{_what(incident)} at step {incident.step}"
     if incident.closed_at is None:
         return f"{line}: being repaired"
     if incident.back_at is None:
@@ -134,6 +163,15 @@ def incident_line(incident: Incident) -> str:
         if name != "rendezvous" or took >= 0.005
     )
     return f"{line}: back in {lost_s(incident):.2f} s ({shown}), {incident.lost_steps} steps redone"
+
+
+def _what(incident: Incident) -> str:
+    if incident.kind == "storage":
+        return f"{incident.signature} ({incident.detail})"
+    if incident.kind == "hang" and incident.detail:
+        return incident.detail  # The verdict, which names ranks and lines.
+    verb = {"exception": "raised ", "exit": "ended with "}.get(incident.kind, "")
+    return f"{subject(incident)} {verb}{incident.signature}"
 
 
 def summary(job: Job, now: Time) -> list[str]:

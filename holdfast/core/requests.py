@@ -30,11 +30,13 @@ from holdfast.messages.actions import Answered
 from holdfast.messages.events import Asked
 from holdfast.messages.requests import (
     AnyAnswer,
+    AwaitSave,
     CastVote,
     CompareSet,
     Denied,
     Get,
     Granted,
+    HeldRequest,
     JoinBarrier,
     Values,
     Wait,
@@ -68,6 +70,42 @@ class Desk(Struct):
 def take(desk: Desk, event: Asked, attendance: Attendance, now: Time) -> list[Answered]:
     """Take a request of the round in force."""
     asker = _asker(event.rank, event.lane)
+    before = _before(desk, event, asker)
+    if before is not None:
+        return before
+    request = event.request
+    if isinstance(request, JoinBarrier | CastVote):
+        return _meet(desk, event, asker, attendance, now)
+    assert not isinstance(request, HeldRequest), "not for this desk alone"
+    taken = keys.take(desk.store, asker, request)
+    if taken.answer is None:
+        _keep_open(desk, event, asker, now)
+        return _in_time(desk, now)
+    desk.last[event.rank][event.lane].answer = _kept(taken.answer, event)
+    return [_to(event, taken.answer), *_answer(desk, taken.woken, Granted())]
+
+
+def hold(desk: Desk, event: Asked, now: Time) -> tuple[Asker | None, list[Answered]]:
+    """Keep a request open that others will `answer`; None: it was asked before."""
+    asker = _asker(event.rank, event.lane)
+    before = _before(desk, event, asker)
+    if before is not None:
+        return None, before
+    _keep_open(desk, event, asker, now)
+    return asker, []
+
+
+def answer(desk: Desk, answers: Iterable[tuple[Asker, AnyAnswer]]) -> list[Answered]:
+    """Answer held requests, if they still wait."""
+    found = []
+    for asker, one in answers:
+        if asker in desk.open and isinstance(desk.open[asker].asked.request, HeldRequest):
+            found += _answer(desk, [asker], one)
+    return found
+
+
+def _before(desk: Desk, event: Asked, asker: Asker) -> list[Answered] | None:
+    """What to say to a request that came before; None: it is new, and its lane's newest now."""
     lanes = desk.last.setdefault(event.rank, {})
     last = lanes.get(event.lane)
     if last is not None and event.number <= last.number:
@@ -78,14 +116,7 @@ def take(desk: Desk, event: Asked, attendance: Attendance, now: Time) -> list[An
     if asker in desk.open:
         _drop(desk, asker)
     lanes[event.lane] = LastAnswer(event.number)
-    if isinstance(event.request, JoinBarrier | CastVote):
-        return _meet(desk, event, asker, attendance, now)
-    taken = keys.take(desk.store, asker, event.request)
-    if taken.answer is None:
-        _keep_open(desk, event, asker, now)
-        return _in_time(desk, now)
-    lanes[event.lane].answer = _kept(taken.answer, event)
-    return [_to(event, taken.answer), *_answer(desk, taken.woken, Granted())]
+    return None
 
 
 def _meet(
@@ -190,8 +221,9 @@ def _all_over(desk: Desk, over: Iterable[Over]) -> list[Answered]:
 
 
 def _keep_open(desk: Desk, event: Asked, asker: Asker, now: Time) -> None:
-    assert isinstance(event.request, Wait | JoinBarrier | CastVote)
-    limit_s = event.request.timeout_s
+    request = event.request
+    assert isinstance(request, Wait | JoinBarrier | CastVote | HeldRequest)
+    limit_s = getattr(request, "timeout_s", None)
     until = None if limit_s is None else Time(now + limit_s)
     desk.open[asker] = Open(event, until)
     if until is not None:
@@ -208,7 +240,7 @@ def _leave(desk: Desk, asker: Asker) -> None:
     asked = desk.open[asker].asked
     if isinstance(asked.request, JoinBarrier | CastVote):
         meeting.withdraw(desk.meetings, asked.request, asked.rank)
-    else:
+    elif isinstance(asked.request, Wait):
         keys.forget(desk.store, asker)
 
 
@@ -224,6 +256,8 @@ def _waited_for(desk: Desk, asked: Asked) -> str:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         named = ", ".join(repr(key) for key in missing[:3])
         return f"{request.timeout_s:.3g} s for {named}{more}"
+    if isinstance(request, AwaitSave):
+        return f"{request.timeout_s:.3g} s for step {request.step} to be saved to {request.to}"
     assert isinstance(request, JoinBarrier | CastVote)
     return f"{request.timeout_s:.3g} s for all ranks to come to {request.name!r}"
 
@@ -235,6 +269,9 @@ def validate(desk: Desk, attendance: Attendance) -> None:
     waiting = list(desk.store.waits)
     for of_kind in (desk.meetings.barriers, desk.meetings.votes):
         waiting += [member.asker for members in of_kind.values() for member in members.values()]
+    waiting += [
+        asker for asker, held in desk.open.items() if isinstance(held.asked.request, HeldRequest)
+    ]
     assert sorted(waiting) == sorted(desk.open), "open requests are not those that wait"
     for asker, held in desk.open.items():
         assert asker == _asker(held.asked.rank, held.asked.lane)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from holdfast.core import requests
+from holdfast.core.checkpoints import on_state_asked
 from holdfast.core.meetings import Attendance
 from holdfast.core.repair import finish_job, send_off
+from holdfast.core.slowness import on_stragglers_asked
 from holdfast.core.state import Job, rank_in_force
 from holdfast.messages.actions import AnyAction
 from holdfast.messages.events import Asked, ExcludeAsked, StopAsked
 from holdfast.messages.exits import EXIT_DO_NOT_REQUEUE
+from holdfast.messages.requests import AwaitSave, AwaitStragglers, FindState
 from holdfast.messages.units import Time
 
 
@@ -17,6 +20,10 @@ def on_asked(job: Job, event: Asked, now: Time) -> list[AnyAction]:
     if job.ended is not None or job.membership.world is None or rank is None or rank.finished:
         why = f"rank {event.rank} of round {event.round} is not in force"
         return [requests.fenced(event, f"{why} (the job is in round {job.membership.round})")]
+    if isinstance(event.request, FindState | AwaitSave):
+        return on_state_asked(job, event, now)
+    if isinstance(event.request, AwaitStragglers):
+        return on_stragglers_asked(job, event, now)
     return [*requests.take(job.desk, event, attendance(job), now)]
 
 

@@ -6,14 +6,22 @@ from typing import Literal
 
 from msgspec import Struct, field
 
+from holdfast.core.checking import Checking
+from holdfast.core.commits import Commits
 from holdfast.core.deadlines import StopGrace, StopPatience
+from holdfast.core.hangs import Hangs
 from holdfast.core.ledger import Ledger
 from holdfast.core.membership import Membership
 from holdfast.core.recovery import Fault, Recovery
 from holdfast.core.requests import Desk
+from holdfast.core.stragglers import Stragglers
 from holdfast.messages.events import JobOpened
 from holdfast.messages.records import Ended, Incident, Terms
+from holdfast.messages.timings import Finding
 from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber, Time
+
+QUIET = frozenset({"storage", "straggler", "unfit"})
+"""Incidents that break no round."""
 
 State = Literal["gathering", "running", "stopping", "ending", "ended"]
 
@@ -80,6 +88,19 @@ class Job(Struct):
     """While the world could grow: how many checkpoints there were when that became so."""
     saves: int = 0
     """Checkpoints finished by rank 0 in this round."""
+    commits: Commits = field(default_factory=Commits)
+    """Snapshots and checkpoints."""
+    checking: Checking = field(default_factory=Checking)
+    hangs: Hangs = field(default_factory=Hangs)
+    stragglers: Stragglers = field(default_factory=Stragglers)
+    findings: list[Finding] = field(default_factory=list)
+    """Ranks that became slow, or are not any more; the last few."""
+    found: int = 0
+    """How many findings there have been."""
+    copies: dict[NodeId, list[NodeId]] = field(default_factory=dict)
+    """Who keeps copies of whose images, in the round in force."""
+    last_write: str | None = None
+    """All ranks ended with 0, and the last checkpoint is being written; then what became of it."""
     desk: Desk = field(default_factory=Desk)
     """What the scripts of the round in force share, and what they wait for."""
     incidents: list[Incident] = field(default_factory=list)
@@ -95,8 +116,13 @@ class Job(Struct):
         return "running" if self.membership.world is not None else "gathering"
 
     @property
+    def last_fault(self) -> Incident | None:
+        """The newest incident that broke a round; some break none."""
+        return next((i for i in reversed(self.incidents) if i.kind not in QUIET), None)
+
+    @property
     def open_incident(self) -> Incident | None:
-        last = self.incidents[-1] if self.incidents else None
+        last = self.last_fault
         return last if last is not None and last.closed_at is None else None
 
 

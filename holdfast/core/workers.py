@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from holdfast.core import commits, hangs, requests
 from holdfast.core import ledger as books
 from holdfast.core import recovery as faults
-from holdfast.core import requests
 from holdfast.core.repair import break_round, finish_job, grow
 from holdfast.core.scripts import attendance
+from holdfast.core.slowness import on_timings
 from holdfast.core.state import Job, Pace, RankState, rank_in_force
 from holdfast.messages.actions import AnyAction
 from holdfast.messages.events import Progress, WorkerExited, WorkerStarted
@@ -35,8 +36,17 @@ def on_started(job: Job, event: WorkerStarted, now: Time) -> list[AnyAction]:
     return []
 
 
+def _note_paces(job: Job, event: Progress) -> None:
+    if event.paces is not None:
+        hangs.note_paces(job.hangs, event.node, event.paces)
+
+
 def on_progress(job: Job, event: Progress, now: Time) -> list[AnyAction]:
     all_progressed(job, event.node, event.round, event.ranks)
+    _note_paces(job, event)
+    slow = on_timings(job, event, now)
+    if slow:
+        return slow
     wished = job.saves_at_wish is not None and job.saves != job.saves_at_wish
     return grow(job, now) if wished else []
 
@@ -88,7 +98,7 @@ def _note_base(job: Job, rank: RankState, base: StepNumber) -> None:
         job.resumed_at = min(job.resumed_at, base)
     else:
         job.resumed_at = min(r.base for r in job.ranks.values() if r.base is not None)
-    incident = job.incidents[-1] if job.incidents else None
+    incident = job.last_fault
     if incident is not None and incident.round < job.membership.round:
         incident.lost_steps = max(0, incident.step - job.resumed_at)
 
@@ -125,4 +135,7 @@ def _finished(job: Job, number: Rank, rank: RankState, at: Time, now: Time) -> l
     incident = job.open_incident
     if incident is not None:
         incident.closed_at = at
+    if commits.busy(job.commits):
+        job.last_write = ""
+        return []  # All is done but for the last checkpoint: see `checkpoints`.
     return finish_job(job, 0, "finished", now)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from holdfast.messages.checkpoints import Shard, SnapshotId
 from holdfast.messages.records import Part
 from holdfast.messages.requests import AnyAnswer
 from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds
@@ -33,6 +34,8 @@ class StopWorkers(Action, frozen=True, kw_only=True):
     round: RoundNumber
     grace_s: Seconds
     why: str
+    examine: int = 0
+    """The incident for which somebody wants to see how the workers stand before they are ended."""
 
 
 class Finish(Action, frozen=True, kw_only=True):
@@ -57,6 +60,57 @@ class Answered(Action, frozen=True, kw_only=True):
     answer: AnyAnswer
 
 
+class Examine(Action, frozen=True, kw_only=True):
+    """Look at the node's workers, and send a Testimony."""
+
+    node: NodeId
+    inquest: int
+    limit_s: Seconds
+
+
+class TestNode(Action, frozen=True, kw_only=True):
+    """Have a process test this node, alone and with the other of its group, then say NodeTested."""
+
+    node: NodeId
+    check: int
+    round: int
+    group: int
+    rank: int
+    size: int
+    address: str
+    """Where the first of the group has its store."""
+    port: int
+    limit_s: Seconds
+
+
+class WriteShards(Action, frozen=True, kw_only=True):
+    """Write the images of these ranks to storage, then say ShardsWritten."""
+
+    node: NodeId
+    snapshot: SnapshotId
+    ranks: tuple[Rank, ...]
+    world_size: int
+    alike: bool
+    """All ranks share what they should: each writes its slice of that, not all of it."""
+
+
+class CommitCheckpoint(Action, frozen=True, kw_only=True):
+    """All shards are durable: write the manifest, then say CheckpointWritten."""
+
+    node: NodeId
+    snapshot: SnapshotId
+    world_size: int
+    shards: tuple[Shard, ...]
+
+
+class CheckpointSettled(Action, frozen=True, kw_only=True):
+    """Nothing more will be done about that snapshot's way to storage."""
+
+    node: NodeId
+    snapshot: SnapshotId
+    error: str = ""
+
+
 class CloseJob(Action, frozen=True, kw_only=True):
     """All nodes are gone and the job is over: the coordinator may end."""
 
@@ -64,5 +118,16 @@ class CloseJob(Action, frozen=True, kw_only=True):
     reason: str
 
 
-AnyAction = Prepare | StartWorkers | StopWorkers | Finish | Answered | CloseJob
-NodeAction = Prepare | StartWorkers | StopWorkers | Finish | Answered
+NodeAction = (
+    Prepare
+    | StartWorkers
+    | StopWorkers
+    | Finish
+    | Answered
+    | Examine
+    | TestNode
+    | WriteShards
+    | CommitCheckpoint
+    | CheckpointSettled
+)
+AnyAction = NodeAction | CloseJob

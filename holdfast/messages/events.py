@@ -8,8 +8,21 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from holdfast.messages.checkpoints import (
+    CheckpointerId,
+    ImageId,
+    Sealed,
+    Shard,
+    SnapshotId,
+    StoredStep,
+    Wish,
+)
+from holdfast.messages.hangs import Paces, Stall
+from holdfast.messages.health import Result
+from holdfast.messages.nodecheck import TestResult
 from holdfast.messages.records import NodeSpec, Raised, RankProgress, Terms
 from holdfast.messages.requests import AnyRequest, Lane, Number
+from holdfast.messages.timings import RankTimings
 from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, Time
 
 
@@ -150,6 +163,89 @@ class Progress(Event, frozen=True, kw_only=True):
     node: NodeId
     round: RoundNumber
     ranks: tuple[RankProgress, ...]
+    paces: Paces | None = None
+    """How long things take there, when there is news."""
+    timings: tuple[RankTimings, ...] = ()
+    """What each rank's steps consist of, since the last time."""
+
+
+class RanksStalled(Event, frozen=True, kw_only=True):
+    """Which of the node's ranks are past their deadlines now: all of them, none when they moved on."""
+
+    node: NodeId
+    round: RoundNumber
+    stalls: tuple[Stall, ...]
+
+
+class VerdictReached(Event, frozen=True, kw_only=True):
+    """Somebody looked at all ranks of a round that stood still, and knows more."""
+
+    incident: int
+    guilty: tuple[Rank, ...]
+    sentence: str
+
+
+class NodeTested(Event, frozen=True, kw_only=True):
+    """How a test that was ordered went."""
+
+    node: NodeId
+    check: int
+    result: TestResult
+    store_port: int
+    """Its new one: the old may be used up."""
+
+
+class HealthFound(Event, frozen=True, kw_only=True):
+    """What the node's own checks found that is not as it should be."""
+
+    node: NodeId
+    results: tuple[Result, ...]
+
+
+class SnapshotsSealed(Event, frozen=True, kw_only=True):
+    """All of the node's ranks have a whole image of that step."""
+
+    node: NodeId
+    snapshot: SnapshotId
+    world_size: int
+    ranks: tuple[Sealed, ...]
+    wish: Wish
+
+
+class ImagesHeld(Event, frozen=True, kw_only=True):
+    """The node has these images too: it got them from another, or had them from before."""
+
+    node: NodeId
+    images: tuple[ImageId, ...]
+
+
+class ShardsWritten(Event, frozen=True, kw_only=True):
+    """The node's files of that snapshot are durable, or will not be."""
+
+    node: NodeId
+    snapshot: SnapshotId
+    shards: tuple[Shard, ...] = ()
+    error: str = ""
+    gone: bool = False
+    """A newer snapshot had taken the place of an image before it could be read."""
+
+
+class CheckpointWritten(Event, frozen=True, kw_only=True):
+    """The manifest is durable, or will not be."""
+
+    node: NodeId
+    snapshot: SnapshotId
+    error: str = ""
+
+
+class StoredFound(Event, frozen=True, kw_only=True):
+    """Which checkpoints are on storage, before the ranks of that round restore one."""
+
+    node: NodeId
+    round: RoundNumber
+    checkpointer: CheckpointerId
+    steps: tuple[StoredStep, ...] = ()
+    error: str = ""
 
 
 class Tick(Event, frozen=True, kw_only=True):
@@ -172,5 +268,14 @@ AnyEvent = (
     | WorkerStarted
     | WorkerExited
     | Progress
+    | RanksStalled
+    | VerdictReached
+    | NodeTested
+    | HealthFound
+    | SnapshotsSealed
+    | ImagesHeld
+    | ShardsWritten
+    | CheckpointWritten
+    | StoredFound
     | Tick
 )

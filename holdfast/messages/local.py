@@ -10,6 +10,7 @@ from typing import Literal
 
 from msgspec import Struct
 
+from holdfast.messages.checkpoints import CheckpointerId, Wish
 from holdfast.messages.records import Raised
 from holdfast.messages.requests import AnyAnswer, Lane, Number, ScriptRequest
 
@@ -65,6 +66,31 @@ class Assign(Local, frozen=True, kw_only=True):
     entry: Entry
     """How to start the script, which the process has on its command line."""
     agent_pid: int
+    round: int = 0
+    images: str = ""
+    """The directory for this node's snapshots."""
+    flight: str = ""
+    """Where to write the flight recorder when somebody wants to see it."""
+
+
+class Test(Local, frozen=True, kw_only=True):
+    """Agent to a process: test this node. With it, for the first of a group: its store's socket."""
+
+    rank: int
+    size: int
+    address: str
+    port: int
+    limit_s: float
+
+
+class Tested(Local, frozen=True, kw_only=True):
+    """Process to agent: how it went."""
+
+    solo_passed: bool | None = None
+    solo_s: float | None = None
+    passed: bool | None = None
+    seconds: float | None = None
+    detail: str = ""
 
 
 class Began(Local, frozen=True, kw_only=True):
@@ -85,6 +111,24 @@ class Died(Local, frozen=True, kw_only=True):
 
 class Done(Local, frozen=True, kw_only=True):
     """Worker to agent: the script ran to its end; only the interpreter's own end is left."""
+
+
+class OpenCheckpointer(Local, frozen=True, kw_only=True):
+    """Worker to agent: the script has this checkpointer."""
+
+    checkpointer: CheckpointerId
+    directory: str
+    keep: bytes
+
+
+class ImageWhole(Local, frozen=True, kw_only=True):
+    """Worker to agent: the snapshot of that step is copied."""
+
+    checkpointer: CheckpointerId
+    path: str
+    state: int
+    step: int
+    wish: Wish
 
 
 class Ask(Local, frozen=True, kw_only=True):
@@ -113,7 +157,9 @@ class Piece(Local, frozen=True, kw_only=True):
 
 ToNursery = Fork
 FromNursery = Forked | Warm
-ToWorker = Assign
-FromWorker = Standing | Began | Stepped | Died | Done | Ask | Piece
+ToWorker = Assign | Test
+FromWorker = (
+    Standing | Began | Stepped | Died | Done | Ask | OpenCheckpointer | ImageWhole | Tested | Piece
+)
 ToScript = Reply | Piece
 """To a worker whose script runs."""

@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct, field
 
+from holdfast.messages.checkpoints import Holder, ImageId
+from holdfast.messages.hangs import HangTerms, Paces
 from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, StepNumber, Time
 
 Cause = Literal[
@@ -24,8 +26,22 @@ Cause = Literal[
 """What a second of a rank was spent on. Every second has exactly one."""
 
 
-FaultKind = Literal["signal", "oom", "exit", "exception", "node", "leave", "exclude", "resize"]
-"""What broke a round: a worker's death in four ways, a node that is gone, or a change we wanted."""
+FaultKind = Literal[
+    "signal",
+    "oom",
+    "exit",
+    "exception",
+    "node",
+    "leave",
+    "exclude",
+    "resize",
+    "hang",
+    "unfit",
+    "straggler",
+    "storage",
+]
+"""What broke a round: a worker's death in four ways, a node that is gone, or a change we wanted; and
+what broke none: a checkpoint that could not be written."""
 
 
 class Terms(Struct, frozen=True, kw_only=True):
@@ -38,6 +54,13 @@ class Terms(Struct, frozen=True, kw_only=True):
     """Nodes of one interconnect domain that only count together."""
     spares: int = 0
     """Nodes beyond the maximum that the user promised; they wait for a place."""
+    node_check: bool = False
+    """Whether nodes test each other before they get a place."""
+    exclude_stragglers: bool = False
+    """Whether a rank that slows the others down costs its node its place, if a spare waits."""
+    hangs: HangTerms = HangTerms()
+    copies: int = 1
+    """Nodes that keep a copy of each other node's snapshots."""
     max_restarts: int | None = None
     grace_s: Seconds | None = None
     """How long a worker may take to end after SIGTERM; learnt when not given."""
@@ -58,6 +81,8 @@ class NodeSpec(Struct, frozen=True, kw_only=True):
     """Where the user wants it."""
     infra_rank: int | None = None
     """Where the infrastructure has it."""
+    keeper_port: int = 0
+    """Where other nodes get images from it."""
     switch: str = ""
     block: str = ""
     domain: str = ""
@@ -121,6 +146,14 @@ class Part(Struct, frozen=True, kw_only=True):
     store_port: int
     restarts: int
     max_restarts: int
+    copies: tuple[Holder, ...] = ()
+    """Nodes that keep copies of this one's images."""
+    paces: Paces = Paces()
+    """How long things took in earlier rounds."""
+    alarms: dict[str, int] = {}
+    """Where a rank seemed to hang before, and how often."""
+    fetch: tuple[tuple[ImageId, Holder], ...] = ()
+    """Images that this node's ranks will want, and others have."""
 
 
 class Incident(Struct, kw_only=True):

@@ -14,7 +14,9 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from holdfast.messages.units import Seconds
+from holdfast.messages.checkpoints import CheckpointerId, Holder, ImageId, Tier, Tried
+from holdfast.messages.timings import Finding
+from holdfast.messages.units import RoundNumber, Seconds, StepNumber
 
 MAX_VALUE_BYTES = 512 << 10
 """A value of the store, and all values of one answer together (or the first, if alone)."""
@@ -118,8 +120,35 @@ class CastVote(Request, frozen=True, kw_only=True):
     timeout_s: Seconds | None = None
 
 
+class FindState(Request, frozen=True, kw_only=True):
+    """What to restore, agreed by all ranks of the round. Answered: StateFound, again and again,
+    each time with how the last one fared, until all ranks loaded one or there is no more."""
+
+    checkpointer: CheckpointerId
+    step: int | None = None
+    """That one, and no other; None: the newest that verifies."""
+    tried: Tried | None = None
+
+
+class AwaitSave(Request, frozen=True, kw_only=True):
+    """Answered when it is known how the save of that step went: SaveSettled."""
+
+    checkpointer: CheckpointerId
+    step: int
+    to: Tier
+    timeout_s: Seconds | None = None
+
+
+class AwaitStragglers(Request, frozen=True, kw_only=True):
+    """Answered when more findings were made than that: StragglersFound."""
+
+    after: Annotated[int, Meta(ge=0)]
+
+
 StoreRequest = Set | Get | Add | CompareSet | Append | Wait | Check | Delete | CountKeys
-AnyRequest = StoreRequest | JoinBarrier | CastVote
+HeldRequest = FindState | AwaitSave | AwaitStragglers
+"""What is answered when something happens that has nothing to do with other requests."""
+AnyRequest = StoreRequest | JoinBarrier | CastVote | HeldRequest
 
 
 class ExcludeNode(Request, frozen=True, kw_only=True):
@@ -135,7 +164,16 @@ class StopJob(Request, frozen=True, kw_only=True):
     code: Annotated[int, Meta(ge=0, le=255)]
 
 
-ScriptRequest = AnyRequest | ExcludeNode | StopJob
+class FetchImage(Request, frozen=True, kw_only=True):
+    """To the agent: have these blocks of an image that another node holds. Answered: Fetched."""
+
+    image: ImageId
+    holder: Holder
+    blocks: tuple[tuple[int, int], ...] | None = None
+    """Ranges of blocks, the last one exclusive; None: all of it."""
+
+
+ScriptRequest = AnyRequest | ExcludeNode | StopJob | FetchImage
 """All that a script may say to its agent."""
 
 
@@ -205,7 +243,39 @@ class Tally(Answer, frozen=True, kw_only=True):
         return len(self.counts) == 1
 
 
-Reason = Literal["fenced", "timeout", "too large", "not a number", "too many", "joined again"]
+class StateFound(Answer, frozen=True, kw_only=True):
+    """What all ranks shall load now."""
+
+    where: Tier | Literal["nowhere", "loaded"]
+    """Nowhere: there is nothing (more) to restore. Loaded: all ranks have what they tried."""
+    step: StepNumber = StepNumber(0)
+    round: RoundNumber = RoundNumber(0)
+    world_size: int = 0
+    holders: tuple[Holder, ...] = ()
+    """Of the images that this rank needs."""
+    refused: tuple[str, ...] = ()
+    """What was tried before, and why it was not taken."""
+
+
+class SaveSettled(Answer, frozen=True, kw_only=True):
+    outcome: Literal["saved", "skipped", "failed"]
+    reason: str = ""
+
+
+class StragglersFound(Answer, frozen=True, kw_only=True):
+    total: int
+    """How many findings there have been; to be asked for again with that number."""
+    findings: tuple[Finding, ...]
+    """The newest of them, that were not told before."""
+
+
+class Fetched(Answer, frozen=True, kw_only=True):
+    path: str
+
+
+Reason = Literal[
+    "fetch", "fenced", "timeout", "too large", "not a number", "too many", "joined again"
+]
 
 
 class Denied(Answer, frozen=True, kw_only=True):
@@ -215,4 +285,15 @@ class Denied(Answer, frozen=True, kw_only=True):
     detail: str
 
 
-AnyAnswer = Granted | Truth | Total | Values | Tally | Denied
+AnyAnswer = (
+    Granted
+    | Truth
+    | Total
+    | Values
+    | Tally
+    | StateFound
+    | SaveSettled
+    | StragglersFound
+    | Fetched
+    | Denied
+)

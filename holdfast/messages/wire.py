@@ -13,6 +13,7 @@ from msgspec import Meta, Struct
 
 from holdfast.messages.actions import NodeAction
 from holdfast.messages.events import AnyEvent
+from holdfast.messages.evidence import RankEvidence, Verdict
 from holdfast.messages.records import Terms
 from holdfast.messages.units import NodeId, RoundNumber, Seconds, Time
 
@@ -27,6 +28,29 @@ class Hello(Struct, frozen=True, kw_only=True, tag=True):
     busy: bool
     terms: Terms
     """What kind of job this node was started for; the first node's opens the job."""
+
+
+class AskWhy(Struct, frozen=True, kw_only=True, tag=True):
+    """Where does every rank stand now, and who waits for whom? Answered: Why."""
+
+
+Question = AskWhy
+
+
+class Visit(Struct, frozen=True, kw_only=True, tag=True):
+    """Somebody who is no node has one question."""
+
+    protocol: int
+    token: str
+    question: Question
+
+
+class Why(Struct, frozen=True, kw_only=True, tag=True):
+    verdict: Verdict
+    evidence: tuple[RankEvidence, ...]
+    """As much of it as fits into a frame."""
+    standing: int
+    """Ranks that are past their deadlines."""
 
 
 class Welcome(Struct, frozen=True, kw_only=True, tag=True):
@@ -47,6 +71,16 @@ class Sent(Struct, frozen=True, kw_only=True, tag=True):
     event: AnyEvent
 
 
+class Testimony(Struct, frozen=True, kw_only=True, tag=True):
+    """What an agent saw of its ranks. It is not an event: nothing is decided by it."""
+
+    inquest: int
+    """Of whom it was asked: an incident's number, or a negative one for somebody who only asks."""
+    evidence: tuple[RankEvidence, ...]
+    more: bool = False
+    """There is more to come from this node."""
+
+
 class Beat(Struct, frozen=True, kw_only=True, tag=True):
     """I am still here."""
 
@@ -55,5 +89,6 @@ class Ack(Struct, frozen=True, kw_only=True, tag=True):
     number: int
 
 
-FromAgent = Hello | Sent | Beat
+FromAgent = Hello | Visit | Sent | Testimony | Beat
+ToVisitor = Why | Refused
 FromCoordinator = Welcome | Refused | Ack | NodeAction

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from holdfast.errors import NotUnderHoldfast
+from holdfast.errors import HoldfastError, NotUnderHoldfast
 from holdfast.messages.exits import EXIT_DO_NOT_REQUEUE
-from holdfast.messages.requests import CastVote, ExcludeNode, JoinBarrier, StopJob
+from holdfast.messages.requests import (
+    AwaitStragglers,
+    CastVote,
+    ExcludeNode,
+    JoinBarrier,
+    StopJob,
+    StragglersFound,
+)
 from holdfast.messages.requests import Tally as Tally
+from holdfast.messages.timings import Finding
 from holdfast.worker import runtime
 from holdfast.worker.requests import SLACK_S
 
 if TYPE_CHECKING:
     from holdfast.worker.torchstore import CoordinatorStore
-
-_BOOKED = ("checkpoint", "restore")
 
 
 def progress(step: int) -> None:
@@ -33,13 +40,47 @@ def progress(step: int) -> None:
 
 @contextmanager
 def section(name: str) -> Iterator[None]:
-    """Mark a stretch of the script; "checkpoint" and "restore" are booked as such by the ledger."""
+    """Mark a stretch of the script: how long it may take is learnt apart from the rest, and its speed
+    is compared between ranks. "checkpoint" and "restore" are booked as such by the ledger.
+
+    Sections nest and overlap, and may be entered by any thread.
+    """
     worker = runtime.current()
-    if worker is None or name not in _BOOKED:
+    if worker is None:
         yield
         return
-    with worker.aside(name):
+    with worker.section(name):
         yield
+
+
+def heartbeat() -> None:
+    """Say that the script is well, where it does something long that is no training step."""
+    worker = runtime.current()
+    if worker is not None:
+        worker.heartbeat()
+
+
+def on_straggler(callback: Callable[[Finding], object]) -> None:
+    """Have a function called, in a thread of its own, when a rank becomes slow or is not any more.
+
+    It gets a finding: rank, kind ("relative" to the best rank, or "individual": to its own best),
+    began or ended, score, and the section where it loses most. Every rank that asks is told.
+    """
+    asking = _worker("on_straggler").requests
+
+    def listen() -> None:
+        after = 0
+        while True:
+            try:
+                answer = asking.ask(AwaitStragglers(after=after), None)
+            except HoldfastError:
+                return  # The round is over, and with it this process.
+            assert isinstance(answer, StragglersFound)
+            after = answer.total
+            for finding in answer.findings:
+                callback(finding)
+
+    threading.Thread(target=listen, name="holdfast-stragglers", daemon=True).start()
 
 
 def store() -> CoordinatorStore:

@@ -16,11 +16,14 @@ import time
 
 import msgspec
 
+from holdfast.diagnosis import flight
 from holdfast.kernel import PR_SET_PDEATHSIG, prctl
-from holdfast.messages.local import Assign, Began, Died, Done, Program, Standing, ToWorker
+from holdfast.messages.local import Assign, Began, Died, Done, Program, Standing, Test, ToWorker
 from holdfast.page import ProgressPage
-from holdfast.worker import hooks, rehearsal, runtime, script
+from holdfast.worker import hooks, rehearsal, runtime, script, selftest
 from holdfast.worker.channel import Channel, move_up
+from holdfast.worker.phases import Phases
+from holdfast.worker.pulse import Pulse
 from holdfast.worker.runtime import Runtime
 
 _decoder = msgspec.msgpack.Decoder(ToWorker)
@@ -38,10 +41,15 @@ def become_worker(control_fd: int, page_fd: int, rehearse: bool) -> int:
     if not packet:
         os._exit(0)
     assign = _decoder.decode(packet)
+    if isinstance(assign, Test):
+        channel.send(selftest.run(assign, fds))
+        os._exit(0)
     _take_over(assign, fds)
-    worker = Runtime(channel, page)
+    worker = Runtime(channel, page, assign.round, assign.images)
     runtime.install(worker)
+    Phases(page.vitals).install()
     hooks.count_steps(worker)
+    Pulse(page.vitals, lambda: _dump_flight(assign.flight)).start()
     if len(fds) > 3:
         hooks.host_store(move_up(fds[3]), int(assign.env["MASTER_PORT"]))
     _, name, *arguments = sys.argv
@@ -71,6 +79,16 @@ def _take_over(assign: Assign, fds: list[int]) -> None:
     os.environ.update(assign.env)
     rehearsal.reseed()
     gc.unfreeze()
+
+
+def _dump_flight(path: str) -> None:
+    """Write the flight recorder, whole or not at all."""
+    try:
+        with open(f"{path}.part", "wb") as file:
+            file.write(flight.dump())
+        os.rename(f"{path}.part", path)
+    except OSError:
+        pass  # The disk is full, perhaps; whoever wants to see it does without.
 
 
 def _open_streams() -> None:

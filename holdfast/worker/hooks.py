@@ -18,12 +18,11 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from holdfast.worker.imports import when_imported
 from holdfast.worker.runtime import Runtime
 
 _OPTIMIZER = "torch.optim.optimizer"
@@ -73,7 +72,7 @@ def _steps_in_state(optimizer: Any) -> int:
 def count_steps(runtime: Runtime) -> None:
     """Register the hook now, or as soon as torch is imported."""
     counter = StepCounter(runtime)
-    _when_imported(_OPTIMIZER, lambda module: module.register_optimizer_step_post_hook(counter))
+    when_imported(_OPTIMIZER, lambda module: module.register_optimizer_step_post_hook(counter))
 
 
 def host_store(listener_fd: int, port: int) -> None:
@@ -90,48 +89,4 @@ def host_store(listener_fd: int, port: int) -> None:
 
         module.__dict__["TCPStore"] = make_store
 
-    _when_imported(_RENDEZVOUS, patch)
-
-
-def _when_imported(name: str, act: Callable[[ModuleType], object]) -> None:
-    if name in sys.modules:
-        act(sys.modules[name])
-    else:
-        sys.meta_path.insert(0, _Watcher(name, act))
-
-
-class _Watcher(MetaPathFinder):
-    """Finds nothing itself; adds a last step to the import of one module."""
-
-    def __init__(self, name: str, act: Callable[[ModuleType], object]) -> None:
-        self._name = name
-        self._act = act
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name != self._name:
-            return None
-        sys.meta_path.remove(self)
-        for finder in sys.meta_path:
-            spec = finder.find_spec(name, path, target)
-            if spec is not None and spec.loader is not None:
-                spec.loader = _ActingLoader(spec.loader, self._act)
-                return spec
-        return None
-
-
-class _ActingLoader(Loader):
-    def __init__(self, loader: Loader, act: Callable[[ModuleType], object]) -> None:
-        self._loader = loader
-        self._act = act
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        self._act(module)
+    when_imported(_RENDEZVOUS, patch)

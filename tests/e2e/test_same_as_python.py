@@ -40,6 +40,10 @@ LOOK = r"""
                len(gc.callbacks)],
     }
     import asyncio, json, locale, logging, os, random, resource, signal, stat, threading, warnings
+    def tasks():
+        """Threads of the process; the one that beats for Holdfast is named, and not the script's."""
+        names = [open(f"/proc/self/task/{t}/comm").read() for t in os.listdir("/proc/self/task")]
+        return len([name for name in names if name.strip() != "holdfast-pulse"])
     def kind(fd):
         mode = os.fstat(fd).st_mode
         return next(n for n in ("ISREG ISCHR ISFIFO ISSOCK ISDIR").split()
@@ -87,7 +91,7 @@ LOOK = r"""
     import numpy, torch
     import torch.distributed, torch.optim
     seen |= {
-        "tasks": len(os.listdir("/proc/self/task")) if os.environ.get("OMP_NUM_THREADS") else "",
+        "tasks": tasks() if os.environ.get("OMP_NUM_THREADS") else "",
         "warnings": sorted(repr(f) for f in warnings.filters),
         "torch_rng_is_untouched": torch.equal(
             torch.get_rng_state(), torch.Generator().manual_seed(torch.initial_seed()).get_state()),
@@ -101,7 +105,7 @@ LOOK = r"""
     }
     numpy.ones((512, 512)) @ numpy.ones((512, 512))
     torch.ones(512, 512) @ torch.ones(512, 512)
-    seen["tasks_after_work"] = len(os.listdir("/proc/self/task"))
+    seen["tasks_after_work"] = tasks()
     own = {"torch": torch.rand(1).item(), "seed": torch.initial_seed(),
            "python": random.random(), "gaussian": random.gauss(0, 1),
            "numpy": float(numpy.random.random()),

@@ -1,0 +1,89 @@
+"""Looks after the node's health: its own checks, now and then, and what they found.
+
+The checks run in processes of their own (see `holdfast.health`), so one that hangs does not hang the
+agent. Before the node gets a place all are run, where the user wants nodes to be checked; while it
+trains, those that cost nothing, once a minute. What fails is told to the coordinator, which decides
+whether the node stays; what is only doubtful goes to the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import glob
+import logging
+import os
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from holdfast.health.checker import Checker
+from holdfast.health.settings import settings_here
+from holdfast.messages.health import Result
+
+log = logging.getLogger("holdfast.agent")
+
+EVERY_S = 60.0
+LIMIT_S = 20.0
+_DECISIVE = ("cpu-compute", "gpu", "nvlink", "nic", "storage", "own", "service")
+"""Checks, by how their names begin, that are about the machine and not about what runs on it."""
+
+
+class FitnessWatch:
+    def __init__(
+        self, home: Path, thorough: bool, report: Callable[[tuple[Result, ...]], None]
+    ) -> None:
+        self._thorough = thorough
+        self._report = report
+        self._checker = Checker(settings_here(os.environ, home=str(home)))
+        self._told: set[str] = set()
+
+    @staticmethod
+    def worth_while(asked_for: bool) -> bool:
+        """A node without accelerators has little that fails by itself."""
+        fake = "HOLDFAST_FAKE_NODE" in os.environ
+        return asked_for or fake or bool(glob.glob("/dev/nvidia[0-9]*"))
+
+    @property
+    def pids(self) -> Collection[int]:
+        """Processes that are its own, not left behind by a script."""
+        return self._checker.pids
+
+    async def run(self) -> None:
+        if self._thorough:
+            await self._look(None)
+        while True:
+            await asyncio.sleep(EVERY_S)
+            await self._look(self._checker.names(costly=False))
+
+    async def _look(self, names: list[str] | None) -> None:
+        results = await asyncio.to_thread(self._checker.run, names, deadline_s=LIMIT_S)
+        for result in results:
+            if result.verdict == "warn" and result.check not in self._told:
+                self._told.add(result.check)
+                log.warning("this node: %s: %s", result.check, result.reason)
+        failed = tuple(r for r in results if r.verdict == "fail")
+        decisive = tuple(r for r in failed if r.check.startswith(_DECISIVE))
+        fresh = {r.check for r in failed} - self._told
+        for result in failed:
+            if result.check in fresh:
+                log.warning("this node: %s fails: %s", result.check, result.reason)
+        self._told |= fresh
+        if any(r.check in fresh for r in decisive):
+            self._report(decisive)
+
+    def close(self) -> None:
+        self._checker.close()
+
+
+@contextmanager
+def watching(watch: FitnessWatch | None) -> Iterator[None]:
+    """Watch in the background for as long as this lasts."""
+    if watch is None:
+        yield
+        return
+    task = asyncio.ensure_future(watch.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        watch.close()

@@ -1,0 +1,98 @@
+"""Why does the job stand still? Gathers what all agents saw, and compares it.
+
+An inquest is opened for an incident, or because somebody asks. It is closed when every node that was
+asked has answered, or when its time is up; then there is a verdict, from as much as there is. Repair
+never waits for it. What was seen is kept, as it came, with the incident.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from holdfast.diagnosis.verdict import judge
+from holdfast.framing import MAX_FRAME_BYTES
+from holdfast.messages.evidence import RankEvidence, Verdict
+from holdfast.messages.units import NodeId
+from holdfast.messages.wire import Testimony, Why
+
+log = logging.getLogger("holdfast.coordinator")
+
+LIMIT_S = 1.5
+
+
+@dataclass
+class _Inquest:
+    waiting: set[NodeId]
+    world_size: int
+    closed: Callable[[Verdict, list[RankEvidence]], None]
+    timer: asyncio.TimerHandle
+    evidence: list[RankEvidence] = field(default_factory=list)
+
+
+class Inquests:
+    """All that are open."""
+
+    def __init__(self, incidents: Path) -> None:
+        self._incidents = incidents
+        self._open: dict[int, _Inquest] = {}
+
+    def open(
+        self,
+        number: int,
+        nodes: Iterable[NodeId],
+        world_size: int,
+        closed: Callable[[Verdict, list[RankEvidence]], None],
+    ) -> None:
+        if number in self._open:
+            return
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(LIMIT_S, self._close, number)
+        self._open[number] = _Inquest(set(nodes), world_size, closed, timer)
+
+    def testify(self, node: NodeId, testimony: Testimony) -> None:
+        inquest = self._open.get(testimony.inquest)
+        if inquest is None or node not in inquest.waiting:
+            return
+        inquest.evidence += [one for one in testimony.evidence if one.node == node]
+        if not testimony.more:
+            inquest.waiting.discard(node)
+        if not inquest.waiting:
+            self._close(testimony.inquest)
+
+    def _close(self, number: int) -> None:
+        inquest = self._open.pop(number)
+        inquest.timer.cancel()
+        evidence = sorted(inquest.evidence, key=lambda one: one.rank)
+        verdict = judge(evidence, inquest.world_size)
+        if number > 0:
+            self._keep(number, verdict, evidence)
+        inquest.closed(verdict, evidence)
+
+    def _keep(self, number: int, verdict: Verdict, evidence: list[RankEvidence]) -> None:
+        folder = self._incidents / str(number)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "verdict.json").write_bytes(_pretty(verdict))
+            for one in evidence:
+                (folder / f"rank_{one.rank}.json").write_bytes(_pretty(one))
+        except OSError as error:
+            log.error("%s: what was seen is not kept (%s)", folder, error.strerror)
+
+
+def fitting(why: Why) -> Why:
+    """An answer that fits into a frame: raw evidence goes first, from the end."""
+    evidence = list(why.evidence)
+    while evidence and len(msgspec.msgpack.encode(why)) > MAX_FRAME_BYTES:
+        del evidence[len(evidence) // 2 :]
+        why = msgspec.structs.replace(why, evidence=tuple(evidence))
+    return why
+
+
+def _pretty(content: msgspec.Struct) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(content), indent=1)

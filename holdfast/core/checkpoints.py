@@ -1,0 +1,123 @@
+"""What agents tell about snapshots and checkpoints, and what scripts ask about them.
+
+`commits` decides; here its word meets the rest of the job: open requests, incidents, and the end,
+which waits until the last checkpoint is written.
+"""
+
+from __future__ import annotations
+
+from holdfast.core import commits, requests
+from holdfast.core.commits import Taken
+from holdfast.core.repair import finish_job, reach
+from holdfast.core.state import Job
+from holdfast.messages.actions import AnyAction
+from holdfast.messages.checkpoints import SnapshotId
+from holdfast.messages.events import (
+    Asked,
+    CheckpointWritten,
+    ImagesHeld,
+    ShardsWritten,
+    SnapshotsSealed,
+    StoredFound,
+)
+from holdfast.messages.exits import EXIT_FAILED
+from holdfast.messages.records import Incident
+from holdfast.messages.requests import AwaitSave, FindState
+from holdfast.messages.units import NodeId, Rank, Time
+
+ESCALATES_AFTER = 3
+"""So many checkpoints in a row that could not be written are told with more emphasis."""
+
+
+def on_sealed(job: Job, event: SnapshotsSealed, now: Time) -> list[AnyAction]:
+    if not job.membership.has(event.node) or event.snapshot.round > job.membership.round:
+        return []
+    actions = take_in(job, commits.sealed(job.commits, event), now)
+    if job.membership.world is None or (job.ended is not None and job.ended.code != 0):
+        actions += commits.secure(job.commits)  # It was sealed just when the round broke.
+    return actions
+
+
+def on_held(job: Job, event: ImagesHeld, now: Time) -> list[AnyAction]:
+    if not job.membership.has(event.node):
+        return []
+    return take_in(job, commits.held(job.commits, event), now)
+
+
+def on_shards_written(job: Job, event: ShardsWritten, now: Time) -> list[AnyAction]:
+    return take_in(job, commits.shards_written(job.commits, event), now)
+
+
+def on_checkpoint_written(job: Job, event: CheckpointWritten, now: Time) -> list[AnyAction]:
+    return take_in(job, commits.checkpoint_written(job.commits, event), now)
+
+
+def on_stored_found(job: Job, event: StoredFound, now: Time) -> list[AnyAction]:
+    if event.round == job.membership.round:
+        commits.stored_found(job.commits, event)
+    return []
+
+
+def on_state_asked(job: Job, event: Asked, now: Time) -> list[AnyAction]:
+    """A script wants to restore, or to know how a save went."""
+    asker, before = requests.hold(job.desk, event, now)
+    if asker is None:
+        return [*before]
+    request = event.request
+    commits.forget(job.commits, asker)
+    if isinstance(request, AwaitSave):
+        settled = commits.await_save(job.commits, asker, request, event.round)
+        known = [(asker, settled)] if settled is not None else []
+        return [*requests.answer(job.desk, known), *requests.times_up(job.desk, now)]
+    assert isinstance(request, FindState)
+    taken = commits.find(job.commits, event.rank, asker, request, _present(job), reach(job))
+    return take_in(job, taken, now)
+
+
+def _present(job: Job) -> dict[Rank, NodeId]:
+    return {rank: state.node for rank, state in job.ranks.items() if not state.finished}
+
+
+def take_in(job: Job, taken: Taken, now: Time) -> list[AnyAction]:
+    """Do what comes of an event for the rest of the job."""
+    actions = [*taken.actions, *requests.answer(job.desk, taken.answers)]
+    for snapshot, error in taken.failed:
+        _tell_failure(job, snapshot, error, now)
+    # A round may have begun after all: a node was lost while the last checkpoint was written.
+    through = job.membership.world is not None and job.to_finish == 0
+    if job.last_write is not None and through and job.ended is None:
+        job.last_write = commits.unwritten(job.commits)
+        if not commits.busy(job.commits):
+            actions += _finish(job, now)
+    return actions
+
+
+def _finish(job: Job, now: Time) -> list[AnyAction]:
+    if job.last_write:
+        reason = f"finished, but the last checkpoint could not be written: {job.last_write}"
+        return finish_job(job, EXIT_FAILED, reason, now)
+    return finish_job(job, 0, "finished", now)
+
+
+def _tell_failure(job: Job, snapshot: SnapshotId, error: str, now: Time) -> None:
+    """A checkpoint that could not be written breaks no round, but nobody shall miss it."""
+    failures = job.commits.book(snapshot.checkpointer).failures
+    action = "training goes on; the next save tries again"
+    if failures >= ESCALATES_AFTER:
+        action = f"{failures} saves in a row could not be written; training goes on without them"
+    job.incidents.append(
+        Incident(
+            id=len(job.incidents) + 1,
+            kind="storage",
+            node=NodeId(""),
+            rank=None,
+            round=snapshot.round,
+            step=snapshot.step,
+            signature=f"step {snapshot.step} was not written to storage",
+            detail=error,
+            action=action,
+            fault_at=now,
+            opened_at=now,
+            closed_at=now,
+        )
+    )

@@ -1,0 +1,731 @@
+"""When a snapshot counts, when a checkpoint is complete, and what is restored.
+
+A snapshot counts once every rank's image of it is whole and sealed; until then nobody may go back to
+it. Its way to storage is a row of steps, each begun only when all nodes have done the one before:
+
+    sealed on all ranks ──▶ shards written ──▶ manifest written, by one node ──▶ stored
+                              └── an error, or an image that is gone: failed, or skipped
+
+One snapshot of a checkpointer is on that way at a time. While it is, a newer one may wait; a still
+newer one takes its place. When a round breaks, the newest snapshot that is still complete is written
+if it is newer than what is stored.
+
+To restore, all ranks of a round ask. They are offered the newest state there is: at the same step
+memory before storage. Each says whether what it loaded verified; if one could not, all are offered
+the next older, and so on. No rank goes on before all of them have loaded the same.
+
+Holders come and go with nodes and replicas. Everything is named by round, so images of one step that
+two rounds saved are never mixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from msgspec import Struct, field
+
+from holdfast.core.store import Asker
+from holdfast.messages.actions import (
+    AnyAction,
+    CheckpointSettled,
+    CommitCheckpoint,
+    WriteShards,
+)
+from holdfast.messages.checkpoints import (
+    Holder,
+    ImageId,
+    Sealed,
+    Shard,
+    SnapshotId,
+    StoredStep,
+    Tier,
+    Wish,
+)
+from holdfast.messages.events import (
+    CheckpointWritten,
+    ImagesHeld,
+    ShardsWritten,
+    SnapshotsSealed,
+    StoredFound,
+)
+from holdfast.messages.requests import AnyAnswer, AwaitSave, FindState, SaveSettled, StateFound
+from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber
+
+KEPT_SNAPSHOTS = 4
+KEPT_OUTCOMES = 64
+REFUSALS_TOLD = 16
+
+Address = tuple[str, int]
+Reach = Callable[[NodeId], Address | None]
+
+
+class Snapshot(Struct):
+    """A step of a round as it is in memory."""
+
+    id: SnapshotId
+    world_size: int
+    wish: Wish = "never"
+    """What those say who sealed it; who has a copy does not know."""
+    holders: dict[Rank, list[NodeId]] = field(default_factory=dict)
+    shared: list[bytes] = field(default_factory=list)
+    """The different digests of what all ranks should have alike."""
+    sealed_by: dict[NodeId, int] = field(default_factory=dict)
+    """Who told such digests, and of how many ranks."""
+    counts: bool = False
+    sent: bool = False
+    """It was put on its way to storage."""
+    stored: bool = False
+
+    @property
+    def alive(self) -> bool:
+        """Whether each rank's image can still be had from somebody."""
+        return len(self.holders) == self.world_size and all(self.holders.values())
+
+    @property
+    def sealed(self) -> bool:
+        """Whether all ranks' own nodes have told of it: some may be known from copies alone."""
+        return sum(self.sealed_by.values()) == self.world_size
+
+
+class Writing(Struct):
+    """A snapshot on its way to storage."""
+
+    snapshot: SnapshotId
+    world_size: int
+    alike: bool
+    pending: dict[NodeId, list[Rank]]
+    """Who has still to write which ranks' shards."""
+    shards: dict[Rank, Shard] = field(default_factory=dict)
+    committer: NodeId | None = None
+    nodes: list[NodeId] = field(default_factory=list)
+    """Everybody who was told, and wants to know how it ends."""
+
+
+class Candidate(Struct, frozen=True):
+    where: Tier
+    step: StepNumber
+    round: RoundNumber
+    world_size: int
+
+    @property
+    def place(self) -> tuple[int, bool, int]:
+        """Its place in the order in which they are tried, the highest first."""
+        return self.step, self.where == "memory", self.round
+
+
+class Search(Struct):
+    """Ranks that want to restore, and what they were offered."""
+
+    step: int | None
+    asked: dict[Rank, Asker] = field(default_factory=dict)
+    errors: dict[Rank, str] = field(default_factory=dict)
+    current: Candidate | None = None
+    """What all were offered last."""
+    refused: list[str] = field(default_factory=list)
+
+
+class Wait(Struct, frozen=True):
+    step: int
+    round: RoundNumber
+    to: Tier
+
+
+class Book(Struct):
+    """One checkpointer's."""
+
+    snapshots: list[Snapshot] = field(default_factory=list)
+    """In the order in which they were begun."""
+    writing: Writing | None = None
+    wanted: SnapshotId | None = None
+    """Goes to storage when what is being written is done."""
+    ended: SnapshotId | None = None
+    """What was written last, or not."""
+    ended_error: str = ""
+    stored: SnapshotId | None = None
+    """The newest that this job wrote."""
+    found: list[StoredStep] = field(default_factory=list)
+    """What is on storage, as it was last looked up."""
+    found_error: str = ""
+    failures: int = 0
+    """How many in a row could not be written."""
+    outcomes: dict[str, SaveSettled] = field(default_factory=dict)
+    """By tier, step and round; those of the round in force are of use."""
+    waits: dict[Asker, Wait] = field(default_factory=dict)
+    search: Search | None = None
+
+
+class Commits(Struct):
+    books: dict[str, Book] = field(default_factory=dict)
+
+    def book(self, checkpointer: str) -> Book:
+        return self.books.setdefault(checkpointer, Book())
+
+
+class Taken(Struct):
+    """What comes of an event."""
+
+    actions: list[AnyAction] = field(default_factory=list)
+    answers: list[tuple[Asker, AnyAnswer]] = field(default_factory=list)
+    failed: list[tuple[SnapshotId, str]] = field(default_factory=list)
+    """Checkpoints that could not be written, and why."""
+
+
+# ---- snapshots ----------------------------------------------------------------------------------
+
+
+def sealed(commits: Commits, event: SnapshotsSealed) -> Taken:
+    """A node's ranks have their images of a step."""
+    book = commits.book(event.snapshot.checkpointer)
+    snapshot, taken = _snapshot(book, event.snapshot, event.world_size), Taken()
+    if snapshot is None:
+        return taken
+    for one in event.ranks:
+        _note_sealed(snapshot, one, event.node)
+    snapshot.sealed_by[event.node] = len(event.ranks)
+    snapshot.wish = max(snapshot.wish, event.wish, key=_WISHES.index)
+    if event.wish == "now" and not snapshot.stored:
+        snapshot.sent = False  # It may have been saved again, because it could not be written.
+    _reckon(book, snapshot, taken)
+    return taken
+
+
+_WISHES: tuple[Wish, ...] = ("never", "if needed", "now")
+
+
+def _note_sealed(snapshot: Snapshot, one: Sealed, node: NodeId) -> None:
+    holders = snapshot.holders.setdefault(one.rank, [])
+    if node not in holders:
+        holders.insert(0, node)
+    if one.shared not in snapshot.shared:
+        snapshot.shared.append(one.shared)
+
+
+def _snapshot(book: Book, id: SnapshotId, world_size: int) -> Snapshot | None:
+    """The snapshot of that name; None when history has gone past it."""
+    for snapshot in book.snapshots:
+        if snapshot.id == id:
+            return snapshot
+    newest = _newest(book)
+    if newest is not None and _age(id) < _age(newest.id):
+        return None
+    book.snapshots.append(Snapshot(id, world_size))
+    needed = {*_on_their_way(book), id, *([newest.id] if newest is not None else [])}
+    spare = [s for s in book.snapshots if s.id not in needed]
+    for old in spare[: max(0, len(book.snapshots) - KEPT_SNAPSHOTS)]:
+        book.snapshots.remove(old)
+    return book.snapshots[-1]
+
+
+def _age(id: SnapshotId) -> tuple[int, int]:
+    return id.round, id.step
+
+
+def _on_their_way(book: Book) -> list[SnapshotId]:
+    writing = book.writing.snapshot if book.writing is not None else None
+    return [id for id in (writing, book.wanted) if id is not None]
+
+
+def _reckon(book: Book, snapshot: Snapshot, taken: Taken) -> None:
+    """See what comes of a snapshot, now that more is known of it."""
+    if not snapshot.counts and snapshot.alive:
+        _count(book, snapshot, taken)
+    ready = snapshot.counts and snapshot.alive and snapshot.sealed
+    if ready and snapshot.wish == "now" and not snapshot.sent:
+        _want(book, snapshot, taken)
+
+
+def _count(book: Book, snapshot: Snapshot, taken: Taken) -> None:
+    snapshot.counts = True
+    _settle_save(book, "memory", snapshot.id, SaveSettled(outcome="saved"), taken)
+    for other in list(book.snapshots):
+        # History went on from an older step, or a node never had this one.
+        outdated = other.id.round < snapshot.id.round or not other.counts
+        if outdated and _age(other.id) < _age(snapshot.id) and other.id not in _on_their_way(book):
+            book.snapshots.remove(other)
+    for asker, wait in list(book.waits.items()):
+        if _passed(book, wait):
+            del book.waits[asker]
+            taken.answers.append((asker, _PASSED))
+
+
+_PASSED = SaveSettled(
+    outcome="skipped", reason="a newer one was whole on all ranks before, or it is too long ago"
+)
+
+
+def _passed(book: Book, wait: Wait) -> bool:
+    """Whether nothing will come any more of what is waited for."""
+    whole = any(
+        s.counts and s.id.round == wait.round and s.id.step > wait.step for s in book.snapshots
+    )
+    return whole and (wait.step, wait.round) not in [
+        (id.step, id.round) for id in _on_their_way(book)
+    ]
+
+
+def held(commits: Commits, event: ImagesHeld) -> Taken:
+    """A node has images that another made, or that it had in an earlier life."""
+    taken = Taken()
+    for image in event.images:
+        book = commits.book(image.snapshot.checkpointer)
+        snapshot = _snapshot(book, image.snapshot, image.world_size)
+        if snapshot is not None:
+            holders = snapshot.holders.setdefault(image.rank, [])
+            if event.node not in holders:
+                holders.append(event.node)
+            _reckon(book, snapshot, taken)
+    return taken
+
+
+# ---- to storage ---------------------------------------------------------------------------------
+
+
+def _want(book: Book, snapshot: Snapshot, taken: Taken) -> None:
+    snapshot.sent = True
+    if snapshot.id in _on_their_way(book):
+        return
+    book.outcomes.pop(_outcome_key("storage", snapshot.id.step, snapshot.id.round), None)
+    if book.writing is None:
+        _write(book, snapshot, taken)
+        return
+    if book.wanted is not None:
+        older, newer = sorted((book.wanted, snapshot.id), key=_age)
+        why = f"storage is slower than the saves; step {newer.step} took its place"
+        skipped = SaveSettled(outcome="skipped", reason=why)
+        _settle_save(book, "storage", older, skipped, taken)
+        book.wanted = newer
+    else:
+        book.wanted = snapshot.id
+
+
+def _write(book: Book, snapshot: Snapshot, taken: Taken) -> None:
+    pending: dict[NodeId, list[Rank]] = {}
+    for rank, holders in sorted(snapshot.holders.items()):
+        pending.setdefault(holders[0], []).append(rank)
+    alike = snapshot.sealed and len(snapshot.shared) == 1
+    book.writing = Writing(snapshot.id, snapshot.world_size, alike, pending, nodes=list(pending))
+    taken.actions += [_write_shards(book.writing, *to) for to in pending.items()]
+
+
+def _write_shards(writing: Writing, node: NodeId, ranks: Iterable[Rank]) -> WriteShards:
+    return WriteShards(
+        node=node,
+        snapshot=writing.snapshot,
+        ranks=tuple(ranks),
+        world_size=writing.world_size,
+        alike=writing.alike,
+    )
+
+
+def shards_written(commits: Commits, event: ShardsWritten) -> Taken:
+    """A node's shards are durable, or failed."""
+    book = commits.book(event.snapshot.checkpointer)
+    writing, taken = book.writing, Taken()
+    if writing is None or writing.snapshot != event.snapshot:
+        error = book.ended_error if book.ended == event.snapshot else "it was given up"
+        late = CheckpointSettled(node=event.node, snapshot=event.snapshot, error=error)
+        taken.actions.append(late)
+    elif event.node not in writing.pending:
+        pass  # It did its part before, or others do it.
+    elif event.error:
+        _end_writing(book, event.error, taken, gone=event.gone)
+    else:
+        _note_written(writing, event, taken)
+    return taken
+
+
+def _note_written(writing: Writing, event: ShardsWritten, taken: Taken) -> None:
+    asked = writing.pending.pop(event.node)
+    writing.shards |= {shard.rank: shard for shard in event.shards if shard.rank in asked}
+    left = [rank for rank in asked if rank not in writing.shards]
+    if left:
+        writing.pending[event.node] = left
+    elif not writing.pending:
+        writing.committer = event.node
+        taken.actions.append(_commit(writing, event.node))
+
+
+def _commit(writing: Writing, node: NodeId) -> CommitCheckpoint:
+    return CommitCheckpoint(
+        node=node,
+        snapshot=writing.snapshot,
+        world_size=writing.world_size,
+        shards=tuple(shard for _, shard in sorted(writing.shards.items())),
+    )
+
+
+def checkpoint_written(commits: Commits, event: CheckpointWritten) -> Taken:
+    """The manifest is durable, or failed."""
+    book = commits.book(event.snapshot.checkpointer)
+    writing, taken = book.writing, Taken()
+    asked = writing is not None and writing.snapshot == event.snapshot
+    if asked and writing is not None and writing.committer == event.node:
+        _end_writing(book, event.error, taken)
+    return taken
+
+
+def _end_writing(book: Book, error: str, taken: Taken, gone: bool = False) -> None:
+    writing, book.writing = book.writing, None
+    assert writing is not None
+    id = book.ended = writing.snapshot
+    book.ended_error = error
+    taken.actions += [
+        CheckpointSettled(node=node, snapshot=id, error=error) for node in writing.nodes
+    ]
+    if not error:
+        book.stored = max(id, book.stored or id)
+        book.failures = 0
+        next(s for s in book.snapshots if s.id == id).stored = True
+        _settle_save(book, "storage", id, SaveSettled(outcome="saved"), taken)
+    elif gone:
+        _settle_save(book, "storage", id, SaveSettled(outcome="skipped", reason=error), taken)
+        newer = _unstored(book, than=id)
+        if book.wanted is None and newer is not None:
+            _want(book, newer, taken)
+    else:
+        book.failures += 1
+        taken.failed.append((id, error))
+        _settle_save(book, "storage", id, SaveSettled(outcome="failed", reason=error), taken)
+    if book.writing is None:
+        _write_wanted(book, taken)
+
+
+def _write_wanted(book: Book, taken: Taken) -> None:
+    id, book.wanted = book.wanted, None
+    snapshot = next((s for s in book.snapshots if s.id == id), None)
+    if snapshot is not None and snapshot.alive:
+        _write(book, snapshot, taken)
+    elif id is not None:
+        why = "an image of it was lost before it could be written"
+        skipped = SaveSettled(outcome="skipped", reason=why)
+        _settle_save(book, "storage", id, skipped, taken)
+
+
+def _newest(book: Book, wishes: Iterable[Wish] = _WISHES) -> Snapshot | None:
+    """The newest snapshot that counts and is all there, of those with such a wish."""
+    alive = [s for s in book.snapshots if s.counts and s.alive and s.wish in wishes]
+    return max(alive, key=lambda s: _age(s.id), default=None)
+
+
+def _unstored(book: Book, than: SnapshotId | None) -> Snapshot | None:
+    """The newest snapshot that may go to storage, if it is newer than that."""
+    newest = _newest(book, ("if needed", "now"))
+    if newest is None or newest.stored or (than is not None and newest.id.step <= than.step):
+        return None
+    return newest
+
+
+def secure(commits: Commits) -> list[AnyAction]:
+    """Something went wrong: write the newest snapshots that storage does not have."""
+    taken = Taken()
+    for book in commits.books.values():
+        newest = _unstored(book, book.stored)
+        if newest is not None:
+            _want(book, newest, taken)
+    return taken.actions
+
+
+def busy(commits: Commits) -> bool:
+    """Whether something is on its way to storage."""
+    return any(b.writing is not None for b in commits.books.values())
+
+
+def unwritten(commits: Commits) -> str:
+    """Why the last checkpoint of one of the checkpointers is not on storage; empty if all are."""
+    return next((book.ended_error for book in commits.books.values() if book.failures), "")
+
+
+# ---- who is there -------------------------------------------------------------------------------
+
+
+def node_gone(commits: Commits, node: NodeId) -> Taken:
+    """A node is lost, and with it what only it had."""
+    taken = Taken()
+    for book in commits.books.values():
+        for snapshot in book.snapshots:
+            for holders in snapshot.holders.values():
+                if node in holders:
+                    holders.remove(node)
+        if book.writing is not None:
+            _replace_writer(book, book.writing, node, taken)
+    return taken
+
+
+def _replace_writer(book: Book, writing: Writing, node: NodeId, taken: Taken) -> None:
+    """Have others write what a lost node was to write, if they can."""
+    if node in writing.nodes:
+        writing.nodes.remove(node)
+    if writing.committer == node:
+        others = sorted(writing.nodes)
+        if not others:
+            _end_writing(book, f"{node} was lost before it wrote the manifest", taken)
+            return
+        writing.committer = others[0]
+        taken.actions.append(_commit(writing, others[0]))
+    snapshot = next(s for s in book.snapshots if s.id == writing.snapshot)
+    moved: dict[NodeId, list[Rank]] = {}
+    for rank in writing.pending.pop(node, []):
+        holders = snapshot.holders[rank]
+        if not holders:
+            _end_writing(book, f"{node} was lost with the only image of rank {rank}", taken)
+            return
+        moved.setdefault(holders[0], []).append(rank)
+    for other, ranks in moved.items():
+        writing.pending.setdefault(other, []).extend(ranks)
+        if other not in writing.nodes:
+            writing.nodes.append(other)
+        taken.actions.append(_write_shards(writing, other, ranks))
+
+
+def wanted_images(
+    commits: Commits,
+    ranks: Iterable[Rank],
+    node: NodeId,
+    world_size: int,
+    reach: Reach,
+) -> tuple[tuple[ImageId, Holder], ...]:
+    """What the ranks that a node is about to start will want to restore, and others have."""
+    found = []
+    for book in commits.books.values():
+        newest = _newest(book)
+        if newest is None or newest.world_size != world_size:
+            continue
+        for rank in ranks:
+            holders = newest.holders[rank]
+            where = reach(holders[0])
+            if node not in holders and where is not None:
+                address, port = where
+                image = ImageId(newest.id, rank, world_size)
+                found.append((image, Holder(rank, holders[0], address, port)))
+    return tuple(found)
+
+
+def remind(commits: Commits, node: NodeId) -> list[AnyAction]:
+    """A node has a new stream: tell it again what it may not have heard."""
+    actions: list[AnyAction] = []
+    for book in commits.books.values():
+        writing = book.writing
+        if book.ended is not None and (writing is None or writing.snapshot != book.ended):
+            ended, error = book.ended, book.ended_error
+            actions.append(CheckpointSettled(node=node, snapshot=ended, error=error))
+        if writing is not None and node in writing.pending:
+            actions.append(_write_shards(writing, node, writing.pending[node]))
+        if writing is not None and writing.committer == node:
+            actions.append(_commit(writing, node))
+    return actions
+
+
+def round_over(commits: Commits) -> None:
+    """What the ranks of a round asked for ends with it."""
+    for book in commits.books.values():
+        book.waits.clear()
+        book.outcomes.clear()
+        book.search = None
+
+
+# ---- waiting for a save -------------------------------------------------------------------------
+
+
+def await_save(
+    commits: Commits, asker: Asker, request: AwaitSave, round: RoundNumber
+) -> SaveSettled | None:
+    """How that save went; None: it is not known yet, and the asker waits."""
+    book = commits.book(request.checkpointer)
+    known = book.outcomes.get(_outcome_key(request.to, request.step, round))
+    wait = Wait(request.step, round, request.to)
+    if known is None and _passed(book, wait):
+        return _PASSED
+    if known is None:
+        book.waits[asker] = wait
+    return known
+
+
+def forget(commits: Commits, asker: Asker) -> None:
+    """Whoever waited there does not any more, and asks something else now."""
+    for book in commits.books.values():
+        book.waits.pop(asker, None)
+
+
+def _outcome_key(to: Tier, step: int, round: RoundNumber) -> str:
+    return f"{to}/{step}/{round}"
+
+
+def _settle_save(book: Book, to: Tier, id: SnapshotId, settled: SaveSettled, taken: Taken) -> None:
+    book.outcomes[_outcome_key(to, id.step, id.round)] = settled
+    while len(book.outcomes) > KEPT_OUTCOMES:
+        del book.outcomes[next(iter(book.outcomes))]
+    for asker, wait in list(book.waits.items()):
+        if wait == Wait(id.step, id.round, to):
+            del book.waits[asker]
+            taken.answers.append((asker, settled))
+
+
+# ---- restoring ----------------------------------------------------------------------------------
+
+
+def stored_found(commits: Commits, event: StoredFound) -> None:
+    book = commits.book(event.checkpointer)
+    book.found, book.found_error = list(event.steps), event.error
+
+
+def find(
+    commits: Commits,
+    rank: Rank,
+    asker: Asker,
+    request: FindState,
+    nodes: Mapping[Rank, NodeId],
+    reach: Reach,
+) -> Taken:
+    """A rank wants to restore, or says how it went; when all have spoken, all are told more."""
+    book = commits.book(request.checkpointer)
+    search = book.search = book.search or Search(request.step)
+    taken = Taken()
+    if search.current is not None and request.tried is None:
+        # It begins again, and does not know what it was told; the others still try it.
+        taken.answers.append((asker, _Offers(book, search, nodes, reach).to(rank)))
+        return taken
+    search.asked[rank] = asker
+    error = request.tried.error if request.tried is not None else ""
+    if request.step != search.step:
+        error = f"it wants {_named(request.step)}, and others want {_named(search.step)}"
+    if error:
+        search.errors[rank] = error
+    if len(search.asked) >= len(nodes):
+        _go_on(book, search, nodes, reach, taken)
+    return taken
+
+
+def _named(step: int | None) -> str:
+    return "the newest" if step is None else f"step {step}"
+
+
+def _go_on(
+    book: Book, search: Search, nodes: Mapping[Rank, NodeId], reach: Reach, taken: Taken
+) -> None:
+    """All ranks have spoken: what they tried is taken, or they are offered the next."""
+    loaded = search.current if not search.errors else None
+    torn = search.current is None and bool(search.errors)
+    _refuse(search)
+    if loaded is None and not torn:
+        search.current = next(iter(_candidates(book, search)), None)
+        if search.current is not None:
+            _answer_all(search, taken, _Offers(book, search, nodes, reach).to)
+            return
+    found = StateFound(where="nowhere", refused=_refusals(book, search))
+    if loaded is not None:
+        found = StateFound(where="loaded")
+        _forget_newer(book, loaded)
+    _answer_all(search, taken, lambda rank: found)
+    book.search = None
+
+
+def _forget_newer(book: Book, loaded: Candidate) -> None:
+    """History goes on from there: what was refused, or is newer, is of another one."""
+    for snapshot in list(book.snapshots):
+        id = snapshot.id
+        same = (loaded.where, loaded.step, loaded.round) == ("memory", id.step, id.round)
+        if id.step >= loaded.step and not same and id not in _on_their_way(book):
+            book.snapshots.remove(snapshot)
+    book.outcomes.clear()
+
+
+def _refusals(book: Book, search: Search) -> tuple[str, ...]:
+    """What was not taken, and why."""
+    look = [f"storage: {book.found_error}"] if book.found_error else []
+    return tuple([*look, *search.refused][:REFUSALS_TOLD])
+
+
+def _refuse(search: Search) -> None:
+    if not search.errors:
+        return
+    rank, error = min(search.errors.items())
+    more = f" (and {len(search.errors) - 1} more ranks)" if len(search.errors) > 1 else ""
+    current = search.current
+    where = f"step {current.step} from {current.where}: " if current is not None else ""
+    search.refused.append(f"{where}rank {rank}: {error}{more}")
+    search.errors = {}
+
+
+def _candidates(book: Book, search: Search) -> list[Candidate]:
+    """All that might be restored and is older than what was tried: the newest first, and of one
+    step memory before storage."""
+    memory = [
+        Candidate("memory", s.id.step, s.id.round, s.world_size)
+        for s in book.snapshots
+        if s.counts and s.alive
+    ]
+    storage = [Candidate("storage", s.step, s.round, s.world_size) for s in book.found]
+    last = search.current
+    wanted = [
+        c
+        for c in (*memory, *storage)
+        if search.step in (None, c.step) and (last is None or c.place < last.place)
+    ]
+    return sorted(wanted, key=lambda c: c.place, reverse=True)
+
+
+class _Offers:
+    """What each rank is told of the state that all shall load."""
+
+    def __init__(
+        self,
+        book: Book,
+        search: Search,
+        nodes: Mapping[Rank, NodeId],
+        reach: Reach,
+    ) -> None:
+        assert search.current is not None
+        self._current = search.current
+        self._refused = _refusals(book, search)
+        self._nodes, self._reach = nodes, reach
+        key = (self._current.step, self._current.round)
+        self._holders: Mapping[Rank, list[NodeId]] = next(
+            (s.holders for s in book.snapshots if (s.id.step, s.id.round) == key), {}
+        )
+
+    def to(self, rank: Rank) -> StateFound:
+        current = self._current
+        holders: tuple[Holder, ...] = ()
+        if current.where == "memory":
+            same = current.world_size == len(self._nodes)
+            needed = [rank] if same else list(range(current.world_size))
+            holders = tuple(self._holder(Rank(one), self._nodes[rank]) for one in needed)
+        return StateFound(
+            where=current.where,
+            step=current.step,
+            round=current.round,
+            world_size=current.world_size,
+            holders=holders,
+            refused=self._refused,
+        )
+
+    def _holder(self, rank: Rank, near: NodeId) -> Holder:
+        holders = self._holders[rank]
+        # A spare that had the only copy may be gone since: then the rank finds nobody there.
+        node = near if near in holders else next(iter(holders), NodeId(""))
+        address, port = self._reach(node) or ("", 0)
+        return Holder(rank, node, address, port)
+
+
+def _answer_all(search: Search, taken: Taken, answer: Callable[[Rank], StateFound]) -> None:
+    taken.answers += [(asker, answer(rank)) for rank, asker in search.asked.items()]
+    search.asked = {}
+
+
+def validate(commits: Commits) -> None:
+    """Re-check every invariant."""
+    for name, book in commits.books.items():
+        ids = [s.id for s in book.snapshots]
+        assert len(set(ids)) == len(ids), "a snapshot is kept twice"
+        assert all(id.checkpointer == name for id in ids)
+        if book.writing is not None:
+            assert book.writing.snapshot in ids, "what is written is not known"
+            ranks = [r for pending in book.writing.pending.values() for r in pending]
+            assert sorted(ranks + list(book.writing.shards)) == list(
+                range(book.writing.world_size)
+            ), "a shard is written by nobody, or by two"
+            assert (book.writing.committer is not None) == (not ranks), "committed too early"
+        else:
+            assert book.wanted is None, "nobody writes what is wanted"
+        if book.search is not None:
+            assert set(book.search.errors) <= set(book.search.asked), "a rank erred in silence"

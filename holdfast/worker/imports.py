@@ -1,0 +1,54 @@
+"""Does something to a module as soon as a script imports it, and never imports it itself."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+
+def when_imported(name: str, act: Callable[[ModuleType], object]) -> None:
+    """Act on the module now, or when it is imported."""
+    if name in sys.modules:
+        act(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _Watcher(name, act))
+
+
+class _Watcher(MetaPathFinder):
+    """Finds nothing itself; adds a last step to the import of one module."""
+
+    def __init__(self, name: str, act: Callable[[ModuleType], object]) -> None:
+        self._name = name
+        self._act = act
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        for finder in sys.meta_path:
+            spec = finder.find_spec(name, path, target)
+            if spec is not None and spec.loader is not None:
+                spec.loader = _ActingLoader(spec.loader, self._act)
+                return spec
+        return None
+
+
+class _ActingLoader(Loader):
+    def __init__(self, loader: Loader, act: Callable[[ModuleType], object]) -> None:
+        self._loader = loader
+        self._act = act
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        self._act(module)

@@ -1,0 +1,106 @@
+"""A script's checkpointer under `holdfast run`: its images are the agent's keeper's to look after.
+
+Outside of `holdfast run` the script gets a keeper of its own (see `holdfast.checkpoint.alone`).
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from holdfast.checkpoint import engine, retention
+from holdfast.checkpoint.alone import AloneLink
+from holdfast.messages.checkpoints import Holder, ImageId, Tier, Tried, Wish
+from holdfast.messages.local import ImageWhole, OpenCheckpointer
+from holdfast.messages.requests import (
+    AwaitSave,
+    Fetched,
+    FetchImage,
+    FindState,
+    SaveSettled,
+    StateFound,
+)
+from holdfast.worker import runtime
+from holdfast.worker.requests import SLACK_S
+from holdfast.worker.runtime import Runtime
+
+
+class AgentLink:
+    """The agent, as a checkpointer sees it."""
+
+    def __init__(self, worker: Runtime) -> None:
+        self.rank = int(os.environ["RANK"])
+        self.world_size = int(os.environ["WORLD_SIZE"])
+        self.round = worker.round
+        self.images = Path(worker.images)
+        self._worker = worker
+
+    def open(self, checkpointer: str, directory: str, keep: bytes) -> None:
+        message = OpenCheckpointer(checkpointer=checkpointer, directory=directory, keep=keep)
+        self._worker.channel.send(message)
+
+    def saved(self, checkpointer: str, path: Path, state: int, step: int, wish: Wish) -> None:
+        message = ImageWhole(
+            checkpointer=checkpointer, path=str(path), state=state, step=step, wish=wish
+        )
+        self._worker.channel.send(message)
+
+    def wait(self, checkpointer: str, step: int, to: Tier, timeout_s: float | None) -> SaveSettled:
+        request = AwaitSave(checkpointer=checkpointer, step=step, to=to, timeout_s=timeout_s)
+        patience_s = None if timeout_s is None else timeout_s + SLACK_S
+        answer = self._worker.requests.ask(request, patience_s)
+        assert isinstance(answer, SaveSettled)
+        return answer
+
+    def find(self, checkpointer: str, step: int | None, tried: Tried | None) -> StateFound:
+        request = FindState(checkpointer=checkpointer, step=step, tried=tried)
+        answer = self._worker.requests.ask(request, None)
+        assert isinstance(answer, StateFound)
+        return answer
+
+    def fetch(self, image: ImageId, holder: Holder) -> Path:
+        answer = self._worker.requests.ask(FetchImage(image=image, holder=holder), None)
+        assert isinstance(answer, Fetched)
+        return Path(answer.path)
+
+    def booked(self, what: str) -> AbstractContextManager[None]:
+        return self._worker.section(what)
+
+    def resumed(self, step: int) -> None:
+        self._worker.resumed(step)
+
+
+class Checkpointer(engine.Checkpointer):
+    """Saves and restores a training state, through memory and storage.
+
+    `state` names what is saved: objects with state_dict and load_state_dict, or plain values, which
+    `restore` replaces in the dict. `memory_every` and `storage_every` are in steps; without either,
+    each `save` goes to storage. `keep` says which checkpoints stay on storage (`KeepLatest(3)`,
+    `KeepEvery(1000)`, both with `|`, or a function of the steps there are); without it all do.
+    `directory` may be a path, a URL that fsspec knows, or None for memory alone.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | None,
+        state: dict[str, Any],
+        *,
+        memory_every: int | None = None,
+        storage_every: int | None = None,
+        keep: retention.Keep | None = None,
+        overlap: bool = True,
+        pickling: bool = False,
+    ) -> None:
+        worker = runtime.current()
+        super().__init__(
+            directory,
+            state,
+            link=AgentLink(worker) if worker is not None else AloneLink(),
+            memory_every=memory_every,
+            storage_every=storage_every,
+            keep=keep,
+            overlap=overlap,
+            pickling=pickling,
+        )

@@ -1,0 +1,482 @@
+"""Snapshots and checkpoints under any sequence of events.
+
+Nodes are modelled: each has the images that its ranks saved, the last two of each, and copies of
+others'; storage has what was written. What they say is put into a bag and taken out in any order,
+some of it twice, some of it long after. Nodes are lost, come back with their images under another
+name, writes fail, the coordinator dies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from test_commits import NOW, revived, shard, snapshot_id
+from test_job_machine import picks
+
+from holdfast.core import commits
+from holdfast.core.commits import Commits, Taken
+from holdfast.messages.actions import (
+    AnyAction,
+    CheckpointSettled,
+    CommitCheckpoint,
+    WriteShards,
+)
+from holdfast.messages.checkpoints import (
+    ImageId,
+    Sealed,
+    SnapshotId,
+    StoredStep,
+    Tier,
+    Tried,
+    Wish,
+)
+from holdfast.messages.events import (
+    CheckpointWritten,
+    ImagesHeld,
+    ShardsWritten,
+    SnapshotsSealed,
+    StoredFound,
+)
+from holdfast.messages.requests import AwaitSave, FindState, SaveSettled, StateFound
+from holdfast.messages.units import NodeId, Rank, RoundNumber
+
+BOOKS = ("c", "d")
+WISHES: tuple[Wish, ...] = ("never", "if needed", "now", "now")
+TIERS: tuple[Tier, ...] = ("memory", "storage")
+SLOTS = 2
+"""Images that a rank has."""
+
+Told = SnapshotsSealed | ImagesHeld | ShardsWritten | CheckpointWritten
+Order = WriteShards | CommitCheckpoint
+Image = tuple[SnapshotId, Rank]
+
+
+class Search:
+    """What the ranks of a round know of a state that they want to restore."""
+
+    def __init__(self, step: int | None) -> None:
+        self.step = step
+        self.waiting: dict[Rank, Tried | None] = {}
+        """Who has asked, and with what it asked."""
+        self.offer: StateFound | None = None
+        self.places: list[tuple[int, bool, int]] = []
+
+
+class CommitsMachine(RuleBasedStateMachine):
+    @initialize(nodes=st.integers(1, 3), slots=st.integers(1, 2))
+    def open(self, nodes: int, slots: int) -> None:
+        self.state = Commits()
+        self.slots = slots
+        self.born = 0
+        self.images: dict[NodeId, list[Image]] = {}
+        """What each living node has, oldest first."""
+        self.said: dict[NodeId, set[Image]] = {}
+        """What each living node was heard to have."""
+        self.bag: list[Told] = []
+        self.heard: list[Told] = []
+        self.orders: list[Order] = []
+        self.sealed: dict[Image, bytes] = {}
+        self.durable: set[Image] = set()
+        self.manifests: dict[str, dict[SnapshotId, int]] = {book: {} for book in BOOKS}
+        self.saved: list[SnapshotId] = []
+        self.waits: dict[str, tuple[SnapshotId, Tier]] = {}
+        self.round = 0
+        self.sizes: dict[int, int] = {}
+        self.asked = 0
+        self.begin_round([self.new_node() for _ in range(nodes)])
+
+    def new_node(self) -> NodeId:
+        self.born += 1
+        node = NodeId(f"n{self.born}")
+        self.images[node], self.said[node] = [], set()
+        return node
+
+    def begin_round(self, nodes: Iterable[NodeId]) -> None:
+        self.round += 1
+        places = [node for node in nodes for _ in range(self.slots)]
+        self.world = {Rank(rank): node for rank, node in enumerate(places)}
+        self.sizes[self.round] = len(self.world)
+        self.step = dict.fromkeys(BOOKS, max(0, self.round % 3 * 2))
+        self.searches: dict[str, Search] = {}
+        self.waits = {}
+
+    def id(self, book: str, step: int) -> SnapshotId:
+        return snapshot_id(step, self.round, book)
+
+    # ---- in and out ----
+
+    def took(self, taken: Taken, restoring: str = "") -> None:
+        commits.validate(self.state)
+        for action in taken.actions:
+            self.check_action(action)
+        for asker, answer in taken.answers:
+            if isinstance(answer, SaveSettled):
+                self.check_settled(*self.waits.pop(asker), answer)
+        found = [(a, f) for a, f in taken.answers if isinstance(f, StateFound)]
+        if found:
+            self.check_found(restoring, found)
+
+    def check_action(self, action: AnyAction) -> None:
+        assert isinstance(action, WriteShards | CommitCheckpoint | CheckpointSettled)
+        writing = self.state.book(action.snapshot.checkpointer).writing
+        if isinstance(action, CheckpointSettled):
+            assert writing is None or writing.snapshot != action.snapshot
+            return
+        assert action.node in self.images, "an order to a node that is gone"
+        assert action.snapshot not in self.saved, "what is stored is written again"
+        if isinstance(action, WriteShards):
+            known = self.said[action.node]
+            assert all((action.snapshot, rank) in known for rank in action.ranks)
+            if action.alike:
+                digests = {self.sealed[action.snapshot, Rank(r)] for r in range(action.world_size)}
+                assert len(digests) == 1, "ranks that differ write slices"
+        else:
+            ranks = [one.rank for one in action.shards]
+            assert ranks == list(range(action.world_size))
+            assert all((action.snapshot, rank) in self.durable for rank in ranks), "too early"
+        self.orders.append(action)
+
+    def check_settled(self, id: SnapshotId, to: Tier, settled: SaveSettled) -> None:
+        if settled.outcome == "saved" and to == "memory":
+            assert any(image[0] == id for image in self.sealed)
+        if settled.outcome == "saved" and to == "storage":
+            assert id in self.manifests[id.checkpointer], "not on storage, though it was said to be"
+        if settled.outcome != "saved":
+            assert settled.reason, "skipped or failed without a reason"
+
+    def hear(self, event: Told) -> None:
+        before = msgspec.json.encode(self.state)
+        book = event.snapshot.checkpointer if not isinstance(event, ImagesHeld) else ""
+        if isinstance(event, SnapshotsSealed):
+            if event.node not in self.images:
+                return  # As the job would: it is not a member any more.
+            self.said[event.node] |= {(event.snapshot, one.rank) for one in event.ranks}
+            past = self.past(event.snapshot)
+            taken = commits.sealed(self.state, event)
+            assert not past or msgspec.json.encode(self.state) == before, "history was changed"
+        elif isinstance(event, ImagesHeld):
+            if event.node not in self.images:
+                return
+            self.said[event.node] |= {(image.snapshot, image.rank) for image in event.images}
+            taken = commits.held(self.state, event)
+        else:
+            writing = self.state.book(book).writing
+            stale = writing is None or writing.snapshot != event.snapshot
+            if isinstance(event, ShardsWritten):
+                taken = commits.shards_written(self.state, event)
+            else:
+                taken = commits.checkpoint_written(self.state, event)
+            if stale:
+                assert msgspec.json.encode(self.state) == before, "stale word changed something"
+            elif not event.error and isinstance(event, CheckpointWritten):
+                self.note_saved(event.snapshot)
+        self.heard.append(event)
+        self.took(taken)
+
+    def past(self, id: SnapshotId) -> bool:
+        """Whether a newer round's snapshot counts and is all there, so that this one is history."""
+        book = self.state.book(id.checkpointer)
+        newest = [s.id for s in book.snapshots if s.counts and s.alive]
+        known = [s.id for s in book.snapshots]
+        return id not in known and any(other.round > id.round for other in newest)
+
+    def note_saved(self, id: SnapshotId) -> None:
+        book = self.state.book(id.checkpointer)
+        if book.ended == id and not book.ended_error:
+            assert id not in self.saved, "one snapshot was committed twice"
+            assert id in self.manifests[id.checkpointer]
+            self.saved.append(id)
+
+    # ---- saving ----
+
+    @rule(
+        book=st.sampled_from(BOOKS), wish=st.sampled_from(WISHES), torn=picks, alike=st.booleans()
+    )
+    def save(self, book: str, wish: Wish, torn: int, alike: bool) -> None:
+        self.step[book] += 1
+        id = self.id(book, self.step[book])
+        nodes = sorted(set(self.world.values()))
+        for node in nodes:
+            if torn % 4 == 0 and node == nodes[torn % len(nodes)] and len(nodes) > 1:
+                continue  # An image of it was overwritten before it was sealed.
+            ranks = [rank for rank, where in self.world.items() if where == node]
+            for rank in ranks:
+                self.keep(node, (id, rank))
+                self.sealed[id, rank] = b"s" if alike else str(rank).encode()
+            self.bag.append(
+                SnapshotsSealed(
+                    at=NOW,
+                    node=node,
+                    snapshot=id,
+                    world_size=len(self.world),
+                    ranks=tuple(Sealed(rank, self.sealed[id, rank]) for rank in ranks),
+                    wish=wish,
+                )
+            )
+
+    def keep(self, node: NodeId, image: Image) -> None:
+        id, rank = image
+        mine = [
+            i for i in self.images[node] if (i[0].checkpointer, i[1]) == (id.checkpointer, rank)
+        ]
+        for old in mine[: max(0, len(mine) - SLOTS + 1)]:
+            self.images[node].remove(old)
+        if image not in self.images[node]:
+            self.images[node].append(image)
+
+    @rule(number=picks, to=picks)
+    def copy(self, number: int, to: int) -> None:
+        """An image is copied to another node, which tells of it; the one it is of may not have."""
+        there = [(node, image) for node, images in self.images.items() for image in images]
+        if there:
+            _, image = there[number % len(there)]
+            other = list(self.images)[to % len(self.images)]
+            self.keep(other, image)
+            self.tell_images(other, [image])
+
+    def tell_images(self, node: NodeId, images: Iterable[Image]) -> None:
+        told = tuple(ImageId(id, rank, self.sizes[id.round]) for id, rank in images)
+        self.bag.append(ImagesHeld(at=NOW, node=node, images=told))
+
+    @rule(number=picks, twice=st.booleans())
+    def deliver(self, number: int, twice: bool) -> None:
+        if self.bag:
+            event = self.bag.pop(number % len(self.bag))
+            self.hear(event)
+            if twice:
+                self.hear(event)
+
+    @rule()
+    def deliver_all(self) -> None:
+        while self.bag:
+            self.hear(self.bag.pop(0))
+
+    @rule(back=st.integers(1, 20))
+    def deliver_again(self, back: int) -> None:
+        if self.heard:
+            self.hear(self.heard[-min(back, len(self.heard))])
+
+    @rule(number=picks, how=st.sampled_from(["well", "well", "well", "error", "gone"]))
+    def carry_out(self, number: int, how: str) -> None:
+        if not self.orders:
+            return
+        order = self.orders.pop(number % len(self.orders))
+        if order.node not in self.images:
+            return
+        if isinstance(order, CommitCheckpoint):
+            error = "disk full" if how == "error" else ""
+            if not error:
+                self.manifests[order.snapshot.checkpointer].setdefault(
+                    order.snapshot, order.world_size
+                )
+            self.bag.append(
+                CheckpointWritten(at=NOW, node=order.node, snapshot=order.snapshot, error=error)
+            )
+            return
+        images = [(order.snapshot, rank) for rank in order.ranks]
+        there = all(image in self.images[order.node] for image in images)
+        if how == "well" and there:
+            self.durable |= set(images)
+            shards = tuple(shard(rank) for rank in order.ranks)
+            event = ShardsWritten(at=NOW, node=order.node, snapshot=order.snapshot, shards=shards)
+        else:
+            event = ShardsWritten(
+                at=NOW, node=order.node, snapshot=order.snapshot, error=how, gone=how != "error"
+            )
+        self.bag.append(event)
+
+    @rule(number=picks)
+    def remind(self, number: int) -> None:
+        """A stream broke and is back: the node is told again."""
+        node = list(self.images)[number % len(self.images)]
+        self.orders = [order for order in self.orders if order.node != node]
+        self.took(Taken(actions=commits.remind(self.state, node)))
+
+    @rule(
+        rank=picks, book=st.sampled_from(BOOKS), back=st.integers(0, 3), to=st.sampled_from(TIERS)
+    )
+    def await_save(self, rank: int, book: str, back: int, to: Tier) -> None:
+        id = self.id(book, max(1, self.step[book] - back))
+        self.asked += 1
+        asker = f"{rank}/{self.asked}"
+        request = AwaitSave(checkpointer=book, step=id.step, to=to)
+        settled = commits.await_save(self.state, asker, request, RoundNumber(self.round))
+        if settled is not None:
+            self.check_settled(id, to, settled)
+        else:
+            self.waits[asker] = (id, to)
+
+    # ---- nodes come and go, the coordinator dies ----
+
+    @rule(number=picks)
+    def lose(self, number: int) -> None:
+        self.end(list(self.images)[number % len(self.images)])
+        self.break_round()
+
+    @rule(number=picks)
+    def restart_agent(self, number: int) -> None:
+        """A node comes back under another name, with what it had in memory."""
+        node = list(self.images)[number % len(self.images)]
+        images = self.images[node]
+        self.end(node)
+        again = self.new_node()
+        self.images[again] = images
+        if images:
+            self.tell_images(again, images)
+        self.break_round()
+
+    def end(self, node: NodeId) -> None:
+        del self.images[node], self.said[node]
+        self.orders = [order for order in self.orders if order.node != node]
+        before = {
+            name: book.writing.snapshot
+            for name, book in self.state.books.items()
+            if book.writing is not None
+        }
+        taken = commits.node_gone(self.state, node)
+        failed = dict(taken.failed)
+        for name, id in before.items():
+            writing = self.state.book(name).writing
+            if writing is None or writing.snapshot != id:
+                assert "was lost" in failed[id], "a write ended in silence"
+            else:
+                assert id not in failed
+                self.check_pending(writing)
+        self.took(taken)
+
+    def check_pending(self, writing: commits.Writing) -> None:
+        for node, ranks in writing.pending.items():
+            assert all((writing.snapshot, rank) in self.said[node] for rank in ranks)
+
+    @rule()
+    def break_round(self) -> None:
+        actions = commits.secure(self.state)
+        commits.round_over(self.state)
+        self.took(Taken(actions=actions))
+        while len(self.images) < 1:
+            self.new_node()
+        self.begin_round(self.images)
+
+    @rule()
+    def join(self) -> None:
+        if len(self.images) < 4:
+            self.new_node()
+
+    @rule()
+    def restart_coordinator(self) -> None:
+        again = revived(self.state)
+        assert msgspec.json.encode(again) == msgspec.json.encode(self.state)
+        self.state = again
+
+    # ---- restoring ----
+
+    @rule(book=st.sampled_from(BOOKS), step=st.none() | st.integers(1, 6), error=st.booleans())
+    def look(self, book: str, step: int | None, error: bool) -> None:
+        """Rank 0 is about to restore: somebody looks at storage."""
+        if book in self.searches:
+            return
+        self.searches[book] = Search(step)
+        by_step = {id.step: (id, size) for id, size in sorted(self.manifests[book].items())}
+        steps = tuple(StoredStep(id.step, id.round, size) for id, size in by_step.values())
+        event = StoredFound(
+            at=NOW,
+            node=self.world[Rank(0)],
+            round=RoundNumber(self.round),
+            checkpointer=book,
+            steps=() if error else steps,
+            error="stale mount" if error else "",
+        )
+        commits.stored_found(self.state, event)
+
+    @rule(book=st.sampled_from(BOOKS), number=picks, well=st.booleans(), anew=st.booleans())
+    def find(self, book: str, number: int, well: bool, anew: bool) -> None:
+        search = self.searches.get(book)
+        rank = Rank(number % len(self.world))
+        if search is None or rank in search.waiting:
+            return
+        tried = None
+        if search.offer is not None and not anew:
+            tried = Tried("" if well else "torn")
+        if search.offer is None or not anew:
+            search.waiting[rank] = tried
+        request = FindState(checkpointer=book, step=search.step, tried=tried)
+        reach = dict.fromkeys(self.images, ("10.0.0.1", 7)).get
+        taken = commits.find(self.state, rank, f"{rank}/0", request, self.world, reach)
+        if len(search.waiting) == len(self.world):
+            assert len(taken.answers) == len(self.world), "all have spoken and are not answered"
+        self.took(taken, book)
+
+    def check_found(self, book: str, answers: list[tuple[str, StateFound]]) -> None:
+        search = self.searches[book]
+        plain = {msgspec.structs.replace(found, holders=()) for _, found in answers}
+        assert len(plain) == 1, "ranks are told different things"
+        (found,) = plain
+        if len(search.waiting) < len(self.world):
+            assert len(answers) == 1, "some ranks go on before all have spoken"
+            assert search.offer is not None
+            assert found == search.offer
+            return
+        assert {asker for asker, _ in answers} == {f"{rank}/0" for rank in self.world}
+        well = search.offer is not None and not any(t and t.error for t in search.waiting.values())
+        assert (found.where == "loaded") == well
+        search.waiting = {}
+        if found.where in ("loaded", "nowhere"):
+            del self.searches[book]
+            return
+        place = (found.step, found.where == "memory", found.round)
+        assert search.step in (None, found.step)
+        assert all(place < before for before in search.places), "not from newest to older"
+        search.places.append(place)
+        search.offer = found
+        if found.where == "memory":
+            self.check_holders(book, found, [answer for _, answer in answers])
+
+    def check_holders(self, book: str, found: StateFound, answers: list[StateFound]) -> None:
+        id = snapshot_id(found.step, found.round, book)
+        assert all((id, Rank(rank)) in self.sealed for rank in range(found.world_size)), "torn"
+        for holder in (holder for answer in answers for holder in answer.holders):
+            assert (id, holder.rank) in self.said[holder.node]
+
+    # ---- in the end ----
+
+    @precondition(lambda self: hasattr(self, "state"))
+    @invariant()
+    def little_is_kept(self) -> None:
+        for book in self.state.books.values():
+            assert len(book.snapshots) <= commits.KEPT_SNAPSHOTS
+            assert len(book.outcomes) <= commits.KEPT_OUTCOMES
+            assert set(book.waits) <= set(self.waits)
+
+    def settle(self) -> None:
+        for _ in range(1000):
+            if not self.bag and not self.orders:
+                return
+            self.deliver_all()
+            if self.orders:
+                self.carry_out(0, "well")
+        raise AssertionError("it never comes to rest")
+
+    def teardown(self) -> None:
+        """Left alone, everything comes to an end, and whoever waits is answered."""
+        if not hasattr(self, "state"):
+            return
+        self.settle()
+        for book in BOOKS:
+            self.save(book, "now", 1, True)
+        self.settle()
+        assert not commits.busy(self.state)
+        assert not self.waits, "somebody waits for ever"
+        for book in BOOKS:
+            assert self.id(book, self.step[book]) in self.saved
+            for _ in range(20 * len(self.world)):
+                for rank in self.world:
+                    self.find(book, rank, False, False)
+            assert book not in self.searches, "a search never ends"
+
+
+TestCommitsMachine = CommitsMachine.TestCase
+TestCommitsMachine.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
