@@ -63,7 +63,7 @@ class Copier:
         self._odd: list[int] = []
         small = []
         for index, (item, local) in enumerate(zip(self.layout.items, captured.locals, strict=True)):
-            if not _raw(local):
+            if not raw(local):
                 self._odd.append(index)
             elif item.raw.size >= LARGE_BYTES:
                 self._large.append(index)
@@ -128,8 +128,9 @@ class Copier:
             self._stream = torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream), torch.no_grad():
-            for local, view in on_device:
-                view.copy_(local, non_blocking=True)
+            # One call for all of them: thousands from Python would keep training waiting.
+            locals_, views = zip(*on_device, strict=True)
+            torch._foreach_copy_(list(views), list(locals_), non_blocking=True)
             return self._stream.record_event()
 
     def _strided(
@@ -141,10 +142,14 @@ class Copier:
                 yield captured.locals[index], view
 
 
-def _raw(local: torch.Tensor) -> bool:
-    """Whether a tensor's bytes, as they are in host memory, are what is saved of it."""
-    lazy = local.is_conj() or local.is_neg()
-    return local.device.type == "cpu" and local.is_contiguous() and not lazy
+def raw(local: torch.Tensor) -> bool:
+    """Whether a tensor is its bytes as they are in host memory, one after the other."""
+    return (
+        local.is_cpu
+        and local.is_contiguous()
+        and not local.is_neg()
+        and not (local.is_complex() and local.is_conj())
+    )
 
 
 def run_all(tasks: Iterable[Task], threads: Executor | None) -> None:
