@@ -1,7 +1,7 @@
-"""The demonstration behind `make demo`: train on two CPU ranks, kill one, see it go on.
+"""The demonstration behind `make demo`: train on two CPU ranks, kill one, stop one, see it go on.
 
-Everything is done with the commands a user has; the only trick is that the demo looks up the pid of
-rank 1 in `holdfast status --json` and sends it SIGKILL.
+Everything is done with the commands a user has; the only trick is that the demo looks up the pids of
+ranks in `holdfast status --json` and sends them signals.
 """
 
 import json
@@ -15,8 +15,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-STEPS = 2000
+STEPS = 2600
 KILL_AT = 800
+STOP_AT = 1600
 LIMIT_S = 120
 
 
@@ -34,36 +35,39 @@ def status() -> dict[str, Any]:
     return content
 
 
-def pid_of(rank: int) -> int:
-    """The rank's process, once training is well under way."""
+def pid_of(rank: int, at_step: int) -> int:
+    """The rank's process, once training has come that far."""
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
         now = status()
         if now.get("state") == "ended":
             break
-        if now.get("step", 0) >= KILL_AT:
+        if now.get("step", 0) >= at_step:
             ranks = [r for node in now["nodes"] for r in node["ranks"]]
             return int(next(r["pid"] for r in ranks if r["rank"] == rank))
         time.sleep(0.1)
-    raise SystemExit(f"the demo job did not reach step {KILL_AT}")
+    raise SystemExit(f"the demo job did not reach step {at_step}")
 
 
-def kill_rank_1() -> None:
-    pid = pid_of(rank=1)
-    say(f"kill -9 {pid}    # rank 1, in the middle of training")
+def do_harm() -> None:
+    pid = pid_of(1, KILL_AT)
+    say(f"kill -9 {pid}       # rank 1, in the middle of training")
     os.kill(pid, signal.SIGKILL)
+    pid = pid_of(0, STOP_AT)
+    say(f"kill -STOP {pid}    # rank 0: alive, but it hangs")
+    os.kill(pid, signal.SIGSTOP)
 
 
 def main() -> int:
     with tempfile.TemporaryDirectory(prefix="holdfast-demo-") as home:
         os.environ["HOLDFAST_HOME"] = home
-        script = str(Path(__file__).with_name("train.py"))
-        arguments = ["--steps", str(STEPS), "--checkpoint", os.path.join(home, "checkpoint.pt")]
-        say("holdfast run --nproc-per-node 2 examples/train.py")
+        script = str(Path(__file__).with_name("snapshots.py"))
+        arguments = ["--steps", str(STEPS), "--checkpoints", os.path.join(home, "checkpoints")]
+        say("holdfast run --nproc-per-node 2 examples/snapshots.py")
         command = holdfast("run", "--nproc-per-node", "2", "--job", "demo", script, *arguments)
         job = subprocess.Popen(command)
         try:
-            killer = threading.Thread(target=kill_rank_1, daemon=True)
+            killer = threading.Thread(target=do_harm, daemon=True)
             killer.start()
             code = job.wait(LIMIT_S)
         finally:

@@ -18,6 +18,7 @@ from holdfast.messages.timings import Finding
 from holdfast.messages.units import Time
 
 KEPT_FINDINGS = 32
+QUICK_STEPS_PER_S = 20.0
 
 
 def on_timings(job: Job, event: Progress, now: Time) -> list[AnyAction]:
@@ -37,9 +38,16 @@ def on_timings(job: Job, event: Progress, now: Time) -> list[AnyAction]:
     job.findings = [*job.findings, *findings][-KEPT_FINDINGS:]
     actions: list[AnyAction] = [*_tell_scripts(job)]
     for finding in findings:
-        if finding.began:
+        if finding.began and _worth_telling(job, finding):
             actions += _mind(job, finding, now)
     return actions
+
+
+def _worth_telling(job: Job, finding: Finding) -> bool:
+    """A rank that is slower than it was, in steps of milliseconds, shares its machine with somebody:
+    that shows in its score, and is no incident."""
+    per_s = job.pace.per_s if job.pace is not None else None
+    return finding.kind == "relative" or per_s is None or per_s < QUICK_STEPS_PER_S
 
 
 def _mind(job: Job, finding: Finding, now: Time) -> list[AnyAction]:
