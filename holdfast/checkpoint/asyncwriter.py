@@ -16,7 +16,7 @@ there already is replaced, and stays whole until the new one is (see `plain`).
 
 from __future__ import annotations
 
-import atexit
+import multiprocessing.util
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -28,6 +28,7 @@ import torch.distributed as dist
 from holdfast.checkpoint import names
 from holdfast.checkpoint.capture import Captured, Layout, Position, capture
 from holdfast.checkpoint.carrying import Carrying, Save
+from holdfast.checkpoint.collector import collector_off
 from holdfast.checkpoint.guard import Guard
 from holdfast.checkpoint.meeting import Meeting
 from holdfast.checkpoint.plain import parent_and_name
@@ -59,13 +60,13 @@ class AsyncWriter:
         self._home = ImageHome(f"script-{self._process}")
         self._slots = _Slots(self._home.path, _NAME, self._meeting.rank)
         self._carrying = Carrying(self._meeting, self._home.path, _NAME)
-        self._optimizers = list(optimizers)
-        self._guard = Guard(self._optimizers)
+        self._guard = Guard(list(optimizers))
         self._layout: Layout | None = None
         self._copy: Copy | None = None
         self._saves = 0
         self._closed = False
-        atexit.register(self._at_exit)
+        # As atexit would, but also where this is a process of `multiprocessing`; and not in a fork.
+        self._last_call = multiprocessing.util.Finalize(None, self._at_exit, exitpriority=0)
 
     # ---- saving ----
 
@@ -87,8 +88,9 @@ class AsyncWriter:
         copy: Copy | Exception
         known = self._layout
         try:
-            captured = self._capture(state_dict, position)
-            copy = self._start(captured, position)
+            with collector_off():
+                captured = self._capture(state_dict, position)
+                copy = self._start(captured, position)
         except Exception as error:
             # The state is the user's, and what it is made of may raise anything. The other ranks
             # have to hear of it, and training is to go on: the future tells.
@@ -107,7 +109,7 @@ class AsyncWriter:
         return self._slots.make_ready(self._capture(state_dict, self._position("")))
 
     def _capture(self, state_dict: dict[str, Any], position: Position) -> Captured:
-        state = {name: captured_entry(entry) for name, entry in state_dict.items()}
+        state = {name: captured_entry(entry, name) for name, entry in state_dict.items()}
         captured = capture(state, self._layout, position, pickling=True)
         self._layout = captured.layout
         return captured
@@ -119,9 +121,6 @@ class AsyncWriter:
         self._copy = copy
         if overlap:
             self._guard.watch(copy)
-            others = (local for i, local in enumerate(captured.locals) if i not in guarded)
-            if any(local.device.type == "cuda" for local in others):
-                copy.keep_off()  # No optimizer guards these: the device itself must wait.
         return copy
 
     def _await_copy(self) -> None:
@@ -150,7 +149,7 @@ class AsyncWriter:
         if self._closed or os.getpid() != self._process:
             return
         self._closed = True
-        atexit.unregister(self._at_exit)
+        self._last_call.cancel()
         self._await_copy()
         settle()
         self._carrying.close()
@@ -170,9 +169,9 @@ class AsyncWriter:
 class _Slots(Slots):
     def close(self) -> None:
         """Give the memory back."""
-        self._behind.shutdown()
-        if self._threads is not None:
-            self._threads.shutdown()
+        for threads in (self._ahead, self._behind, self._threads):
+            if threads is not None:
+                threads.shutdown()
         for slot, image in enumerate(self._images):
             if image is not None:
                 self._close(slot, image)

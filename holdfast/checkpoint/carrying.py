@@ -68,11 +68,12 @@ class Save:
 
 class Carrying:
     def __init__(self, meeting: Meeting, images: Path, checkpointer: str) -> None:
-        self.keeper_pid: int | None = None
         self._meeting = meeting
         self._images = images
         self._checkpointer = checkpointer
-        self._keeper: OwnKeeper | None = None
+        # Now, and not when it is first needed: an interpreter that is about to exit starts nothing.
+        self._keeper: OwnKeeper | None = OwnKeeper(images)
+        self._told_ranks = False
         self._alike = True
         """Whether the ranks are believed to share what they can share."""
         self._broken = ""
@@ -150,8 +151,6 @@ class Carrying:
     # ---- carrying ----
 
     def _carry_all(self) -> None:
-        with suppress(HoldfastError, OSError):  # The first save tries again, and tells.
-            self._living_keeper()
         while (save := self._to_carry.get()) is not None:
             with self._fatal():
                 self._carry(save)
@@ -221,10 +220,6 @@ class Carrying:
 
     def _judged(self, save: Save, alike: bool, parts: list[Part]) -> Verdict:
         """All parts are there: make a checkpoint of them, if they are parts of one."""
-        places = sorted({part.at for part in parts})
-        if len(places) > 1:
-            listed = " and ".join(places[:2])
-            return Verdict(error=f"the ranks gave different paths: {listed}", vain=True)
         same = len({part.shared for part in parts}) == 1
         if alike and not same:
             return Verdict(again=True, alike=False)
@@ -236,9 +231,13 @@ class Carrying:
             at=save.at,
         )
         try:
-            return Verdict(error=self._living_keeper().ask(order).error, alike=same)
-        except CheckpointError as error:
-            return Verdict(error=str(error))
+            error = self._living_keeper().ask(order).error
+        except CheckpointError as died:
+            error = str(died)
+        places = sorted({part.at for part in parts})
+        if error and len(places) > 1:  # They may be one all the same, mounted here and there.
+            error += f" (the ranks gave different paths: {' and '.join(places[:2])})"
+        return Verdict(error=error, alike=same)
 
     def _snapshot(self, save: Save) -> SnapshotId:
         position = save.position
@@ -254,10 +253,16 @@ class Carrying:
             if self._keeper is None or self._keeper.gone:
                 self._let_go()
                 self._keeper = OwnKeeper(self._images)
-                self.keeper_pid = self._keeper.pid
+                self._told_ranks = False
+            if not self._told_ranks:
                 ranks = (self._meeting.rank,)
                 self._keeper.ask(BeginRound(number=0, ranks=ranks, copies=()))
+                self._told_ranks = True
             return self._keeper
+
+    @property
+    def keeper_pid(self) -> int | None:
+        return None if self._keeper is None else self._keeper.pid
 
     def _let_go(self) -> None:
         """A keeper that died could not let go of the images that it read."""

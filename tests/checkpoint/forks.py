@@ -86,22 +86,25 @@ class Forks:
 # ---- what children do ---------------------------------------------------------------------------
 
 
-def save_for_ever(at: str) -> None:
+def save_for_ever(at: str, number: int) -> None:
     """Save one state after the other at the same place; `began` and `saved` tell how far it is."""
     import torch
 
     from holdfast.checkpoint import AsyncWriter
 
+    def tell(what: str, number: int) -> None:
+        Path(f"{at}.new").write_text(str(number))
+        os.replace(f"{at}.new", f"{at}.{what}")
+
     writer = AsyncWriter(no_dist=True)
     state = {f"t{i}": torch.zeros(5000) for i in range(20)}
-    number = int(time.time())
     while True:
         number += 1
         for tensor in state.values():
             tensor.fill_(number)
-        Path(at + ".began").write_text(str(number))
+        tell("began", number)
         writer.save({**state, "number": number}, checkpoint_id=at).result()
-        Path(at + ".saved").write_text(str(number))
+        tell("saved", number)
 
 
 def save_and_end(at: str) -> None:
@@ -147,11 +150,13 @@ def a_rank(rank: int, port: int, directory: str) -> None:
         table.add_(1)
 
     writer = AsyncWriter(optimizers=[optimizer])
+    apart = dist.new_group(backend="gloo")  # Torch's own saves meet in the midst of training.
     for number in range(3):
         train()
         dist.barrier()
         mine = writer.save(state(), checkpoint_id=f"{directory}/ours{number}")
-        theirs = dcp.async_save(state(), checkpoint_id=f"{directory}/torch{number}")
+        there = f"{directory}/torch{number}"
+        theirs = dcp.async_save(state(), checkpoint_id=there, process_group=apart)
         train()  # An optimizer's step waits for the copy.
         assert mine.result(60) == f"{directory}/ours{number}"
         theirs.result()
@@ -178,14 +183,16 @@ def a_rank(rank: int, port: int, directory: str) -> None:
     Path(f"{directory}/rank{rank}.json").write_text(json.dumps(told))
     # Rank 0 has the store, and does not wait for anybody: the writer does, at exit.
     writer.save(state(), checkpoint_id=f"{directory}/last")
+    dist.destroy_process_group()
 
 
 # ---- the server ---------------------------------------------------------------------------------
 
 
 def main() -> None:
-    import torch
-    import torch.distributed.checkpoint  # noqa: F401
+    import torch._dynamo
+    import torch.distributed.checkpoint.state_dict
+    import torch.distributed.fsdp  # noqa: F401
 
     import holdfast.checkpoint.asyncwriter  # noqa: F401
 
