@@ -10,19 +10,22 @@ Each save is carried through by a thread of its own; training does not wait for 
 
 from __future__ import annotations
 
-import atexit
+import multiprocessing.util
 import os
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext, suppress
+from concurrent.futures import TimeoutError as NotYet
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -43,11 +46,13 @@ from holdfast.messages.keeping import (
     AnyOrder,
     Begin,
     Commit,
+    Done,
     FromKeeper,
     ImageSealed,
     Look,
     Open,
     Received,
+    Reply,
     Seal,
     ShardsDone,
     Stored,
@@ -59,7 +64,7 @@ from holdfast.messages.requests import SaveSettled, StateFound
 from holdfast.messages.units import RoundNumber, StepNumber
 from holdfast.packets import Joiner, packets_of
 
-T = TypeVar("T", bound=Struct)
+R = TypeVar("R", bound=Reply)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[FromKeeper] = msgspec.msgpack.Decoder(FromKeeper)
@@ -68,6 +73,12 @@ _GONE = "the keeper died while it wrote, or before; see above, or `dmesg` for an
 
 LONG = timedelta(days=365)
 """A store wants a limit; a rank that dies takes the others' world with it in any case."""
+PEERS_PATIENCE_S = 600.0
+"""At the script's end, for what other ranks have to write; they may have died."""
+PART_S = 30.0
+KEPT_SAVES = 1000
+
+Outcome = Literal["saved", "skipped", "failed"]
 
 
 class OwnKeeper:
@@ -78,7 +89,7 @@ class OwnKeeper:
         command = [sys.executable, "-m", "holdfast.checkpoint.keeper", str(theirs.fileno())]
         self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdout=2)
         theirs.close()
-        begin = Begin(images=str(images), token="", job="", listener_fd=None)
+        begin = Begin(images=str(images), token="", job="", listener_fd=None, own=True)
         ours.send(_encoder.encode(begin))
         self.pid = self._process.pid
         self.gone = False
@@ -101,6 +112,7 @@ class OwnKeeper:
                 for packet in packets_of(msgspec.structs.replace(order, number=number)):
                     self._control.send(packet)
             except OSError:
+                del self._open[number]
                 raise CheckpointError(_GONE) from None
         return answer.result()
 
@@ -115,8 +127,9 @@ class OwnKeeper:
                 message = _decoder.decode(whole)
             if not isinstance(message, Received | Wrote | Piece):
                 with self._lock:
-                    answer = self._open.pop(message.number)
-                answer.set_result(message)
+                    answer = self._open.pop(message.number, None)
+                if answer is not None:
+                    answer.set_result(message)
         with self._lock:
             self.gone = True
             unanswered = list(self._open.values())
@@ -131,49 +144,71 @@ class OwnKeeper:
             return b""
 
     def close(self) -> None:
-        """Have it end; what it was doing is given up."""
-        with suppress(OSError):
-            self._control.shutdown(socket.SHUT_RDWR)
+        """End it; what it was doing is given up."""
+        self._process.kill()
         self._process.wait()
+
+
+class _Sealed(Struct):
+    """What a rank says of its image of a step."""
+
+    shared: bytes | None = None
+    """The digest of what all ranks should have alike; None when there is no such image any more."""
+    error: str = ""
+
+
+@dataclass
+class _Save:
+    """A step that was saved, or was to be."""
+
+    checkpointer: str
+    step: int
+    name: str
+    """What all ranks call it."""
+    settled: dict[Tier, Future[SaveSettled]] = field(
+        default_factory=lambda: {"memory": Future(), "storage": Future()}
+    )
+
+    def settle(self, to: Tier, outcome: Outcome, reason: str = "") -> None:
+        if not self.settled[to].done():
+            self.settled[to].set_result(SaveSettled(outcome=outcome, reason=reason))
+
+    def settle_both(self, outcome: Outcome, reason: str) -> None:
+        self.settle("memory", outcome, reason)
+        self.settle("storage", outcome, reason)
 
 
 class AloneLink:
     """Everything that an agent and a coordinator would do, as far as one script can."""
 
     def __init__(self) -> None:
-        self._store = _default_store()
         self.rank, self.world_size = _position()
+        self._meeting = _Meeting.of(self.rank, self.world_size)
+        self._saves_meeting = self._meeting.another()
+        """Its own, because whoever waits in one lets nobody else in."""
         self._home = ImageHome(f"script-{os.getpid()}")
         self.images = self._home.path
         self._keeper = OwnKeeper(self.images)
-        self._meetings = 0
-        self._settled: dict[tuple[str, int, Tier], Future[SaveSettled]] = {}
-        self._saving: list[threading.Thread] = []
-        self._last: dict[str, list[StoredStep]] = {}
         self._lock = threading.Lock()
-        self.round = self._agree("round", int(time.time() * 1000), min)
-        atexit.register(self.close)
+        self._counted: Counter[tuple[str, int]] = Counter()
+        self._saves: dict[tuple[str, int], _Save] = {}
+        self._threads: list[threading.Thread] = []
+        self._finds = 0
+        self._refused: tuple[str, ...] = ()
+        self._last: dict[str, list[StoredStep]] = {}
+        self.round = min(self._meeting.tell_all("round", int(time.time() * 1000)))
+        # As atexit would, but also where this is a process of `multiprocessing`; and not in a fork.
+        multiprocessing.util.Finalize(None, self.close, exitpriority=0)
 
     def close(self) -> None:
         """At the script's end: finish what was begun."""
-        for thread in self._saving:
-            thread.join()
+        until = time.monotonic() + PEERS_PATIENCE_S
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        if self._counted and not any(thread.is_alive() for thread in self._threads):
+            self._meeting.part()
         self._keeper.close()
         self._home.remove()
-
-    # ---- agreeing ----
-
-    def _tell_all(self, name: str, mine: Any) -> list[Any]:
-        """What every rank says under that name, in the order of ranks."""
-        if self._store is None:
-            return [mine]
-        self._store.set(f"holdfast/{name}/{self.rank}", _encoder.encode(mine))
-        keys = [f"holdfast/{name}/{rank}" for rank in range(self.world_size)]
-        self._store.wait(keys, LONG)
-        return [msgspec.msgpack.decode(self._store.get(key)) for key in keys]
-
-    def _agree(self, name: str, mine: int, how: Callable[[list[int]], int]) -> int:
-        return how(self._tell_all(name, mine))
 
     # ---- saving ----
 
@@ -184,52 +219,84 @@ class AloneLink:
             raise CheckpointError(reply.error)
 
     def saved(self, checkpointer: str, path: Path, state: int, step: int, wish: Wish) -> None:
+        save = self._begun(checkpointer, step)
+        self._go_on(lambda before: self._carry_through(save, path, state, wish, before))
+
+    def missed(self, checkpointer: str, step: int, reason: str) -> None:
+        save = self._begun(checkpointer, step)
+        save.settle_both("failed", reason)
+        self._go_on(lambda before: self._tell_missed(save, reason, before))
+
+    def _begun(self, checkpointer: str, step: int) -> _Save:
         with self._lock:
-            tiers: tuple[Tier, ...] = ("memory", "storage")
-            for tier in tiers:
-                self._settled[checkpointer, step, tier] = Future()
-        before = self._saving[-1] if self._saving else None
-        carry = threading.Thread(
-            target=self._carry_through,
-            args=(checkpointer, path, state, step, wish, before),
-            name=f"save-{step}",
-        )
-        self._saving = [t for t in self._saving if t.is_alive()]
-        self._saving.append(carry)
-        carry.start()
+            self._counted[checkpointer, step] += 1
+            name = f"save/{checkpointer}/{step}/{self._counted[checkpointer, step]}"
+            save = _Save(checkpointer, step, name)
+            self._saves.pop((checkpointer, step), None)
+            self._saves[checkpointer, step] = save
+            while len(self._saves) > KEPT_SAVES:
+                del self._saves[next(iter(self._saves))]
+        return save
+
+    def _go_on(self, act: Callable[[Callable[[], None]], None]) -> None:
+        """Do it beside training; it is given a way to wait for what was begun before."""
+        with self._lock:
+            self._threads = [t for t in self._threads if t.is_alive()]
+            before = self._threads[-1].join if self._threads else lambda: None
+            thread = threading.Thread(target=act, args=(before,), name="save", daemon=True)
+            try:
+                thread.start()
+                self._threads.append(thread)
+                return
+            except RuntimeError:  # The interpreter is about to exit, and starts no more threads.
+                pass
+        act(before)
+
+    def _tell_missed(self, save: _Save, reason: str, before: Callable[[], None]) -> None:
+        with suppress(CheckpointError):
+            self._meeting.tell(f"{save.name}/sealed", _Sealed(error=reason))
+        before()
 
     def _carry_through(
-        self,
-        checkpointer: str,
-        path: Path,
-        state: int,
-        step: int,
-        wish: Wish,
-        before: threading.Thread | None,
+        self, save: _Save, path: Path, state: int, wish: Wish, before: Callable[[], None]
     ) -> None:
-        sealed: ImageSealed = self._keeper.ask(Seal(number=0, path=str(path), state=state))
-        if before is not None:
-            before.join()  # One after the other, in the same order on all ranks.
-        self._meetings += 1
-        name = f"{self.round}/{self._meetings}"
-        shared = sealed.sealed.shared if sealed.sealed is not None else None
-        digests = self._tell_all(f"{name}/sealed", shared)
-        if None in digests:
-            self._settle(checkpointer, step, "memory", "skipped", "a newer one took its place")
-            self._settle(checkpointer, step, "storage", "skipped", "a newer one took its place")
-            return
-        self._settle(checkpointer, step, "memory", "saved", "")
-        if wish != "now":
-            self._settle(checkpointer, step, "storage", "skipped", "it was meant for memory")
-            return
-        snapshot = SnapshotId(checkpointer, StepNumber(step), RoundNumber(self.round))
-        error = self._store_all(name, snapshot, alike=len(set(digests)) == 1)
-        self._settle(checkpointer, step, "storage", "failed" if error else "saved", error)
-        if error and self.rank == 0:
-            print(f"[holdfast] step {step} is not on storage: {error}", file=sys.stderr)
+        mine = self._seal(path, state)
+        before()  # One after the other, in the same order on all ranks.
+        try:
+            told = self._saves_meeting.tell_all(f"{save.name}/sealed", mine)
+            self._take_further(save, [msgspec.convert(one, _Sealed) for one in told], wish)
+        except CheckpointError as error:
+            save.settle_both("failed", str(error))
 
-    def _store_all(self, name: str, snapshot: SnapshotId, alike: bool) -> str:
-        """Write everything, on all ranks; why not, if not."""
+    def _seal(self, path: Path, state: int) -> _Sealed:
+        try:
+            reply: ImageSealed = self._keeper.ask(Seal(number=0, path=str(path), state=state))
+        except CheckpointError as error:
+            return _Sealed(error=str(error))
+        return _Sealed(reply.sealed.shared if reply.sealed is not None else None)
+
+    def _take_further(self, save: _Save, told: list[_Sealed], wish: Wish) -> None:
+        failed = [f"rank {rank}: {one.error}" for rank, one in enumerate(told) if one.error]
+        if failed:
+            save.settle_both("failed", failed[0])
+        elif any(one.shared is None for one in told):
+            save.settle_both("skipped", "a newer one took its place")
+        else:
+            save.settle("memory", "saved")
+            if wish != "now":
+                save.settle("storage", "skipped", "it was meant for memory")
+            else:
+                self._store(save, alike=len({one.shared for one in told}) == 1)
+
+    def _store(self, save: _Save, alike: bool) -> None:
+        snapshot = SnapshotId(save.checkpointer, StepNumber(save.step), RoundNumber(self.round))
+        outcome, reason = self._store_all(save.name, snapshot, alike)
+        if outcome != "saved" and self.rank == 0:
+            print(f"[holdfast] step {save.step} is not on storage: {reason}", file=sys.stderr)
+        save.settle("storage", outcome, reason)
+
+    def _store_all(self, name: str, snapshot: SnapshotId, alike: bool) -> tuple[Outcome, str]:
+        """Write everything, on all ranks."""
         order = Write(
             number=0,
             snapshot=snapshot,
@@ -237,50 +304,56 @@ class AloneLink:
             world_size=self.world_size,
             alike=alike,
         )
-        done: ShardsDone = self._keeper.ask(order)
-        written = self._tell_all(f"{name}/written", done)
+        written = self._saves_meeting.tell_all(f"{name}/written", self._answer(order, ShardsDone))
         all_done = [msgspec.convert(one, ShardsDone) for one in written]
-        error = next((one.error for one in all_done if one.error), "")
-        if error:
-            return error
-        answer = ""
+        error = next((one for one in all_done if one.error), None)
+        if error is not None:
+            return "skipped" if error.gone else "failed", error.error
+        answer: Done | None = None
         if self.rank == 0:
             shards: tuple[Shard, ...] = tuple(one.shards[0] for one in all_done)
             commit = Commit(number=0, snapshot=snapshot, world_size=self.world_size, shards=shards)
-            answer = self._keeper.ask(commit).error
-        return str(self._tell_all(f"{name}/committed", answer)[0])
+            answer = self._answer(commit, Done)
+        answers = self._saves_meeting.tell_all(f"{name}/committed", answer)
+        committed = msgspec.convert(answers[0], Done)
+        return "failed" if committed.error else "saved", committed.error
 
-    def _settle(self, checkpointer: str, step: int, to: Tier, outcome: Any, reason: str) -> None:
-        with self._lock:
-            settled = self._settled[checkpointer, step, to]
-        settled.set_result(SaveSettled(outcome=outcome, reason=reason))
+    def _answer(self, order: AnyOrder, kind: type[R]) -> R:
+        """The keeper's; it is always told to the others, so that they do not wait for ever."""
+        try:
+            answer: R = self._keeper.ask(order)
+        except CheckpointError as error:
+            return kind(number=0, error=str(error))
+        return answer
 
     def wait(self, checkpointer: str, step: int, to: Tier, timeout_s: float | None) -> SaveSettled:
         with self._lock:
-            settled = self._settled[checkpointer, step, to]
+            save = self._saves.get((checkpointer, step))
+        if save is None:
+            raise CheckpointError(f"step {step} was saved too long ago; nobody remembers")
         try:
-            return settled.result(timeout_s)
-        except TimeoutError:
+            return save.settled[to].result(timeout_s)
+        except NotYet:
             raise RequestTimeout(f"step {step} is not saved to {to} yet") from None
 
     # ---- restoring ----
 
     def find(self, checkpointer: str, step: int | None, tried: Tried | None) -> StateFound:
-        self._meetings += 1
-        name = f"{self.round}/{self._meetings}/find"
+        self._finds += 1
+        name = f"find/{self._finds}"
         if tried is None:
-            self._refused: tuple[str, ...] = ()
+            self._refused = ()
             found: Stored | None = None
             if self.rank == 0:
-                found = self._keeper.ask(Look(number=0, checkpointer=checkpointer))
-            first = self._tell_all(name, found)[0]
-            listed = msgspec.convert(first, Stored)
+                found = self._answer(Look(number=0, checkpointer=checkpointer), Stored)
+            listed = msgspec.convert(self._meeting.tell_all(name, found)[0], Stored)
             if listed.error:
                 return StateFound(where="nowhere", refused=(listed.error,))
             steps = [one for one in listed.steps if step in (None, one.step)]
             self._last[checkpointer] = sorted(steps, key=lambda one: one.step, reverse=True)
         else:
-            errors = [msgspec.convert(one, Tried).error for one in self._tell_all(name, tried)]
+            told = self._meeting.tell_all(name, tried)
+            errors = [msgspec.convert(one, Tried).error for one in told]
             if not any(errors):
                 return StateFound(where="loaded")
             rank, why = next((r, e) for r, e in enumerate(errors) if e)
@@ -307,6 +380,9 @@ class AloneLink:
         """Nobody counts steps here."""
 
 
+# ---- the other ranks ----------------------------------------------------------------------------
+
+
 def _position() -> tuple[int, int]:
     import torch.distributed as dist
 
@@ -315,9 +391,59 @@ def _position() -> tuple[int, int]:
     return 0, 1
 
 
-def _default_store() -> Any:
-    import torch.distributed as dist
+class _Meeting:
+    """Where the ranks tell each other things, under names on which they agree."""
 
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return None
-    return dist.distributed_c10d._get_default_store()
+    def __init__(self, store: Any, prefix: str, rank: int, world_size: int) -> None:
+        self._store = store
+        """None in a world of one."""
+        self._prefix = prefix
+        self._rank = rank
+        self._world_size = world_size
+
+    @classmethod
+    def of(cls, rank: int, world_size: int) -> _Meeting:
+        if world_size == 1:
+            return cls(None, "", rank, world_size)
+        import torch.distributed as dist
+
+        store: Any = dist.distributed_c10d._get_default_store()
+        # A script may have several checkpointers: this is every rank's first, or second, ...
+        number = store.add(f"holdfast/links/{rank}", 1)
+        return cls(store, f"holdfast/{number}", rank, world_size)
+
+    def another(self) -> _Meeting:
+        """The same, by another connection."""
+        store = self._store.clone() if hasattr(self._store, "clone") else self._store
+        return _Meeting(store, self._prefix, self._rank, self._world_size)
+
+    def tell(self, name: str, mine: Any) -> None:
+        if self._store is not None:
+            with _reached():
+                self._store.set(f"{self._prefix}/{name}/{self._rank}", _encoder.encode(mine))
+
+    def tell_all(self, name: str, mine: Any, limit: timedelta = LONG) -> list[Any]:
+        """What every rank says under that name, in the order of ranks."""
+        if self._store is None:
+            return [mine]
+        self.tell(name, mine)
+        keys = [f"{self._prefix}/{name}/{rank}" for rank in range(self._world_size)]
+        with _reached():
+            self._store.wait(keys, limit)
+            return [msgspec.msgpack.decode(self._store.get(key)) for key in keys]
+
+    def part(self) -> None:
+        """Rank 0 may have the store: it must not go before the others have heard the last word."""
+        with suppress(CheckpointError):
+            if self._rank == 0:
+                self.tell_all("bye", None, timedelta(seconds=PART_S))
+            else:
+                self.tell("bye", None)
+
+
+@contextmanager
+def _reached() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise CheckpointError(f"the other ranks cannot be reached: {error}") from error

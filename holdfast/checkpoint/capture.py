@@ -70,7 +70,7 @@ class Placed:
 class Encoded(NamedTuple):
     """Some things, encoded one after the other."""
 
-    count: int
+    number: int
     data: bytes
 
 
@@ -391,7 +391,7 @@ def _odd_paths(names: Iterable[str], paths: Iterable[Path]) -> Encoded:
 
 def _list_of(one: Encoded, other: Encoded) -> bytes:
     """A list of what is encoded already."""
-    return b"".join((b"\xdd", (one.count + other.count).to_bytes(4, "big"), one.data, other.data))
+    return b"".join((b"\xdd", (one.number + other.number).to_bytes(4, "big"), one.data, other.data))
 
 
 # ---- what comes after the tensors ---------------------------------------------------------------

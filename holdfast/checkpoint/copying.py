@@ -114,19 +114,22 @@ class Copier:
                 found.append(_torch_copy(view, local))
         return found
 
-    def launch(self, captured: Captured, image: Image, guarded: bool) -> torch.cuda.Event | None:
-        """Start the copies from devices, on a stream of their own; the event that ends them."""
+    def launch(
+        self, captured: Captured, image: Image, ready: torch.cuda.Event | None, guarded: bool
+    ) -> torch.cuda.Event | None:
+        """Queue the copies from devices, on a stream of their own, once `ready` has come; the event
+        that ends them."""
         on_device = [
             (local, view)
             for local, view in self._strided(captured, image, guarded)
             if local.device.type == "cuda"
         ]
-        if not on_device:
+        if not on_device or ready is None:
             return None
         device = on_device[0][0].device
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
-        self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._stream.wait_event(ready)
         with torch.cuda.stream(self._stream), torch.no_grad():
             # One call for all of them: thousands from Python would keep training waiting.
             locals_, views = zip(*on_device, strict=True)

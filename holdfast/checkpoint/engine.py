@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import multiprocessing.util
 import os
 import sys
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -28,7 +30,7 @@ import msgspec
 import torch
 
 from holdfast.checkpoint import retention
-from holdfast.checkpoint.capture import Captured, Position, capture
+from holdfast.checkpoint.capture import Captured, Layout, Position, capture
 from holdfast.checkpoint.copying import idle_cores
 from holdfast.checkpoint.guard import Guard, after_first_step
 from holdfast.checkpoint.manifest import steps
@@ -56,6 +58,9 @@ class Link(Protocol):
 
     def saved(self, checkpointer: str, path: Path, state: int, step: int, wish: Wish) -> None:
         """An image is whole."""
+
+    def missed(self, checkpointer: str, step: int, reason: str) -> None:
+        """There will be no image of that step of this rank."""
 
     def wait(
         self, checkpointer: str, step: int, to: Tier, timeout_s: float | None
@@ -110,18 +115,20 @@ class Checkpointer:
         self._keep = keep
         self._overlap = overlap
         self._pickling = pickling
-        self._name = hashlib.sha256((self._where or "memory").encode()).hexdigest()[:12]
+        # The same after a restart, and another one for each checkpointer of a script.
+        name = self._where or f"memory of {sorted(state)}"
+        self._name = hashlib.sha256(name.encode()).hexdigest()[:12]
         self._slots = Slots(link.images, self._name, link.rank)
         self._optimizers = [o for o in state.values() if isinstance(o, torch.optim.Optimizer)]
         self._guard = Guard(self._optimizers)
-        self._captured: Captured | None = None
+        self._layout: Layout | None = None
         self._last: Ticket | None = None
-        self._complained = False
         own = keep is not None and not isinstance(keep, retention.Policy)
         encoded = b"" if keep is None or own else msgspec.json.encode(keep)
         link.open(self._name, self._where or "", encoded)
         if self._optimizers:
             after_first_step(self._optimizers, self._make_ready)
+        _before_exit(self._await_copy)
 
     # ---- saving ----
 
@@ -129,6 +136,8 @@ class Checkpointer:
         """Save the state as that of `step`: to memory, to storage, or not at all, as the intervals
         say. `block=True` returns only when the copy is made and nothing of it is overlapped."""
         _check_step(step)
+        if to not in (None, "memory", "storage"):
+            raise UsageError(f"Checkpointer.save: to memory or to storage, not to {to!r}")
         tier = to or self._due(step)
         if tier is None:
             return Ticket.skipped(step, self._waiting, "it is not due")
@@ -137,9 +146,9 @@ class Checkpointer:
         try:
             with self._link.booked("checkpoint"):
                 ticket = self._copy(step, tier, overlap=self._overlap and not block)
-        except (CheckpointError, OSError) as error:
+        except (HoldfastError, OSError) as error:
             ticket = Ticket.failed(step, tier, self._waiting, error)
-            self._complain(f"step {step} was not saved: {error}")
+            self._missed(step, error)
         self._last = ticket
         if tier == "storage" and self._keep is not None and self._link.rank == 0:
             self._tidy_after(ticket)
@@ -160,33 +169,44 @@ class Checkpointer:
             return "memory"
         return None
 
-    def _copy(self, step: int, tier: Tier, overlap: bool) -> Ticket:
+    def _await_copy(self) -> None:
         if self._last is not None and self._last.to is not None:
             self._last.await_copy()
-        with _collector_off():
-            captured = self._capture(step)
-            guarded = self._guard.guarded(captured) if overlap else set()
+
+    def _copy(self, step: int, tier: Tier, overlap: bool) -> Ticket:
+        self._await_copy()
         wish: Wish = "never" if self._where is None else "now" if tier == "storage" else "if needed"
 
         def finished(path: Path, state: int) -> None:
             self._link.saved(self._name, path, state, step, wish)
 
-        position = self._position(step)
-        copy = self._slots.start(captured, position, guarded, overlap, finished)
-        if overlap:
-            self._guard.watch(copy)
-            copy.done.add_done_callback(lambda done: self._check_copy(step, done))
+        with _collector_off():
+            captured = self._capture(step)
+            guarded = self._guard.guarded(captured) if overlap else frozenset()
+            position = self._position(step)
+            copy = self._slots.start(captured, position, guarded, overlap, finished)
+        self._guard.watch(copy)
+        copy.done.add_done_callback(lambda done: self._check_copy(step, done))
         return Ticket(step, tier, copy.done, self._waiting)
 
     def _check_copy(self, step: int, done: Future[int]) -> None:
-        if done.exception() is not None:
-            self._complain(f"step {step} was not saved: {done.exception()}")
+        error = done.exception()
+        if error is not None:
+            self._missed(step, error)
+
+    def _missed(self, step: int, error: BaseException) -> None:
+        """Training goes on without that one; the others shall not wait for it."""
+        self._complain(f"step {step} was not saved: {error}")
+        try:
+            self._link.missed(self._name, step, str(error))
+        except (HoldfastError, OSError) as why:
+            self._complain(f"nobody could be told: {why}")
 
     def _capture(self, step: int) -> Captured:
-        state = {name: captured_entry(entry) for name, entry in self._state.items()}
-        layout = self._captured.layout if self._captured is not None else None
-        self._captured = capture(state, layout, self._position(step), self._pickling)
-        return self._captured
+        state = {name: captured_entry(entry, name) for name, entry in self._state.items()}
+        captured = capture(state, self._layout, self._position(step), self._pickling)
+        self._layout = captured.layout
+        return captured
 
     def _position(self, step: int) -> Position:
         return Position(step, self._link.round, self._link.rank, self._link.world_size)
@@ -194,9 +214,17 @@ class Checkpointer:
     def _make_ready(self) -> None:
         """Memory for the first save, while training goes on."""
         try:
-            self._slots.make_ready(self._capture(0))
+            with _collector_off():
+                made = self._slots.make_ready(self._capture(0))
         except CheckpointError as error:
             self._complain(str(error))
+            return
+        made.add_done_callback(self._check_ready)
+
+    def _check_ready(self, made: Future[None]) -> None:
+        error = made.exception()
+        if error is not None:
+            self._complain(f"there may be no memory for snapshots: {error}")
 
     @property
     def _waiting(self) -> _Waiting:
@@ -244,37 +272,35 @@ class Checkpointer:
         refused: tuple[str, ...] = ()
         while found.where in ("memory", "storage"):
             refused = found.refused
-            tried = self._try(found)
+            error = self._try(found)
+            tried = Tried((str(error) or type(error).__name__)[:1000] if error is not None else "")
             answer = self._link.find(self._name, step, tried)
             if answer.where == "loaded":
                 return Restored(found.step, found.where, refused)
+            if found.where == "storage" and isinstance(error, Refused) and self._where is not None:
+                # Not before: the others were reading it.
+                set_aside(open_storage(self._where), found.step)
             found = answer
         if found.refused or step is not None:
             listed = "".join(f"\n  {why}" for why in found.refused) or f" step {step} is not there"
             raise CheckpointError(f"nothing that was saved can be restored:{listed}")
         return Restored(0, None)
 
-    def _try(self, found: StateFound) -> Tried:
-        """Load what was found; the others are told how it went."""
+    def _try(self, found: StateFound) -> HoldfastError | OSError | None:
+        """Load what was found; why that did not work, if it did not."""
         try:
             with ExitStack() as until:
                 stored = self._stored(found, until)
-                with ThreadPoolExecutor(idle_cores(), "restore") as threads:
+                with ThreadPoolExecutor(idle_cores(), "restore") as threads, _collector_off():
                     load(self._state, stored, self._link.rank, threads, self._pickling)
-        except (Refused, OSError) as error:
-            if found.where == "storage" and isinstance(error, Refused) and self._where:
-                set_aside(open_storage(self._where), found.step)
-            return Tried(str(error)[:1000])
-        except HoldfastError as error:
-            return Tried(str(error)[:1000])
-        return Tried()
+        except (HoldfastError, OSError) as error:
+            return error
+        return None
 
-    def _stored(self, found: StateFound, until: ExitStack) -> list[Stored]:
+    def _stored(self, found: StateFound, until: ExitStack) -> Sequence[Stored]:
         if found.where == "storage":
             assert self._where is not None
-            storage = open_storage(self._where)
-            rank, world_size = self._link.rank, self._link.world_size
-            return list(open_files(storage, found.step, rank, world_size, until))
+            return open_files(open_storage(self._where), found.step, until)
         stored = []
         for holder in found.holders:
             snapshot = SnapshotId(self._name, StepNumber(found.step), RoundNumber(found.round))
@@ -291,6 +317,21 @@ class _Waiting:
 
     def wait(self, step: int, to: Tier, timeout_s: float | None) -> SaveSettled:
         return self._link.wait(self._checkpointer, step, to, timeout_s)
+
+
+def _before_exit(act: Callable[[], None]) -> None:
+    """Do something when the process ends, if it is still of use, and before links are closed.
+
+    Interpreters wait for our threads by themselves, but processes of `multiprocessing` do that late.
+    """
+    weak = weakref.WeakMethod(act)
+
+    def call() -> None:
+        still = weak()
+        if still is not None:
+            still()
+
+    multiprocessing.util.Finalize(None, call, exitpriority=10)
 
 
 @contextmanager
@@ -317,6 +358,12 @@ def _check(
 ) -> None:
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         raise UsageError("Checkpointer: the state is a dict of names and what they stand for")
+    for name, entry in state.items():
+        if hasattr(entry, "state_dict") != hasattr(entry, "load_state_dict"):
+            raise UsageError(
+                f"Checkpointer: {name!r} has only one of state_dict and load_state_dict; what is"
+                " saved by the one is restored by the other"
+            )
     if directory is None and storage_every is not None:
         raise UsageError("Checkpointer: storage_every needs a directory")
     for name, every in (("memory_every", memory_every), ("storage_every", storage_every)):

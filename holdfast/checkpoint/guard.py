@@ -38,7 +38,8 @@ class Guard:
         self._copy: Copy | None = None
         self._known: _Known | None = None
         if optimizers:
-            # The hook is of all optimizers; it must not keep alive what nobody else has any more.
+            # The hook is of all optimizers, and stays: to remove it is an error while one of them
+            # goes through its hooks. But it keeps nothing alive that nobody else has any more.
             weak = weakref.WeakMethod(self._before_step)
 
             def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -46,8 +47,7 @@ class Guard:
                 if keep_off is not None:
                     keep_off()
 
-            hook = register_optimizer_step_pre_hook(before_step)
-            weakref.finalize(self, hook.remove)
+            register_optimizer_step_pre_hook(before_step)
 
     def watch(self, copy: Copy) -> None:
         self._copy = copy
@@ -93,9 +93,9 @@ def after_first_step(optimizers: list[torch.optim.Optimizer], act: Callable[[], 
 
     def after(optimizer: Any, args: Any, kwargs: Any) -> None:
         if optimizer in waiting:
-            hook.remove()
+            waiting.clear()
             once = weak()
             if once is not None:
                 once()
 
-    hook = register_optimizer_step_post_hook(after)
+    register_optimizer_step_post_hook(after)

@@ -25,6 +25,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import weakref
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Final
@@ -74,6 +75,10 @@ class Image:
         if size < _PAGE:
             raise Refused(f"{path} is no image: {size} bytes")
         self._mapping = Mapping(fd, size)
+        # Shared memory is not freed as long as somebody has it mapped. At exit the kernel does that,
+        # and threads may still be at work.
+        self._unmap = weakref.finalize(self, self._mapping.close)
+        self._unmap.atexit = False
         self._words = self._mapping.view[:_PAGE].cast("Q")
         magic, self.body_at, self.capacity = self._words[:3]
         if magic != _MAGIC or self.body_at + self.capacity > size:
@@ -125,7 +130,7 @@ class Image:
         for view in ("body", "_words"):
             if hasattr(self, view):
                 getattr(self, view).release()
-        self._mapping.close()
+        self._unmap()
 
     def prefault(self, threads: Executor | None = None) -> None:
         """Touch every page now, so that no save has to."""
@@ -155,6 +160,8 @@ class Image:
     def begin(self) -> bool:
         """Say that the body is about to change; False when the keeper wants it to stay."""
         before = self.state
+        if before and self._words[_PINNED] == before:
+            return False
         self._words[_STATE] = before | 1
         _fence()
         if before and self._words[_PINNED] == before:

@@ -54,6 +54,13 @@ def _copy_stem(image: ImageKey | Record) -> str:
 class _Place(Place):
     image: Image | None = None
 
+    @property
+    def view(self) -> memoryview | None:
+        """The body, mapped; of a part there is memory only where something was written."""
+        if self.image is None or self.blocks is not None:
+            return None
+        return self.image.body[: self.size]
+
 
 @dataclass
 class _Open:
@@ -74,7 +81,8 @@ class Images:
         """Ranks whose workers on this node write to their images."""
         self._lock = threading.Lock()
         self._open: dict[Path, _Open] = {}
-        self._pins: dict[tuple[Path, int], int] = {}
+        self._pins: dict[tuple[Image, int], int] = {}
+        self._placing = threading.Lock()
         self._filling: set[Path] = set()
         """Copies on their way in."""
 
@@ -84,23 +92,37 @@ class Images:
             inode = os.stat(path).st_ino
             known = self._open.get(path)
             if known is None or known.inode != inode:
-                # An older mapping of the name goes when nobody has it any more.
+                # An older mapping of that name is closed when nobody uses it any more.
                 known = self._open[path] = _Open(Image.open(path), inode)
             return known.image
 
     def all(self) -> Iterator[tuple[Path, Image, Record]]:
         """Every image that is whole."""
-        for path in sorted(self.directory.glob("*.image")):
+        paths = sorted(self.directory.glob("*.image"))
+        self._forget_others(paths)
+        for path in paths:
             with suppress(OSError, Refused):
                 image = self.image(path)
                 record = image.record()
                 if record is not None:
                     yield path, image, record
 
+    def _forget_others(self, paths: list[Path]) -> None:
+        """What was deleted keeps its memory for as long as it is mapped."""
+        with self._lock:
+            for path in self._open.keys() - set(paths) - self._filling:
+                del self._open[path]
+
+    def let_all_go(self) -> None:
+        """A keeper that died may have left pins, and nobody else takes them back."""
+        for path in self.directory.glob("*.image"):
+            with suppress(OSError, Refused):
+                self.image(path).let_go()
+
     @contextmanager
     def pinned(self, image: Image, state: int) -> Iterator[bool]:
         """Keep an image as it is for a while; False when it has changed already."""
-        key = (image.path, state)
+        key = (image, state)
         with self._lock:
             count = self._pins.get(key, 0)
             held = image.pin(state) if count == 0 else image.state == state
@@ -112,7 +134,7 @@ class Images:
             if held:
                 self._unpin(image, key)
 
-    def _unpin(self, image: Image, key: tuple[Path, int]) -> None:
+    def _unpin(self, image: Image, key: tuple[Image, int]) -> None:
         with self._lock:
             self._pins[key] -= 1
             if self._pins[key] == 0:
@@ -137,8 +159,6 @@ class Images:
             outdated = record.round < round and record.step < step and not mine
             if record.checkpointer == checkpointer and outdated and not image.pinned:
                 path.unlink(missing_ok=True)
-                with self._lock:
-                    self._open.pop(path, None)
 
     # ---- the shelf ----
 
@@ -164,7 +184,8 @@ class Images:
         contents: Span,
         blocks: frozenset[int] | None = None,
     ) -> Place:
-        image = self._room(key, size, sparse=blocks is not None)
+        with self._placing:
+            image = self._room(key, size, sparse=blocks is not None)
         fd = os.open(image.path, os.O_RDWR | os.O_CLOEXEC)
         return _Place(key, fd, image.body_at, size, digests, contents, blocks, image)
 
@@ -184,10 +205,10 @@ class Images:
         # A part of an image is for one restore alone, and never listed.
         suffix = "part" if sparse else "image"
         path = self.directory / f"{stem}{key.step}.{key.round}.{suffix}"
-        self._filling.add(path)
         image = Image.create(path, size, sparse)
         image.begin()
         with self._lock:
+            self._filling.add(path)
             self._open[path] = _Open(image, os.stat(path).st_ino)
         return image
 

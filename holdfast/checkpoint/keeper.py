@@ -2,7 +2,7 @@
 
 It takes digests of images when they are whole, copies them to other nodes, writes them to storage,
 and fetches them back. It never imports torch, runs at the lowest priority, and decides nothing: orders
-come one by one over a socket, each is carried out by a thread and answered when it is done.
+come one by one over a socket, each is carried out by a thread of its own and answered when it is done.
 
 It may die at any moment. What it knew is in the images and on storage; orders that it had not answered
 are given to the next one, and doing one twice does no harm.
@@ -14,26 +14,29 @@ order is answered with an error; everything else goes on.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import logging
 import os
 import platform
 import select
+import shutil
 import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 from msgspec import Struct
 
 from holdfast import kernel
 from holdfast.checkpoint import plain, replicas, retention
-from holdfast.checkpoint.commit import commit
+from holdfast.checkpoint.commit import AlreadyCommitted, commit
 from holdfast.checkpoint.digests import digest
 from holdfast.checkpoint.images import Images, id_of, key_of
 from holdfast.checkpoint.layout import Contents
@@ -43,9 +46,9 @@ from holdfast.checkpoint.persist import extents_of, write_file
 from holdfast.checkpoint.rankfile import FileRecord
 from holdfast.checkpoint.replicas import Peer
 from holdfast.checkpoint.replicaserver import ReplicaServer
+from holdfast.checkpoint.shortage import Shortage
 from holdfast.checkpoint.storage import Storage, open_storage
 from holdfast.errors import HoldfastError, Refused, StepTaken
-from holdfast.imagehome import clear_abandoned
 from holdfast.messages.checkpoints import Holder, ImageId, Sealed, Shard, StoredStep
 from holdfast.messages.keeping import (
     AnyOrder,
@@ -56,6 +59,7 @@ from holdfast.messages.keeping import (
     Count,
     Counted,
     Done,
+    FailWrites,
     Fetch,
     Got,
     ImageSealed,
@@ -89,9 +93,15 @@ _order_decoder: msgspec.msgpack.Decoder[ToKeeper] = msgspec.msgpack.Decoder(ToKe
 _contents_decoder = msgspec.msgpack.Decoder(Contents)
 
 
-class _Checkpointer(Struct):
+class _Checkpointer(Struct, frozen=True):
     storage: Storage | None
     keep: Any
+
+
+class _Numbered(Struct):
+    """All that can be read of an order that this keeper does not know."""
+
+    number: int
 
 
 class Keeper:
@@ -103,13 +113,16 @@ class Keeper:
         self._tls = files
         self._control = control
         self._sending = threading.Lock()
+        self._ending = threading.Lock()
         self._joiner = Joiner()
         self._images = Images(Path(begin.images), self._received)
-        self._threads = ThreadPoolExecutor(16, "keeper")
         self._hashing = ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // 2), "digest")
-        self._checkpointers: dict[str, _Checkpointer] = {}
+        self._checkpointers: dict[str, Future[_Checkpointer]] = {}
+        self._opening: dict[int, Future[_Checkpointer]] = {}
+        """By the number of the order. What is ordered after it waits for it."""
         self._sharing = _Sharing(self)
         self._progress = _Progress(self)
+        self._shortage = Shortage()
         self._server: ReplicaServer | None = None
 
     # ---- orders in, answers out ----
@@ -121,26 +134,46 @@ class Keeper:
             tls = server_context(self._tls)
             self._server = ReplicaServer(listener, self._begin.token, self._images, tls)
             self._server.start()
+        self._images.let_all_go()
         waiting = select.poll()
         waiting.register(self._control.fileno(), select.POLLIN)
         while True:
             if waiting.poll(LOOK_EVERY_S * 1000):
-                packet = self._control.recv(PACKET_BYTES)
+                try:
+                    packet = self._control.recv(PACKET_BYTES)
+                except ConnectionResetError:
+                    return  # The other end was killed before it had read an answer.
                 if not packet:
                     return
                 self._take(packet)
             self._progress.look()
 
     def _take(self, packet: bytes) -> None:
-        order = _order_decoder.decode(packet)
+        order = self._understood(packet)
         if isinstance(order, Piece):
             whole = self._joiner.add(order)
-            if whole is None:
-                return
-            order = _order_decoder.decode(whole)
-        assert not isinstance(order, Piece)
+            order = self._understood(whole) if whole is not None else None
+        if order is None or isinstance(order, Piece):
+            return
+        if isinstance(order, Open):
+            opening: Future[_Checkpointer] = Future()
+            self._checkpointers[order.checkpointer] = self._opening[order.number] = opening
         self._progress.began(order)
-        self._threads.submit(self._carry_out, order)
+        # Not a pool: one that is full of threads that hang with their storage does nothing more.
+        threading.Thread(target=self._carry_out, args=(order,), daemon=True).start()
+
+    def _understood(self, packet: bytes) -> ToKeeper | None:
+        """An order, or None; whoever sent what this is not is told so, if it has a number."""
+        try:
+            return _order_decoder.decode(packet)
+        except msgspec.DecodeError as error:
+            log.warning("an order that cannot be read: %s", error)
+        try:
+            number = msgspec.msgpack.decode(packet, type=_Numbered).number
+        except msgspec.DecodeError:
+            return None
+        self.send(Done(number=number, error="this keeper does not know such an order"))
+        return None
 
     def _carry_out(self, order: AnyOrder) -> None:
         handler: Callable[[Any], AnyReply] = _HANDLERS[type(order)].__get__(self)
@@ -161,7 +194,14 @@ class Keeper:
                 for packet in packets_of(message):
                     self._control.send(packet)
             except OSError:
-                os._exit(0)  # Whoever started us is gone.
+                self.end()  # Whoever started us is gone.
+
+    def end(self) -> NoReturn:
+        """Whoever started us is gone, or closes us. What was a script's own goes with it."""
+        with self._ending:
+            if self._begin.own:
+                _remove_abandoned(self._begin.images)
+            os._exit(0)  # A thread may hang with its storage.
 
     def _received(self, image: ImageId) -> None:
         self.send(Received(image=image))
@@ -229,14 +269,25 @@ class Keeper:
     # ---- storage ----
 
     def _open(self, order: Open) -> Done:
-        storage = open_storage(order.directory) if order.directory else None
-        keep = msgspec.json.decode(order.keep, type=retention.Policy) if order.keep else None
-        self._checkpointers[order.checkpointer] = _Checkpointer(storage, keep)
+        opening = self._opening.pop(order.number)
+        try:
+            storage = open_storage(order.directory) if order.directory else None
+            keep = msgspec.json.decode(order.keep, type=retention.Policy) if order.keep else None
+        except Exception as error:
+            opening.set_exception(error)
+            raise
+        opening.set_result(_Checkpointer(storage, keep))
         return Done(number=order.number)
 
+    def _opened(self, checkpointer: str) -> _Checkpointer:
+        opening = self._checkpointers.get(checkpointer)
+        if opening is None:
+            raise Refused(f"checkpointer {checkpointer} was never opened here")
+        return opening.result()
+
     def _storage(self, checkpointer: str) -> tuple[Storage, Any]:
-        known = self._checkpointers.get(checkpointer)
-        if known is None or known.storage is None:
+        known = self._opened(checkpointer)
+        if known.storage is None:
             raise Refused(f"checkpointer {checkpointer} has no storage")
         return known.storage, known.keep
 
@@ -270,6 +321,7 @@ class Keeper:
             extents = extents_of(
                 contents, rank, order.world_size, "slice" if order.alike else "all"
             )
+            self._shortage.strike(storage.where(directory))
             written = write_file(
                 storage,
                 directory,
@@ -284,7 +336,13 @@ class Keeper:
                 self._progress.of(order, len(order.ranks) * sum(e.size for e in extents)),
                 once=not order.at,
             )
+            if image.state != state:
+                raise _Gone(f"the image of rank {rank} was changed while it was written")
         return Shard(Rank(rank), written.name, written.size, written.trailer, written.contents)
+
+    def _fail_writes(self, order: FailWrites) -> Done:
+        self._shortage.begin(order.files)
+        return Done(number=order.number)
 
     def _commit(self, order: Commit) -> Done:
         snapshot = order.snapshot
@@ -294,7 +352,7 @@ class Keeper:
             plain.replace(order.at, whose, files, job=self._begin.job)
             return Done(number=order.number)
         storage, keep = self._storage(snapshot.checkpointer)
-        commit(
+        done = commit(
             storage,
             snapshot.step,
             snapshot.round,
@@ -302,6 +360,9 @@ class Keeper:
             files,
             job=self._begin.job,
         )
+        if isinstance(done, AlreadyCommitted):
+            error = f"step {snapshot.step} was committed in round {done.manifest.round} before"
+            return Done(number=order.number, error=error)
         if keep is not None:
             try:
                 delete = retention.plan(keep, steps(storage), verified=snapshot.step)
@@ -311,8 +372,8 @@ class Keeper:
         return Done(number=order.number)
 
     def _look(self, order: Look) -> Stored:
-        known = self._checkpointers.get(order.checkpointer)
-        if known is None or known.storage is None:
+        known = self._opened(order.checkpointer)
+        if known.storage is None:
             return Stored(number=order.number)
         found = tuple(
             StoredStep(
@@ -341,6 +402,7 @@ _HANDLERS: dict[type, Any] = {
     Look: Keeper._look,
     Fetch: Keeper._fetch,
     Count: Keeper._count,
+    FailWrites: Keeper._fail_writes,
 }
 _REPLIES: dict[type, Callable[..., AnyReply]] = {
     Open: Done,
@@ -351,6 +413,7 @@ _REPLIES: dict[type, Callable[..., AnyReply]] = {
     Look: Stored,
     Fetch: Got,
     Count: Counted,
+    FailWrites: Done,
 }
 
 
@@ -382,20 +445,25 @@ class _Sharing:
                     log.warning("no copy of rank %d on %s: %s", id.rank, holder.node, error)
 
 
+_TOUCHES_STORAGE = Open | Write | Commit | Look
+
+
 class _Progress:
-    """How far each order that writes has come, and whether it still moves."""
+    """How far each order has come that storage can hold up, and whether it still moves."""
 
     def __init__(self, keeper: Keeper) -> None:
         self._keeper = keeper
         self._lock = threading.Lock()
+        self._orders: dict[int, AnyOrder] = {}
         self._moved_at: dict[int, float] = {}
         self._longest_s = 0.0
         self._done: dict[int, int] = {}
         self._told_at = 0.0
 
     def began(self, order: AnyOrder) -> None:
-        if isinstance(order, Write | Commit | Look):
+        if isinstance(order, _TOUCHES_STORAGE):
             with self._lock:
+                self._orders[order.number] = order
                 self._moved_at[order.number] = time.monotonic()
 
     def of(self, order: Write, of_bytes: int) -> Callable[[int], None]:
@@ -421,9 +489,10 @@ class _Progress:
 
     def ended(self, order: AnyOrder) -> bool:
         """Whether anybody still waits for its answer."""
-        if not isinstance(order, Write | Commit | Look):
+        if not isinstance(order, _TOUCHES_STORAGE):
             return True
         with self._lock:
+            self._orders.pop(order.number, None)
             self._done.pop(order.number, None)
             return self._moved_at.pop(order.number, None) is not None
 
@@ -432,12 +501,12 @@ class _Progress:
         limit_s = max(STALLED_S, STALLED_TIMES * self._longest_s)
         now = time.monotonic()
         with self._lock:
-            stuck = [n for n, at in self._moved_at.items() if now - at > limit_s]
-            for number in stuck:
+            numbers = [n for n, at in self._moved_at.items() if now - at > limit_s]
+            stuck = [self._orders.pop(number) for number in numbers]
+            for number in numbers:
                 del self._moved_at[number]
-        for number in stuck:
-            error = f"storage hangs: nothing moved for {limit_s:.0f} s"
-            self._keeper.send(Done(number=number, error=error))
+        for order in stuck:
+            self._keeper.send(_failed(order, f"storage hangs: nothing moved for {limit_s:.0f} s"))
 
 
 def run_keeper(control: socket.socket) -> None:
@@ -447,7 +516,17 @@ def run_keeper(control: socket.socket) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _yield_to_training()
     begin = msgspec.msgpack.decode(control.recv(PACKET_BYTES), type=Begin)
-    Keeper(begin, control).run()
+    keeper = Keeper(begin, control)
+    keeper.run()
+    keeper.end()
+
+
+def _remove_abandoned(images: str) -> None:
+    """Wait until the script is dead; until then it has a lock on them."""
+    with suppress(OSError):
+        home = os.open(images, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(home, fcntl.LOCK_EX)
+        shutil.rmtree(images, ignore_errors=True)
 
 
 def _yield_to_training() -> None:
@@ -461,8 +540,6 @@ def _yield_to_training() -> None:
 def main() -> None:
     logging.basicConfig(format="[holdfast keeper] %(message)s", level=logging.WARNING)
     run_keeper(socket.socket(fileno=int(sys.argv[1])))
-    clear_abandoned()  # If a script was killed that had us for its own, its images go with it.
-    os._exit(0)  # A thread may hang with its storage.
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ from holdfast.checkpoint.replicaserver import ReplicaServer
 from holdfast.checkpoint.replicawire import STALL_S, Connection
 from holdfast.checkpoint.shelf import Held, ImageKey, Outline, Place, Shelf, blocks_covering
 from holdfast.checkpoint.transfer import Cancelled, Incoming, Transfer, shares
-from holdfast.errors import HoldfastError, Refused, WireError
+from holdfast.errors import HoldfastError, Refused, StorageError, WireError
 
 __all__ = [
     "Cancelled",
@@ -69,7 +69,7 @@ __all__ = [
 
 _SLOWEST_ALLOCATION: Final = 200e6
 """Bytes a second at which a peer makes room, at worst."""
-_LAST_WORD_S: Final = 1.0
+_LAST_WORD_S: Final = 2.0
 
 
 class Peer(Struct, frozen=True):
@@ -215,9 +215,7 @@ def pull(
             outline = unsealed(connection.expect(Sending).outline)
         if outline.key != key:
             raise Refused(f"{connection.peer}: sent {outline.key} when asked for {key}")
-        place = shelf.place(
-            key, outline.size, outline.digests, outline.contents, _wanted(outline, blocks)
-        )
+        place = _room(shelf, outline, _wanted(outline, blocks))
         undo.callback(shelf.drop, place)
         _fetch(call, outline, Incoming(place))
         held = shelf.complete(place)
@@ -232,6 +230,13 @@ def _wanted(outline: Outline, blocks: Iterable[int] | None) -> frozenset[int] | 
     if not wanted.issubset(range(blocks_of(outline.size))):
         raise ValueError(f"the image has {blocks_of(outline.size)} blocks, not {sorted(wanted)}")
     return wanted
+
+
+def _room(shelf: Shelf, outline: Outline, wanted: frozenset[int] | None) -> Place:
+    try:
+        return shelf.place(outline.key, outline.size, outline.digests, outline.contents, wanted)
+    except OSError as error:
+        raise StorageError(f"no room for an image of {outline.size} bytes: {error}") from None
 
 
 def _fetch(call: _Call, outline: Outline, incoming: Incoming) -> None:

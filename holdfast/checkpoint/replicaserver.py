@@ -119,7 +119,9 @@ class ReplicaServer:
         )
         with self._lock:
             if len(self._strangers) >= MOST_STRANGERS:
-                next(iter(self._strangers)).cut()
+                longest = next(iter(self._strangers))
+                del self._strangers[longest]
+                longest.cut()
             self._strangers[connection] = None
             self._threads.add(thread)
         try:

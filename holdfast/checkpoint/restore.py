@@ -13,20 +13,22 @@ in a larger world, of that number modulo the old size.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import cache, partial
 from math import prod
 from typing import Any
 
 import msgspec
 import torch
 
-from holdfast.checkpoint.capture import flattened
+from holdfast.checkpoint.capture import flattened, unique_names
+from holdfast.checkpoint.copying import raw
 from holdfast.checkpoint.layout import Contents, Extent, Span, TensorItem
-from holdfast.checkpoint.reading import Source, Want, read
-from holdfast.checkpoint.skeleton import assemble
-from holdfast.errors import CheckpointError, Refused
+from holdfast.checkpoint.reading import PIECE_BYTES, Piece, Source, Want, read
+from holdfast.checkpoint.skeleton import assemble, tensor_types
+from holdfast.errors import CheckpointError, HoldfastError, Refused
 
 _contents = msgspec.msgpack.Decoder(Contents)
 
@@ -76,55 +78,96 @@ def load(
     threads: Executor | None = None,
     pickling: bool = False,
 ) -> None:
-    """Make the state what was stored; `Refused` if that does not verify, and then it is neither."""
+    """Make the state what was stored; `Refused` if that does not verify, and then it is neither.
+
+    Anything else that is wrong shows before the first byte is changed, but for what an entry's own
+    `load_state_dict` finds.
+    """
     mine = stored[rank % len(stored)]
     for name, entry in state.items():
         if isinstance(entry, torch.optim.Optimizer):
             _ready_optimizer(entry, name, mine.contents)
-    loading = _Loading(_current(state), stored, mine)
+    live = {name: captured_entry(entry, name) for name, entry in state.items()}
+    loading = _Loading(_by_name(live), stored, mine)
     tree = assemble(_bytes(mine, mine.contents.skeleton), loading.tensor, pickling)
-    _check_names(state, tree)
-    for source, wants in loading.wants.values():
-        read(source, wants, threads)
+    _check_names(state, live, tree)
+    for reading in loading.readings.values():
+        read(reading.source, reading.wants, threads, reading.pieces)
     for name, entry in state.items():
-        _install(state, name, entry, tree[name], loading)
+        if hasattr(entry, "load_state_dict"):
+            _called(name, "load_state_dict", partial(entry.load_state_dict, tree[name]))
+        else:
+            state[name] = tree[name]
 
 
-def _current(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors that the state has now, by name."""
-    live = {name: captured_entry(entry) for name, entry in state.items()}
-    return {
-        ".".join(map(str, path)): value
-        for path, value in flattened(live)
-        if isinstance(value, torch.Tensor)
-    }
-
-
-def captured_entry(entry: Any) -> Any:
+def captured_entry(entry: Any, name: str) -> Any:
     """An entry of a state as it would be saved."""
-    return entry.state_dict() if hasattr(entry, "state_dict") else entry
+    return _called(name, "state_dict", entry.state_dict) if hasattr(entry, "state_dict") else entry
 
 
-def _check_names(state: dict[str, Any], tree: Any) -> None:
-    missing = [name for name in state if name not in tree]
-    if missing:
+def _called(name: str, method: str, call: Callable[[], Any]) -> Any:
+    """The edge of the script's own objects: whatever they raise is told with their name."""
+    try:
+        return call()
+    except HoldfastError:
+        raise
+    except Exception as error:
+        what = f"{name!r}: its {method}() failed: {type(error).__name__}: {error}"
+        raise CheckpointError(what) from error
+
+
+def _by_name(live: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors that a state has now, each under the name that it would be saved by."""
+    found = [(path, value) for path, value in flattened(live) if isinstance(value, torch.Tensor)]
+    names = unique_names([path for path, _ in found])
+    return {name: value for name, (_, value) in zip(names, found, strict=True)}
+
+
+def _check_names(state: dict[str, Any], live: dict[str, Any], tree: dict[str, Any]) -> None:
+    absent = [name for name in state if name not in tree]
+    if absent:
         raise CheckpointError(
-            f"what was saved has no {', '.join(map(repr, missing))}; it has"
+            f"what was saved has no {', '.join(map(repr, absent))}; it has"
             f" {', '.join(map(repr, tree))}"
         )
+    for name, entry in state.items():
+        if not isinstance(entry, torch.nn.Module) or not isinstance(tree[name], dict):
+            continue
+        if type(entry).load_state_dict is not torch.nn.Module.load_state_dict:
+            continue  # It may well know what to do with others.
+        missing = sorted(live[name].keys() - tree[name].keys())
+        unknown = sorted(tree[name].keys() - live[name].keys())
+        if missing or unknown:
+            raise CheckpointError(
+                f"{name!r} is another module than the one that was saved: what was saved lacks"
+                f" {_some(missing)}, and has {_some(unknown)} that is not here"
+            )
+
+
+def _some(keys: list[str]) -> str:
+    more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+    return (", ".join(map(repr, keys[:3])) or "nothing") + more
 
 
 # ---- which bytes go where -----------------------------------------------------------------------
+
+
+@dataclass
+class _Reading:
+    """What is to be read from one source."""
+
+    source: Source
+    wants: list[Want]
+    pieces: list[Piece]
 
 
 class _Loading:
     def __init__(
         self, live: dict[str, torch.Tensor], stored: Sequence[Stored], mine: Stored
     ) -> None:
-        self.wants: dict[int, tuple[Source, list[Want]]] = {}
-        self.in_place: set[int] = set()
-        """Tensors of the state that are being filled where they are."""
+        self.readings: dict[int, _Reading] = {}
         self._live = live
+        self._types = tensor_types()
         self._stored = stored
         self._mine = mine
         self._made: dict[int, torch.Tensor] = {}
@@ -134,43 +177,76 @@ class _Loading:
         """The tensor that the skeleton refers to; it will be filled."""
         references = self._mine.contents.references
         index = references[reference] if references else reference
-        if index not in self._made:
-            item = self._mine.contents.items[index]
-            self._made[index] = self._target(item)
-        return self._made[index]
+        made = self._made.get(index)
+        if made is None:
+            made = self._made[index] = self._target(self._mine.contents.items[index])
+        return made
 
     def _target(self, item: TensorItem) -> torch.Tensor:
         live = self._live.get(item.name)
+        if live is not None and not item.also and self._put(item, live):
+            return live
+        names = (item.name, *item.also)
+        here = [live for name in names if (live := self._here(name, item)) is not None]
+        targets: list[torch.Tensor] = here or [_make(item)]
+        filled = set()
+        for target in targets:  # More than one: they were tied, and are not any more.
+            local: torch.Tensor = getattr(target, "_local_tensor", target)
+            if len(targets) == 1 or local.data_ptr() not in filled:
+                filled.add(local.data_ptr())
+                self._fill(item, local, _offsets(target))
+        return targets[0]
+
+    def _put(self, item: TensorItem, live: torch.Tensor) -> bool:
+        """The usual case, in few steps: a small plain tensor that was saved as what it is here."""
+        span = item.raw
+        whole = live.shape == item.sizes == item.shape and live.dtype is _dtype(item.dtype)
+        if span.size >= PIECE_BYTES or not whole or not raw(live) or type(live) not in self._types:
+            return False
+        where = self._mine.at(span)
+        if where is None:
+            return False
+        self._reading(self._mine).pieces.append((where.at, where.size, live.data_ptr()))
+        return True
+
+    def _reading(self, stored: Stored) -> _Reading:
+        reading = self.readings.get(id(stored))
+        if reading is None:
+            reading = self.readings[id(stored)] = _Reading(stored.source, [], [])
+        return reading
+
+    def _here(self, name: str, item: TensorItem) -> torch.Tensor | None:
+        """What goes by that name in the state as it is."""
+        live = self._live.get(name)
         if live is None:
-            made = _make(item)
-            self._fill(item, made, (0,) * len(item.shape))
-            return made
-        if tuple(live.shape) != item.shape:
+            return None
+        if live.shape != item.shape:
             raise CheckpointError(
-                f"{item.name}: saved with shape {list(item.shape)}, but is {list(live.shape)} here"
+                f"{name}: saved with shape {list(item.shape)}, but is {list(live.shape)} here"
             )
-        self.in_place.add(id(live))
-        local: torch.Tensor = getattr(live, "_local_tensor", live)
-        self._fill(item, local, _offsets(live))
-        return live
+        # One element in several places cannot be written to; it gets a successor.
+        overlapping = not live.is_contiguous() and _overlapping(live)
+        return None if overlapping else live
 
     def _fill(self, item: TensorItem, local: torch.Tensor, offsets: tuple[int, ...]) -> None:
+        if item.sizes == local.shape and item.offsets == offsets:
+            whole = self._mine.at(item.raw)
+            if whole is not None:
+                self._want(self._mine, whole, item, local, offsets)
+                return
         sizes = tuple(local.shape)
-        whole = self._mine.at(item.raw)
-        if whole is not None and (item.offsets, item.sizes) == (offsets, sizes):
-            self._want(self._mine, whole, item, local, offsets)
-            return
         missing = prod(sizes)
         seen = set()
         for stored, part in self._parts(item.name):
             where = stored.at(part.raw)
             overlap = _overlap(part.offsets, part.sizes, offsets, sizes)
-            if where is not None and overlap and part.offsets not in seen:
+            if where is not None and overlap is not None and part.offsets not in seen:
                 seen.add(part.offsets)
                 self._want(stored, where, part, local, offsets)
                 missing -= prod(stop - start for start, stop in overlap)
         if missing:
-            raise Refused(f"{item.name}: {missing} of {prod(sizes)} elements are stored nowhere")
+            what = f"{missing} of {prod(sizes)} elements are stored nowhere"
+            raise CheckpointError(f"{item.name}: {what}")
 
     def _parts(self, name: str) -> list[tuple[Stored, TensorItem]]:
         if self._by_name is None:
@@ -189,13 +265,28 @@ class _Loading:
         local: torch.Tensor,
         offsets: tuple[int, ...],
     ) -> None:
-        _, wants = self.wants.setdefault(id(stored), (stored.source, []))
-        same = (part.offsets, part.sizes) == (offsets, tuple(local.shape))
-        plain = local.device.type == "cpu" and local.is_contiguous()
-        if same and plain and str(local.dtype) == f"torch.{part.dtype}":
-            wants.append(Want(where, lambda: _memory(local)))
+        reading = self._reading(stored)
+        same = part.sizes == local.shape and part.offsets == offsets
+        if not same or local.dtype is not _dtype(part.dtype) or not raw(local):
+            reading.wants.append(_indirect(where, part, local, offsets))
+        elif where.size < PIECE_BYTES:
+            reading.pieces.append((where.at, where.size, local.data_ptr()))
         else:
-            wants.append(_indirect(where, part, local, offsets))
+            reading.wants.append(Want(where, lambda: _memory(local)))
+
+
+def _overlapping(tensor: torch.Tensor) -> bool:
+    """Whether elements of it share their memory, as in an expanded one."""
+    dims = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(size > 1 and stride == 0 for size, stride in dims)
+
+
+@cache
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise CheckpointError(f"this torch has no dtype {name}; a newer one saved it")
+    return found
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
@@ -210,13 +301,13 @@ def _indirect(where: Span, part: TensorItem, local: torch.Tensor, offsets: tuple
 
     def make() -> memoryview:
         pinned = local.device.type == "cuda"
-        dtype = getattr(torch, part.dtype)
-        held.append(torch.empty(part.sizes, dtype=dtype, pin_memory=pinned))
+        held.append(torch.empty(part.sizes, dtype=_dtype(part.dtype), pin_memory=pinned))
         return _memory(held[0])
 
     def copy() -> None:
         source = held.pop()
         overlap = _overlap(part.offsets, part.sizes, offsets, tuple(local.shape))
+        assert overlap is not None
         target = local.detach()
         for axis, (start, stop) in enumerate(overlap):
             target = target.narrow(axis, start - offsets[axis], stop - start)
@@ -228,20 +319,19 @@ def _indirect(where: Span, part: TensorItem, local: torch.Tensor, offsets: tuple
 
 def _overlap(
     at: tuple[int, ...], sizes: tuple[int, ...], to: tuple[int, ...], wanted: tuple[int, ...]
-) -> list[tuple[int, int]]:
-    """Where two regions meet, axis by axis; empty when they do not, or have nothing in them.
+) -> list[tuple[int, int]] | None:
+    """Where two regions meet, axis by axis; None when they do not, or have nothing in them.
 
-    Two scalars meet in their only element, which is a list with no axis: that is told apart by the
-    callers, for which both regions are then the same.
+    Two scalars meet in their only element, along no axis.
     """
     axes = [
         (max(a, b), min(a + m, b + n)) for a, m, b, n in zip(at, sizes, to, wanted, strict=True)
     ]
-    return axes if all(start < stop for start, stop in axes) else []
+    return axes if all(start < stop for start, stop in axes) else None
 
 
 def _make(item: TensorItem) -> torch.Tensor:
-    dtype = getattr(torch, item.dtype)
+    dtype = _dtype(item.dtype)
     if item.strides is not None and item.sizes == item.shape:
         return torch.empty_strided(item.shape, item.strides, dtype=dtype)
     return torch.empty(item.shape, dtype=dtype)
@@ -280,31 +370,10 @@ def _ready_optimizer(optimizer: torch.optim.Optimizer, name: str, contents: Cont
     for parameter in parameters:
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
+    # Below the hooks: nobody shall count it, or do anything before or after it.
+    step: Any = type(optimizer).step
+    _called(name, "step", partial(step.__wrapped__ if hasattr(step, "hooked") else step, optimizer))
     optimizer.zero_grad(set_to_none=True)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         if "lr" in group:
             group["lr"] = rate
-
-
-def _install(
-    state: dict[str, Any], name: str, entry: Any, restored: Any, loading: _Loading
-) -> None:
-    if isinstance(entry, torch.nn.Module) and _filled(entry, restored, name, loading):
-        return
-    if hasattr(entry, "load_state_dict"):
-        entry.load_state_dict(restored)
-    else:
-        state[name] = restored
-
-
-def _filled(module: torch.nn.Module, restored: Any, name: str, loading: _Loading) -> bool:
-    """Whether all of a module is tensors that were filled where they are."""
-    current = module.state_dict()
-    missing, unknown = current.keys() - restored.keys(), restored.keys() - current.keys()
-    if missing or unknown:
-        raise CheckpointError(
-            f"{name!r} is another module than the one that was saved: "
-            f"missing {sorted(missing)[:3]}, unknown {sorted(unknown)[:3]}"
-        )
-    return all(isinstance(value, torch.Tensor) for value in restored.values())

@@ -178,9 +178,9 @@ class _Walk:
         found = {}
         path.append("")
         for key, child in value.items():
-            path[-1] = str(key)
+            path[-1] = text = str(key)
             if self._texts:
-                self._check_text(path[-1])
+                self._check_text(text)
             found[key] = of(child)
         path.pop()
         return found
@@ -189,6 +189,8 @@ class _Walk:
         self._opened += 1
         if not value:
             self._leaf(value, None)
+        if any(isinstance(key, self._tensor) for key in value):
+            raise CheckpointError(f"{self.where}: a tensor cannot be the key of a dict")
         self._path.append("")
         pairs = []
         for key, child in value.items():
@@ -197,8 +199,6 @@ class _Walk:
         return pairs
 
     def _key(self, key: Any) -> Any:
-        if isinstance(key, self._tensor):
-            raise CheckpointError(f"{self.where}: a tensor cannot be the key of a dict")
         self._path[-1] = str(key)
         before = len(self._found.values)
         encoded = self.of(key)
@@ -368,7 +368,7 @@ def _array(content: Any) -> Any:
 
     described, shape, data = content
     dtype = _dtype_of(described)
-    if not data:  # Also where an element has no bytes, like an empty text.
+    if not data or not dtype.itemsize:  # An empty text has no bytes.
         return numpy.zeros(shape, dtype)
     return numpy.frombuffer(data, dtype).reshape(shape).copy()
 

@@ -34,21 +34,22 @@ SPARE_BYTES = 64 << 10
 class Copy:
     """A snapshot that is being copied."""
 
-    def __init__(self, path: Path, unchanged: _Unchanged, event: torch.cuda.Event | None) -> None:
+    def __init__(self, path: Path, unchanged: _Unchanged) -> None:
         self.done: Future[int] = Future()
         """The image's state, once it is whole."""
         self.path = path
         self.on_host = threading.Event()
-        """Set when nothing more is copied from host memory."""
+        """Set when nothing more is copied from host memory, and all copies from devices are queued."""
         self.unchanged = unchanged
-        self._event = event
+        self.on_device: torch.cuda.Event | None = None
+        """When the copies from devices are done; known once `on_host` is set."""
 
     def keep_off(self) -> None:
         """Return when the optimizer may change what was being copied, or will be held back."""
         self.on_host.wait()
         self.unchanged.settle()
-        if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+        if self.on_device is not None:
+            torch.cuda.current_stream().wait_event(self.on_device)
 
 
 class _Unchanged:
@@ -174,8 +175,8 @@ class Slots:
             copier.prepare(image)
             tail = captured.layout.tail_at
             image.body[tail : tail + len(captured.tail)] = captured.tail
-            at_once = copier.launch(captured, image, guarded=False)
-            event = copier.launch(captured, image, guarded=True) or at_once
+            ready = torch.cuda.current_stream().record_event() if copier.from_cuda else None
+            at_once = copier.launch(captured, image, ready, guarded=False)
             if at_once is not None:
                 torch.cuda.current_stream().wait_event(at_once)
             run_all(copier.tasks(captured, image, guarded=False), self._threads)
@@ -184,10 +185,12 @@ class Slots:
             self._writing = None
             raise
         watched = [captured.locals[index] for index in sorted(guarded)] if overlap else []
-        copy = Copy(image.path, _Unchanged(watched), event)
+        copy = Copy(image.path, _Unchanged(watched))
         record = self._record(captured, position)
 
         def copy_rest() -> int:
+            # A device takes only so many copies at a time: whoever queues thousands has to wait.
+            event = copy.on_device = copier.launch(captured, image, ready, guarded=True) or at_once
             run_all(later, self._threads)
             copy.on_host.set()
             if event is not None:

@@ -1,7 +1,8 @@
 """Where a state can be read from: images in memory, files on storage.
 
-Of the ranks of the world that saved it, a rank reads what it needs: in a world of the same size its
-own part alone, if that has everything, else all parts.
+Of what the ranks of the world that saved it wrote, a rank reads what it needs: its own part alone, if
+that has everything and is cut as it is here, else the others' too. So files are opened only when
+somebody looks into them.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import overload
 
 from holdfast.checkpoint.image import Image
 from holdfast.checkpoint.layout import Extent
@@ -37,17 +39,37 @@ def open_image(path: Path, step: int, round: int, rank: int, until: ExitStack) -
         image.close()
 
 
-def open_files(
-    storage: Storage, step: int, rank: int, world_size: int, until: ExitStack
-) -> Sequence[Stored]:
-    """The files of a checkpoint that a rank needs to restore it."""
+def open_files(storage: Storage, step: int, until: ExitStack) -> Sequence[Stored]:
+    """The files of a checkpoint, in the order of ranks; each is opened when it is wanted."""
     manifest = load_manifest(storage, step)
     records = {record.rank: record for record in manifest.files}
-    if manifest.world_size == world_size:
-        own = _open_file(storage, step, records[rank], until)
-        if all(own.at(item.raw) is not None for item in own.contents.items):
-            return [own]
-    return [_open_file(storage, step, records[r], until) for r in range(manifest.world_size)]
+    return _Files(storage, step, [records[r] for r in range(manifest.world_size)], until)
+
+
+class _Files(Sequence[Stored]):
+    def __init__(
+        self, storage: Storage, step: int, records: list[FileRecord], until: ExitStack
+    ) -> None:
+        self._storage = storage
+        self._step = step
+        self._records = records
+        self._until = until
+        self._open: dict[int, Stored] = {}
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    @overload
+    def __getitem__(self, rank: int) -> Stored: ...
+    @overload
+    def __getitem__(self, rank: slice) -> Sequence[Stored]: ...
+    def __getitem__(self, rank: int | slice) -> Stored | Sequence[Stored]:
+        if isinstance(rank, slice):
+            return [self[one] for one in range(*rank.indices(len(self)))]
+        if rank not in self._open:
+            record = self._records[rank]
+            self._open[rank] = _open_file(self._storage, self._step, record, self._until)
+        return self._open[rank]
 
 
 def _open_file(storage: Storage, step: int, record: FileRecord, until: ExitStack) -> Stored:

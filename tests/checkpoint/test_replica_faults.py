@@ -261,7 +261,7 @@ def test_a_peer_without_room_says_so(here: Node, there: Node) -> None:
     there.shelf.trouble = OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(StorageError, match="No space left"):
         push(there.peer, TOKEN, None, held)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(StorageError, match="No space left"):
         pull(here.peer, TOKEN, None, a_key(), there.shelf)
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.cliques import peers_of, placement
+from holdfast.core.cliques import peers_of, placement
 
 counts = st.integers(0, 40)
 factors = st.integers(1, 6)
