@@ -20,6 +20,8 @@ from typing import Literal, NamedTuple, TypeVar
 from msgspec import Struct
 
 from holdfast.errors import JobHomeError, UsageError
+from holdfast.faultlist import schedule
+from holdfast.messages.chaos import Injection
 from holdfast.tls import TlsFiles
 from holdfast.values import (
     _joined,
@@ -132,6 +134,7 @@ class RunSettings(Struct, frozen=True, kw_only=True):
     rendezvous: Rendezvous
     token_file: str | None  # where the job's token is kept; None: in the job's home
     tls: TlsFiles | None
+    chaos: tuple[Injection, ...]  # faults that shall happen to the job
     warnings: tuple[str, ...]
 
 
@@ -216,6 +219,7 @@ def run_settings(given: Given, command: Sequence[str]) -> RunSettings:
         rendezvous=_rendezvous(given, max_nodes, warnings),
         token_file=given.take("token_file", as_said, None),
         tls=_tls(given),
+        chaos=given.take("chaos", schedule, ()),
         warnings=tuple(warnings),
     )
 

@@ -25,37 +25,45 @@ class ImageHome:
 
     def __init__(self, name: str) -> None:
         clear_abandoned()
-        root = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
-        self.path = Path(tempfile.mkdtemp(prefix=f"{_prefix()}{name[:40]}-", dir=root))
-        self._lock = _locked(self.path)
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=f"{_prefix()}{name[:40]}-", dir=_root()))
+            lock = _locked(self.path)
+            if lock is not None:
+                self._lock = lock
+                return
+            # Somebody who starts at this moment took it for abandoned, and removes it.
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
-        if self._lock is not None:
-            os.close(self._lock)
+        os.close(self._lock)
+
+
+def _root() -> Path:
+    return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
 
 
 def clear_abandoned() -> None:
     """Remove what launchers left that were killed."""
-    if not SHARED_MEMORY.is_dir():
-        return
-    for path in SHARED_MEMORY.glob(f"{_prefix()}*"):
-        if path.is_dir() and path.stat().st_uid == os.getuid():
-            lock = _locked(path)
-            if lock is not None:
-                shutil.rmtree(path, ignore_errors=True)
-                os.close(lock)
+    for path in _root().glob(f"{_prefix()}*"):
+        lock = _locked(path)
+        if lock is not None:
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(lock)
 
 
 def _locked(path: Path) -> int | None:
-    """Hold a directory; None when somebody else does."""
+    """Hold a directory of ours; None when somebody else does, or it is gone."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        held, there = os.fstat(fd), os.stat(path, follow_symlinks=False)
+        # Whoever had it before may have removed it between the two.
+        if held.st_ino == there.st_ino and held.st_uid == os.getuid():
+            return fd
     except OSError:
-        os.close(fd)
-        return None
-    return fd
+        pass
+    os.close(fd)
+    return None

@@ -386,6 +386,7 @@ def _terms(settings: RunSettings) -> Terms:
         grace_s=settings.shutdown_timeout_s,
         last_call_s=settings.rendezvous.last_call_timeout_s,
         join_limit_s=settings.rendezvous.join_timeout_s,
+        chaos=settings.chaos,
     )
 
 

@@ -15,10 +15,12 @@ import os
 from msgspec import Struct
 
 from holdfast.kernel import Mapping
+from holdfast.traparea import TRAPS_BYTES, TrapArea
 from holdfast.vitals import VITALS_BYTES, Vitals
 
 PROGRESS_BYTES = 4096
-PAGE_BYTES = PROGRESS_BYTES + VITALS_BYTES
+_TRAPS_AT = PROGRESS_BYTES + VITALS_BYTES
+PAGE_BYTES = _TRAPS_AT + TRAPS_BYTES
 _SLOT_WORDS = 8
 _FIRST_SLOT = 8
 _SLOTS = 32
@@ -45,7 +47,8 @@ class ProgressPage:
         self._ints = progress.cast("Q")
         self._floats = progress.cast("d")
         progress.release()
-        self.vitals = Vitals(self._mapping.view[PROGRESS_BYTES:])
+        self.vitals = Vitals(self._mapping.view[PROGRESS_BYTES:_TRAPS_AT])
+        self.traps = TrapArea(self._mapping.view[_TRAPS_AT:])
 
     def write(
         self,
@@ -80,10 +83,17 @@ class ProgressPage:
             if self._ints[0] - sequence < _SLOTS - 1:
                 return state
 
+    def detach(self) -> None:
+        """In a process that was forked from the worker: what it does is not the worker's doing."""
+        own = memoryview(bytearray(PROGRESS_BYTES))
+        self._ints, self._floats = own.cast("Q"), own.cast("d")
+        self.vitals.detach()
+
     def close(self) -> None:
         self._ints.release()
         self._floats.release()
         self.vitals.close()
+        self.traps.close()
         self._mapping.close()
 
 

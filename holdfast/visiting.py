@@ -35,15 +35,16 @@ def ask(home: JobHome, question: Question, answer: type[T], tls: TlsFiles | None
     if isinstance(told, Refused):
         raise JobError(f"job {home.name}: {told.reason}")
     if not isinstance(told, answer):
-        raise JobError(f"job {home.name}: its coordinator ended the conversation")
+        hint = "" if tls is not None else "; if the job uses TLS, say --tls-cert, --tls-key, --tls-ca"
+        raise JobError(f"job {home.name}: its coordinator ended the conversation{hint}")
     return told
 
 
 def _exchange(address: tuple[str, int], visit: Visit, tls: TlsFiles | None) -> object:
     decoder = framing.FrameDecoder[ToVisitor](ToVisitor)  # type: ignore[arg-type]
-    with socket.create_connection(address, LIMIT_S) as plain:
-        context = client_context(tls)
-        connection = plain if context is None else context.wrap_socket(plain)
+    context = client_context(tls)
+    plain = socket.create_connection(address, LIMIT_S)
+    with plain if context is None else context.wrap_socket(plain) as connection:
         connection.sendall(framing.encode(visit))
         while data := connection.recv(1 << 16):
             for message in decoder.feed(data):

@@ -1,14 +1,20 @@
 """A worker's signs of life, in shared memory beside its progress page.
 
-Three kinds of sign, because they say different things when they stop:
+Four kinds of sign, because they say different things when they stop:
 
 - *marks*: the script came to another phase of a step (data, forward, backward, optimizer), finished a
   step, or called `holdfast.heartbeat`. The time between two marks is booked to the phase that the
   first one began, its longest and its latest durations are kept, and so deadlines can be learnt.
+- *touches*: it called another module of the model, as a sign of life within a phase.
 - *sections* that are open, with when they were entered. They nest, overlap, and may be of any thread.
 - *beats*: a thread of ours had its turn. When beats stop and the process is not stopped, something
-  holds the interpreter's lock. With each beat it notes what the main thread is doing: whether it waits
-  in a collective, and how many different pieces of code it was seen in since the last mark.
+  holds the interpreter's lock. With each beat it notes what the training thread is doing: whether it
+  waits in a collective, where it stands, and in how many different pieces of code it was seen since
+  the last mark.
+
+Marks are of the thread that trains: the main one, or whichever took the last step. The first few steps
+of a process take long for reasons of their own (compilers, caches, first connections); nothing is
+learnt from them.
 
 The worker writes, its agent reads; a write costs well under a microsecond. A reader may see a mark and
 its time from two moments: it looks again before it acts.
@@ -16,6 +22,7 @@ its time from two moments: it looks again before it acts.
 
 from __future__ import annotations
 
+from _thread import get_ident, get_native_id
 from typing import Final
 
 from msgspec import Struct
@@ -25,19 +32,31 @@ VITALS_BYTES: Final = 16 << 10
 START, DATA, FORWARD, BACKWARD, OPTIMIZER, BETWEEN, STEP = range(7)
 PHASES: Final = ("start", "data", "forward", "backward", "optimizer", "between", "step")
 """What a script does between two marks; "step" is from one finished step to the next."""
+NO, IN_COLLECTIVE, IN_BACKWARD = range(3)
+"""Whether the training thread waits for others."""
 MOST_SECTIONS: Final = 24
 """Different names of sections; further ones are not watched."""
 MOST_OPEN: Final = 16
 RING: Final = 32
+WARM_UP: Final = 5
+"""Steps of a process after which what it needs for a phase is what it always needs."""
+WARM_UP_DEVICE: Final = 50
+"""The same with a GPU, whose queue takes steps in at once until it is full."""
+FIRST_STEP: Final = "first step"
+"""From a script's begin to the end of its first step; the agent measures it."""
 
 _BEAT_AT, _BEATS, _WAITS, _CODES = 0, 1, 2, 3
 _MARK_AT, _MARKS, _PHASE = 4, 5, 6
-_WANTED, _DUMPED, _TRAP = 7, 8, 9
+_WANTED, _DUMPED = 7, 8
+_TOUCH_AT, _PLACE, _PLACE_AT, _THREAD = 9, 10, 11, 12
+_STEPS, _STEP_AT, _WARM = 13, 14, 15
 _OPEN: Final = 16
 """Open sections: pairs of name (plus one; 0 is a free place) and when it was entered."""
+_OTHERS: Final = 1 << 32
+"""Added to the name of a section that another thread than the training one is in."""
 _TIMES: Final = _OPEN + 2 * MOST_OPEN
-_TIME_WORDS: Final = 3 + RING
-"""For each phase and section: how often, longest, longest since it was last looked, ring."""
+_TIME_WORDS: Final = 2 + RING
+"""For each phase and section: how often, the longest, and a ring of the latest."""
 _NAMES_BYTES: Final = 32
 _NAMES_AT: Final = 8 * (_TIMES + _TIME_WORDS * (len(PHASES) + MOST_SECTIONS))
 assert _NAMES_AT + _NAMES_BYTES * MOST_SECTIONS <= VITALS_BYTES
@@ -52,19 +71,48 @@ class Times(Struct, frozen=True):
     """The last few, the newest last."""
 
 
+class Open(Struct, frozen=True, order=True):
+    """A section that somebody is in."""
+
+    entered_at: float
+    name: str
+    own: bool = True
+    """It is the training thread that is in it."""
+
+
 class Signs(Struct, frozen=True):
     """What a worker's vitals say at one moment; times are of the machine's monotonic clock."""
 
     beat_at: float
     waits: bool
-    """Its main thread was last seen in a collective."""
+    """The training thread was last seen in a collective, or in a backward pass, which has some."""
+    in_backward: bool
     codes: int
-    """How many pieces of code its main thread was seen in since the last mark."""
+    """How many pieces of code the training thread was seen in since the last mark."""
+    place: int
+    """Stands for the line it was last seen at; the same line has the same number in all processes."""
+    place_at: float
+    """Since when it is seen there."""
+    thread: int
+    """The kernel's number of the training thread; 0 for the main one."""
     mark_at: float
+    touch_at: float
     marks: int
     phase: str
-    sections: tuple[tuple[str, float], ...]
-    """Open ones and when they were entered, the oldest first."""
+    steps: int
+    step_at: float
+    """When the last step was finished."""
+    warm: bool
+    """The first few steps are over."""
+    sections: tuple[Open, ...]
+    """The oldest first."""
+
+
+def section_name(name: str) -> str:
+    """What a section is called in the vitals: not too long, and not as a phase."""
+    if name in PHASES or name == FIRST_STEP:
+        name = f"{name} (section)"
+    return name.encode(errors="replace")[: _NAMES_BYTES - 1].decode(errors="ignore")
 
 
 class Vitals:
@@ -74,11 +122,20 @@ class Vitals:
         self._view = view
         self._ints = view.cast("Q")
         self._floats = view.cast("d")
+        self.trainer = get_ident()
+        """Worker: the thread whose marks count."""
+        self.warm_up = WARM_UP
 
     def close(self) -> None:
         self._ints.release()
         self._floats.release()
         self._view.release()
+
+    def detach(self) -> None:
+        """In a process that was forked from the worker: nothing it does is a sign of the worker."""
+        self._view = memoryview(bytearray(VITALS_BYTES))
+        self._ints = self._view.cast("Q")
+        self._floats = self._view.cast("d")
 
     # ---- the worker's side ----
 
@@ -93,28 +150,56 @@ class Vitals:
         ints[_CODES] = 0
         ints[_MARKS] += 1
 
+    def touch(self, now: float) -> None:
+        """What is under way goes on."""
+        self._floats[_TOUCH_AT] = now
+
+    def go_on(self, phase: int, now: float) -> None:
+        """The same, when what was under way has been booked already: as a section."""
+        self._floats[_MARK_AT] = now
+        self._ints[_PHASE] = phase
+        self._ints[_CODES] = 0
+        self._ints[_MARKS] += 1
+
     def took(self, what: int, seconds: float) -> None:
         """Book how long a phase or section took."""
         ints, floats = self._ints, self._floats
         at = _TIMES + _TIME_WORDS * what
         count = ints[at]
-        floats[at + 3 + count % RING] = seconds
+        floats[at + 2 + count % RING] = seconds
         ints[at] = count + 1
         if seconds > floats[at + 1]:
             floats[at + 1] = seconds
 
+    def stepped(self, now: float, took_s: float | None) -> None:
+        """The calling thread finished a training step; None: its process's first."""
+        ints = self._ints
+        if get_ident() != self.trainer:
+            self.trainer = get_ident()
+            ints[_THREAD] = get_native_id()
+        if took_s is not None:
+            self.took(STEP, took_s)
+        ints[_STEPS] += 1
+        self._floats[_STEP_AT] = now
+        if not ints[_WARM] and ints[_STEPS] >= self.warm_up:
+            ints[_WARM] = 1
+            for phase in range(len(PHASES)):
+                self._floats[_TIMES + _TIME_WORDS * phase + 1] = 0.0
+
     def name_section(self, index: int, name: str) -> None:
         at = _NAMES_AT + _NAMES_BYTES * index
-        data = name.encode()[: _NAMES_BYTES - 1]
+        data = section_name(name).encode()
         self._view[at : at + len(data)] = data
 
-    def enter(self, index: int, now: float) -> int:
-        """A section is entered; the place to give back when it is left, -1 when there is none."""
+    def enter(self, index: int, now: float, own: bool = True) -> int:
+        """A section is entered; the place to give back when it is left, -1 when there is none.
+
+        Not by two threads at once."""
         ints = self._ints
         for place in range(MOST_OPEN):
             if ints[_OPEN + 2 * place] == 0:
                 self._floats[_OPEN + 2 * place + 1] = now
-                ints[_OPEN + 2 * place] = index + 1
+                ints[_OPEN + 2 * place] = index + 1 + (0 if own else _OTHERS)
                 return place
         return -1
 
@@ -122,11 +207,16 @@ class Vitals:
         if place >= 0:
             self._ints[_OPEN + 2 * place] = 0
 
-    def beat(self, now: float, waits: bool, codes: int) -> None:
+    def beat(self, now: float, waits: int, codes: int, place: int = 0) -> None:
+        """A thread of ours had its turn, and saw how the training thread stands (NO, IN_...)."""
+        ints = self._ints
+        if place != ints[_PLACE]:
+            ints[_PLACE] = place
+            self._floats[_PLACE_AT] = now
+        ints[_WAITS] = waits
+        ints[_CODES] = codes
+        ints[_BEATS] += 1
         self._floats[_BEAT_AT] = now
-        self._ints[_BEATS] += 1
-        self._ints[_WAITS] = waits
-        self._ints[_CODES] = codes
 
     @property
     def marks(self) -> int:
@@ -138,17 +228,26 @@ class Vitals:
         ints, floats = self._ints, self._floats
         sections = []
         for place in range(MOST_OPEN):
-            index, entered = ints[_OPEN + 2 * place], floats[_OPEN + 2 * place + 1]
-            if index:
-                sections.append((entered, self._name(index - 1)))
+            entered, named = floats[_OPEN + 2 * place + 1], ints[_OPEN + 2 * place]
+            if named:
+                name = self._name(named % _OTHERS - 1)
+                sections.append(Open(entered, name, own=named < _OTHERS))
         return Signs(
             beat_at=floats[_BEAT_AT],
-            waits=bool(ints[_WAITS]),
+            waits=ints[_WAITS] != NO,
+            in_backward=ints[_WAITS] == IN_BACKWARD,
             codes=ints[_CODES],
+            place=ints[_PLACE],
+            place_at=floats[_PLACE_AT],
+            thread=ints[_THREAD],
             mark_at=floats[_MARK_AT],
+            touch_at=floats[_TOUCH_AT],
             marks=ints[_MARKS],
             phase=PHASES[min(ints[_PHASE], len(PHASES) - 1)],
-            sections=tuple((name, entered) for entered, name in sorted(sections)),
+            steps=ints[_STEPS],
+            step_at=floats[_STEP_AT],
+            warm=bool(ints[_WARM]),
+            sections=tuple(sorted(sections)),
         )
 
     def times(self) -> dict[str, Times]:
@@ -158,7 +257,7 @@ class Vitals:
             at = _TIMES + _TIME_WORDS * what
             count = self._ints[at]
             if count:
-                ring = list(self._floats[at + 3 : at + 3 + min(count, RING)])
+                ring = list(self._floats[at + 2 : at + 2 + min(count, RING)])
                 oldest = count % RING if count > RING else 0
                 ring = ring[oldest:] + ring[:oldest]
                 name = PHASES[what] if what < len(PHASES) else self._name(what - len(PHASES))

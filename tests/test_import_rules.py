@@ -35,6 +35,9 @@ TOOLS = {
     "imagehome",
     "vitals",
     "visiting",
+    "faultlist",
+    "memorybox",
+    "traparea",
 }
 """Small parts that shells are made of."""
 
@@ -46,9 +49,12 @@ RULES: dict[str, set[str]] = {
     "framing": {"errors"},
     "packets": {"messages", "errors"},
     "vitals": set(),
-    "page": {"kernel", "vitals"},
+    "page": {"kernel", "vitals", "traparea"},
+    "traparea": set(),
+    "memorybox": set(),
+    "faultlist": {"messages", "errors"},
     "clock": {"messages"},
-    "config": {"errors", "tls", "values"},
+    "config": {"errors", "messages", "tls", "values", "faultlist"},
     "values": {"errors"},
     "tls": {"errors"},
     "jobhome": {"errors", "config"},

@@ -8,6 +8,7 @@ help; the thread that beats writes it to a file, unless something holds the inte
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from holdfast.diagnosis.stacks import Stacks
 from holdfast.errors import HoldfastError
 from holdfast.messages.evidence import Collective, RankEvidence, fit
 from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber
-from holdfast.vitals import Vitals
+from holdfast.vitals import Signs, Vitals
 
 log = logging.getLogger("holdfast.agent")
 
@@ -45,7 +46,8 @@ async def examine(
 ) -> list[RankEvidence]:
     """All that can be seen of these workers within the limit."""
     for worker in workers:
-        worker.flight.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            worker.flight.unlink(missing_ok=True)
         worker.vitals.want_dump()
     found, _ = await asyncio.gather(
         stacks.collect([worker.pid for worker in workers], limit_s),
@@ -64,7 +66,8 @@ def _evidence(
     node: NodeId, round: RoundNumber, worker: Examined, found: Mapping[int, Stacks]
 ) -> RankEvidence:
     now = time.monotonic()
-    signs = worker.vitals.read()
+    signs = _signs(worker.vitals)
+    beat_at = signs.beat_at if signs is not None else 0.0
     seen = found[worker.pid]
     collectives, missing = _collectives(worker.flight)
     return RankEvidence(
@@ -74,8 +77,8 @@ def _evidence(
         pid=worker.pid,
         process_state=seen.state,
         step=worker.step,
-        sections=tuple(name for name, _ in signs.sections),
-        beat_age_s=max(0.0, now - signs.beat_at) if signs.beat_at else None,
+        sections=tuple(s.name for s in signs.sections if s.own) if signs is not None else (),
+        beat_age_s=max(0.0, now - beat_at) if beat_at else None,
         since_step_s=max(0.0, now - worker.stepped_at) if worker.stepped_at else None,
         stacks=seen.threads,
         stack_source=seen.source,
@@ -83,6 +86,13 @@ def _evidence(
         log_tail=worker.log_tail,
         missing=(*seen.missing, *missing),
     )
+
+
+def _signs(vitals: Vitals) -> Signs | None:
+    try:
+        return vitals.read()
+    except ValueError:  # Its process ended while we looked, and they were closed.
+        return None
 
 
 def _collectives(path: Path) -> tuple[tuple[Collective, ...] | None, tuple[str, ...]]:

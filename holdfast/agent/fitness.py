@@ -12,17 +12,21 @@ import asyncio
 import glob
 import logging
 import os
+import signal
+import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from holdfast.health.checker import Checker
-from holdfast.health.settings import settings_here
+from holdfast.health.settings import FAKE_NODE, settings_here
 from holdfast.messages.health import Result
 
 log = logging.getLogger("holdfast.agent")
 
 EVERY_S = 60.0
+EVERY_FAKE_S = 0.2
+"""A node that is made up falls ill to see what happens then."""
 LIMIT_S = 20.0
 _DECISIVE = ("cpu-compute", "gpu", "nvlink", "nic", "storage", "own", "service")
 """Checks, by how their names begin, that are about the machine and not about what runs on it."""
@@ -35,13 +39,14 @@ class FitnessWatch:
         self._thorough = thorough
         self._report = report
         self._checker = Checker(settings_here(os.environ, home=str(home)))
+        self._every_s = EVERY_FAKE_S if FAKE_NODE in os.environ else EVERY_S
         self._told: set[str] = set()
+        self._looking = False
 
     @staticmethod
     def worth_while(asked_for: bool) -> bool:
         """A node without accelerators has little that fails by itself."""
-        fake = "HOLDFAST_FAKE_NODE" in os.environ
-        return asked_for or fake or bool(glob.glob("/dev/nvidia[0-9]*"))
+        return asked_for or FAKE_NODE in os.environ or bool(glob.glob("/dev/nvidia[0-9]*"))
 
     @property
     def pids(self) -> Collection[int]:
@@ -52,11 +57,11 @@ class FitnessWatch:
         if self._thorough:
             await self._look(None)
         while True:
-            await asyncio.sleep(EVERY_S)
+            await asyncio.sleep(self._every_s)
             await self._look(self._checker.names(costly=False))
 
     async def _look(self, names: list[str] | None) -> None:
-        results = await asyncio.to_thread(self._checker.run, names, deadline_s=LIMIT_S)
+        results = await self._results(names)
         for result in results:
             if result.verdict == "warn" and result.check not in self._told:
                 self._told.add(result.check)
@@ -71,8 +76,42 @@ class FitnessWatch:
         if any(r.check in fresh for r in decisive):
             self._report(decisive)
 
+    async def _results(self, names: list[str] | None) -> list[Result]:
+        """Look in a thread of its own: one of the loop's would be waited for when the agent ends, and
+        a check may hang."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[list[Result]] = loop.create_future()
+
+        def settle(results: list[Result]) -> None:
+            self._looking = False
+            if not done.done():
+                done.set_result(results)
+
+        def look() -> None:
+            results: list[Result] = []
+            try:
+                results = self._checker.run(names, deadline_s=LIMIT_S)
+            except Exception:  # The edge of the thread: the node is not sick because we are.
+                log.exception("this node cannot be checked")
+            try:
+                loop.call_soon_threadsafe(settle, results)
+            except RuntimeError:
+                pass  # The agent has ended meanwhile.
+
+        self._looking = True
+        threading.Thread(target=look, name="holdfast-fitness", daemon=True).start()
+        return await done
+
     def close(self) -> None:
-        self._checker.close()
+        if not self._looking:
+            self._checker.close()
+            return
+        # Its thread has the checker; without their processes it comes to an end, or with the agent.
+        for pid in self._checker.pids:
+            try:
+                os.killpg(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
 
 
 @contextmanager

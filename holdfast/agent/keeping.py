@@ -5,7 +5,8 @@
 
 The keeper is started when the first checkpointer is opened. If it dies, the next one is given every
 order that was not answered, up to a few times for one and the same order: one that kills keepers is
-answered with an error.
+answered with an error. Keepers that die one after the other are not started again before there is
+something to do.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import logging
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +46,7 @@ from holdfast.messages.keeping import (
     BeginRound,
     Commit,
     Done,
+    FailWrites,
     Fetch,
     FromKeeper,
     Got,
@@ -67,6 +71,10 @@ log = logging.getLogger("holdfast.agent")
 
 TRIES = 3
 """So many keepers may die with one order."""
+FEW_S, MANY = 60.0, 5
+"""So many deaths in so short a time are too many."""
+SEAL_TIMES, SEAL_FLOOR_S = 10.0, 30.0
+"""A rank's end waits for its seal so many times as long as the longest took, or at least so long."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[FromKeeper] = msgspec.msgpack.Decoder(FromKeeper)
@@ -110,23 +118,31 @@ class Keeping:
     _checkpointers: dict[str, Open] = field(default_factory=dict)
     _orders: dict[int, _Order] = field(default_factory=dict)
     _next: int = 1
-    _gathering: dict[SnapshotId, _Gathering] = field(default_factory=dict)
+    _gathering: dict[tuple[SnapshotId, Wish], _Gathering] = field(default_factory=dict)
+    """A step may be saved to memory, and again to storage before all ranks have sealed the first."""
     _sealing: dict[Rank, int] = field(default_factory=dict)
     """How many images of a rank are being sealed."""
+    _longest_seal_s: float = 0.0
     _after_seals: dict[Rank, list[Callable[[], None]]] = field(default_factory=dict)
-    _on_their_way: set[SnapshotId] = field(default_factory=set)
-    """Snapshots that go to storage, until the coordinator says how it ended."""
+    _on_their_way: dict[str, SnapshotId] = field(default_factory=dict)
+    """What goes to storage, until the coordinator says how it ended: one at a time of each
+    checkpointer."""
     _settled: list[Callable[[], None]] = field(default_factory=list)
     _process: Process | None = None
     _control: socket.socket | None = None
     _mailbox: Mailbox | None = None
     _joiner: Joiner = field(default_factory=Joiner)
+    _deaths: list[float] = field(default_factory=list)
     _closing: bool = False
 
     # ---- what is there from before ----
 
     def tell_images(self) -> None:
-        """An agent before this one may have left images."""
+        """An agent before this one may have left images, and word of where they are to go."""
+        for path in self.images.glob("*.opened"):
+            with suppress(OSError, msgspec.DecodeError):
+                opened = msgspec.msgpack.decode(path.read_bytes(), type=Open)
+                self._checkpointers[opened.checkpointer] = opened
         images = tuple(Images(self.images).ids())
         if images:
             self.report(ImagesHeld(at=self.clock.now(), node=self.node, images=images))
@@ -158,13 +174,13 @@ class Keeping:
         )
         if self._checkpointers.get(message.checkpointer) == order:
             return
-        first = not self._checkpointers
         self._checkpointers[message.checkpointer] = order
+        with suppress(OSError):
+            (self.images / f"{order.checkpointer}.opened").write_bytes(_encoder.encode(order))
         if self._process is None:
             self._start()
-        self._give(order, self._check_opened)
-        if first:
-            self._tell_round()
+        else:
+            self._give(order, self._check_opened)
 
     def _check_opened(self, reply: AnyReply) -> None:
         if reply.error:
@@ -175,22 +191,29 @@ class Keeping:
         assert self._part is not None
         snapshot = SnapshotId(message.checkpointer, StepNumber(message.step), self._part.round)
         gathering = self._gathering.setdefault(
-            snapshot, _Gathering(message.wish, self._part.world_size)
+            (snapshot, message.wish), _Gathering(message.wish, self._part.world_size)
         )
         self._sealing[rank] = self._sealing.get(rank, 0) + 1
         order = Seal(number=0, path=message.path, state=message.state)
-        self._give(order, lambda reply: self._sealed(rank, snapshot, gathering, reply))
+        began = time.monotonic()
+
+        def sealed(reply: AnyReply) -> None:
+            self._longest_seal_s = max(self._longest_seal_s, time.monotonic() - began)
+            self._sealed(rank, snapshot, gathering, reply)
+
+        self._give(order, sealed)
 
     def _sealed(
-        self, rank: Rank, snapshot: SnapshotId, gathering: _Gathering, reply: ImageSealed
+        self, rank: Rank, snapshot: SnapshotId, gathering: _Gathering, reply: AnyReply
     ) -> None:
-        if reply.sealed is not None:
-            gathering.sealed[rank] = reply.sealed
+        sealed = reply.sealed if isinstance(reply, ImageSealed) else None
+        if sealed is not None:
+            gathering.sealed[rank] = sealed
         else:
             log.debug("the image of rank %d was not sealed: %s", rank, reply.error)
         part = self._part
-        if part is not None and len(gathering.sealed) == part.slots and reply.sealed is not None:
-            self._gathering.pop(snapshot, None)
+        if part is not None and len(gathering.sealed) == part.slots and sealed is not None:
+            self._gathering.pop((snapshot, gathering.wish), None)
             self.report(
                 SnapshotsSealed(
                     at=self.clock.now(),
@@ -209,10 +232,13 @@ class Keeping:
 
     def after_seals(self, rank: Rank, act: Callable[[], None]) -> None:
         """Do something once what the rank saved is sealed: its end must not overtake its save."""
-        if rank in self._sealing:
-            self._after_seals.setdefault(rank, []).append(act)
-        else:
+        if rank not in self._sealing:
             act()
+            return
+        once = _Once(act)
+        self._after_seals.setdefault(rank, []).append(once)
+        limit_s = max(SEAL_FLOOR_S, SEAL_TIMES * self._longest_seal_s)
+        asyncio.get_running_loop().call_later(limit_s, once)
 
     def look(self, round: RoundNumber, checkpointer: str, then: Callable[[], None]) -> None:
         """Tell the coordinator which checkpoints are on storage, then go on."""
@@ -248,13 +274,9 @@ class Keeping:
 
     def act(self, order: WriteShards | CommitCheckpoint | CheckpointSettled) -> None:
         if isinstance(order, CheckpointSettled):
-            self._on_their_way.discard(order.snapshot)
-            if order.error and self._has_rank_0():
-                step = order.snapshot.step
-                self.tell(f"step {step} is not on storage: {order.error}; training goes on")
-            self._check_settled()
+            self._settle(order)
             return
-        self._on_their_way.add(order.snapshot)
+        self._on_their_way[order.snapshot.checkpointer] = order.snapshot
         if any(_same(held.order, order) for held in self._orders.values()):
             return  # Told again after a broken stream; the answer is on its way.
         if isinstance(order, WriteShards):
@@ -275,11 +297,20 @@ class Keeping:
             )
             self._give(commit, lambda reply: self._committed(order, reply))
 
+    def _settle(self, order: CheckpointSettled) -> None:
+        """It may be told again after a broken stream."""
+        if self._on_their_way.get(order.snapshot.checkpointer) != order.snapshot:
+            return
+        del self._on_their_way[order.snapshot.checkpointer]
+        if order.error and self._has_rank_0():
+            step = order.snapshot.step
+            self.tell(f"step {step} is not on storage: {order.error}; training goes on")
+        self._check_settled()
+
     def _has_rank_0(self) -> bool:
         return self._part is None or self._part.first_rank == 0
 
     def _written(self, order: WriteShards, reply: AnyReply) -> None:
-        good = isinstance(reply, ShardsDone)
         self.report(
             ShardsWritten(
                 at=self.clock.now(),
@@ -287,7 +318,7 @@ class Keeping:
                 snapshot=order.snapshot,
                 shards=reply.shards if isinstance(reply, ShardsDone) else (),
                 error=reply.error,
-                gone=good and reply.gone,  # type: ignore[union-attr]
+                gone=isinstance(reply, ShardsDone) and reply.gone,
             )
         )
 
@@ -297,14 +328,7 @@ class Keeping:
 
     def when_settled(self, limit_s: float, act: Callable[[], None]) -> None:
         """Do something once nothing of this node is on its way to storage, or the time is up."""
-        fired = False
-
-        def once() -> None:
-            nonlocal fired
-            if not fired:
-                fired = True
-                act()
-
+        once = _Once(act)
         self._settled.append(once)
         if self._on_their_way:
             asyncio.get_running_loop().call_later(limit_s, once)
@@ -319,11 +343,11 @@ class Keeping:
     # ---- the keeper ----
 
     def _give(self, order: AnyOrder, answered: Answering) -> None:
+        if self._process is None:
+            self._start()
         numbered = msgspec.structs.replace(order, number=self._next)
         self._orders[self._next] = _Order(numbered, answered)
         self._next += 1
-        if self._process is None:
-            self._start()
         self._send(numbered)
 
     def _send(self, order: AnyOrder) -> None:
@@ -350,24 +374,39 @@ class Keeping:
         asyncio.get_running_loop().add_reader(ours.fileno(), self._read)
         self._process = self.table.watch(pid)
         self._process.on_exit = self._exited
+        for opened in self._checkpointers.values():
+            self._give(opened, self._check_opened)
+        self._tell_round()
 
     def _exited(self, end: Exit) -> None:
+        self._read()  # What it had done, it has done.
         self._process = None
         self._stop_reading()
         if self._closing:
             return
-        log.warning("the keeper died (%s); another takes its place", end)
-        self._start()
-        for opened in self._checkpointers.values():
-            self._give(opened, lambda reply: None)
-        self._tell_round()
-        for number, held in list(self._orders.items()):
-            held.tries += 1
-            if held.tries >= TRIES:
-                del self._orders[number]
-                held.answered(_lost(held.order))
+        held, self._orders = self._orders, {}
+        tries = 1 if self._too_often() else TRIES
+        if tries > 1:
+            log.warning("the keeper died (%s); another takes its place", end)
+            self._start()
+        for number, one in held.items():
+            one.tries += 1
+            if isinstance(one.order, Open | BeginRound):
+                continue  # Whoever starts is told these first.
+            if one.tries >= tries:
+                one.answered(_lost(one.order, one.tries))
             else:
-                self._send(held.order)
+                self._orders[number] = one
+                self._send(one.order)
+
+    def _too_often(self) -> bool:
+        now = time.monotonic()
+        self._deaths = [at for at in self._deaths if now - at < FEW_S] + [now]
+        if len(self._deaths) <= MANY:
+            return False
+        many = f"{len(self._deaths)} keepers died within a minute"
+        self.tell(f"{many}; nothing is kept until the next save")
+        return True
 
     def _read(self) -> None:
         while self._control is not None:
@@ -412,6 +451,23 @@ class Keeping:
             self._control.close()
             self._control = self._mailbox = None
 
+    # ---- faults that somebody asked for ----
+
+    @property
+    def pid(self) -> int:
+        """The keeper's; 0 when there is none."""
+        return self._process.pid if self._process is not None else 0
+
+    def kill_keeper(self) -> bool:
+        if self._process is not None:
+            self._process.send(signal.SIGKILL)
+        return self._process is not None
+
+    def fail_writes(self, files: int) -> bool:
+        if self._process is not None:
+            self._give(FailWrites(number=0, files=files), lambda reply: None)
+        return self._process is not None
+
     def close(self) -> None:
         """The node is done: its keeper ends."""
         self._closing = True
@@ -430,5 +486,18 @@ def _same(held: AnyOrder, order: WriteShards | CommitCheckpoint) -> bool:
     return isinstance(held, Commit) and held.snapshot == order.snapshot
 
 
-def _lost(order: AnyOrder) -> AnyReply:
-    return Done(number=order.number, error=f"{TRIES} keepers died of it")
+def _lost(order: AnyOrder, deaths: int) -> AnyReply:
+    many = f"{deaths} keepers" if deaths > 1 else "the keeper"
+    return Done(number=order.number, error=f"{many} died of it")
+
+
+class _Once:
+    """Something to be done at one of two moments, whichever comes first."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act: Callable[[], None] | None = act
+
+    def __call__(self) -> None:
+        act, self._act = self._act, None
+        if act is not None:
+            act()

@@ -93,7 +93,7 @@ async def _run(orders: AgentOrders) -> int:
         command=[settings.script, *settings.script_args],
         env=env,
         want=settings.nproc if settings.standby is None else settings.standby,
-        eager=_seems_to_use_torch(settings),
+        eager=settings.node_check or _seems_to_use_torch(settings),
         preload=settings.preload,
         first_path=_first_path(settings),
         log_path=orders.logs / f"nursery-{os.getpid()}.log",
@@ -149,6 +149,8 @@ class _Agent:
         self.supervisor = Supervisor(
             keeping=self.keeping,
             testify=self._testify,
+            written=lambda: self.stream.drained.wait(),
+            fall_silent=lambda seconds: self.stream.fall_silent(seconds),
             hang_terms=orders.terms.hangs,
             node=self.node,
             address=orders.address,
@@ -231,6 +233,7 @@ class _Agent:
             block=block,
             domain=domain,
             keeper_port=self.listener.getsockname()[1],
+            test_port=self.supervisor.tester.port,
         )
         port = self.supervisor.port.number
         self.stream.send(

@@ -1,12 +1,15 @@
 """Whether the kernel's out-of-memory killer was at work.
 
 A process it killed looks like any other that got SIGKILL; only the kernel's counters tell. The one of
-our own memory cgroup is asked first, because it counts nobody else's processes.
+our own memory cgroup is asked first, because it counts nobody else's processes; with it those that were
+made within it for one process alone.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+
+from holdfast.memorybox import PREFIX
 
 
 def kill_count(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
@@ -16,11 +19,19 @@ def kill_count(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup"
             text = path.read_text()
         except OSError:
             continue
-        for line in text.splitlines():
-            name, _, value = line.partition(" ")
-            if name == "oom_kill":
-                return int(value)
+        count = _kills(text)
+        if count is not None:
+            boxes = path.parent.glob(f"{PREFIX}*/{path.name}")
+            return count + sum(_kills(box.read_text()) or 0 for box in boxes)
     return 0
+
+
+def _kills(text: str) -> int | None:
+    for line in text.splitlines():
+        name, _, value = line.partition(" ")
+        if name == "oom_kill":
+            return int(value)
+    return None
 
 
 def _cgroup_files(proc: Path, cgroups: Path) -> list[Path]:

@@ -191,6 +191,10 @@ class Pool:
             return self._spawn_fresh()
         return await self._order(rehearse=False)
 
+    async def extra(self) -> Standby:
+        """A process for something else than a rank: whoever stands ready is left to the ranks."""
+        return await self._order(rehearse=False)
+
     def refill(self) -> None:
         """Have as many standbys as wanted and as memory allows."""
         if self.want == 0 or self._closed or self._failures >= NURSERY_TRIES:

@@ -83,6 +83,19 @@ class CoordinatorStream:
         if self._writer is not None:
             self._writer.write(framing.encode(message))
 
+    def fall_silent(self, seconds: float) -> None:
+        """As if the cable were pulled: nothing is said or heard, and no end of the stream is told.
+        When the time is up the stream is given up, and another is made."""
+        if self._writer is None:
+            return
+        transport, self._writer = self._writer.transport, None
+        self.lost_at = time.monotonic()
+        if self._beat is not None:
+            self._beat.cancel()
+        assert isinstance(transport, asyncio.Transport)
+        transport.pause_reading()
+        asyncio.get_running_loop().call_later(seconds, transport.abort)
+
     @property
     def connected(self) -> bool:
         return self._writer is not None

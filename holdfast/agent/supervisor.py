@@ -23,6 +23,7 @@ from string import Template
 from typing import Any
 
 from holdfast.agent import oom
+from holdfast.agent.chaos import Injector, Target
 from holdfast.agent.courier import Courier
 from holdfast.agent.environment import rank_environment
 from holdfast.agent.examiner import Examined, examine
@@ -31,7 +32,7 @@ from holdfast.agent.output import Console, Output
 from holdfast.agent.ports import StorePort
 from holdfast.agent.processes import Exit, Process, ProcessTable, spawn
 from holdfast.agent.standbys import Pool, Standby
-from holdfast.agent.testing import run_test
+from holdfast.agent.testing import Tester
 from holdfast.agent.watch import Watch
 from holdfast.clock import JobClock
 from holdfast.config import RunSettings
@@ -41,6 +42,7 @@ from holdfast.messages.actions import (
     CommitCheckpoint,
     Examine,
     Finish,
+    Inject,
     NodeAction,
     Prepare,
     StartWorkers,
@@ -52,7 +54,6 @@ from holdfast.messages.events import (
     AnyEvent,
     NodeLeft,
     NodeReady,
-    NodeTested,
     Progress,
     RanksStalled,
     WorkerExited,
@@ -71,6 +72,7 @@ from holdfast.messages.local import (
     OpenCheckpointer,
     Reply,
     Stepped,
+    TrapSprung,
 )
 from holdfast.messages.records import Part, Raised, RankProgress
 from holdfast.messages.requests import AnyAnswer, FetchImage, FindState
@@ -79,8 +81,14 @@ from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, StepNumb
 log = logging.getLogger("holdfast.agent")
 
 PROGRESS_EVERY_S = 1.0
+NEWS_EVERY_S = 0.9
+NEWS_PER_S = 50.0
 ENDING_LIMIT_S = 30.0
 """A script that has ended is over; its interpreter may take so long to end as well."""
+DYING_LIMIT_S = 10.0
+"""The same for one that raised: others wait for it."""
+ENDING_LIMIT = "HOLDFAST_ENDING_LIMIT"
+"""In the environment: another limit in seconds for both, for tests."""
 EXAMINE_LIMIT_S = 0.7
 STDIN = 0
 """A rank reads what we would; in a session of its own it may, a terminal too."""
@@ -101,6 +109,8 @@ class Worker:
     error_file: Path
     oom_kills: int
     raised: Raised | None = None
+    failed: bool = False
+    """Its script raised, and not because we stopped it: what its process dies of does not matter."""
     stop_sent: float | None = None
     grace_timer: asyncio.TimerHandle | None = None
     flight: Path = Path()
@@ -130,6 +140,12 @@ class Supervisor:
     keeping: Keeping
     hang_terms: HangTerms
     testify: Callable[[int, Sequence[RankEvidence]], None]
+    written: Callable[[], Coroutine[Any, Any, object]]
+    """Returns when all that was reported is in the journal."""
+    fall_silent: Callable[[float], None]
+    """Neither hears nor says anything to the coordinator for so long."""
+    injector: Injector = field(init=False)
+    tester: Tester = field(init=False)
     watch: Watch = field(init=False)
     round: RoundNumber = NO_ROUND
     workers: dict[Rank, Worker] = field(default_factory=dict)
@@ -143,12 +159,24 @@ class Supervisor:
     _slowest_stop_s: Seconds | None = None
     _ended: list[RankProgress] = field(default_factory=list)
     _timer: asyncio.TimerHandle | None = None
+    _nodes: int = 1
+    _news_at: float = 0.0
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.watch = Watch(self.hang_terms, self._tell_stalls)
         self.port = self._offer_port()
         self.courier = Courier(self.node, self.clock, self.report, self._reply)
+        self.tester = Tester(self.node, self.address, self.pool, self.clock, self.report)
+        self.injector = Injector(
+            node=self.node,
+            clock=self.clock,
+            report=self.report,
+            keeping=self.keeping,
+            targets=lambda: {rank: _target(worker) for rank, worker in self.workers.items()},
+            written=self.written,
+            fall_silent=self.fall_silent,
+        )
 
     @property
     def busy(self) -> bool:
@@ -162,11 +190,14 @@ class Supervisor:
         elif isinstance(order, Answered):
             self.courier.answered(order)
         elif isinstance(order, TestNode):
-            self._spawn(self._test(order))
+            if not isinstance(self._stopping, Finish):
+                self.tester.act(order)
         elif isinstance(order, Examine):
             self._spawn(self._testify(order.inquest, order.limit_s))
         elif isinstance(order, WriteShards | CommitCheckpoint | CheckpointSettled):
             self.keeping.act(order)
+        elif isinstance(order, Inject):
+            self.injector.take(order)
         elif isinstance(order, StopWorkers):
             if order.round == self.round:
                 self._stop(order)
@@ -179,8 +210,11 @@ class Supervisor:
         if part.round <= self.round or isinstance(self._stopping, Finish):
             return
         self.round = part.round
+        self.tester.end()
         self.keeping.begin_round(part)
         self.watch.begin_round(part)
+        self.injector.begin_round(part)
+        self._nodes = part.group_world_size
         self._stopping = None
         self._slowest_stop_s = None
         self._ended = []
@@ -224,6 +258,7 @@ class Supervisor:
             flight=str(worker.flight),
         )
         store = [self.port.fileno()] if worker.rank == 0 else []
+        self.injector.begin_rank(_target(worker))
         standby.assign(assign, [STDIN, *worker.output.writers(), *store])
         worker.output.handed_over()
         if standby.process.exit is not None:
@@ -241,6 +276,7 @@ class Supervisor:
         process = self.table.watch(pid)
         worker = self._worker(part, local_rank, process, None, output)
         process.on_exit = lambda end: self._exited(worker, end)
+        self.injector.begin_rank(_target(worker))
         self._began(worker, time.monotonic())
 
     def _worker(
@@ -299,13 +335,14 @@ class Supervisor:
             self.watch.stepped(worker.rank)
             if all(w.stepped for w in self.workers.values()):
                 self.pool.refill()
+        elif isinstance(message, TrapSprung):
+            self.injector.look(_target(worker))
         elif isinstance(message, Died):
-            worker.raised = message.raised
+            worker.raised, worker.failed = message.raised, worker.stop_sent is None
+            self._await_end(worker, DYING_LIMIT_S)
         elif isinstance(message, Done):
             worker.done = True
-            self.watch.remove(worker.rank)
-            loop = asyncio.get_running_loop()
-            worker.grace_timer = loop.call_later(ENDING_LIMIT_S, self._end, worker)
+            self._await_end(worker, ENDING_LIMIT_S)
         elif isinstance(message, Ask):
             self._ask(worker.rank, message)
         elif isinstance(message, OpenCheckpointer):
@@ -313,9 +350,18 @@ class Supervisor:
         elif isinstance(message, ImageWhole):
             self.keeping.whole(worker.rank, message)
 
+    def _await_end(self, worker: Worker, limit_s: float) -> None:
+        """Its script is over; a thread of it, or its interpreter, may not be."""
+        self.watch.remove(worker.rank)
+        if worker.grace_timer is None:
+            limit_s = float(self.env.get(ENDING_LIMIT, limit_s))
+            loop = asyncio.get_running_loop()
+            worker.grace_timer = loop.call_later(limit_s, self._end, worker)
+
     def _end(self, worker: Worker) -> None:
-        log.warning("rank %d hangs after its script has ended; it is ended", worker.rank)
-        self._kill(worker)
+        if self.workers.get(worker.rank) is worker:
+            log.warning("rank %d hangs after its script has ended; it is ended", worker.rank)
+            self._kill(worker)
 
     def _ask(self, rank: Rank, message: Ask) -> None:
         round, request = self.round, message.request
@@ -371,16 +417,26 @@ class Supervisor:
                 worker.told_steps = progress.steps
                 moved.append(progress)
         if moved:
+            news = all_news and self._news_due()
             self.report(
                 Progress(
                     at=self.clock.now(),
                     node=self.node,
                     round=self.round,
                     ranks=tuple(moved),
-                    paces=self.watch.news() if all_news else None,
-                    timings=self.watch.timings() if all_news else (),
+                    paces=self.watch.news() if news else None,
+                    timings=self.watch.timings() if news else (),
                 )
             )
+
+    def _news_due(self) -> bool:
+        """Whether it is time to tell what steps consist of: with many nodes less often, so that the
+        coordinator hears as much of it however many there are."""
+        now = time.monotonic()
+        if now < self._news_at:
+            return False
+        self._news_at = now + max(NEWS_EVERY_S, self._nodes / NEWS_PER_S)
+        return True
 
     def _tell_stalls(self, stalls: tuple[Stall, ...]) -> None:
         at, node, round = self.clock.now(), self.node, self.round
@@ -410,6 +466,7 @@ class Supervisor:
             worker.grace_timer.cancel()
         if worker.standby is not None:
             worker.standby.read_all()
+        self.injector.look(_target(worker))
         self.courier.forget(worker.rank)
         worker.output.drain()
         progress = self._progress(worker)
@@ -418,9 +475,12 @@ class Supervisor:
             name = signal.Signals(end.signal).name
             log.warning("rank %d died of %s after its script had ended", worker.rank, name)
             end = Exit(code=0)
+        elif worker.failed and end.signal is not None:
+            end = Exit(code=1)
         if self._by_itself(worker, end):
             told = self._exit_of(worker, end, progress)
             self.keeping.after_seals(worker.rank, lambda: self.report(told))
+        self.injector.gone(worker.process.pid)
         worker.output.close()
         if worker.standby is not None:
             worker.standby.close()
@@ -429,7 +489,7 @@ class Supervisor:
 
     def _by_itself(self, worker: Worker, end: Exit) -> bool:
         """Whether it ended of its own accord, not because we stopped it."""
-        if worker.stop_sent is None:
+        if worker.stop_sent is None or worker.failed:
             return True
         if end.signal in (signal.SIGTERM, signal.SIGKILL):
             return False
@@ -452,25 +512,6 @@ class Supervisor:
             log_tail=worker.output.tail(),
         )
 
-    # ---- testing the node ----
-
-    async def _test(self, order: TestNode) -> None:
-        """Have a standby test this node, and tell how it went, whatever happens to it."""
-        socket_fd = self.port.fileno() if order.rank == 0 and order.size > 1 else None
-        result = await run_test(self.pool, order, socket_fd)
-        if order.rank == 0 and order.size > 1:
-            self.port.close()
-            self.port = self._offer_port()
-        self.report(
-            NodeTested(
-                at=self.clock.now(),
-                node=self.node,
-                check=order.check,
-                result=result,
-                store_port=self.port.number,
-            )
-        )
-
     # ---- stopping ----
 
     def _stop(self, order: StopWorkers | Finish) -> None:
@@ -479,6 +520,7 @@ class Supervisor:
         if isinstance(self._stopping, StopWorkers) and isinstance(order, StopWorkers):
             return  # The same order again.
         self._stopping = order
+        self.tester.end()
         self.watch.stop()
         if self._starting is not None:
             self._starting.cancel()
@@ -575,6 +617,11 @@ class Supervisor:
             now, round = self.clock.now(), self.round
             self.report(NodeLeft(at=now, node=self.node, round=round, ranks=ranks))
             self.finished.set_result(order)
+
+
+def _target(worker: Worker) -> Target:
+    page = worker.standby.page if worker.standby is not None else None
+    return Target(worker.rank, worker.process, page)
 
 
 def _recorded_error(path: Path) -> Raised | None:

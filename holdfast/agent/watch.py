@@ -5,6 +5,10 @@ least once a second; nothing is asked of the worker, which may not be able to an
 stand still is for `core.deadlines` to say, from what this node's ranks and those of earlier rounds
 were seen to do. What it means for the job is for the coordinator to decide.
 
+A rank is in one or more of: its first step, a phase of a step, sections. Each has a deadline, and the
+one whose time is up first decides. A section of the training thread takes the place of the phase,
+unless steps are finished within it: then it is one around the training.
+
 When this agent itself did not get its turn (the machine was suspended, or starved), nothing that it
 sees then says anything about its ranks: they get their time again.
 """
@@ -14,27 +18,63 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from holdfast.core.deadlines import HangLimits
-from holdfast.messages.hangs import HangTerms, Paces, Stall, StallKind
+from msgspec.structs import replace
+
+from holdfast.agent import stance
+from holdfast.agent.stance import Effort, Lately
+from holdfast.core.deadlines import FIRST_STEP, HANG_BASE_S, Deadline, HangLimits
+from holdfast.messages.hangs import HangTerms, Paces, Stall
 from holdfast.messages.records import Part
 from holdfast.messages.timings import RankTimings, Timing
 from holdfast.messages.units import Rank
-from holdfast.vitals import Signs, Times, Vitals
+from holdfast.vitals import PHASES, Open, Signs, Times, Vitals, section_name
 
 LOOK_EVERY_S = 1.0
 LOOK_SOONEST_S = 0.05
+LOOK_AGAIN_S = 0.25
+"""At a rank that is past its deadline."""
 LATE_S = 1.0
 """An agent whose turn comes so much too late was not running."""
-OLD_BEAT_S = 1.0
-BUSY_CODES = 3
-"""A main thread that was seen in so many pieces of code is not stuck in one."""
+REPEAT_S = 2.0
+REPEAT_MOST_S = 60.0
+"""Who stands still is told again now and then: the others may have ended meanwhile."""
 NEWS = 1.2
 """A longest time is told again when it has grown by that factor."""
 WAITING_PHASES = frozenset({"backward", "optimizer", "step", "between"})
 """Phases in which ranks may wait for each other."""
+
+
+class Timer(Protocol):
+    def cancel(self) -> None: ...
+
+
+class Outside(Protocol):
+    """What a watch sees of the world, besides vitals."""
+
+    def now(self) -> float: ...
+    def later(self, delay_s: float, act: Callable[[], None]) -> Timer: ...
+    def state(self, pid: int) -> str: ...
+    def effort(self, pid: int, thread: int) -> Effort: ...
+
+
+class World:
+    """The real one."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def later(self, delay_s: float, act: Callable[[], None]) -> Timer:
+        return asyncio.get_running_loop().call_later(delay_s, act)
+
+    def state(self, pid: int) -> str:
+        return stance.process_state(pid)
+
+    def effort(self, pid: int, thread: int) -> Effort:
+        return stance.effort(pid, thread)
 
 
 @dataclass
@@ -46,35 +86,70 @@ class Watched:
     vitals: Vitals
     began_at: float
     stepped: bool = False
+    stopped_at: float | None = None
+    """When it was first seen to be stopped, if it still is."""
+    looked_at: float = 0.0
+    effort: Effort = field(default_factory=Effort)
+    """How much it had done when it was last looked at."""
     counts: dict[str, int] = field(default_factory=dict)
     """Of each phase, how many had ended when its timings were last told."""
 
 
+@dataclass(frozen=True)
+class Due:
+    """Something that a rank is in, and when its time is up."""
+
+    where: str
+    since: float
+    deadline: Deadline
+    own: bool = True
+    """It is the training thread that is in it."""
+
+    @property
+    def at(self) -> float:
+        return self.since + self.deadline.limit_s
+
+
 class Watch:
-    def __init__(self, terms: HangTerms, report: Callable[[tuple[Stall, ...]], None]) -> None:
-        self._terms = terms
+    def __init__(
+        self,
+        terms: HangTerms,
+        report: Callable[[tuple[Stall, ...]], None],
+        outside: Outside | None = None,
+    ) -> None:
+        named = {section_name(name): s for name, s in terms.rank_section_timeouts.items()}
+        self._terms = replace(terms, rank_section_timeouts=named)
         self._report = report
-        self._limits = HangLimits(terms, Paces(), {})
+        self._outside = outside or World()
+        self._limits = HangLimits(self._terms, Paces(), {})
         self._watched: dict[Rank, Watched] = {}
         self._told: tuple[Stall, ...] = ()
+        self._told_at = 0.0
+        self._repeat_s = REPEAT_S
         self._told_longest: dict[str, float] = {}
-        self._timer: asyncio.TimerHandle | None = None
+        self._first_s = 0.0
+        """The longest that a rank took to its first step."""
+        self._timer: Timer | None = None
         self._due_at = 0.0
         self._not_before = 0.0
-        """Marks count as not older than that."""
+        """Signs count as not older than that."""
 
     def begin_round(self, part: Part) -> None:
         self.stop()
         self._limits = HangLimits(self._terms, part.paces, part.alarms)
 
     def add(self, rank: Rank, pid: int, vitals: Vitals) -> None:
-        self._watched[rank] = Watched(rank, pid, vitals, time.monotonic())
+        now = self._outside.now()
+        self._watched[rank] = Watched(rank, pid, vitals, now, looked_at=now)
         if self._terms.detect and self._timer is None:
-            self._look_at(time.monotonic() + LOOK_EVERY_S)
+            self._look_at(now + LOOK_EVERY_S)
 
     def stepped(self, rank: Rank) -> None:
+        """It has finished its first step."""
         if rank in self._watched:
-            self._watched[rank].stepped = True
+            one = self._watched[rank]
+            one.stepped = True
+            self._first_s = max(self._first_s, self._outside.now() - one.began_at)
 
     def remove(self, rank: Rank) -> None:
         self._watched.pop(rank, None)
@@ -91,76 +166,126 @@ class Watch:
 
     def _look_at(self, at: float) -> None:
         self._due_at = at
-        delay = at - time.monotonic()
-        self._timer = asyncio.get_running_loop().call_later(delay, self._look)
+        self._timer = self._outside.later(max(0.0, at - self._outside.now()), self._look)
 
     def _look(self) -> None:
         self._timer = None
         if not self._watched:
             return
-        now = time.monotonic()
+        now = self._outside.now()
         if now - self._due_at > LATE_S:
             self._not_before = now
-        times = {rank: one.vitals.times() for rank, one in self._watched.items()}
-        paces = _paces(times.values())
+        paces = self._paces()
         stalls = []
         soonest = now + LOOK_EVERY_S
         for one in self._watched.values():
-            stall, due = self._judge(one, paces, now)
+            stall, due_at = self._judge(one, paces, now)
             if stall is not None:
                 stalls.append(stall)
-            soonest = min(soonest, due)
-        self._tell(tuple(stalls))
+            soonest = min(soonest, due_at)
+        self._tell(tuple(stalls), now)
         if self._watched:
             self._look_at(max(soonest, now + LOOK_SOONEST_S))
 
     def _judge(self, one: Watched, paces: Paces, now: float) -> tuple[Stall | None, float]:
         """How it stands, and when to look again."""
         signs = one.vitals.read()
-        where, since, limit_s = self._deadline(one, signs, paces)
-        since = max(since, self._not_before)
+        state, did = self._outside.state(one.pid), self._lately(one, signs, now)
+        due = min(self._dues(one, signs, paces), key=lambda due: due.at)
+        since, limit_s = max(due.since, self._not_before), due.deadline.limit_s
         for_s = now - since
-        if for_s <= limit_s:
-            return None, since + limit_s
-        overdue = for_s > self._limits.overdue(limit_s)
-        kind = "overdue" if overdue else _kind(one.pid, signs, now)
-        return Stall(one.rank, kind, where, for_s, limit_s), now + LOOK_EVERY_S / 4
+        if for_s > limit_s:
+            kind = stance.kind(state, signs, did, now, for_s) if due.own else "busy"
+            overdue = for_s > due.deadline.overdue_s
+            place = stance.place(signs, now) if kind == "still" else 0
+            stall = Stall(one.rank, kind, due.where, for_s, limit_s, overdue, place)
+            return stall, now + LOOK_AGAIN_S
+        return self._judge_stopped(one, state, due.where, since + limit_s, now)
 
-    def _deadline(self, one: Watched, signs: Signs, paces: Paces) -> tuple[str, float, float]:
-        """What it is in, since when, and how long it may be."""
-        if signs.sections:
-            return self._section_deadline(signs, paces)
-        mark_at = max(signs.mark_at, one.began_at)
-        if not one.stepped:
-            return "its first step", one.began_at, self._limits.until_first_step()
-        longest = paces.longest_s.get(signs.phase, 0.0)
-        limit_s = self._limits.between_marks(signs.phase, paces.step_s, longest)
-        return signs.phase, mark_at, limit_s
+    def _judge_stopped(
+        self, one: Watched, state: str, where: str, due_at: float, now: float
+    ) -> tuple[Stall | None, float]:
+        """One that is stopped has no use for the time that it would have."""
+        if state != "T":
+            one.stopped_at = None
+            return None, due_at
+        one.stopped_at = max(one.stopped_at or now, self._not_before)
+        for_s = now - one.stopped_at
+        if for_s <= HANG_BASE_S:
+            return None, min(due_at, one.stopped_at + HANG_BASE_S)
+        return Stall(one.rank, "stopped", where, for_s, HANG_BASE_S), now + LOOK_AGAIN_S
 
-    def _section_deadline(self, signs: Signs, paces: Paces) -> tuple[str, float, float]:
-        """Of all open sections the one whose time is up first."""
-        deadlines = []
-        for name, entered_at in signs.sections:
-            longest = paces.longest_s.get(name, 0.0)
-            limit_s = self._limits.in_section(name, paces.step_s, longest)
-            deadlines.append((entered_at + limit_s, name, entered_at, limit_s))
-        _, name, entered_at, limit_s = min(deadlines)
-        return name, entered_at, limit_s
+    def _lately(self, one: Watched, signs: Signs, now: float) -> Lately:
+        before, since = one.effort, one.looked_at
+        one.effort, one.looked_at = self._outside.effort(one.pid, signs.thread), now
+        return stance.lately(before, one.effort, now - since)
 
-    def _tell(self, stalls: tuple[Stall, ...]) -> None:
-        """Say who stands still; again only when that has changed."""
-        if [(s.rank, s.kind) for s in stalls] != [(s.rank, s.kind) for s in self._told]:
-            self._told = stalls
-            self._report(stalls)
+    # ---- deadlines ----
+
+    def _dues(self, one: Watched, signs: Signs, paces: Paces) -> Iterator[Due]:
+        """All that it is in; never nothing."""
+        for section in signs.sections:
+            yield self._section(section, signs, paces)
+        own = [section for section in signs.sections if section.own]
+        if not one.stepped and not own:
+            yield self._first_step(one, signs)
+        elif one.stepped and (not own or signs.step_at > own[-1].entered_at):
+            yield self._phase(one, signs, paces)
+
+    def _section(self, section: Open, signs: Signs, paces: Paces) -> Due:
+        name, entered_at = section.name, section.entered_at
+        longest_s = paces.longest_s.get(name, 0.0)
+        deadline = self._limits.in_section(name, paces.step_s, longest_s)
+        # As long as it is not known how long it takes, all is well while there are signs within it.
+        since = entered_at if deadline.known else max(entered_at, signs.mark_at, signs.touch_at)
+        return Due(name, since, deadline, section.own)
+
+    def _first_step(self, one: Watched, signs: Signs) -> Due:
+        deadline = self._limits.until_first_step()
+        since = one.began_at
+        if not deadline.known:  # It may be a script that takes no steps at all.
+            since = max(since, signs.mark_at, signs.touch_at, signs.place_at)
+        return Due(FIRST_STEP, since, deadline)
+
+    def _phase(self, one: Watched, signs: Signs, paces: Paces) -> Due:
+        own = one.vitals.times().get(signs.phase)
+        longest_s = max(paces.longest_s.get(signs.phase, 0.0), own.longest_s if own else 0.0)
+        deadline = self._limits.between_marks(signs.phase, paces.step_s, longest_s, signs.warm)
+        return Due(signs.phase, max(signs.mark_at, signs.touch_at, one.began_at), deadline)
+
+    def _tell(self, stalls: tuple[Stall, ...], now: float) -> None:
+        """Say who stands still, when that has changed; and again, ever more seldom."""
+        if _gist(stalls) != _gist(self._told):
+            self._repeat_s = REPEAT_S
+        elif not stalls or now - self._told_at < self._repeat_s:
+            return
+        else:
+            self._repeat_s = min(REPEAT_MOST_S, 2 * self._repeat_s)
+        self._told, self._told_at = stalls, now
+        self._report(stalls)
 
     # ---- telling how long things take ----
 
+    def _paces(self) -> Paces:
+        """How long things take on this node; what a rank took to warm up is left out."""
+        longest: dict[str, float] = {}
+        steps: list[float] = []
+        for one in self._watched.values():
+            warm = one.vitals.read().warm
+            for name, taken in one.vitals.times().items():
+                if warm or name not in PHASES:
+                    longest[name] = max(taken.longest_s, longest.get(name, 0.0))
+                if name == "step":
+                    steps += taken.latest_s
+        return Paces(statistics.median(steps) if steps else None, longest)
+
     def news(self) -> Paces | None:
         """How long things take, if that is not known yet."""
-        paces = _paces([one.vitals.times() for one in self._watched.values()])
+        paces = self._paces()
+        longest_s = paces.longest_s | ({FIRST_STEP: self._first_s} if self._first_s else {})
         fresh = {
             name: longest
-            for name, longest in paces.longest_s.items()
+            for name, longest in longest_s.items()
             if longest > NEWS * self._told_longest.get(name, 0.0)
         }
         if not fresh:
@@ -194,32 +319,5 @@ def _timing(name: str, times: Times, new: int) -> Timing:
     )
 
 
-def _paces(all_times: Iterable[dict[str, Times]]) -> Paces:
-    longest: dict[str, float] = {}
-    steps: list[float] = []
-    for times in all_times:
-        for name, taken in times.items():
-            longest[name] = max(taken.longest_s, longest.get(name, 0.0))
-        if "step" in times:
-            steps += times["step"].latest_s
-    return Paces(statistics.median(steps) if steps else None, longest)
-
-
-def _kind(pid: int, signs: Signs, now: float) -> StallKind:
-    state = process_state(pid)
-    if state in ("T", "t"):
-        return "stopped"
-    if now - signs.beat_at > OLD_BEAT_S:
-        return "gil"
-    if signs.waits:
-        return "waits"
-    return "busy" if signs.codes >= BUSY_CODES else "still"
-
-
-def process_state(pid: int) -> str:
-    """The kernel's letter for what a process does."""
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return "?"
+def _gist(stalls: Iterable[Stall]) -> list[tuple[Rank, str, bool]]:
+    return [(stall.rank, stall.kind, stall.overdue) for stall in stalls]

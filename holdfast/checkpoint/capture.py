@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -148,7 +149,7 @@ def _locals(tensors: list[Any]) -> list[torch.Tensor]:
 
 def _signature(tensors: list[Any], locals_: list[torch.Tensor]) -> list[Any]:
     """Equal to the last one when every tensor has the same shape, type and device as it had."""
-    dtypes = [local.dtype for local in locals_]
+    dtypes = list(map(attrgetter("dtype"), locals_))
     contiguous = list(map(torch.Tensor.is_contiguous, locals_))
     found: list[Any] = [
         list(map(type, tensors)),

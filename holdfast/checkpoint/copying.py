@@ -20,8 +20,9 @@ import ctypes
 import itertools
 import os
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Set
-from concurrent.futures import Executor
+from concurrent.futures import Executor, wait
 from dataclasses import dataclass
 from operator import itemgetter
 
@@ -156,18 +157,31 @@ def raw(local: torch.Tensor) -> bool:
 
 
 def run_all(tasks: Iterable[Task], threads: Executor | None) -> None:
-    """Do them all, with help if there is any."""
-    begun = []
-    for task in tasks:
-        if threads is None:
-            task()
-            continue
+    """Do them all, with help if there is any; the first error is told when nothing is at work."""
+    left = deque(tasks)
+    errors: list[Exception] = []
+
+    def work() -> None:
+        while left:
+            try:
+                task = left.popleft()
+            except IndexError:
+                return  # Another one was faster.
+            try:
+                task()
+            except Exception as error:  # It is raised below.
+                errors.append(error)
+
+    helping = []
+    if threads is not None:
         try:
-            begun.append(threads.submit(task))
-        except RuntimeError:  # The interpreter is about to exit, and takes no more helpers.
-            task()
-    for one in begun:
-        one.result()
+            helping = [threads.submit(work) for _ in range(min(len(left), idle_cores()) - 1)]
+        except RuntimeError:
+            pass  # The interpreter is about to exit, and nobody helps any more.
+    work()
+    wait(helping)
+    if errors:
+        raise errors[0]
 
 
 def pin(image: Image) -> bool:

@@ -3,6 +3,9 @@
 An inquest is opened for an incident, or because somebody asks. It is closed when every node that was
 asked has answered, or when its time is up; then there is a verdict, from as much as there is. Repair
 never waits for it. What was seen is kept, as it came, with the incident.
+
+A node that comes back on a new stream is told again to stop, and to look before. Nobody looks twice:
+if the inquest is over, that changes nothing, and if no node saw anything, there is nothing to say.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ class _Inquest:
     closed: Callable[[Verdict, list[RankEvidence]], None]
     timer: asyncio.TimerHandle
     evidence: list[RankEvidence] = field(default_factory=list)
+    heard: set[NodeId] = field(default_factory=set)
 
 
 class Inquests:
@@ -41,6 +45,8 @@ class Inquests:
     def __init__(self, incidents: Path) -> None:
         self._incidents = incidents
         self._open: dict[int, _Inquest] = {}
+        self._newest = 0
+        """The newest incident that there was an inquest of."""
 
     def open(
         self,
@@ -49,8 +55,15 @@ class Inquests:
         world_size: int,
         closed: Callable[[Verdict, list[RankEvidence]], None],
     ) -> None:
+        """`closed` is called once, with the verdict; for an incident of which nobody saw anything, and
+        one that had its inquest, it is not."""
         if number in self._open:
+            inquest = self._open[number]
+            inquest.waiting |= set(nodes) - inquest.heard
             return
+        if 0 < number <= self._newest:
+            return
+        self._newest = max(self._newest, number)
         loop = asyncio.get_running_loop()
         timer = loop.call_later(LIMIT_S, self._close, number)
         self._open[number] = _Inquest(set(nodes), world_size, closed, timer)
@@ -62,12 +75,15 @@ class Inquests:
         inquest.evidence += [one for one in testimony.evidence if one.node == node]
         if not testimony.more:
             inquest.waiting.discard(node)
+            inquest.heard.add(node)
         if not inquest.waiting:
             self._close(testimony.inquest)
 
     def _close(self, number: int) -> None:
         inquest = self._open.pop(number)
         inquest.timer.cancel()
+        if number > 0 and not inquest.evidence:
+            return
         evidence = sorted(inquest.evidence, key=lambda one: one.rank)
         verdict = judge(evidence, inquest.world_size)
         if number > 0:

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 import socket
 import ssl
 from dataclasses import dataclass, field
@@ -21,17 +23,19 @@ from dataclasses import dataclass, field
 from msgspec import Struct
 
 from holdfast.clock import JobClock
+from holdfast.coordinator.askers import Askers
 from holdfast.coordinator.inquests import Inquests, fitting
 from holdfast.coordinator.journal import Entry, Journal, Snapshot
 from holdfast.coordinator.stream import Stream
+from holdfast.core import chaos, report
 from holdfast.core import job as jobs
-from holdfast.core import report
 from holdfast.core.deadlines import Silence
 from holdfast.core.job import Job
 from holdfast.kernel import keep_alive
-from holdfast.messages.actions import CloseJob, Examine, StopWorkers
+from holdfast.messages.actions import CloseJob, Examine, Inject, StopWorkers
 from holdfast.messages.events import (
     AnyEvent,
+    FaultAsked,
     JobOpened,
     NodeResumed,
     StreamEnded,
@@ -41,7 +45,7 @@ from holdfast.messages.events import (
 from holdfast.messages.evidence import RankEvidence, Verdict
 from holdfast.messages.records import Terms
 from holdfast.messages.units import NodeId, Time
-from holdfast.messages.wire import Ack, Hello, Refused, Sent, Visit, Welcome, Why
+from holdfast.messages.wire import Ack, AskFault, Hello, Refused, Sent, Visit, Welcome, Why
 
 log = logging.getLogger("holdfast.coordinator")
 
@@ -76,6 +80,7 @@ class Coordinator:
     _told: int = 0
     _visits: int = 0
     """Inquests of visitors have negative numbers."""
+    _askers: Askers = field(default_factory=Askers)
 
     async def serve(
         self,
@@ -127,6 +132,8 @@ class Coordinator:
                     continue
                 if isinstance(action, StopWorkers) and action.examine:
                     self._look_into(action.examine)
+                if isinstance(action, Inject) and not action.node:
+                    asyncio.get_running_loop().call_soon(_die)
                 if action.node in self._streams:
                     self._streams[action.node].send(action)
         for node in {arrival.node for arrival in batch if arrival.number}:
@@ -136,6 +143,7 @@ class Coordinator:
             self.journal.write_snapshot(Snapshot(self.job, now, self.acked))
         self._set_timer()
         self._tell_incidents()
+        self._askers.answer(self.job)
 
     def _is_new(self, arrival: Arrival) -> bool:
         """False for what was sent again after a broken stream and is in the journal already."""
@@ -178,6 +186,31 @@ class Coordinator:
         self.inquests.open(incident, nodes, len(self.job.ranks), closed)
 
     def visited(self, stream: Stream, visit: Visit) -> None:
+        if isinstance(visit.question, AskFault):
+            self._asked_for_fault(stream, visit.question)
+        else:
+            self._asked_why(stream)
+
+    def _asked_for_fault(self, stream: Stream, question: AskFault) -> None:
+        """Somebody wants to see what the job does about a fault."""
+        job, injection = self.job, question.injection
+        wrong = "the job is over, or has not begun; see `holdfast status`"
+        if job is not None and job.ended is None:
+            world = job.membership.world
+            wrong = chaos.refusal(job.chaos, injection, world, job.highest)
+
+        def tell(answer: Struct) -> None:
+            stream.send(answer)
+            stream.transport.close()
+
+        if wrong or job is None:
+            tell(Refused(reason=wrong))
+            return
+        number = self._askers.add(job, tell)
+        asked = FaultAsked(at=self.clock.now(), injection=injection, visit=number)
+        self._post(Arrival(asked))
+
+    def _asked_why(self, stream: Stream) -> None:
         """Somebody wants to know why the job stands still, or whether it does."""
         job = self.job
         if job is None or job.membership.world is None:
@@ -277,3 +310,8 @@ class Coordinator:
             stream.transport.close()
         if self._streams:
             await asyncio.wait({self._parted}, timeout=LAST_LIMIT_S)
+
+
+def _die() -> None:
+    """Somebody wants to see how the job does without us."""
+    os.kill(os.getpid(), signal.SIGKILL)

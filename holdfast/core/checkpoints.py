@@ -41,7 +41,10 @@ def on_sealed(job: Job, event: SnapshotsSealed, now: Time) -> list[AnyAction]:
 def on_held(job: Job, event: ImagesHeld, now: Time) -> list[AnyAction]:
     if not job.membership.has(event.node):
         return []
-    return take_in(job, commits.held(job.commits, event), now)
+    actions = take_in(job, commits.held(job.commits, event), now)
+    if any(image.snapshot.round < job.membership.round for image in event.images):
+        actions += commits.secure(job.commits)  # Back with its images, after the round broke.
+    return actions
 
 
 def on_shards_written(job: Job, event: ShardsWritten, now: Time) -> list[AnyAction]:
@@ -83,8 +86,9 @@ def take_in(job: Job, taken: Taken, now: Time) -> list[AnyAction]:
     actions = [*taken.actions, *requests.answer(job.desk, taken.answers)]
     for snapshot, error in taken.failed:
         _tell_failure(job, snapshot, error, now)
-    # A round may have begun after all: a node was lost while the last checkpoint was written.
+    # Or a node was lost while the last checkpoint was written: then there is another round.
     through = job.membership.world is not None and job.to_finish == 0
+    through = through and taken.lost not in job.membership.placed
     if job.last_write is not None and through and job.ended is None:
         job.last_write = commits.unwritten(job.commits)
         if not commits.busy(job.commits):

@@ -168,6 +168,8 @@ class Taken(Struct):
     answers: list[tuple[Asker, AnyAnswer]] = field(default_factory=list)
     failed: list[tuple[SnapshotId, str]] = field(default_factory=list)
     """Checkpoints that could not be written, and why."""
+    lost: NodeId | None = None
+    """The node whose loss it is that all this comes of."""
 
 
 # ---- snapshots ----------------------------------------------------------------------------------
@@ -440,7 +442,7 @@ def unwritten(commits: Commits) -> str:
 
 def node_gone(commits: Commits, node: NodeId) -> Taken:
     """A node is lost, and with it what only it had."""
-    taken = Taken()
+    taken = Taken(lost=node)
     for book in commits.books.values():
         for snapshot in book.snapshots:
             for holders in snapshot.holders.values():
@@ -455,18 +457,20 @@ def _replace_writer(book: Book, writing: Writing, node: NodeId, taken: Taken) ->
     """Have others write what a lost node was to write, if they can."""
     if node in writing.nodes:
         writing.nodes.remove(node)
+    snapshot = next(s for s in book.snapshots if s.id == writing.snapshot)
     if writing.committer == node:
         others = sorted(writing.nodes)
         if not others:
+            snapshot.sent = False  # Its agent may be back in a moment, with all its images.
             _end_writing(book, f"{node} was lost before it wrote the manifest", taken)
             return
         writing.committer = others[0]
         taken.actions.append(_commit(writing, others[0]))
-    snapshot = next(s for s in book.snapshots if s.id == writing.snapshot)
     moved: dict[NodeId, list[Rank]] = {}
     for rank in writing.pending.pop(node, []):
         holders = snapshot.holders[rank]
         if not holders:
+            snapshot.sent = False
             _end_writing(book, f"{node} was lost with the only image of rank {rank}", taken)
             return
         moved.setdefault(holders[0], []).append(rank)
@@ -700,7 +704,7 @@ class _Offers:
         )
 
     def _holder(self, rank: Rank, near: NodeId) -> Holder:
-        holders = self._holders[rank]
+        holders = self._holders.get(rank, [])
         # A spare that had the only copy may be gone since: then the rank finds nobody there.
         node = near if near in holders else next(iter(holders), NodeId(""))
         address, port = self._reach(node) or ("", 0)

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from holdfast.core import checking, commits, hangs, requests
+from holdfast.core import chaos, checking, commits, drills, hangs, requests, stragglers
 from holdfast.core import ledger as books
 from holdfast.core import membership as rounds
 from holdfast.core import recovery as faults
@@ -32,6 +32,7 @@ from holdfast.core.checkpoints import (
     on_shards_written,
     on_stored_found,
 )
+from holdfast.core.drills import on_fault_asked, on_fault_told
 from holdfast.core.fitness import on_health, on_tested
 from holdfast.core.nodes import (
     on_joined,
@@ -56,6 +57,8 @@ from holdfast.messages.events import (
     CheckpointWritten,
     CoordinatorRestarted,
     ExcludeAsked,
+    FaultAsked,
+    FaultTold,
     HealthFound,
     ImagesHeld,
     JobOpened,
@@ -87,7 +90,8 @@ def handle(job: Job, event: AnyEvent, now: Time) -> list[AnyAction]:
     """Take one event in; the actions are to be carried out in their order."""
     job.ledger.now = now
     try:
-        return _HANDLERS[type(event)](job, event, now)
+        actions = _HANDLERS[type(event)](job, event, now)
+        return actions + drills.after(job, event) if job.chaos.plans else actions
     finally:
         job.ledger.now = None
 
@@ -128,6 +132,8 @@ _HANDLERS: dict[type, Callable[[Job, Any, Time], list[AnyAction]]] = {
     StoredFound: on_stored_found,
     RanksStalled: on_stalled,
     VerdictReached: on_verdict,
+    FaultAsked: on_fault_asked,
+    FaultTold: on_fault_told,
     NodeTested: on_tested,
     HealthFound: on_health,
     Tick: on_tick,
@@ -142,7 +148,9 @@ def validate(job: Job) -> None:
     requests.validate(job.desk, attendance(job))
     commits.validate(job.commits)
     hangs.validate(job.hangs)
-    checking.validate(job.checking)
+    chaos.validate(job.chaos)
+    checking.validate(job.checking, job.membership)
+    stragglers.validate(job.stragglers)
     ranks = job.ranks.values()
     assert job.to_start == sum(not r.started for r in ranks), "miscounted starts"
     assert job.to_step == sum(not r.stepped for r in ranks), "miscounted steps"

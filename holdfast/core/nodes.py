@@ -19,6 +19,7 @@ from holdfast.core.repair import (
     go_on_checking,
     goodbye,
     grow,
+    leave_check,
     send_off,
     settle,
     start_node,
@@ -102,6 +103,7 @@ def on_stream_ended(job: Job, event: StreamEnded, now: Time) -> list[AnyAction]:
 def on_restarted(job: Job, event: CoordinatorRestarted, now: Time) -> list[AnyAction]:
     for node in job.membership.nodes():
         _miss(job, node, Absence(now, Time(now + RECONNECT_AFTER_RESTART_S)))
+    checking.restarted(job.checking, now)
     if job.closed:  # It died with the last event written and its own end not yet reached.
         assert job.ended is not None
         return [CloseJob(code=job.ended.code, reason=job.ended.reason)]
@@ -142,7 +144,7 @@ def _missed(job: Job, event: NodeResumed, now: Time) -> list[AnyAction]:
         return [start_node(job, m.world, m.world.places[seat])]
     if event.node in m.waiting and m.world is not None:
         return [Prepare(node=event.node)]
-    return []
+    return checking.remind(job.checking, m, event.node)
 
 
 def _relearn(job: Job, event: NodeResumed, now: Time) -> list[AnyAction]:
@@ -175,19 +177,16 @@ def _node_gone(job: Job, node: NodeId, why: str, at: Time, now: Time) -> list[An
 
 def _forget(job: Job, node: NodeId, why: str, at: Time, now: Time) -> list[AnyAction]:
     """Strike a node off; if the round in force is broken by that, the others have to stop."""
-    if checking.lost(job.checking, node) and job.ended is None:
-        rounds.leave(job.membership, node)
-        return go_on_checking(job, now)
     freed = take_in(job, commits.node_gone(job.commits, node), now)
     round = job.membership.round
     stopping = job.fault is not None and node in job.membership.busy
     broken = rounds.leave(job.membership, node)
     job.absent.pop(node, None)
-    if job.ended is not None or not (broken or stopping):
-        return freed
-    # Others often notice first: their ranks fail in the collective they shared with the lost node.
-    fault = faults.lost_node(node, round, job.highest, why, at)
-    return freed + break_round(job, fault, now)
+    if job.ended is None and (broken or stopping):
+        # Others often notice first: their ranks fail in the collective they shared with the lost.
+        fault = faults.lost_node(node, round, job.highest, why, at)
+        freed += break_round(job, fault, now)
+    return freed + leave_check(job, node, now)
 
 
 def on_tick(job: Job, event: Tick, now: Time) -> list[AnyAction]:
@@ -201,6 +200,8 @@ def on_tick(job: Job, event: Tick, now: Time) -> list[AnyAction]:
     if m.patient_until is not None and m.patient_until <= now:
         m.patient_until = None
     actions += requests.times_up(job.desk, now)
-    if job.ended is None and checking.times_up(job.checking, now):
-        actions += go_on_checking(job, now)
+    if checking.is_late(job.checking, now):
+        actions += checking.hurry(job.checking, m, now)
+        if checking.is_over(job.checking):
+            actions += go_on_checking(job, now)
     return actions + (settle(job, now) if job.ended is None else close_job(job, now))

@@ -12,6 +12,9 @@ ever advanced. The rules, in order:
 4. STUCK_LIMIT faults of any signature in a row without a new highest step end it with 93 too.
 5. Else try again.
 
+Hangs at the same step are the same, however the ranks stood. A rank that hangs may only be slow; each
+time it is given several times as long, so there are SAME_LIMIT_SLOW times before rule 3 ends the job.
+
 A SIGKILL or SIGTERM that was not the out-of-memory killer's comes from outside: no script sends it to
 itself at a certain step. It says nothing about the script, so rule 3 does not count it and rule 4 has
 a much larger limit for it.
@@ -34,6 +37,7 @@ from holdfast.messages.records import FaultKind, Incident, Terms
 from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber, Time
 
 SAME_LIMIT = 3
+SAME_LIMIT_SLOW = 5
 STUCK_LIMIT = 30
 STUCK_LIMIT_OUTSIDE = 300
 
@@ -62,6 +66,8 @@ class Fault(Struct, frozen=True, kw_only=True):
     outside: bool
     wake: bool
     """Looks like the consequence of another rank's death."""
+    doubtful: bool = False
+    """May be none: a script that is only slow."""
 
 
 class Again(Struct, frozen=True):
@@ -122,9 +128,17 @@ def fault_of(event: WorkerExited, step: StepNumber) -> Fault:
 
 
 def hung(
-    node: NodeId, rank: Rank, round: RoundNumber, step: StepNumber, what: str, at: Time
+    node: NodeId,
+    rank: Rank | None,
+    round: RoundNumber,
+    step: StepNumber,
+    what: str,
+    at: Time,
+    *,
+    outside: bool = False,
+    doubtful: bool = False,
 ) -> Fault:
-    """The fault of a rank that stands still."""
+    """The fault of a rank that stands still, or of all; `outside` if somebody stopped it."""
     return Fault(
         kind="hang",
         node=node,
@@ -134,8 +148,9 @@ def hung(
         signature=what,
         detail="",
         at=at,
-        outside=False,
+        outside=outside,
         wake=False,
+        doubtful=doubtful,
     )
 
 
@@ -190,11 +205,13 @@ def judge(recovery: Recovery, fault: Fault, highest: StepNumber) -> Again | Stop
     _remember(recovery, fault, highest)
     limit = recovery.terms.max_restarts
     what = f"{subject(fault)}: {fault.signature}"
+    if fault.kind == "hang" and fault.detail:
+        what = fault.detail
     if highest == 0 and limit is None and fault.kind in ("exit", "exception"):
         return Stop(EXIT_FAILED, f"{what}, before the first step")
     if limit is not None and recovery.restarts >= limit:
         return Stop(EXIT_FAILED, f"{what}; {limit} restarts allowed and used")
-    if recovery.same >= SAME_LIMIT:
+    if recovery.same >= (SAME_LIMIT_SLOW if fault.doubtful else SAME_LIMIT):
         reason = f"{what} at step {fault.step}, {recovery.same} times in a row"
         return Stop(EXIT_DO_NOT_REQUEUE, reason)
     if recovery.stuck >= STUCK_LIMIT or recovery.stuck_outside >= STUCK_LIMIT_OUTSIDE:
@@ -216,9 +233,10 @@ def _remember(recovery: Recovery, fault: Fault, highest: StepNumber) -> None:
         recovery.stuck += 1
     # Steps of a job that never finished one are not comparable: torchrun's number decides there.
     countable = not fault.outside and (highest > 0 or recovery.terms.max_restarts is None)
-    repeated = fault.signature == recovery.signature and fault.step == recovery.step
+    signature = "hangs" if fault.kind == "hang" else fault.signature
+    repeated = signature == recovery.signature and fault.step == recovery.step
     recovery.same = (recovery.same + 1 if repeated else 1) if countable else 0
-    recovery.signature, recovery.step = fault.signature, fault.step
+    recovery.signature, recovery.step = signature, fault.step
 
 
 def signal_name(number: int) -> str:
@@ -231,6 +249,6 @@ def signal_name(number: int) -> str:
 def validate(recovery: Recovery) -> None:
     limit = recovery.terms.max_restarts
     assert limit is None or recovery.restarts <= limit, "more restarts than allowed"
-    assert recovery.same <= SAME_LIMIT, "the same failure went on"
+    assert recovery.same <= SAME_LIMIT_SLOW, "the same failure went on"
     assert recovery.stuck <= STUCK_LIMIT, "stuck for ever"
     assert recovery.stuck_outside <= STUCK_LIMIT_OUTSIDE, "stuck for ever"

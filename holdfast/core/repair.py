@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from holdfast.core import checking, commits, hangs, requests, stragglers
+from holdfast.core import chaos, checking, commits, hangs, requests, stragglers
 from holdfast.core import ledger as books
 from holdfast.core import membership as rounds
 from holdfast.core import recovery as faults
@@ -49,15 +49,15 @@ def break_round(job: Job, fault: Fault, now: Time) -> list[AnyAction]:
         last.closed_at = fault.at
         last.action += "; failed again before the first step"
     job.fault = fault
+    checking.abandon(job.checking)
     job.incidents.append(_incident(len(job.incidents) + 1, fault, now))
     books.broke(job.ledger, fault.at, now)
     rounds.dissolve(job.membership, Time(now + job.patience.limit_s()))
     stops = [stop_node(job, node, held.round) for node, held in job.membership.busy.items()]
-    return [
-        *stops,
-        *commits.secure(job.commits),
-        *_close_desk(job, f"{faults.subject(fault)} {fault.signature}"),
-    ]
+    answers = _close_desk(job, f"{faults.subject(fault)} {fault.signature}")
+    if fault.kind == "hang":
+        answers = []  # Whoever waits is to be looked at as it waits, and ended then.
+    return [*stops, *commits.secure(job.commits), *answers]
 
 
 def stop_node(job: Job, node: NodeId, round: RoundNumber) -> StopWorkers:
@@ -132,24 +132,35 @@ def settle(job: Job, now: Time) -> list[AnyAction]:
         stop = _judge(job, job.fault, now)
         if stop is not None:
             return finish_job(job, stop.code, stop.reason, now)
-    if job.terms.node_check and (job.checking.check is not None or _must_check(job, now)):
-        return [] if job.checking.check is not None else _check(job, now)
-    world = rounds.close(m, now)
+    if job.checking.check is not None:
+        return []
+    actions = _part_with_sick(job, now)
+    if job.terms.node_check and rounds.may_close(m, now) and checking.due(job.checking, m):
+        return actions + _check(job, now)
+    world = _close(job, now)
     if world is not None:
         job.short_until = None
-        return _start(job, world, now)
+        return actions + _start(job, world, now)
     if job.ledger.waiting_since is None and not m.busy:
         books.wait(job.ledger, now)
-    return _mind_shortage(job, now)
+    return actions + _mind_shortage(job, now)
 
 
-def _must_check(job: Job, now: Time) -> bool:
+def _close(job: Job, now: Time) -> World | None:
     m = job.membership
-    return rounds.may_close(m, now) and checking.due(job.checking, m)
+    unchecked = checking.set_aside(job.checking, m) if job.terms.node_check else {}
+    world = rounds.close(m, now)
+    m.waiting.update(unchecked)
+    return world
+
+
+# ---- nodes that are tested ---------------------------------------------------------------------
 
 
 def _check(job: Job, now: Time) -> list[AnyAction]:
-    if job.ledger.waiting_since is None:
+    # As many as are needed are there: from here on it is the check that takes its time.
+    job.short_until = job.membership.closes_at = None
+    if job.ledger.waiting_since is None and not job.membership.busy:
         books.wait(job.ledger, now)
     return checking.begin(job.checking, job.membership, now)
 
@@ -157,30 +168,63 @@ def _check(job: Job, now: Time) -> list[AnyAction]:
 def go_on_checking(job: Job, now: Time) -> list[AnyAction]:
     """A round of tests is over: the next one, or the verdicts, and with them the next round."""
     actions = checking.go_on(job.checking, job.membership, now)
-    if actions or job.checking.until is not None:
+    if job.checking.until is not None:
         return actions
-    for verdict in checking.take_verdicts(job.checking):
-        slow = verdict.verdict == "slow" and job.terms.exclude_stragglers
-        if verdict.verdict == "faulty" or (slow and _can_do_without(job)):
-            actions += _send_away(job, verdict.node, verdict.reason, now)
-        elif verdict.verdict != "healthy":
-            note_unfit(job, verdict.node, f"{verdict.verdict}: {verdict.reason}", "", now)
+    verdicts = checking.take_verdicts(job.checking)
+    faulty = {one.node: one.reason for one in verdicts if one.verdict == "faulty"}
+    if faulty and len(faulty) == job.membership.count():
+        return _nobody_passed(job, faulty, now)
+    for node, why in faulty.items():
+        actions += _send_away(job, node, why, now)
+    for one in verdicts:
+        if one.verdict == "slow" and job.terms.exclude_stragglers and can_do_without(job):
+            actions += _send_away(job, one.node, one.reason, now)
+        elif one.verdict not in ("healthy", "faulty"):
+            note_unfit(job, one.node, f"{one.verdict}: {one.reason}", "", now)
     return actions + settle(job, now)
 
 
-def _can_do_without(job: Job) -> bool:
+def _nobody_passed(job: Job, faulty: dict[NodeId, str], now: Time) -> list[AnyAction]:
+    """There is nobody who could wait for better nodes."""
+    for node, why in faulty.items():
+        job.excluded[job.membership.waiting[node].spec.host] = why
+        note_unfit(job, node, why, "the job ends", now)
+    node, why = next(iter(faulty.items()))
+    others = f", and so did {len(faulty) - 1} more" if len(faulty) > 1 else ""
+    reason = f"no node is fit to train: node {node} {why}{others}"
+    return finish_job(job, EXIT_DO_NOT_REQUEUE, reason, now)
+
+
+def leave_check(job: Job, node: NodeId, now: Time) -> list[AnyAction]:
+    """A node is gone from the job: a check that it took part in goes on without it."""
+    actions = checking.lost(job.checking, job.membership, node)
+    if job.ended is None and checking.is_over(job.checking):
+        return go_on_checking(job, now)
+    return actions
+
+
+def _part_with_sick(job: Job, now: Time) -> list[AnyAction]:
+    """Nodes that the job could not do without when their own checks failed: perhaps it can now."""
+    m = job.membership
+    actions: list[AnyAction] = []
+    for node, why in list(job.checking.sick.items()):
+        if node in m.waiting and can_do_without(job) and rounds.may_close(m, now):
+            actions += _send_away(job, node, why, now)
+    return actions
+
+
+def can_do_without(job: Job) -> bool:
+    """Whether the job has more nodes than it needs."""
     return job.membership.count() - 1 >= max(1, job.terms.min_nodes)
 
 
 def _send_away(job: Job, node: NodeId, why: str, now: Time) -> list[AnyAction]:
-    """A node that failed its tests has no place, nor has its host from now on."""
-    candidate = job.membership.waiting.get(node)
-    if candidate is None:
-        return []
-    job.excluded[candidate.spec.host] = why
+    """A node that is not fit has no place, nor has its host from now on."""
+    job.excluded[job.membership.waiting[node].spec.host] = why
     note_unfit(job, node, why, "the job goes on without it", now)
     rounds.leave(job.membership, node)
-    return [goodbye(job, node, EXIT_DO_NOT_REQUEUE, f"this node failed its tests: {why}")]
+    checking.lost(job.checking, job.membership, node)
+    return [goodbye(job, node, EXIT_DO_NOT_REQUEUE, f"this node is unfit: {why}")]
 
 
 def note_unfit(job: Job, node: NodeId, why: str, action: str, now: Time) -> None:
@@ -233,6 +277,10 @@ def _mind_shortage(job: Job, now: Time) -> list[AnyAction]:
     reason = f"{there} of at least {needed} nodes are there and no more came in time"
     if there >= needed:
         reason = f"{there} nodes are there, but no {needed} of them form complete segments or units"
+    if job.excluded:
+        host, why = next(reversed(job.excluded.items()))
+        more = f" and {len(job.excluded) - 1} more are" if len(job.excluded) > 1 else " is"
+        reason += f"; host {host}{more} excluded ({why})"
     return finish_job(job, EXIT_TRY_AGAIN, reason, now)
 
 
@@ -247,6 +295,9 @@ def _start(job: Job, world: World, now: Time) -> list[AnyAction]:
     job.to_start = job.to_step = job.to_finish = world.size
     job.resumed_at = job.pace = job.saves_at_wish = None
     job.saves = 0
+    job.checking.row = 0
+    # What was found out about the ranks of another round is nothing to these.
+    job.findings, job.found = [], 0
     incident = job.open_incident
     if incident is not None:
         incident.frozen_at = now
@@ -254,6 +305,7 @@ def _start(job: Job, world: World, now: Time) -> list[AnyAction]:
     specs = {n: c.spec.host for n, c in job.membership.placed.items()}
     stragglers.renew(job.stragglers, {r: specs[n] for r, n in hosts.items()}, job.highest)
     job.copies = _place_copies(job, world)
+    chaos.begin_round(job.chaos, world)
     leftovers = [Prepare(node=node) for node in job.membership.waiting]
     return [*(start_node(job, world, place) for place in world.places), *leftovers]
 
@@ -270,6 +322,7 @@ def start_node(job: Job, world: World, place: Place) -> StartWorkers:
         fetch=fetch,
         paces=paces,
         alarms=job.hangs.alarms,
+        traps=chaos.laid_on(job.chaos, place.node),
     )
     return StartWorkers(node=place.node, part=part)
 
@@ -308,12 +361,13 @@ def send_off(
     round = job.membership.round
     if rounds.leave(job.membership, node):
         actions += break_round(job, faults.wanted(kind, node, round, job.highest, why, now), now)
-    return actions + settle(job, now)
+    return actions + leave_check(job, node, now) + settle(job, now)
 
 
 def finish_job(job: Job, code: int, reason: str, now: Time) -> list[AnyAction]:
     job.ended = Ended(code=code, reason=reason, at=now)
     job.membership.closes_at = job.short_until = None
+    checking.abandon(job.checking)
     incident = job.open_incident
     if incident is not None:
         incident.closed_at = now

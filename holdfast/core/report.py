@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
+from holdfast.core import drills, stragglers
 from holdfast.core import ledger as books
-from holdfast.core import stragglers
 from holdfast.core.job import Job
 from holdfast.core.ledger import Span
 from holdfast.core.recovery import subject
@@ -25,23 +25,7 @@ def status(job: Job, now: Time, alive: bool) -> dict[str, Any]:
     state: str = job.state
     if not alive and state != "ended":
         state = "lost"
-    ranks: dict[str, list[dict[str, Any]]] = {}
-    scores = stragglers.scores(job.stragglers)
-    for number, rank in job.ranks.items():
-        shown: dict[str, Any] = {
-            "rank": number,
-            "pid": rank.pid,
-            "step": rank.step,
-            "finished": rank.finished,
-        }
-        score = scores.get(number)
-        if score is not None:
-            shown |= {
-                "score": score.relative,
-                "own_score": score.individual,
-                "straggler": score.straggler,
-            }
-        ranks.setdefault(rank.node, []).append(shown)
+    ranks = _ranks(job)
     world = job.membership.world
     pace = job.pace.per_s if job.pace is not None and state == "running" else None
     return {
@@ -55,10 +39,31 @@ def status(job: Job, now: Time, alive: bool) -> dict[str, Any]:
         "restarts": job.recovery.restarts,
         "nodes": [_node(job, node, ranks.get(node, [])) for node in job.membership.nodes()],
         "checkpoints": _checkpoints(job),
+        "excluded": job.excluded,
+        "faults": drills.told(job),
         "last_incident": incident_line(job.incidents[-1]) if job.incidents else None,
         "exit_code": job.ended.code if job.ended else None,
         "reason": job.ended.reason if job.ended else None,
     }
+
+
+def _ranks(job: Job) -> dict[str, list[dict[str, Any]]]:
+    """By node: how far each rank is, and how fast beside the best and beside its own best."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    scores = stragglers.scores(job.stragglers)
+    for number, rank in job.ranks.items():
+        score = scores.get(number, stragglers.RankScores(None, None, False))
+        shown = {
+            "rank": number,
+            "pid": rank.pid,
+            "step": rank.step,
+            "finished": rank.finished,
+            "score": _rounded(score.relative),
+            "own_score": _rounded(score.individual),
+            "straggler": score.straggler,
+        }
+        found.setdefault(rank.node, []).append(shown)
+    return found
 
 
 def _checkpoints(job: Job) -> list[dict[str, Any]]:
@@ -82,6 +87,8 @@ def _node(job: Job, node: Any, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     m = job.membership
     candidate = m.placed.get(node) or m.busy.get(node) or m.waiting[node]
     place = "placed" if node in m.placed else "busy" if node in m.busy else "waiting"
+    if job.checking.check is not None and node in job.checking.check.owed:
+        place = "testing"
     return {"node": node, "host": candidate.spec.host, "state": place, "ranks": ranks}
 
 
@@ -120,6 +127,7 @@ def incidents(job: Job) -> list[dict[str, Any]]:
             "lost_steps": incident.lost_steps,
             "also": incident.also,
             "detail": incident.detail,
+            "injected": incident.injected or None,
         }
         for incident in job.incidents
     ]
@@ -153,6 +161,8 @@ def lost_s(incident: Incident) -> Seconds | None:
 def incident_line(incident: Incident) -> str:
     """One incident in one line."""
     line = f"{_what(incident)} at step {incident.step}"
+    if incident.injected:
+        line += f" [injected: {incident.injected}]"
     if incident.closed_at is None:
         return f"{line}: being repaired"
     if incident.back_at is None:

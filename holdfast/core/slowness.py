@@ -45,9 +45,13 @@ def on_timings(job: Job, event: Progress, now: Time) -> list[AnyAction]:
 
 def _worth_telling(job: Job, finding: Finding) -> bool:
     """A rank that is slower than it was, in steps of milliseconds, shares its machine with somebody:
-    that shows in its score, and is no incident."""
+    that shows in its score, and is no incident. Nor is it news of a rank that is known to be slower
+    than the others."""
+    if finding.kind == "relative":
+        return True
     per_s = job.pace.per_s if job.pace is not None else None
-    return finding.kind == "relative" or per_s is None or per_s < QUICK_STEPS_PER_S
+    quick = per_s is not None and per_s >= QUICK_STEPS_PER_S
+    return not quick and not job.stragglers.ranks[finding.rank].relative.flagged
 
 
 def _mind(job: Job, finding: Finding, now: Time) -> list[AnyAction]:

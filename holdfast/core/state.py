@@ -6,6 +6,8 @@ from typing import Literal
 
 from msgspec import Struct, field
 
+from holdfast.core import chaos
+from holdfast.core.chaos import Chaos
 from holdfast.core.checking import Checking
 from holdfast.core.commits import Commits
 from holdfast.core.deadlines import StopGrace, StopPatience
@@ -103,6 +105,8 @@ class Job(Struct):
     """All ranks ended with 0, and the last checkpoint is being written; then what became of it."""
     desk: Desk = field(default_factory=Desk)
     """What the scripts of the round in force share, and what they wait for."""
+    chaos: Chaos = field(default_factory=Chaos)
+    """Faults that somebody asked for."""
     incidents: list[Incident] = field(default_factory=list)
     ended: Ended | None = None
     closed: bool = False
@@ -136,6 +140,7 @@ def opened(event: JobOpened) -> Job:
         recovery=Recovery(event.terms),
         ledger=Ledger(event.at),
         grace=StopGrace(event.terms.grace_s),
+        chaos=chaos.opened(event.terms.chaos),
     )
 
 

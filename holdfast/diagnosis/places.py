@@ -53,7 +53,9 @@ _GPU = re.compile(r"^cuda[A-Z]|^cu[A-Z]|^hip[A-Z]")
 _LOCAL_WAIT = re.compile(
     r"/(threading|queue|selectors|subprocess|socket|ssl)\.py$|/(multiprocessing|concurrent)/"
 )
-_TRANSPARENT = re.compile(r"/torch/(_ops|_compile)\.py$|/torch/utils/_contextlib\.py$")
+_TRANSPARENT = re.compile(
+    r"/torch/(_ops|_compile)\.py$|/torch/utils/_contextlib\.py$|/holdfast/worker/channel\.py$"
+)
 """Frames that only hand a call on."""
 
 

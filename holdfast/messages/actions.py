@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from holdfast.messages.chaos import Trap
 from holdfast.messages.checkpoints import Shard, SnapshotId
 from holdfast.messages.records import Part
 from holdfast.messages.requests import AnyAnswer
@@ -69,7 +70,10 @@ class Examine(Action, frozen=True, kw_only=True):
 
 
 class TestNode(Action, frozen=True, kw_only=True):
-    """Have a process test this node, alone and with the other of its group, then say NodeTested."""
+    """Have a process test this node, alone and with the other of its group, then say NodeTested.
+
+    The same order again with a size of 1: the other will not come, say how it went without it.
+    """
 
     node: NodeId
     check: int
@@ -111,6 +115,15 @@ class CheckpointSettled(Action, frozen=True, kw_only=True):
     error: str = ""
 
 
+class Inject(Action, frozen=True, kw_only=True):
+    """Have a fault happen that somebody asked for: now, or when that rank comes to that step."""
+
+    node: NodeId
+    """Empty: it befalls the coordinator itself, now."""
+    round: RoundNumber
+    trap: Trap
+
+
 class CloseJob(Action, frozen=True, kw_only=True):
     """All nodes are gone and the job is over: the coordinator may end."""
 
@@ -129,5 +142,6 @@ NodeAction = (
     | WriteShards
     | CommitCheckpoint
     | CheckpointSettled
+    | Inject
 )
 AnyAction = NodeAction | CloseJob

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from holdfast.messages.chaos import Injection, Outcome
 from holdfast.messages.checkpoints import (
     CheckpointerId,
     ImageId,
@@ -23,7 +24,7 @@ from holdfast.messages.nodecheck import TestResult
 from holdfast.messages.records import NodeSpec, Raised, RankProgress, Terms
 from holdfast.messages.requests import AnyRequest, Lane, Number
 from holdfast.messages.timings import RankTimings
-from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, Time
+from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, StepNumber, Time
 
 
 class Event(Struct, frozen=True, kw_only=True, tag=True):
@@ -191,8 +192,6 @@ class NodeTested(Event, frozen=True, kw_only=True):
     node: NodeId
     check: int
     result: TestResult
-    store_port: int
-    """Its new one: the old may be used up."""
 
 
 class HealthFound(Event, frozen=True, kw_only=True):
@@ -248,6 +247,27 @@ class StoredFound(Event, frozen=True, kw_only=True):
     error: str = ""
 
 
+class FaultAsked(Event, frozen=True, kw_only=True):
+    """Somebody wants to see what the job does about a fault."""
+
+    injection: Injection
+    visit: int = 0
+    """Who waits for an answer."""
+
+
+class FaultTold(Event, frozen=True, kw_only=True):
+    """A fault that was asked for: its trap is laid, was sprung, or cannot be laid."""
+
+    node: NodeId
+    round: RoundNumber
+    injection: int
+    occurrence: int
+    outcome: Outcome
+    rank: Rank
+    step: StepNumber
+    detail: str = ""
+
+
 class Tick(Event, frozen=True, kw_only=True):
     """A deadline that the core asked for has come."""
 
@@ -277,5 +297,7 @@ AnyEvent = (
     | ShardsWritten
     | CheckpointWritten
     | StoredFound
+    | FaultAsked
+    | FaultTold
     | Tick
 )

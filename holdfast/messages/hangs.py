@@ -8,10 +8,12 @@ from msgspec import Meta, Struct
 
 from holdfast.messages.units import Rank, Seconds
 
-StallKind = Literal["stopped", "gil", "waits", "still", "busy", "overdue"]
+StallKind = Literal["stopped", "gil", "waits", "still", "busy"]
 """How a rank stands still: its process is stopped; somebody holds the interpreter's lock; it waits in
-a collective; it is somewhere else and does not move; it moves, but gets nowhere; or, however it does
-so, for so long that it does not matter."""
+a collective; it is somewhere else and does not move; or it moves, but gets nowhere."""
+
+LINES = 1 << 24
+"""A place is a number for the function times this, plus the line."""
 
 Name = Annotated[str, Meta(max_length=64)]
 
@@ -25,6 +27,11 @@ class Stall(Struct, frozen=True):
     """The phase or section it is in."""
     for_s: Seconds
     limit_s: Seconds
+    overdue: bool = False
+    """For so long that it does not matter any more how."""
+    place: int = 0
+    """Of one that is still: stands for the line it is at, the same number on all ranks. One that goes
+    round within a function is at the function's line 0. 0: it is nowhere for long."""
 
 
 class Paces(Struct, frozen=True):

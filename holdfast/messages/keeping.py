@@ -22,6 +22,8 @@ class Begin(Struct, frozen=True, kw_only=True):
     """Where other nodes ask for images; None when there are none."""
     tls: tuple[str, str, str] | None = None
     """Paths of certificate, key and authority."""
+    own: bool = False
+    """A script started the keeper for itself: if it is killed, its images are to be removed."""
 
 
 class Order(Struct, frozen=True, kw_only=True, tag=True):
@@ -92,6 +94,13 @@ class Count(Order, frozen=True, kw_only=True):
     """Which images are here? Answered: Counted."""
 
 
+class FailWrites(Order, frozen=True, kw_only=True):
+    """Somebody wants to see what happens when the disk is full. Answered: Done."""
+
+    files: int
+    """The next so many cannot be written."""
+
+
 class Reply(Struct, frozen=True, kw_only=True, tag=True):
     number: int
     error: str = ""
@@ -139,7 +148,7 @@ class Wrote(Struct, frozen=True, kw_only=True, tag=True):
     of_bytes: int
 
 
-AnyOrder = Open | Seal | BeginRound | Write | Commit | Look | Fetch | Count
+AnyOrder = Open | Seal | BeginRound | Write | Commit | Look | Fetch | Count | FailWrites
 AnyReply = Done | ImageSealed | ShardsDone | Stored | Got | Counted
 FromKeeper = AnyReply | Received | Wrote | Piece
 ToKeeper = AnyOrder | Piece

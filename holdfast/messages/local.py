@@ -80,11 +80,16 @@ class Test(Local, frozen=True, kw_only=True):
     size: int
     address: str
     port: int
+    name: str
+    """The same for both of a group, and for no other test."""
     limit_s: float
 
 
 class Tested(Local, frozen=True, kw_only=True):
     """Process to agent: how it went."""
+
+    over: bool = True
+    """False: so far; the test with the other node is still to come."""
 
     solo_passed: bool | None = None
     solo_s: float | None = None
@@ -101,6 +106,10 @@ class Began(Local, frozen=True, kw_only=True):
 
 class Stepped(Local, frozen=True, kw_only=True):
     """Worker to agent: the first step is finished; the page says when."""
+
+
+class TrapSprung(Local, frozen=True, kw_only=True):
+    """Worker to agent: a fault that somebody asked for happens now; the trap area says which."""
 
 
 class Died(Local, frozen=True, kw_only=True):
@@ -159,7 +168,17 @@ ToNursery = Fork
 FromNursery = Forked | Warm
 ToWorker = Assign | Test
 FromWorker = (
-    Standing | Began | Stepped | Died | Done | Ask | OpenCheckpointer | ImageWhole | Tested | Piece
+    Standing
+    | Began
+    | Stepped
+    | TrapSprung
+    | Died
+    | Done
+    | Ask
+    | OpenCheckpointer
+    | ImageWhole
+    | Tested
+    | Piece
 )
 ToScript = Reply | Piece
 """To a worker whose script runs."""

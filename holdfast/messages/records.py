@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct, field
 
+from holdfast.messages.chaos import Injection, Trap
 from holdfast.messages.checkpoints import Holder, ImageId
 from holdfast.messages.hangs import HangTerms, Paces
 from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, StepNumber, Time
@@ -68,6 +69,8 @@ class Terms(Struct, frozen=True, kw_only=True):
     """How long the first round waits for more than the minimum; learnt when not given."""
     join_limit_s: Seconds | None = None
     """How long the job waits below the minimum before it ends with 75."""
+    chaos: tuple[Injection, ...] = ()
+    """Faults that shall happen to it."""
 
 
 class NodeSpec(Struct, frozen=True, kw_only=True):
@@ -83,6 +86,8 @@ class NodeSpec(Struct, frozen=True, kw_only=True):
     """Where the infrastructure has it."""
     keeper_port: int = 0
     """Where other nodes get images from it."""
+    test_port: int = 0
+    """Where another node meets it for a test."""
     switch: str = ""
     block: str = ""
     domain: str = ""
@@ -154,6 +159,8 @@ class Part(Struct, frozen=True, kw_only=True):
     """Where a rank seemed to hang before, and how often."""
     fetch: tuple[tuple[ImageId, Holder], ...] = ()
     """Images that this node's ranks will want, and others have."""
+    traps: tuple[Trap, ...] = ()
+    """Faults that somebody asked for."""
 
 
 class Incident(Struct, kw_only=True):
@@ -176,6 +183,8 @@ class Incident(Struct, kw_only=True):
     back_at: Time | None = None
     closed_at: Time | None = None
     lost_steps: int = 0
+    injected: str = ""
+    """The fault that somebody asked for and that this came of."""
     also: list[str] = field(default_factory=list)
     """What other ranks died of in its wake; the first hundred."""
 

@@ -12,10 +12,11 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from holdfast.messages.actions import NodeAction
+from holdfast.messages.chaos import Injection, Outcome
 from holdfast.messages.events import AnyEvent
 from holdfast.messages.evidence import RankEvidence, Verdict
 from holdfast.messages.records import Terms
-from holdfast.messages.units import NodeId, RoundNumber, Seconds, Time
+from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, StepNumber, Time
 
 PROTOCOL = 1
 
@@ -34,7 +35,13 @@ class AskWhy(Struct, frozen=True, kw_only=True, tag=True):
     """Where does every rank stand now, and who waits for whom? Answered: Why."""
 
 
-Question = AskWhy
+class AskFault(Struct, frozen=True, kw_only=True, tag=True):
+    """Have a fault happen. Answered: FaultTaken, once it is known what becomes of it."""
+
+    injection: Injection
+
+
+Question = AskWhy | AskFault
 
 
 class Visit(Struct, frozen=True, kw_only=True, tag=True):
@@ -51,6 +58,22 @@ class Why(Struct, frozen=True, kw_only=True, tag=True):
     """As much of it as fits into a frame."""
     standing: int
     """Ranks that are past their deadlines."""
+
+
+class Taken(Struct, frozen=True, kw_only=True):
+    """What became of an injection so far."""
+
+    injection: int
+    outcome: Outcome | None
+    """None: no word from the node yet."""
+    line: str
+    rank: Rank | None = None
+    node: NodeId | None = None
+    step: StepNumber | None = None
+
+
+class FaultTaken(Struct, frozen=True, kw_only=True, tag=True):
+    taken: tuple[Taken, ...]
 
 
 class Welcome(Struct, frozen=True, kw_only=True, tag=True):
@@ -90,5 +113,5 @@ class Ack(Struct, frozen=True, kw_only=True, tag=True):
 
 
 FromAgent = Hello | Visit | Sent | Testimony | Beat
-ToVisitor = Why | Refused
+ToVisitor = Why | FaultTaken | Refused
 FromCoordinator = Welcome | Refused | Ack | NodeAction

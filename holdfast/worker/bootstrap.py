@@ -13,20 +13,35 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 
 import msgspec
 
 from holdfast.diagnosis import flight
 from holdfast.kernel import PR_SET_PDEATHSIG, prctl
-from holdfast.messages.local import Assign, Began, Died, Done, Program, Standing, Test, ToWorker
+from holdfast.messages.local import (
+    Assign,
+    Began,
+    Died,
+    Done,
+    Program,
+    Standing,
+    Test,
+    ToWorker,
+    TrapSprung,
+)
 from holdfast.page import ProgressPage
-from holdfast.worker import hooks, rehearsal, runtime, script, selftest
+from holdfast.vitals import Times
+from holdfast.worker import hooks, rehearsal, runtime, saves, script, selftest
 from holdfast.worker.channel import Channel, move_up
 from holdfast.worker.phases import Phases
 from holdfast.worker.pulse import Pulse
 from holdfast.worker.runtime import Runtime
 
 _decoder = msgspec.msgpack.Decoder(ToWorker)
+_NEVER = Times(0, 0.0, ())
+WITHOUT_WATCHING = "HOLDFAST_WITHOUT_WATCHING"
+"""With `--no-hang-detection`, to measure what the hooks and the thread that watch a script cost."""
 
 
 def become_worker(control_fd: int, page_fd: int, rehearse: bool) -> int:
@@ -42,14 +57,22 @@ def become_worker(control_fd: int, page_fd: int, rehearse: bool) -> int:
         os._exit(0)
     assign = _decoder.decode(packet)
     if isinstance(assign, Test):
-        channel.send(selftest.run(assign, fds))
+        channel.send(selftest.run(assign, fds, channel.send))
         os._exit(0)
     _take_over(assign, fds)
     worker = Runtime(channel, page, assign.round, assign.images)
     runtime.install(worker)
-    Phases(page.vitals).install()
+    os.register_at_fork(after_in_child=page.detach)
+    phases = Phases(page.vitals)
+    if WITHOUT_WATCHING not in os.environ:
+        phases.install()
+        saves.book_saves(worker)
     hooks.count_steps(worker)
-    Pulse(page.vitals, lambda: _dump_flight(assign.flight)).start()
+    look_for_traps = _trap_finder(worker, page, phases)
+    look_for_traps()
+    if WITHOUT_WATCHING not in os.environ:
+        dump = lambda: _dump_flight(assign.flight)  # noqa: E731
+        Pulse(page.vitals, dump, look_for_traps, lambda: phases.listen()).start()
     if len(fds) > 3:
         hooks.host_store(move_up(fds[3]), int(assign.env["MASTER_PORT"]))
     _, name, *arguments = sys.argv
@@ -79,6 +102,30 @@ def _take_over(assign: Assign, fds: list[int]) -> None:
     os.environ.update(assign.env)
     rehearsal.reseed()
     gc.unfreeze()
+
+
+def _trap_finder(worker: Runtime, page: ProgressPage, phases: Phases) -> Callable[[], None]:
+    """Sees when a fault is asked for; until then it costs a look at one word."""
+    seen = 0
+
+    def look() -> None:
+        nonlocal seen
+        count = page.traps.count
+        if count == seen:
+            return
+        seen = count
+        if worker.traps is None:
+            from holdfast.worker.traps import Traps
+
+            worker.traps = Traps(
+                page.traps,
+                lambda: worker.channel.send(TrapSprung()),
+                lambda: page.vitals.times().get("step", _NEVER).latest_s,
+            )
+            phases.drag = worker.traps.drag.in_forward
+        worker.traps.look()
+
+    return look
 
 
 def _dump_flight(path: str) -> None:

@@ -47,6 +47,10 @@ class StepCounter:
             self._runtime.hook_stepped(0)
 
 
+# A script may compile its optimizer's step: torch's compiler is to leave this out, without a word.
+StepCounter.__call__._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
 def _is_inner(optimizer: Any) -> bool:
     """Whether this step is part of another of the same optimizer: a subclass's `super().step()`."""
     wrapper = sys._getframe(2)  # torch's, which called the hook

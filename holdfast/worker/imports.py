@@ -31,7 +31,8 @@ class _Watcher(MetaPathFinder):
             return None
         sys.meta_path.remove(self)
         for finder in sys.meta_path:
-            spec = finder.find_spec(name, path, target)
+            find = getattr(finder, "find_spec", None)  # Finders of old have none.
+            spec: ModuleSpec | None = find(name, path, target) if find is not None else None
             if spec is not None and spec.loader is not None:
                 spec.loader = _ActingLoader(spec.loader, self._act)
                 return spec

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING
 
 from holdfast.messages.local import Stepped
 from holdfast.page import ProgressPage
-from holdfast.vitals import BETWEEN, MOST_SECTIONS, PHASES, STEP
+from holdfast.vitals import BETWEEN, MOST_SECTIONS, PHASES, WARM_UP_DEVICE
 from holdfast.worker.channel import Channel
+from holdfast.worker.pulse import uses_device
 from holdfast.worker.requests import Requests
 
 if TYPE_CHECKING:
     from holdfast.worker.torchstore import CoordinatorStore
+    from holdfast.worker.traps import Traps
 
 
 class Runtime:
@@ -35,7 +37,11 @@ class Runtime:
         self._page = page
         self.vitals = page.vitals
         self._sections: dict[str, int] = {}
-        self._naming = threading.Lock()
+        self._entering = threading.Lock()
+        self._inside: set[tuple[int, str]] = set()
+        """Who is in which section: one within another of the same name is booked once."""
+        self._marks = 0
+        """How many marks there were at the last step that the script told of."""
         self._steps = 0
         self._step = 0
         self._first_at = 0.0
@@ -47,6 +53,8 @@ class Runtime:
         self._saves = 0
         self._resumed: int | None = None
         """Where a checkpointer says that training went on."""
+        self.traps: Traps | None = None
+        """Faults that somebody asked for."""
 
     def hook_stepped(self, resumed_from: int) -> None:
         """The optimizer hook saw a step; it counts unless the script counts for itself."""
@@ -66,21 +74,28 @@ class Runtime:
         if not self._own_count:
             self._own_count = True
             self._before = step - max(1, self._steps)
+            self._step = step - 1
+        if self.vitals.marks == self._marks:  # No hook of ours sees it train.
+            self.vitals.mark(BETWEEN, time.monotonic())
+        self._marks = self.vitals.marks
         self._note(step)
 
     def _note(self, step: int) -> None:
         now = time.monotonic()
         first = self._steps == 0
-        if not first:
-            self.vitals.took(STEP, now - self._last_at)
-        self._step = step
+        self.vitals.stepped(now, None if first else now - self._last_at)
+        before, self._step = self._step, step
         self._steps = max(1, step - self._before)
         self._last_at = now
         if first:
             self._first_at = now
+            if uses_device():
+                self.vitals.warm_up = WARM_UP_DEVICE
         self._publish()
         if first:
             self.channel.send(Stepped())
+        if self.traps is not None:
+            self.traps.passed(before, step)
 
     def heartbeat(self) -> None:
         """The script says that it is well."""
@@ -90,33 +105,43 @@ class Runtime:
     def section(self, name: str) -> Iterator[None]:
         """A stretch of the script with a deadline of its own. Time in one that is called checkpoint
         or restore is spent on something else than training."""
-        index = self._section(name)
-        began = time.monotonic()
-        place = self.vitals.enter(index, began) if index >= 0 else -1
+        thread, vitals = threading.get_ident(), self.vitals
+        own = thread == vitals.trainer
+        if own:
+            vitals.mark(BETWEEN, time.monotonic())
+        index, place, began = self._enter(name, own)
+        outermost = (thread, name) not in self._inside
+        self._inside.add((thread, name))
         try:
             yield
         finally:
             now = time.monotonic()
             if index >= 0:
-                self.vitals.took(len(PHASES) + index, now - began)
-            self.vitals.leave(place)
-            self.vitals.mark(BETWEEN, now)
-            if name in self._aside:
-                self._aside[name] += now - began
-                self._saves += name == "checkpoint"
-                self._publish()
+                vitals.took(len(PHASES) + index, now - began)
+            vitals.leave(place)
+            if own:
+                vitals.go_on(BETWEEN, now)
+            if outermost:
+                self._inside.discard((thread, name))
+                self._booked(name, now - began if own else 0.0)
 
-    def _section(self, name: str) -> int:
-        """The number of a section's name; -1 when there are too many."""
-        with self._naming:
-            index = self._sections.get(name)
-            if index is None:
-                index = len(self._sections)
-                if index == MOST_SECTIONS:
-                    return -1
+    def _enter(self, name: str, own: bool) -> tuple[int, int, float]:
+        """The number of a section's name (-1 when there are too many), its place, and when it began."""
+        with self._entering:
+            index = self._sections.get(name, len(self._sections))
+            if index == MOST_SECTIONS:
+                return -1, -1, time.monotonic()
+            if name not in self._sections:
                 self._sections[name] = index
                 self.vitals.name_section(index, name)
-            return index
+            began = time.monotonic()
+            return index, self.vitals.enter(index, began, own), began
+
+    def _booked(self, name: str, seconds: float) -> None:
+        if name in self._aside:
+            self._aside[name] += seconds
+            self._saves += name == "checkpoint"
+            self._publish()
 
     def _publish(self) -> None:
         self._page.write(

@@ -12,6 +12,7 @@ from typing import Any
 
 from holdfast.checkpoint import engine, retention
 from holdfast.checkpoint.alone import AloneLink
+from holdfast.errors import CheckpointError
 from holdfast.messages.checkpoints import Holder, ImageId, Tier, Tried, Wish
 from holdfast.messages.local import ImageWhole, OpenCheckpointer
 from holdfast.messages.requests import (
@@ -39,13 +40,23 @@ class AgentLink:
 
     def open(self, checkpointer: str, directory: str, keep: bytes) -> None:
         message = OpenCheckpointer(checkpointer=checkpointer, directory=directory, keep=keep)
-        self._worker.channel.send(message)
+        self._say(message)
 
     def saved(self, checkpointer: str, path: Path, state: int, step: int, wish: Wish) -> None:
         message = ImageWhole(
             checkpointer=checkpointer, path=str(path), state=state, step=step, wish=wish
         )
-        self._worker.channel.send(message)
+        self._say(message)
+
+    def missed(self, checkpointer: str, step: int, reason: str) -> None:
+        """Nobody waits for it: a step is skipped as soon as all ranks have a newer one."""
+
+    def _say(self, message: OpenCheckpointer | ImageWhole) -> None:
+        if not self._worker.channel.send(message):
+            raise CheckpointError(
+                "the agent does not hear this process: it is not the worker itself, or has closed"
+                " all its files"
+            )
 
     def wait(self, checkpointer: str, step: int, to: Tier, timeout_s: float | None) -> SaveSettled:
         request = AwaitSave(checkpointer=checkpointer, step=step, to=to, timeout_s=timeout_s)

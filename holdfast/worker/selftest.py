@@ -4,16 +4,24 @@ Alone: matrix products whose result is known beforehand, on every accelerator if
 the CPU. Then, with the other of its group: collectives whose result is known too. What is computed is
 compared, not only timed: a device that computes wrongly is worse than one that fails.
 
-Times are the best of several: what else runs on a machine makes the others longer.
+Times are the best of several, and of one thread: what else runs on a machine makes the others longer,
+and threads that wait for each other on busy cores a hundred times as long.
 
-It runs in a standby, which has torch loaded; so a test takes a fraction of a second.
+It runs in a standby, which has torch loaded; so a test takes a fraction of a second. Without torch
+there is nothing to test with, which is told as that and not as a fault of the node.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+
+from msgspec.structs import replace
 
 from holdfast.messages.local import Test, Tested
 
@@ -23,24 +31,62 @@ GATHERED = 1 << 18
 GATHERS = 10
 
 
-def run(test: Test, fds: list[int]) -> Tested:
-    """Both tests; what fails is told, never raised."""
-    solo_passed: bool | None = None
-    solo_s: float | None = None
+def run(test: Test, fds: list[int], tell: Callable[[Tested], object]) -> Tested:
+    """Both tests; what fails is told, never raised. What the first has shown is told before the
+    second, in which the other may keep it waiting."""
     try:
-        solo_passed, solo_s = _alone()
-        if not solo_passed:
-            return Tested(solo_passed=False, solo_s=solo_s, detail="it computed a wrong result")
-        if test.size == 1:
-            return Tested(solo_passed=True, solo_s=solo_s)
+        import torch
+    except ImportError as error:
+        return Tested(detail=f"nothing to test with: {error}")
+    torch.set_num_threads(1)
+    fault = _feigned()
+    alone = _solo(fault)
+    if not alone.solo_passed or test.size == 1:
+        return alone
+    tell(replace(alone, over=False))
+    _hold(fault)
+    try:
+        if "pair" in fault:
+            raise RuntimeError(fault["pair"])
         passed, seconds = _together(test, fds)
     except Exception as error:  # Whatever the hardware or its drivers do: that is what is tested.
-        detail = f"{type(error).__name__}: {error}"
-        if solo_passed is None:
-            return Tested(solo_passed=False, detail=detail)
-        return Tested(solo_passed=True, solo_s=solo_s, passed=False, detail=detail)
+        return replace(alone, passed=False, detail=f"{type(error).__name__}: {error}")
     detail = "" if passed else "the other's data arrived wrong"
-    return Tested(solo_passed=True, solo_s=solo_s, passed=passed, seconds=seconds, detail=detail)
+    seconds *= fault.get("slow", 1.0)
+    return replace(alone, passed=passed, seconds=seconds, detail=detail)
+
+
+def _solo(fault: dict[str, Any]) -> Tested:
+    try:
+        if "solo" in fault:
+            raise RuntimeError(fault["solo"])
+        passed, seconds = _alone()
+    except Exception as error:  # As above.
+        return Tested(solo_passed=False, detail=f"{type(error).__name__}: {error}")
+    detail = "" if passed else "it computed a wrong result"
+    return Tested(solo_passed=passed, solo_s=seconds, detail=detail)
+
+
+# ---- what tests of ours want this node to suffer from (see `holdfast.health`) --------------------
+
+
+def _feigned() -> dict[str, Any]:
+    fake = os.environ.get("HOLDFAST_FAKE_NODE")
+    path = os.path.join(fake, "selftest.json") if fake else ""
+    if not os.path.exists(path):
+        return {}
+    with open(path) as file:
+        found: dict[str, Any] = json.load(file)
+        return found
+
+
+def _hold(fault: dict[str, Any]) -> None:
+    """Stay in the middle of the test while there is a file of that name."""
+    while "hold" in fault and os.path.exists(fault["hold"]):
+        time.sleep(0.01)
+
+
+# ---- tests -------------------------------------------------------------------------------------
 
 
 def _devices() -> list[str]:
@@ -77,7 +123,7 @@ def _together(test: Test, fds: list[int]) -> tuple[bool, float]:
     import torch.distributed as dist
 
     limit = timedelta(seconds=test.limit_s)
-    store = dist.TCPStore(
+    meeting = dist.TCPStore(
         test.address,
         test.port,
         test.size,
@@ -89,7 +135,7 @@ def _together(test: Test, fds: list[int]) -> tuple[bool, float]:
     on_gpu = torch.cuda.is_available()
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
-        store=store,
+        store=dist.PrefixStore(test.name, meeting),
         rank=test.rank,
         world_size=test.size,
         timeout=limit,
@@ -104,7 +150,8 @@ def _together(test: Test, fds: list[int]) -> tuple[bool, float]:
         if any(not bool((part == rank + 1).all()) for rank, part in enumerate(parts)):
             return False, time.monotonic() - began
         taken.append(time.monotonic() - began)
-    dist.barrier()
+    with contextlib.suppress(Exception):  # All is proven; who is done first may be gone first.
+        dist.barrier()
     return True, min(taken)
 
 

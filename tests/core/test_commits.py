@@ -295,6 +295,12 @@ def test_copies_make_a_snapshot_whole_even_before_its_own_node_tells_of_it(two: 
     assert orders(two.seal("b", 10, "now")) == {"a": (0, 1), "b": (2,)}
 
 
+def test_a_copy_that_is_heard_of_last_makes_a_snapshot_count(two: Scene) -> None:
+    two.wait(0, 10, "memory")
+    two.seal("a", 10, "if needed")
+    assert two.hold("a", 10, [2]).answers == [("0/memory/10", SAVED)]
+
+
 def test_a_snapshot_known_from_copies_alone_is_not_taken_to_be_for_storage(two: Scene) -> None:
     two.hold("a", 10, [0, 1, 2])
     assert two.breaks() == []
@@ -405,6 +411,19 @@ def test_while_one_is_written_only_the_newest_waits(two: Scene) -> None:
     assert {a.snapshot for a in taken.actions if isinstance(a, WriteShards)} == {snapshot_id(30)}
 
 
+def test_a_newer_snapshot_that_waits_is_not_displaced_by_an_older_one_saved_again() -> None:
+    scene = Scene(a=1)
+    scene.save(20)
+    scene.wrote("a", 20, error="disk full")
+    scene.save(25)
+    scene.save(30)
+    scene.save(20)
+    assert scene.book.wanted == snapshot_id(30)
+    again = scene.wait(0, 20, "storage")
+    assert again is not None
+    assert again.outcome == "skipped"
+
+
 def test_a_snapshot_that_waits_for_storage_stays_though_a_new_round_saves(two: Scene) -> None:
     two.save(10)
     two.save(20)
@@ -485,6 +504,33 @@ def test_a_node_that_has_a_copy_writes_what_a_lost_one_was_to_write() -> None:
     scene.wrote("a", 10, [0])
     (commit,) = scene.wrote("a", 10, [1, 2]).actions
     assert isinstance(commit, CommitCheckpoint)
+
+
+def test_a_node_that_writes_in_place_of_a_lost_one_is_told_how_it_ended() -> None:
+    scene = Scene(a=1, b=1)
+    scene.hold("spare", 10, [1])
+    scene.save(10)
+    scene.lose("b")
+    scene.wrote("spare", 10, [1])
+    scene.wrote("a", 10)
+    assert {action.node for action in scene.committed("a", 10).actions} == {"a", "spare"}  # type: ignore[union-attr]
+
+
+def test_nobody_can_say_that_a_shard_is_written_that_others_were_to_write(two: Scene) -> None:
+    two.save(10)
+    assert two.wrote("a", 10, [0, 1, 2]).actions == []
+    (commit,) = two.wrote("b", 10).actions
+    assert isinstance(commit, CommitCheckpoint)
+
+
+def test_what_a_lost_node_was_to_write_is_written_when_it_is_back_with_its_images(
+    two: Scene,
+) -> None:
+    two.save(10)
+    two.wrote("a", 10)
+    two.lose("b")
+    assert two.book.writing is None
+    assert orders(two.hold("again", 10, [2])) == {"a": (0, 1), "again": (2,)}
 
 
 def test_another_node_commits_when_the_committer_is_lost(two: Scene) -> None:
@@ -790,6 +836,48 @@ def test_a_snapshot_sealed_just_after_its_round_broke_is_written(job: Saver) -> 
     job.exit(0, step=4, signal=9)
     (order,) = job.seal("a", 10, "if needed")
     assert isinstance(order, WriteShards)
+
+
+def test_a_node_lost_while_the_last_checkpoint_is_written_ends_the_round_and_not_the_job(
+    job: Saver,
+) -> None:
+    """Its agent is started again, and has what it is to write."""
+    job.seal("a", 10)
+    job.finish_all()
+    job.lose("a")
+    assert job.job.ended is None
+    job.join("b")
+    images = tuple(ImageId(snapshot_id(10), Rank(rank), 2) for rank in (0, 1))
+    (order,) = job.take(ImagesHeld(at=job.at, node=NodeId("b"), images=images))
+    assert isinstance(order, WriteShards)
+    assert order.node == "b"
+
+
+def test_a_snapshot_that_comes_back_with_its_node_after_its_round_broke_is_written(
+    job: Saver,
+) -> None:
+    job.seal("a", 10, "if needed")
+    job.lose("a")
+    job.join("b")
+    images = tuple(ImageId(snapshot_id(10), Rank(rank), 2) for rank in (0, 1))
+    (order,) = job.take(ImagesHeld(at=job.at, node=NodeId("b"), images=images))
+    assert isinstance(order, WriteShards)
+
+
+@pytest.mark.xfail(reason="workers._finished asks only whether something is written", strict=True)
+def test_a_job_whose_last_checkpoint_failed_before_its_ranks_ended_ends_with_1(job: Saver) -> None:
+    job.seal("a", 10)
+    job.wrote("a", 10, "disk full")
+    actions = job.finish_all()
+    if any(isinstance(action, WriteShards) for action in actions):  # One more try, why not.
+        actions = job.wrote("a", 10, "disk full")
+    assert [action.code for action in actions if isinstance(action, Finish)] == [1]
+
+
+@pytest.mark.xfail(reason="workers._finished: nobody tells commits that a rank ended", strict=True)
+def test_who_searches_does_not_wait_for_a_rank_that_has_ended(job: Saver) -> None:
+    job.ask(0, FindState(checkpointer=C))
+    assert [type(answer) for answer in told(job.exit(1, step=4, code=0))] == [StateFound]
 
 
 def test_a_new_round_after_all_ranks_had_ended_is_not_ended_by_its_first_save() -> None:

@@ -9,17 +9,19 @@ name, writes fail, the coordinator dies.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from test_commits import NOW, revived, shard, snapshot_id
-from test_job_machine import picks
+from test_job_machine import JobMachine, picks
 
 from holdfast.core import commits
 from holdfast.core.commits import Commits, Taken
 from holdfast.messages.actions import (
+    Answered,
     AnyAction,
     CheckpointSettled,
     CommitCheckpoint,
@@ -35,13 +37,14 @@ from holdfast.messages.checkpoints import (
     Wish,
 )
 from holdfast.messages.events import (
+    Asked,
     CheckpointWritten,
     ImagesHeld,
     ShardsWritten,
     SnapshotsSealed,
     StoredFound,
 )
-from holdfast.messages.requests import AwaitSave, FindState, SaveSettled, StateFound
+from holdfast.messages.requests import AnyRequest, AwaitSave, FindState, SaveSettled, StateFound
 from holdfast.messages.units import NodeId, Rank, RoundNumber
 
 BOOKS = ("c", "d")
@@ -149,36 +152,38 @@ class CommitsMachine(RuleBasedStateMachine):
             assert settled.reason, "skipped or failed without a reason"
 
     def hear(self, event: Told) -> None:
-        before = msgspec.json.encode(self.state)
-        book = event.snapshot.checkpointer if not isinstance(event, ImagesHeld) else ""
+        if isinstance(event, SnapshotsSealed | ImagesHeld) and event.node not in self.images:
+            return  # As the job does: it is not a member any more.
+        stale = self.stale(event)
+        before = msgspec.json.encode(self.state) if stale else b""
         if isinstance(event, SnapshotsSealed):
-            if event.node not in self.images:
-                return  # As the job would: it is not a member any more.
             self.said[event.node] |= {(event.snapshot, one.rank) for one in event.ranks}
-            past = self.past(event.snapshot)
             taken = commits.sealed(self.state, event)
-            assert not past or msgspec.json.encode(self.state) == before, "history was changed"
         elif isinstance(event, ImagesHeld):
-            if event.node not in self.images:
-                return
             self.said[event.node] |= {(image.snapshot, image.rank) for image in event.images}
             taken = commits.held(self.state, event)
+        elif isinstance(event, ShardsWritten):
+            taken = commits.shards_written(self.state, event)
         else:
-            writing = self.state.book(book).writing
-            stale = writing is None or writing.snapshot != event.snapshot
-            if isinstance(event, ShardsWritten):
-                taken = commits.shards_written(self.state, event)
-            else:
-                taken = commits.checkpoint_written(self.state, event)
-            if stale:
-                assert msgspec.json.encode(self.state) == before, "stale word changed something"
-            elif not event.error and isinstance(event, CheckpointWritten):
+            taken = commits.checkpoint_written(self.state, event)
+            if not stale and not event.error:
                 self.note_saved(event.snapshot)
+        assert not stale or msgspec.json.encode(self.state) == before, (
+            "stale word changed something"
+        )
         self.heard.append(event)
         self.took(taken)
 
+    def stale(self, event: Told) -> bool:
+        """Whether it speaks of what is history, or of a write that is over."""
+        if isinstance(event, ImagesHeld):
+            return all(self.past(image.snapshot) for image in event.images)
+        if isinstance(event, SnapshotsSealed):
+            return self.past(event.snapshot)
+        writing = self.state.book(event.snapshot.checkpointer).writing
+        return writing is None or writing.snapshot != event.snapshot
+
     def past(self, id: SnapshotId) -> bool:
-        """Whether a newer round's snapshot counts and is all there, so that this one is history."""
         book = self.state.book(id.checkpointer)
         newest = [s.id for s in book.snapshots if s.counts and s.alive]
         known = [s.id for s in book.snapshots]
@@ -242,6 +247,12 @@ class CommitsMachine(RuleBasedStateMachine):
         told = tuple(ImageId(id, rank, self.sizes[id.round]) for id, rank in images)
         self.bag.append(ImagesHeld(at=NOW, node=node, images=told))
 
+    @rule(book=st.sampled_from(BOOKS), wish=st.sampled_from(WISHES), count=st.integers(1, 3))
+    def save_whole(self, book: str, wish: Wish, count: int) -> None:
+        for _ in range(count):
+            self.save(book, wish, 1, True)
+        self.deliver_all()
+
     @rule(number=picks, twice=st.booleans())
     def deliver(self, number: int, twice: bool) -> None:
         if self.bag:
@@ -289,6 +300,12 @@ class CommitsMachine(RuleBasedStateMachine):
             )
         self.bag.append(event)
 
+    @rule(count=st.integers(1, 6))
+    def carry_out_well(self, count: int) -> None:
+        for _ in range(count):
+            self.carry_out(0, "well")
+            self.deliver_all()
+
     @rule(number=picks)
     def remind(self, number: int) -> None:
         """A stream broke and is back: the node is told again."""
@@ -297,7 +314,7 @@ class CommitsMachine(RuleBasedStateMachine):
         self.took(Taken(actions=commits.remind(self.state, node)))
 
     @rule(
-        rank=picks, book=st.sampled_from(BOOKS), back=st.integers(0, 3), to=st.sampled_from(TIERS)
+        rank=picks, book=st.sampled_from(BOOKS), back=st.integers(-1, 3), to=st.sampled_from(TIERS)
     )
     def await_save(self, rank: int, book: str, back: int, to: Tier) -> None:
         id = self.id(book, max(1, self.step[book] - back))
@@ -346,6 +363,7 @@ class CommitsMachine(RuleBasedStateMachine):
             else:
                 assert id not in failed
                 self.check_pending(writing)
+        assert taken.lost == node
         self.took(taken)
 
     def check_pending(self, writing: commits.Writing) -> None:
@@ -409,6 +427,14 @@ class CommitsMachine(RuleBasedStateMachine):
         if len(search.waiting) == len(self.world):
             assert len(taken.answers) == len(self.world), "all have spoken and are not answered"
         self.took(taken, book)
+
+    @rule(book=st.sampled_from(BOOKS), step=st.none() | st.integers(1, 6), refuse=st.integers(0, 3))
+    def restore(self, book: str, step: int | None, refuse: int) -> None:
+        """All ranks restore, and refuse what they are offered so many times."""
+        self.look(book, step, False)
+        for turn in range(refuse + 2):
+            for rank in self.world:
+                self.find(book, rank, turn > refuse, False)
 
     def check_found(self, book: str, answers: list[tuple[str, StateFound]]) -> None:
         search = self.searches[book]
@@ -479,4 +505,103 @@ class CommitsMachine(RuleBasedStateMachine):
 
 
 TestCommitsMachine = CommitsMachine.TestCase
-TestCommitsMachine.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestCommitsMachine.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
+
+
+CHECKPOINT_ACTIONS = (WriteShards, CommitCheckpoint, CheckpointSettled, Answered)
+REQUESTS: list[AnyRequest] = [
+    AwaitSave(checkpointer="c", step=2, to="memory"),
+    AwaitSave(checkpointer="c", step=3, to="storage", timeout_s=0.5),
+    FindState(checkpointer="c"),
+    FindState(checkpointer="c", tried=Tried()),
+    FindState(checkpointer="c", tried=Tried("torn")),
+]
+
+
+class SavingMachine(JobMachine):
+    """The whole job, with scripts that save and restore in all of its rounds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.orders: list[Order] = []
+
+    def deliver(self, action: AnyAction) -> None:
+        if isinstance(action, Order):
+            self.orders.append(action)
+        elif not isinstance(action, CHECKPOINT_ACTIONS):
+            super().deliver(action)
+
+    @rule(number=picks, step=st.integers(1, 6), wish=st.sampled_from(WISHES))
+    def seal(self, number: int, step: int, wish: Wish) -> None:
+        picked = self.pick(number)
+        if picked is None or picked[1].part is None:
+            return
+        node, agent, _ = picked
+        part = agent.part
+        assert part is not None
+        ranks = range(part.first_rank, part.first_rank + part.slots)
+        self.take(
+            SnapshotsSealed(
+                at=self.at(0),
+                node=node,
+                snapshot=snapshot_id(step, agent.round),
+                world_size=part.world_size,
+                ranks=tuple(Sealed(Rank(rank), b"s") for rank in ranks),
+                wish=wish,
+            )
+        )
+
+    @rule(step=st.integers(1, 6), wish=st.sampled_from(WISHES))
+    def everybody_seals(self, step: int, wish: Wish) -> None:
+        for number in range(sum(len(agent.steps) for agent in self.agents.values())):
+            self.seal(number, step, wish)
+
+    @rule(number=picks, error=st.sampled_from(["", "", "", "disk full"]), gone=st.booleans())
+    def carry_out(self, number: int, error: str, gone: bool) -> None:
+        if not self.orders:
+            return
+        order = self.orders.pop(number % len(self.orders))
+        about: Any = {"at": self.at(0), "node": order.node, "snapshot": order.snapshot}
+        if isinstance(order, CommitCheckpoint):
+            self.take(CheckpointWritten(**about, error=error))
+        else:
+            shards = () if error else tuple(shard(rank) for rank in order.ranks)
+            self.take(ShardsWritten(**about, shards=shards, error=error, gone=bool(error and gone)))
+
+    @rule()
+    def carry_out_all(self) -> None:
+        for _ in range(20):
+            self.carry_out(0, "", False)
+
+    @rule(number=picks, lane=st.integers(0, 1), count=st.integers(1, 6), what=picks)
+    def ask_for_state(self, number: int, lane: int, count: int, what: int) -> None:
+        picked = self.pick(number)
+        if picked is not None:
+            node, agent, rank = picked
+            self.take(
+                Asked(
+                    at=self.at(0),
+                    node=node,
+                    round=agent.round,
+                    rank=rank,
+                    lane=lane,
+                    number=count,
+                    request=REQUESTS[what % len(REQUESTS)],
+                )
+            )
+
+    @rule(lane=st.integers(0, 1), count=st.integers(1, 6), what=picks)
+    def everybody_asks_for_state(self, lane: int, count: int, what: int) -> None:
+        for number in range(sum(len(agent.steps) for agent in self.agents.values())):
+            self.ask_for_state(number, lane, count, what)
+
+    @precondition(lambda self: hasattr(self, "driver"))
+    @invariant()
+    def a_job_whose_ranks_have_all_ended_ends_or_writes(self) -> None:
+        job = self.job
+        if job.membership.world is not None and job.to_finish == 0 and job.ended is None:
+            assert commits.busy(job.commits), "nobody will ever end this job"
+
+
+TestSavingMachine = SavingMachine.TestCase
+TestSavingMachine.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)

@@ -1,8 +1,9 @@
 """The whole machine under any sequence of events.
 
 Agents are modelled just well enough to be plausible most of the time (they start what they are told
-to start, and get ready when told to stop); the rest is chance: what dies and how, whose stream
-breaks, what is said twice, late or out of turn, and how far the clocks are apart.
+to start, test what they are told to test, and get ready when told to stop); the rest is chance: what
+dies and how, whose stream breaks, what is said twice, late or out of turn, and how far the clocks are
+apart.
 """
 
 from __future__ import annotations
@@ -16,17 +17,21 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from holdfast.core import job as jobs
 from holdfast.core import ledger as books
-from holdfast.core import report
+from holdfast.core import report, seating
+from holdfast.messages import actions as orders
 from holdfast.messages.actions import AnyAction, CloseJob, Finish, StartWorkers, StopWorkers
 from holdfast.messages.events import (
     AnyEvent,
+    Asked,
     CoordinatorRestarted,
     ExcludeAsked,
+    HealthFound,
     NodeJoined,
     NodeLeaving,
     NodeLeft,
     NodeReady,
     NodeResumed,
+    NodeTested,
     NodeWarm,
     Progress,
     StopAsked,
@@ -34,7 +39,11 @@ from holdfast.messages.events import (
     WorkerExited,
     WorkerStarted,
 )
+from holdfast.messages.health import Result
+from holdfast.messages.nodecheck import TestResult as Shown
 from holdfast.messages.records import Part, RankProgress, World
+from holdfast.messages.requests import AwaitStragglers
+from holdfast.messages.timings import RankTimings, Timing
 from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber, Time
 
 EXITS: list[dict[str, Any]] = [
@@ -49,6 +58,14 @@ EXITS: list[dict[str, Any]] = [
     {"signal": 11},
     {"signal": 15},
     {"signal": 60},
+]
+TESTS: list[dict[str, Any]] = [
+    {"solo_passed": True, "solo_s": 0.01, "passed": True, "seconds": 0.01},
+    {"solo_passed": True, "solo_s": 0.01, "passed": True, "seconds": 3.0},
+    {"solo_passed": True, "solo_s": 0.01, "passed": False, "detail": "no link"},
+    {"solo_passed": True, "solo_s": 0.01},
+    {"solo_passed": False, "detail": "no GPU"},
+    {"detail": "killed"},
 ]
 NAMES = [f"n{i}" for i in range(6)]
 OF_A_ROUND = (WorkerStarted, WorkerExited, Progress, ExcludeAsked, StopAsked)
@@ -68,6 +85,9 @@ class Agent:
         self.base = 0
         self.stopping: StopWorkers | None = None
         self.finish: Finish | None = None
+        self.test: orders.TestNode | None = None
+        self.tested = (0, 0)
+        """The newest test that it was told to make."""
 
 
 class JobMachine(RuleBasedStateMachine):
@@ -79,6 +99,8 @@ class JobMachine(RuleBasedStateMachine):
         slots=st.integers(1, 3),
         there=st.integers(0, 6),
         steps=st.integers(0, 3),
+        checked=st.booleans(),
+        exclude=st.booleans(),
     )
     def open(
         self,
@@ -89,9 +111,16 @@ class JobMachine(RuleBasedStateMachine):
         slots: int,
         there: int,
         steps: int,
+        checked: bool,
+        exclude: bool,
     ) -> None:
         self.driver = Driver(
-            min_nodes=lowest, max_nodes=lowest + more, node_unit=unit, max_restarts=restarts
+            min_nodes=lowest,
+            max_nodes=lowest + more,
+            node_unit=unit,
+            max_restarts=restarts,
+            node_check=checked,
+            exclude_stragglers=exclude,
         )
         self.slots = slots
         self.agents: dict[str, Agent] = {}
@@ -104,6 +133,7 @@ class JobMachine(RuleBasedStateMachine):
             self.join(name, False, 0.0)
         self.wait(1.0)
         if steps:
+            self.everybody_passes()
             self.everybody_steps(steps, 0.0)
 
     # ---- carrying events in and actions out ----
@@ -117,6 +147,8 @@ class JobMachine(RuleBasedStateMachine):
 
     def take(self, event: AnyEvent) -> None:
         stale = isinstance(event, OF_A_ROUND) and event.round != self.job.membership.round
+        if isinstance(event, NodeTested):
+            stale = event.check != self.job.checking.number or self.job.checking.check is None
         before = encoded(self.job) if stale else b""
         actions = self.driver.take(event)
         if stale:
@@ -138,12 +170,22 @@ class JobMachine(RuleBasedStateMachine):
                 first = action.part.first_rank
                 agent.steps = {Rank(first + i): 0 for i in range(action.part.slots)}
                 agent.base = self.job.highest
-                agent.stopping = None
+                agent.stopping = agent.test = None
         elif isinstance(action, StopWorkers):
             if action.round == agent.round:
                 agent.stopping = action
-        else:
+        elif isinstance(action, orders.TestNode):
+            self.told_to_test(agent, action)
+        elif isinstance(action, Finish):
             agent.finish = action
+            agent.test = None
+
+    def told_to_test(self, agent: Agent, order: orders.TestNode) -> None:
+        assert self.job.membership.world is None, "a test in the middle of training"
+        newest = (order.check, order.round)
+        running = agent.test is not None and order.size == 1
+        if newest > agent.tested or (newest == agent.tested and running):
+            agent.test, agent.tested = order, newest
 
     def pick(self, number: int) -> tuple[NodeId, Agent, Rank] | None:
         ranks = [(NodeId(n), a, r) for n, a in self.agents.items() for r in a.steps]
@@ -296,6 +338,68 @@ class JobMachine(RuleBasedStateMachine):
             )
         )
 
+    # ---- tests and health ----
+
+    @rule(number=picks, how=st.sampled_from(TESTS))
+    def answer_test(self, number: int, how: dict[str, Any]) -> None:
+        testing = [(n, a) for n, a in self.agents.items() if a.test is not None]
+        if testing:
+            self.tell_test(*testing[number % len(testing)], how)
+
+    @rule()
+    def everybody_passes(self) -> None:
+        for _ in range(10):
+            testing = [(n, a) for n, a in self.agents.items() if a.test is not None]
+            for name, agent in testing:
+                if agent.test is not None:
+                    self.tell_test(name, agent, TESTS[0])
+
+    def tell_test(self, name: str, agent: Agent, how: dict[str, Any]) -> None:
+        order, agent.test = agent.test, None
+        assert order is not None
+        if order.size == 1:
+            how = {**how, "passed": None, "seconds": None}
+        node = NodeId(name)
+        result = Shown(node=node, round=order.round, group=order.group, **how)
+        self.take(NodeTested(at=self.at(0), node=node, check=order.check, result=result))
+
+    @rule(name=names)
+    def fall_ill(self, name: str) -> None:
+        results = (Result("gpu-ecc", "fail", "errors", 0.1),)
+        self.take(HealthFound(at=self.at(0), node=NodeId(name), results=results))
+
+    @rule(slow=picks, windows=st.integers(1, 3))
+    def tell_timings(self, slow: int, windows: int) -> None:
+        for _ in range(windows):
+            for name, agent in list(self.agents.items()):
+                told = tuple(self.timings(rank, slow) for rank in agent.steps)
+                about = {"node": NodeId(name), "round": agent.round, "ranks": ()}
+                self.take(Progress(at=self.at(0), timings=told, **about))
+
+    def timings(self, rank: Rank, slow: int) -> RankTimings:
+        median_s = 0.05 if rank == slow else 0.01
+        forward = Timing(section="forward", count=10, median_s=median_s, total_s=10 * median_s)
+        return RankTimings(rank=rank, timings=(forward,))
+
+    @rule(number=picks, again=st.booleans())
+    def await_stragglers(self, number: int, again: bool) -> None:
+        picked = self.pick(number)
+        if picked is None:
+            return
+        node, agent, rank = picked
+        last = self.job.desk.last.get(rank, {}).get(0)
+        self.take(
+            Asked(
+                at=self.at(0),
+                node=node,
+                round=agent.round,
+                rank=rank,
+                lane=0,
+                number=1 if last is None else last.number + (not again),
+                request=AwaitStragglers(after=self.job.found if again else 0),
+            )
+        )
+
     @rule(number=picks, stop=st.sampled_from([False, False, False, True]))
     def ask(self, number: int, stop: bool) -> None:
         picked = self.pick(number)
@@ -369,7 +473,29 @@ class JobMachine(RuleBasedStateMachine):
         assert encoded(replayed(history)) == state, "a replay led elsewhere"
         assert encoded(replayed(history, revive_at=len(history) // 2)) == state
         assert encoded(revived(self.job)) == state
+        self.comes_to_rest()
         self.ends_when_told()
+
+    def comes_to_rest(self) -> None:
+        """With nodes that do as they are told, a world forms, if there may be one."""
+        m = self.job.membership
+        for _ in range(100):
+            for node in list(self.job.absent):
+                round = self.agents.setdefault(node, Agent()).round
+                self.take(NodeResumed(at=self.at(0), node=node, round=round, busy=False))
+            for node, held in list(self.job.membership.busy.items()):
+                self.driver.ready(node, round=held.round)
+            self.everybody_passes()
+            if self.job.ended is not None or m.world is not None:
+                return
+            deadline = jobs.deadline(self.job)
+            if deadline is None:
+                break
+            self.driver.now = max(self.driver.now, deadline)
+            for action in self.driver.tick():
+                self.deliver(action)
+        able = len(seating.choose(m.waiting, m.terms))
+        assert able < max(1, m.terms.min_nodes), "enough nodes wait, and nothing happens"
 
     def ends_when_told(self) -> None:
         """Whatever happened, a job whose nodes are all gone or told to go can be closed."""

@@ -41,7 +41,7 @@ LOOK = r"""
     }
     import asyncio, json, locale, logging, os, random, resource, signal, stat, threading, warnings
     def tasks():
-        """Threads of the process; the one that beats for Holdfast is named, and not the script's."""
+        # Threads of the process; the one that beats for Holdfast is named, and not the script's.
         names = [open(f"/proc/self/task/{t}/comm").read() for t in os.listdir("/proc/self/task")]
         return len([name for name in names if name.strip() != "holdfast-pulse"])
     def kind(fd):

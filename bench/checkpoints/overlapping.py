@@ -1,0 +1,143 @@
+"""What a save in every step costs a training that computes about a second a step.
+
+A model is really trained, on all cores but one, which is left for copying as it is left idle next to
+an accelerator. Blocks of steps with a save in each and without any take turns, and the medians of
+their steps are compared: what the copy takes from the step that it runs beside is in them, and what
+the optimizer has to wait for it.
+
+Torch's own checkpoints are not made for a save in each step, so a block of theirs has one `async_save`;
+what the block takes longer than one without is that save's cost.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from checkpoints import states
+from checkpoints.contestants import SaveFailedError, Torch
+from checkpoints.lines import Line, Seconds, milliseconds
+from checkpoints.setting import Setting
+from checkpoints.timing import took, wait_for_shared_memory
+from holdfast import Checkpointer
+from holdfast.checkpoint.tickets import Ticket
+
+WIDTH = 2048
+STEP_S: Seconds = 1.0
+STEPS = 6
+"""In a block."""
+ROWS = 64
+MOST_BATCHES = 64
+
+
+class Training:
+    """A plain multilayer perceptron; how many batches make a step decides how long it is."""
+
+    def __init__(self, size: int) -> None:
+        layers = max(1, round(size / (1 + states.MOMENTS) / (4 * WIDTH * WIDTH)))
+        blocks = [
+            part for _ in range(layers) for part in (nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU())
+        ]
+        self.model = nn.Sequential(*blocks)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
+        self._batches = 1
+        self._inputs = torch.ones(ROWS, WIDTH)
+
+    def step(self) -> None:
+        for _ in range(self._batches):
+            torch.autograd.backward(self.model(self._inputs).square().mean())
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def make_steps_last(self, seconds: Seconds) -> None:
+        """Choose how many batches."""
+        self.step()
+        one = min(took(self.step) for _ in range(2))
+        self._batches = 2
+        of_a_batch = max(min(took(self.step) for _ in range(2)) - one, one / 10)
+        self._batches = min(MOST_BATCHES, max(1, 1 + round((seconds - one) / of_a_batch)))
+
+
+def measure(told: dict[str, Any]) -> list[dict[str, Any]]:
+    setting = Setting(**told)
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
+    training = Training(setting.size)
+    state = {"model": training.model, "optim": training.optimizer}
+    saving = _Saving(Checkpointer(None, state))
+    training.make_steps_last(STEP_S)
+    size = states.bytes_of(training.model, training.optimizer)
+    wait_for_shared_memory(2 * size)
+    dcp = Torch(state, setting.on_disk)
+    samples: dict[str, list[Seconds]] = {"none": [], "save": [], "async_save": [], "call": []}
+    for turn in range(1 + max(2, setting.tries // 2)):
+        found = {
+            "none": _block(training, lambda step: None),
+            "save": _block(training, saving.save),
+            "call": saving.settle(),
+            "async_save": _block_of_torchs(training, dcp),
+        }
+        for name, times in found.items() if turn else ():
+            samples[name] += times
+    none, ours, call = (median(samples[name]) for name in ("none", "save", "call"))
+    theirs = STEPS * (sum(samples["async_save"]) - sum(samples["none"])) / len(samples["none"])
+    line = Line(
+        f"overlapped save of {size / 1e9:.2g} GB in each step, of the step",
+        100 * (ours - none) / none,
+        "%",
+        at_most=2.0,
+        torchs=100 * theirs / none,
+        seen=f"step {milliseconds(none)}, with a save {milliseconds(ours)}, of which in the call"
+        f" {milliseconds(call)}; one async_save costs {milliseconds(theirs)} in all",
+        samples=samples,
+    )
+    return [asdict(line)]
+
+
+class _Saving:
+    def __init__(self, checkpointer: Checkpointer) -> None:
+        self._checkpointer = checkpointer
+        self._steps = 0
+        self._ticket: Ticket | None = None
+        self._calls: list[Seconds] = []
+
+    def save(self, step: int) -> None:
+        self._steps += 1
+        began = perf_counter()
+        self._ticket = self._checkpointer.save(self._steps, to="memory")
+        self._calls.append(perf_counter() - began)
+
+    def settle(self) -> list[Seconds]:
+        """Wait for the last one; what the calls took."""
+        assert self._ticket is not None
+        result = self._ticket.memory()
+        if result.outcome != "saved":
+            raise SaveFailedError(f"{result.outcome}: {result.reason}")
+        calls, self._calls = self._calls, []
+        return calls
+
+
+def _block(training: Training, after: Callable[[int], object]) -> list[Seconds]:
+    """Some steps, each with what comes after it."""
+    times = []
+    for number in range(STEPS):
+        began = perf_counter()
+        training.step()
+        after(number)
+        times.append(perf_counter() - began)
+    return times
+
+
+def _block_of_torchs(training: Training, dcp: Torch) -> list[Seconds]:
+    pending: list[Any] = []
+    times = _block(training, lambda step: pending.append(dcp.begin()) if step == 0 else None)
+    for one in pending:
+        one.result()
+    dcp.remove()
+    return times

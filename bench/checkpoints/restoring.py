@@ -1,0 +1,192 @@
+"""Back from memory: a node's own, and a peer's.
+
+After a fault a rank is a fresh process with a model that was just made; its images are in shared
+memory, where an earlier process left them. So each try is a fresh process, whose first restore is what
+counts after a fault; later ones, warm, say what of that is the process's own doing.
+
+From a peer the image first has to come over the network, here the loopback, and into fresh memory.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from checkpoints import fresh, states
+from checkpoints.contestants import Torch
+from checkpoints.lines import Line, Seconds, medians, speed
+from checkpoints.links import TOKEN, OwnMemory, PeersMemory
+from checkpoints.saving import BOTH_IMAGES, TENSORS
+from checkpoints.setting import Setting
+from checkpoints.timing import took, wait_for_shared_memory
+from checkpoints.yardsticks import Memory, receive_bytes
+from holdfast.checkpoint.engine import Checkpointer
+from holdfast.checkpoint.images import Images
+from holdfast.checkpoint.replicas import ReplicaServer
+
+WARM = 3
+STREAMS = (1, 4)
+
+
+class NotRestoredError(RuntimeError):
+    """A restore that is to be timed must bring back what was saved."""
+
+
+# ---- own memory ---------------------------------------------------------------------------------
+
+
+def own(told: dict[str, Any]) -> list[dict[str, Any]]:
+    setting = Setting(**told)
+    fresh.call("checkpoints.restoring:leave_images", told, str(setting.in_memory))
+    parts = [
+        fresh.call("checkpoints.restoring:restore_own", told, turn == 0)
+        for turn in range(max(2, setting.tries // 2 + 1))
+    ]
+    samples = {key: [s for part in parts for s in part[key]] for key in parts[0]}
+    found = medians(samples)
+    size, memcpy = states.bytes_of_weights(setting.size, TENSORS), found["memcpy"]
+    return [
+        asdict(
+            Line(
+                f"restore {size / 1e9:.2g} GB from own memory, {how}, of memcpy",
+                100 * memcpy / found[key],
+                "%",
+                at_least=70.0,
+                torchs=100 * memcpy / found["dcp.load"],
+                seen=f"{speed(size, found[key])}, memcpy {speed(size, memcpy)}, dcp.load from"
+                f" /dev/shm {speed(size, found['dcp.load'])}",
+                samples=samples,
+            )
+        )
+        for key, how in (("fresh", "fresh process"), ("warm", "warm"))
+    ]
+
+
+def leave_images(told: dict[str, Any], folder: str) -> int:
+    """What an earlier process of the rank left: both of its images; the newest step."""
+    setting = Setting(**told)
+    model = states.Weights(setting.size, TENSORS)
+    checkpointer = Checkpointer(None, {"model": model}, link=OwnMemory(Path(folder)))
+    for step in range(1, 1 + BOTH_IMAGES):
+        with torch.no_grad():
+            for number, weight in enumerate(model.weights):
+                weight.fill_(_marked(step, number))
+        checkpointer.save(step, block=True)
+    return BOTH_IMAGES
+
+
+def restore_own(told: dict[str, Any], with_torchs: bool) -> dict[str, list[Seconds]]:
+    setting = Setting(**told)
+    model = states.Weights(setting.size, TENSORS)
+    checkpointer = Checkpointer(None, {"model": model}, link=OwnMemory(setting.in_memory))
+    first = _restore(checkpointer, model)
+    size = states.bytes_of(model)
+    wait_for_shared_memory(BOTH_IMAGES * size)  # It gets ready for the next save.
+    memory = Memory(size)
+    samples: dict[str, list[Seconds]] = {"fresh": [first], "memcpy": [], "warm": [], "dcp.load": []}
+    memory.memcpy()
+    for _ in range(WARM):
+        samples["memcpy"].append(memory.memcpy())
+        samples["warm"].append(_restore(checkpointer, model))
+    if with_torchs:
+        torchs = Torch({"model": model}, setting.in_memory)
+        torchs.save()
+        samples["dcp.load"] = [torchs.load() for _ in range(WARM)]
+        torchs.remove()
+    return samples
+
+
+def _restore(checkpointer: Checkpointer, model: states.Weights) -> Seconds:
+    with torch.no_grad():
+        for weight in model.weights:
+            weight.fill_(0.0)
+    seconds = took(checkpointer.restore)
+    wrong = [
+        number
+        for number, weight in enumerate(model.weights)
+        if weight[0, 0] != _marked(BOTH_IMAGES, number) or weight[-1, -1] != weight[0, 0]
+    ]
+    if wrong:
+        raise NotRestoredError(f"tensors {wrong[:5]} are not what was saved")
+    return seconds
+
+
+def _marked(step: int, number: int) -> float:
+    return float(1000 * step + number)
+
+
+# ---- a peer's -----------------------------------------------------------------------------------
+
+
+def peer(told: dict[str, Any]) -> list[dict[str, Any]]:
+    setting = Setting(**told)
+    theirs, ours = setting.in_memory / "peer", setting.in_memory / "own"
+    theirs.mkdir()
+    ours.mkdir()
+    newest = fresh.call("checkpoints.restoring:leave_images", told, str(theirs))
+    with (
+        fresh.serving("checkpoints.restoring:serve_images", str(theirs)) as port,
+        fresh.serving("checkpoints.yardsticks:serve_bytes") as plain_port,
+    ):
+        parts = [
+            fresh.call("checkpoints.restoring:restore_peers", told, port, plain_port, newest)
+            for _ in range(max(2, setting.tries // 2 + 1))
+        ]
+    samples = {key: [s for part in parts for s in part[key]] for key in parts[0]}
+    found = medians(samples)
+    size = states.bytes_of_weights(setting.size, TENSORS)
+    raw = min(found[f"tcp x{streams}"] for streams in STREAMS)
+    tcp = ", ".join(f"{speed(size, found[f'tcp x{n}'])} by {n}" for n in STREAMS)
+    line = Line(
+        f"restore {size / 1e9:.2g} GB from a peer, of raw TCP",
+        100 * raw / found["restore"],
+        "%",
+        at_least=60.0,
+        seen=f"{speed(size, found['restore'])} (fetch {found['fetch']:.2f} s, load"
+        f" {found['restore'] - found['fetch']:.2f} s), TCP {tcp}",
+        samples=samples,
+    )
+    return [asdict(line)]
+
+
+def serve_images(folder: str) -> Iterator[int]:
+    """A peer's keeper, as far as it gives away images; its port."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = ReplicaServer(listener, TOKEN, Images(Path(folder), lambda image: None))
+    server.start()
+    yield int(listener.getsockname()[1])
+    os._exit(0)
+
+
+def restore_peers(
+    told: dict[str, Any], port: int, plain_port: int, newest: int
+) -> dict[str, list[Seconds]]:
+    setting = Setting(**told)
+    model = states.Weights(setting.size, TENSORS)
+    size = states.bytes_of(model)
+    samples: dict[str, list[Seconds]] = {
+        f"tcp x{streams}": [receive_bytes(plain_port, size, streams) for _ in range(2)]
+        for streams in STREAMS
+    }
+    folder = setting.in_memory / "own"
+    fetching: list[Seconds] = []
+
+    class Timed(PeersMemory):
+        def fetch(self, *args: Any) -> Path:
+            found: list[Path] = []
+            fetching.append(took(lambda: found.append(PeersMemory.fetch(self, *args))))
+            return found[0]
+
+    checkpointer = Checkpointer(None, {"model": model}, link=Timed(folder, port, newest))
+    samples["restore"] = [_restore(checkpointer, model)]
+    samples["fetch"] = fetching
+    shutil.rmtree(folder)
+    folder.mkdir()
+    return samples

@@ -1,0 +1,26 @@
+"""What tests of snapshots share."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """Tests share the cores with others; and a fork of a process with threads is none to rely on."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() > 1:
+        torch.set_num_threads(1)
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    """A directory in shared memory, as images are in; nothing of it is left."""
+    root = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="hf-test-", dir=root) as directory:
+        yield Path(directory)

@@ -1,0 +1,452 @@
+"""A keeper carries out orders, one by one, whatever becomes of each of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from states import CHECKPOINTER, Rank
+
+from holdfast.checkpoint.image import Image
+from holdfast.checkpoint.storage import PosixStorage
+from holdfast.checkpoint.verify import verify
+from holdfast.messages.checkpoints import Shard, SnapshotId, StoredStep
+from holdfast.messages.keeping import (
+    AnyOrder,
+    Begin,
+    Commit,
+    Count,
+    Done,
+    Fetch,
+    FromKeeper,
+    Look,
+    Open,
+    Received,
+    Reply,
+    Seal,
+    ShardsDone,
+    Stored,
+    Write,
+    Wrote,
+)
+from holdfast.messages.local import PACKET_BYTES, Piece
+from holdfast.packets import Joiner, packets_of
+
+PATIENCE_S = 30.0
+"""For what comes in milliseconds, where the machine is not busy."""
+
+PATCHED = """
+import os, sys, time
+from holdfast.checkpoint import disk, keeper, storage
+keeper.STALLED_S, keeper.LOOK_EVERY_S = {stalled_s}, 0.05
+gate = {gate!r}
+def held(what):
+    while os.path.exists(gate) and open(gate).read() in what:
+        time.sleep(0.005)
+def hold(kind, name):
+    real = getattr(kind, name)
+    def call(*args):
+        held(name)
+        return real(*args)
+    setattr(kind, name, call)
+hold(disk.Disk, "write")
+hold(keeper, "open_storage")
+hold(keeper, "steps")
+keeper.main()
+"""
+"""A keeper whose storage hangs in the call whose name a file has in it."""
+
+
+class KeeperProcess:
+    def __init__(self, images: Path, stalled_s: float = 120.0) -> None:
+        self.gate = images / "gate"
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        script = PATCHED.format(stalled_s=stalled_s, gate=str(self.gate))
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", script, str(theirs.fileno())],
+            pass_fds=(theirs.fileno(),),
+            env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+        )
+        theirs.close()
+        ours.settimeout(PATIENCE_S)
+        self.control = ours
+        self._next = 1
+        self._joiner = Joiner()
+        self._answers: dict[int, Any] = {}
+        begin = Begin(images=str(images), token="", job="job", listener_fd=None)
+        ours.send(msgspec.msgpack.encode(begin))
+
+    def hang(self, what: str) -> None:
+        self.gate.write_text(what)
+
+    def go_on(self) -> None:
+        self.gate.unlink()
+
+    def give(self, order: AnyOrder) -> int:
+        number, self._next = self._next, self._next + 1
+        for packet in packets_of(msgspec.structs.replace(order, number=number)):
+            self.control.send(packet)
+        return number
+
+    def answer(self, number: int) -> Any:
+        while number not in self._answers:
+            reply: Any = msgspec.msgpack.decode(self.control.recv(PACKET_BYTES), type=FromKeeper)
+            if isinstance(reply, Piece):
+                whole = self._joiner.add(reply)
+                if whole is None:
+                    continue
+                reply = msgspec.msgpack.decode(whole, type=FromKeeper)
+            if not isinstance(reply, Received | Wrote):
+                assert reply.number not in self._answers, "answered twice"
+                self._answers[reply.number] = reply
+        return self._answers[number]
+
+    def ask(self, order: AnyOrder) -> Any:
+        return self.answer(self.give(order))
+
+    def close(self) -> None:
+        self.control.close()
+        self.process.kill()
+        self.process.wait()
+
+
+@contextmanager
+def keeping(images: Path, stalled_s: float = 120.0) -> Iterator[KeeperProcess]:
+    keeper = KeeperProcess(images, stalled_s)
+    try:
+        yield keeper
+    finally:
+        keeper.close()
+
+
+@pytest.fixture
+def keeper(shm: Path) -> Iterator[KeeperProcess]:
+    with keeping(shm) as keeper:
+        yield keeper
+
+
+# ---- orders ----
+
+
+def opening(directory: Path | str) -> Open:
+    return Open(number=0, checkpointer=CHECKPOINTER, directory=str(directory), keep=b"")
+
+
+def snapshot(step: int) -> SnapshotId:
+    return SnapshotId(CHECKPOINTER, step, 1)  # type: ignore[arg-type]
+
+
+def writing(step: int) -> Write:
+    return Write(number=0, snapshot=snapshot(step), ranks=(0,), world_size=1, alike=True)
+
+
+def committing(step: int, shards: tuple[Shard, ...]) -> Commit:
+    return Commit(number=0, snapshot=snapshot(step), world_size=1, shards=shards)
+
+
+LOOK = Look(number=0, checkpointer=CHECKPOINTER)
+COUNT = Count(number=0)
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {"a": torch.full((3000,), float(step)), "step": step}
+
+
+def saved(rank: Rank, step: int) -> tuple[Path, int]:
+    """An image that is whole and not yet sealed: its path and state."""
+    copy = rank.copy(rank.capture(state_of(step), step), step)
+    return copy.path, copy.done.result()
+
+
+def seal(keeper: KeeperProcess, rank: Rank, step: int) -> None:
+    path, state = saved(rank, step)
+    assert keeper.ask(Seal(number=0, path=str(path), state=state)).error == ""
+
+
+def store(keeper: KeeperProcess, step: int) -> None:
+    done = keeper.ask(writing(step))
+    assert done.error == ""
+    assert keeper.ask(committing(step, done.shards)) == Done(number=keeper._next - 1)
+
+
+def until_pinned(keeper: KeeperProcess, images: Path) -> Image:
+    """The image that the keeper has begun to read."""
+    candidates = [Image.open(path) for path in images.glob("*.image")]
+    while True:
+        assert keeper.process.poll() is None
+        for image in candidates:
+            if image.pinned:
+                return image
+
+
+# ---- what it does ----
+
+
+def test_an_image_that_is_sealed_verifies(shm: Path, keeper: KeeperProcess) -> None:
+    path, state = saved(Rank(shm), 5)
+    answer = keeper.ask(Seal(number=0, path=str(path), state=state))
+    assert (answer.error, answer.image.snapshot, answer.sealed.rank) == ("", snapshot(5), 0)
+    assert Image.open(path).digests() is not None
+    assert keeper.ask(COUNT).images == (answer.image,)
+
+
+def test_a_seal_that_comes_too_late_is_answered_with_an_error(
+    shm: Path, keeper: KeeperProcess
+) -> None:
+    path, state = saved(Rank(shm), 5)
+    assert Image.open(path).begin()
+    answer = keeper.ask(Seal(number=0, path=str(path), state=state))
+    assert (answer.error, answer.image) == ("a newer one took its place", None)
+    assert "No such file" in keeper.ask(Seal(number=0, path=str(shm / "no"), state=2)).error
+
+
+def test_a_snapshot_becomes_a_checkpoint_that_verifies(
+    shm: Path, tmp_path: Path, keeper: KeeperProcess
+) -> None:
+    assert keeper.ask(opening(tmp_path)).error == ""
+    assert keeper.ask(LOOK).steps == ()
+    rank = Rank(shm)
+    for step in (5, 6):
+        seal(keeper, rank, step)
+        store(keeper, step)
+        assert verify(PosixStorage(tmp_path), step) == []
+    assert keeper.ask(LOOK).steps == tuple(StoredStep(step, 1, 1) for step in (6, 5))  # type: ignore[arg-type]
+
+
+def test_what_is_written_stays_in_memory_while_it_is(
+    shm: Path, tmp_path: Path, keeper: KeeperProcess
+) -> None:
+    rank = Rank(shm)
+    keeper.ask(opening(tmp_path))
+    for step in (5, 6):
+        seal(keeper, rank, step)
+    keeper.hang("write")
+    number = keeper.give(writing(6))
+    until_pinned(keeper, shm)
+    for step in range(7, 12):
+        saved(rank, step)  # Not one of them waits, or is skipped.
+    keeper.go_on()
+    done = keeper.answer(number)
+    assert keeper.ask(committing(6, done.shards)).error == ""
+    assert verify(PosixStorage(tmp_path), 6) == []
+
+
+def test_what_made_place_for_a_newer_one_is_gone(
+    shm: Path, tmp_path: Path, keeper: KeeperProcess
+) -> None:
+    keeper.ask(opening(tmp_path))
+    rank = Rank(shm)
+    for step in (5, 6, 7):
+        seal(keeper, rank, step)
+    done = keeper.ask(writing(5))
+    assert done.gone
+    assert "made place for a newer one" in done.error
+
+
+def test_an_order_may_be_given_again_to_another_keeper(shm: Path, tmp_path: Path) -> None:
+    rank = Rank(shm)
+    with keeping(shm) as keeper:
+        keeper.ask(opening(tmp_path))
+        seal(keeper, rank, 5)
+        keeper.hang("write")
+        keeper.give(writing(5))
+        keeper.process.kill()
+        keeper.go_on()
+    with keeping(shm) as another:
+        another.ask(opening(tmp_path))
+        store(another, 5)
+        seal(another, rank, 6)
+    assert verify(PosixStorage(tmp_path), 5) == []
+
+
+def test_what_a_dead_keeper_held_is_let_go_by_the_next(shm: Path, tmp_path: Path) -> None:
+    rank = Rank(shm)
+    with keeping(shm) as keeper:
+        keeper.ask(opening(tmp_path))
+        seal(keeper, rank, 5)
+        keeper.hang("write")
+        keeper.give(writing(5))
+        image = until_pinned(keeper, shm)
+        keeper.process.kill()
+        keeper.process.wait()
+        keeper.go_on()
+    assert image.pinned
+    with keeping(shm) as another:
+        another.ask(COUNT)
+        assert not image.pinned
+
+
+# ---- what it does not know ----
+
+
+def test_what_is_no_order_is_survived(shm: Path, keeper: KeeperProcess) -> None:
+    for packet in (b"\xc1", b"garbage", msgspec.msgpack.encode([1, 2]), msgspec.msgpack.encode({})):
+        keeper.control.send(packet)
+    pieces = [Piece(index=0, of=2, data=b"gar"), Piece(index=1, of=2, data=b"bage")]
+    for piece in pieces:
+        keeper.control.send(msgspec.msgpack.encode(piece))
+    assert keeper.ask(COUNT).images == ()
+
+
+def test_an_order_of_a_newer_agent_is_answered(keeper: KeeperProcess) -> None:
+    keeper.control.send(msgspec.msgpack.encode({"type": "Polish", "number": 77, "how": "well"}))
+    assert "does not know such an order" in keeper.answer(77).error
+    keeper.control.send(msgspec.msgpack.encode({"type": "Seal", "number": 78, "path": 3}))
+    assert keeper.answer(78).error
+
+
+def test_an_order_may_be_larger_than_a_packet(tmp_path: Path, keeper: KeeperProcess) -> None:
+    keeper.ask(opening(tmp_path))
+    many = tuple(Shard(n, "x" * 300, 1, "y" * 32, "z" * 32) for n in range(1000))  # type: ignore[arg-type]
+    order = committing(5, many)
+    assert len(msgspec.msgpack.encode(order)) > 2 * PACKET_BYTES
+    assert keeper.ask(order).error
+
+
+def test_a_checkpointer_that_was_never_opened_is_an_error(keeper: KeeperProcess) -> None:
+    for order in (LOOK, writing(5), committing(5, ())):
+        assert "never opened" in keeper.ask(order).error
+
+
+def test_a_checkpointer_without_storage_has_nothing_there(keeper: KeeperProcess) -> None:
+    keeper.ask(opening(""))
+    assert keeper.ask(LOOK).steps == ()
+    assert "has no storage" in keeper.ask(writing(5)).error
+
+
+def test_an_image_that_cannot_be_had_is_an_error(keeper: KeeperProcess) -> None:
+    from holdfast.messages.checkpoints import Holder, ImageId
+
+    nobody = Holder(3, "node", "127.0.0.1", 1)  # type: ignore[arg-type]
+    image = ImageId(snapshot(5), 3, 8)  # type: ignore[arg-type]
+    answer = keeper.ask(Fetch(number=0, image=image, holder=nobody, blocks=None))
+    assert answer.error
+    assert answer.path == ""
+
+
+# ---- storage that hangs ----
+
+
+def test_what_is_ordered_after_an_opening_waits_for_it(
+    shm: Path, tmp_path: Path, keeper: KeeperProcess
+) -> None:
+    """A restore right after the start must not find nothing, and training start over."""
+    keeper.ask(opening(tmp_path))
+    seal(keeper, Rank(shm), 5)
+    store(keeper, 5)
+    keeper.hang("open_storage")
+    numbers = [keeper.give(opening(tmp_path)), keeper.give(LOOK)]
+    keeper.ask(COUNT)
+    keeper.go_on()
+    assert [one.step for one in keeper.answer(numbers[1]).steps] == [5]
+
+
+def test_storage_that_cannot_be_opened_is_not_taken_for_empty(
+    tmp_path: Path, keeper: KeeperProcess
+) -> None:
+    assert keeper.ask(opening("no-such-thing://bucket")).error
+    assert keeper.ask(LOOK).error
+
+
+def test_storage_that_hangs_is_told_and_everything_else_goes_on(shm: Path, tmp_path: Path) -> None:
+    rank = Rank(shm)
+    with keeping(shm, stalled_s=0.3) as keeper:
+        keeper.ask(opening(tmp_path))
+        seal(keeper, rank, 5)
+        keeper.hang("write")
+        number = keeper.give(writing(5))
+        seal(keeper, rank, 6)
+        assert len(keeper.ask(COUNT).images) == 2
+        answer = keeper.answer(number)
+        assert isinstance(answer, ShardsDone), "the answer fits the order"
+        assert "storage hangs" in answer.error
+        keeper.go_on()
+        # What hung comes back too late, and is not answered twice; the next one is written.
+        seal(keeper, rank, 7)
+        store(keeper, 7)
+
+
+@pytest.mark.parametrize(
+    ("call", "order", "kind"),
+    [("steps", LOOK, Stored), ("open_storage", opening("x"), Done), ("write", None, Done)],
+)
+def test_every_order_that_storage_can_hold_up_is_given_up(
+    shm: Path, tmp_path: Path, call: str, order: AnyOrder | None, kind: type[Reply]
+) -> None:
+    with keeping(shm, stalled_s=0.3) as keeper:
+        keeper.ask(opening(tmp_path))
+        if order is None:
+            seal(keeper, Rank(shm), 5)
+            order = committing(5, keeper.ask(writing(5)).shards)
+        keeper.hang(call)
+        answer = keeper.ask(order)
+        assert isinstance(answer, kind)
+        assert "storage hangs: nothing moved for 0 s" in answer.error
+
+
+def test_any_number_of_orders_may_hang(shm: Path, tmp_path: Path) -> None:
+    with keeping(shm) as keeper:
+        keeper.ask(opening(tmp_path))
+        keeper.hang("steps")
+        numbers = [keeper.give(LOOK) for _ in range(40)]
+        seal(keeper, Rank(shm), 5)
+        keeper.go_on()
+        assert all(keeper.answer(number).error == "" for number in numbers)
+
+
+# ---- the process ----
+
+
+def test_it_never_has_torch_in_it(shm: Path, tmp_path: Path, keeper: KeeperProcess) -> None:
+    keeper.ask(opening(tmp_path))
+    seal(keeper, Rank(shm), 5)
+    store(keeper, 5)
+    assert "torch" not in Path(f"/proc/{keeper.process.pid}/maps").read_text()
+
+
+def test_it_yields_to_training(keeper: KeeperProcess) -> None:
+    keeper.ask(COUNT)
+    stat = Path(f"/proc/{keeper.process.pid}/stat").read_text()
+    assert int(stat.rpartition(")")[2].split()[16]) >= 10
+    assert Path(f"/proc/{keeper.process.pid}/comm").read_text() == "holdfast-keeper\n"
+
+
+def test_it_ends_when_nobody_listens_any_more(shm: Path, tmp_path: Path) -> None:
+    """Even with a thread that hangs, and in the middle of answering."""
+    with keeping(shm) as keeper:
+        keeper.ask(opening(tmp_path))
+        keeper.hang("steps")
+        keeper.give(LOOK)
+        keeper.give(COUNT)
+        keeper.control.close()
+        assert keeper.process.wait(PATIENCE_S) == 0
+        keeper.control = socket.socket()
+
+
+def test_signals_for_the_job_do_not_end_it(keeper: KeeperProcess) -> None:
+    keeper.ask(COUNT)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        keeper.process.send_signal(number)
+    assert keeper.ask(COUNT).error == ""
+
+
+def test_answers_of_many_orders_at_once_are_all_told(
+    shm: Path, tmp_path: Path, keeper: KeeperProcess
+) -> None:
+    keeper.ask(opening(tmp_path))
+    sent: list[int] = []
+    sender = threading.Thread(target=lambda: sent.extend(keeper.give(COUNT) for _ in range(200)))
+    sender.start()
+    sender.join()
+    assert all(keeper.answer(number).error == "" for number in sent)
