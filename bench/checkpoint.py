@@ -12,7 +12,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ BENCH = Path(__file__).resolve().parent
 sys.path[:0] = [str(BENCH.parent)]  # Also where holdfast is not installed.
 
 from checkpoints import fresh  # noqa: E402
+from checkpoints.cores import Cores  # noqa: E402
 from checkpoints.leftovers import remove_leftovers  # noqa: E402
 from checkpoints.lines import COLUMNS, Line  # noqa: E402
 from checkpoints.setting import Setting  # noqa: E402
@@ -139,6 +140,7 @@ def _measure(name: str, args: argparse.Namespace, scratch: Path, shm: Path) -> l
         cache=str(args.cache.resolve()),
     )
     log = (args.keep_logs or scratch) / f"{name}.log"
+    cores = Cores()
     try:
         with log.open("wb") as output:
             found = fresh.call(MEASURES[name], setting.plain(), log=output)
@@ -153,8 +155,9 @@ def _measure(name: str, args: argparse.Namespace, scratch: Path, shm: Path) -> l
         remove_leftovers(shm)
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
+    lines = [replace(line, others=cores.used_by_others()) for line in lines]
     for line in lines:
-        say(f"{name}: {'  '.join(line.row())}  ({line.why or line.seen})")
+        say(f"{name}: {'  '.join(line.row())}  ({line.told()})")
     return lines
 
 
@@ -165,9 +168,10 @@ def _report(args: argparse.Namespace, scratch: Path, shm: Path) -> Report:
     missed = [line.what for line in lines if line.met is False]
     judged = sum(line.met is not None for line in lines)
     notes = [
-        *(f"  {line.what}: {line.why or line.seen}" for line in lines),
-        f"medians; torch's: the same figure for torch.distributed.checkpoint; load {load:.2f} at the"
-        f" start, {os.getloadavg()[0]:.2f} at the end",
+        *(f"  {line.what}: {line.told()}" for line in lines),
+        "medians; torch's: the same figure for torch.distributed.checkpoint; others: the share of the"
+        " cores that went to processes that are not the bench's",
+        f"load {load:.2f} at the start, {os.getloadavg()[0]:.2f} at the end",
         f"{judged - len(missed)} of {judged} goals met"
         + (f"; missed: {', '.join(missed)}" if missed else ""),
     ]
@@ -183,7 +187,7 @@ def _report(args: argparse.Namespace, scratch: Path, shm: Path) -> Report:
 
 
 def _summary(found: dict[str, list[Line]]) -> dict[str, Any]:
-    keys = ("what", "figure", "unit", "at_least", "at_most", "torchs", "seen", "why")
+    keys = ("what", "figure", "unit", "at_least", "at_most", "torchs", "seen", "why", "others")
     return {
         name: [{key: getattr(line, key) for key in keys} | {"met": line.met} for line in lines]
         for name, lines in found.items()

@@ -35,7 +35,9 @@ def ask(home: JobHome, question: Question, answer: type[T], tls: TlsFiles | None
     if isinstance(told, Refused):
         raise JobError(f"job {home.name}: {told.reason}")
     if not isinstance(told, answer):
-        hint = "" if tls is not None else "; if the job uses TLS, say --tls-cert, --tls-key, --tls-ca"
+        hint = (
+            "" if tls is not None else "; if the job uses TLS, say --tls-cert, --tls-key, --tls-ca"
+        )
         raise JobError(f"job {home.name}: its coordinator ended the conversation{hint}")
     return told
 

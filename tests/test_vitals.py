@@ -1,4 +1,4 @@
-"""A worker's signs of life: what is written is what the agent reads, and forked processes write none."""
+"""A worker's signs of life: what is written is read, and forked processes write none."""
 
 from __future__ import annotations
 

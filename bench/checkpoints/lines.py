@@ -30,6 +30,8 @@ class Line:
     skipped: bool = False
     samples: dict[str, list[Seconds]] = field(default_factory=dict)
     """All that was timed for it, in the order of the tries."""
+    others: float | None = None
+    """What share of the machine's cores others used meanwhile: how much to believe of it."""
 
     @property
     def met(self) -> bool | None:
@@ -50,6 +52,11 @@ class Line:
             goal = f"<= {self._amount(self.at_most)}"
         figure, torchs = self._amount(self.figure), self._amount(self.torchs)
         return [self.what, figure, goal, met, torchs]
+
+    def told(self) -> str:
+        """What it was made from, for a person to judge."""
+        others = "" if self.others is None else f" [others used {100 * self.others:.0f} %]"
+        return f"{self.why or self.seen}{others}"
 
     def _amount(self, value: float | None) -> str:
         if value is None:

@@ -25,7 +25,7 @@ from checkpoints.lines import Line, Seconds, medians, speed
 from checkpoints.links import TOKEN, OwnMemory, PeersMemory
 from checkpoints.saving import BOTH_IMAGES, TENSORS
 from checkpoints.setting import Setting
-from checkpoints.timing import took, wait_for_shared_memory
+from checkpoints.timing import alternate, took, wait_for_shared_memory
 from checkpoints.yardsticks import Memory, receive_bytes
 from holdfast.checkpoint.engine import Checkpointer
 from holdfast.checkpoint.images import Images
@@ -44,36 +44,54 @@ class NotRestoredError(RuntimeError):
 
 def own(told: dict[str, Any]) -> list[dict[str, Any]]:
     setting = Setting(**told)
-    fresh.call("checkpoints.restoring:leave_images", told, str(setting.in_memory))
-    parts = [
-        fresh.call("checkpoints.restoring:restore_own", told, turn == 0)
-        for turn in range(max(2, setting.tries // 2 + 1))
-    ]
-    samples = {key: [s for part in parts for s in part[key]] for key in parts[0]}
-    found = medians(samples)
-    size, memcpy = states.bytes_of_weights(setting.size, TENSORS), found["memcpy"]
+    plain, trained = setting.in_memory / "plain", setting.in_memory / "trained"
+    parts: list[dict[str, list[Seconds]]] = []
+    plain.mkdir()
+    fresh.call("checkpoints.restoring:leave_images", told, str(plain))
+    for turn in range(_processes(setting)):
+        parts.append(fresh.call("checkpoints.restoring:restore_own", told, str(plain), turn == 0))
+    shutil.rmtree(plain)
+    trained.mkdir()
+    fresh.call("checkpoints.restoring:leave_images", told, str(trained), True)
+    for _ in range(_processes(setting)):
+        parts.append(fresh.call("checkpoints.restoring:restore_trained", told, str(trained)))
+    samples: dict[str, list[Seconds]] = {}
+    for name, times in ((name, times) for part in parts for name, times in part.items()):
+        samples.setdefault(name, []).extend(times)
+    size = states.bytes_of_weights(setting.size, TENSORS)
     return [
-        asdict(
-            Line(
-                f"restore {size / 1e9:.2g} GB from own memory, {how}, of memcpy",
-                100 * memcpy / found[key],
-                "%",
-                at_least=70.0,
-                torchs=100 * memcpy / found["dcp.load"],
-                seen=f"{speed(size, found[key])}, memcpy {speed(size, memcpy)}, dcp.load from"
-                f" /dev/shm {speed(size, found['dcp.load'])}",
-                samples=samples,
-            )
-        )
-        for key, how in (("fresh", "fresh process"), ("warm", "warm"))
+        asdict(_line_of_own(samples, size, "fresh", "fresh process", 70.0)),
+        asdict(_line_of_own(samples, size, "warm", "warm", 70.0)),
+        asdict(_line_of_own(samples, size, "trained", "2/3 of it AdamW's that is made anew", None)),
     ]
 
 
-def leave_images(told: dict[str, Any], folder: str) -> int:
+def _processes(setting: Setting) -> int:
+    return max(2, setting.tries // 2 + 1)
+
+
+def _line_of_own(
+    samples: dict[str, list[Seconds]], size: int, key: str, how: str, goal: float | None
+) -> Line:
+    found = medians(samples)
+    return Line(
+        f"restore {size / 1e9:.2g} GB from own memory, {how}, of memcpy",
+        100 * found["memcpy"] / found[key],
+        "%",
+        at_least=goal,
+        torchs=100 * found["memcpy"] / found["dcp.load"] if key == "warm" else None,
+        seen=f"{speed(size, found[key])}, memcpy {speed(size, found['memcpy'])}, dcp.load from"
+        f" /dev/shm {speed(size, found['dcp.load'])}",
+        samples={name: samples[name] for name in (key, "memcpy", "dcp.load")},
+    )
+
+
+def leave_images(told: dict[str, Any], folder: str, trained: bool = False) -> int:
     """What an earlier process of the rank left: both of its images; the newest step."""
-    setting = Setting(**told)
-    model = states.Weights(setting.size, TENSORS)
-    checkpointer = Checkpointer(None, {"model": model}, link=OwnMemory(Path(folder)))
+    model, state = _made(Setting(**told), trained)
+    if trained:
+        states.step(state["optim"])
+    checkpointer = Checkpointer(None, state, link=OwnMemory(Path(folder)))
     for step in range(1, 1 + BOTH_IMAGES):
         with torch.no_grad():
             for number, weight in enumerate(model.weights):
@@ -82,25 +100,40 @@ def leave_images(told: dict[str, Any], folder: str) -> int:
     return BOTH_IMAGES
 
 
-def restore_own(told: dict[str, Any], with_torchs: bool) -> dict[str, list[Seconds]]:
+def _made(setting: Setting, trained: bool) -> tuple[states.Weights, dict[str, Any]]:
+    if not trained:
+        model = states.Weights(setting.size, TENSORS)
+        return model, {"model": model}
+    model, optimizer = states.trained(setting.size, TENSORS)
+    return model, {"model": model, "optim": optimizer}
+
+
+def restore_own(told: dict[str, Any], folder: str, with_torchs: bool) -> dict[str, list[Seconds]]:
     setting = Setting(**told)
-    model = states.Weights(setting.size, TENSORS)
-    checkpointer = Checkpointer(None, {"model": model}, link=OwnMemory(setting.in_memory))
-    first = _restore(checkpointer, model)
+    model, state = _made(setting, trained=False)
+    checkpointer = Checkpointer(None, state, link=OwnMemory(Path(folder)))
+    samples: dict[str, list[Seconds]] = {"fresh": [_restore(checkpointer, model)]}
     size = states.bytes_of(model)
     wait_for_shared_memory(BOTH_IMAGES * size)  # It gets ready for the next save.
     memory = Memory(size)
-    samples: dict[str, list[Seconds]] = {"fresh": [first], "memcpy": [], "warm": [], "dcp.load": []}
-    memory.memcpy()
-    for _ in range(WARM):
-        samples["memcpy"].append(memory.memcpy())
-        samples["warm"].append(_restore(checkpointer, model))
+    warm = {"memcpy": memory.memcpy, "warm": lambda: _restore(checkpointer, model)}
+    samples |= alternate(WARM, warm)
     if with_torchs:
-        torchs = Torch({"model": model}, setting.in_memory)
+        torchs = Torch(state, setting.in_memory)
         torchs.save()
         samples["dcp.load"] = [torchs.load() for _ in range(WARM)]
         torchs.remove()
     return samples
+
+
+def restore_trained(told: dict[str, Any], folder: str) -> dict[str, list[Seconds]]:
+    """With an optimizer that took no step, as after a restart: its state has yet to be made."""
+    model, state = _made(Setting(**told), trained=True)
+    checkpointer = Checkpointer(None, state, link=OwnMemory(Path(folder)))
+    seconds = _restore(checkpointer, model)
+    if len(state["optim"].state) != len(model.weights):
+        raise NotRestoredError("the optimizer has no state")
+    return {"trained": [seconds]}
 
 
 def _restore(checkpointer: Checkpointer, model: states.Weights) -> Seconds:
@@ -137,7 +170,7 @@ def peer(told: dict[str, Any]) -> list[dict[str, Any]]:
     ):
         parts = [
             fresh.call("checkpoints.restoring:restore_peers", told, port, plain_port, newest)
-            for _ in range(max(2, setting.tries // 2 + 1))
+            for _ in range(_processes(setting))
         ]
     samples = {key: [s for part in parts for s in part[key]] for key in parts[0]}
     found = medians(samples)

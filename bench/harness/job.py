@@ -37,7 +37,13 @@ class Job:
     """Start it with `with`; then wait for steps, kill ranks, let it finish."""
 
     def __init__(
-        self, name: str, launcher: Launcher, ranks: int, folder: Path, script: Sequence[str]
+        self,
+        name: str,
+        launcher: Launcher,
+        ranks: int,
+        folder: Path,
+        script: Sequence[str],
+        program: Path = SCRIPT,
     ) -> None:
         self.name = name
         self.ranks = ranks
@@ -45,7 +51,7 @@ class Job:
         self.checkpoint = folder / "checkpoint.pt"
         self._stop_at = folder / "stop-at"
         self._launcher = launcher
-        self._script = [str(SCRIPT), *script, f"--stop-at={self._stop_at}"]
+        self._script = [str(program), *script, f"--stop-at={self._stop_at}"]
         self._running: list[subprocess.Popen[bytes]] = []
         self._service: subprocess.Popen[bytes] | None = None
         for part in ("marks", "tmp", "home"):

@@ -243,8 +243,10 @@ class Watch:
     def _first_step(self, one: Watched, signs: Signs) -> Due:
         deadline = self._limits.until_first_step()
         since = one.began_at
+        if self._terms.initial_rank_heartbeat_timeout is None:
+            since = max(since, signs.mark_at, signs.touch_at)
         if not deadline.known:  # It may be a script that takes no steps at all.
-            since = max(since, signs.mark_at, signs.touch_at, signs.place_at)
+            since = max(since, signs.place_at)
         return Due(FIRST_STEP, since, deadline)
 
     def _phase(self, one: Watched, signs: Signs, paces: Paces) -> Due:

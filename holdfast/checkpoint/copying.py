@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Set
 from concurrent.futures import Executor, wait
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 
 import torch
@@ -185,14 +186,12 @@ def run_all(tasks: Iterable[Task], threads: Executor | None) -> None:
 
 
 def pin(image: Image) -> bool:
-    """Have CUDA copy straight into the image; False where it cannot."""
-    size = image.body_at + image.capacity
-    status = torch.cuda.cudart().cudaHostRegister(image.address - image.body_at, size, 0)
-    return int(status) == 0
-
-
-def unpin(image: Image) -> None:
-    torch.cuda.cudart().cudaHostUnregister(image.address - image.body_at)
+    """Have CUDA copy straight into the image, as long as it is mapped; False where it cannot."""
+    cuda, start = torch.cuda.cudart(), image.address - image.body_at
+    if int(cuda.cudaHostRegister(start, image.body_at + image.capacity, 0)) != 0:
+        return False
+    image.before_unmap.append(partial(cuda.cudaHostUnregister, start))
+    return True
 
 
 def _pieces(target: int, source: int, size: int) -> list[Task]:

@@ -26,6 +26,7 @@ import ctypes
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Final
@@ -75,9 +76,11 @@ class Image:
         if size < _PAGE:
             raise Refused(f"{path} is no image: {size} bytes")
         self._mapping = Mapping(fd, size)
+        self.before_unmap: list[Callable[[], object]] = []
+        """What has to be undone before its memory goes."""
         # Shared memory is not freed as long as somebody has it mapped. At exit the kernel does that,
         # and threads may still be at work.
-        self._unmap = weakref.finalize(self, self._mapping.close)
+        self._unmap = weakref.finalize(self, _unmap, self._mapping, self.before_unmap)
         self._unmap.atexit = False
         self._words = self._mapping.view[:_PAGE].cast("Q")
         magic, self.body_at, self.capacity = self._words[:3]
@@ -194,9 +197,17 @@ class Image:
     def let_go(self) -> None:
         self._words[_PINNED] = 0
 
+    @property
+    def settled(self) -> int:
+        """The state as the keeper sees it. A worker that is about to write, and has not yet seen that
+        it is pinned, says so for a moment; what is there has not changed, and will not."""
+        state, pinned = self.state, int(self._words[_PINNED])
+        return pinned if pinned and state == pinned | 1 else state
+
     def record(self) -> Record | None:
         """What it holds; None while it is being written, or if it never was whole."""
-        if self.state == 0 or self.state % 2:
+        state = self.settled
+        if state == 0 or state % 2:
             return None
         head = self._mapping.view[_RECORD_AT : _RECORD_AT + _RECORD_MOST]
         size = 4 + int.from_bytes(head[:4], "little")
@@ -213,7 +224,7 @@ class Image:
     def seal(self, state: int, threads: Executor | None = None) -> bytes | None:
         """Compute and keep the digests of that state; None when it was overwritten meanwhile."""
         record = self.record()
-        if record is None or self.state != state:
+        if record is None or self.settled != state:
             return None
         digests = block_digests(self.body[: record.size], threads)
         return self.keep_seal(state, digests)
@@ -223,7 +234,7 @@ class Image:
         view[_PAGE : _PAGE + len(digests)] = digests
         view[_SEAL_DIGEST_AT : _SEAL_DIGEST_AT + DIGEST_BYTES] = self._seal_digest(digests)
         _fence()
-        if self.state != state:
+        if self.settled != state:
             return None
         self._words[_SEALED] = state
         return digests
@@ -231,7 +242,7 @@ class Image:
     def digests(self) -> bytes | None:
         """The seal of what it holds now; None when there is none, or it is damaged."""
         record = self.record()
-        if record is None or self._words[_SEALED] != self.state:
+        if record is None or self._words[_SEALED] != self.settled:
             return None
         digests = bytes(self._mapping.view[_PAGE : _PAGE + blocks_of(record.size) * DIGEST_BYTES])
         kept = self._mapping.view[_SEAL_DIGEST_AT : _SEAL_DIGEST_AT + DIGEST_BYTES]
@@ -239,6 +250,12 @@ class Image:
 
     def _seal_digest(self, digests: bytes) -> bytes:
         return digest(bytes(self._mapping.view[_RECORD_AT : _RECORD_AT + _RECORD_MOST]) + digests)
+
+
+def _unmap(mapping: Mapping, before: list[Callable[[], object]]) -> None:
+    for act in before:
+        act()
+    mapping.close()
 
 
 _fencing = threading.Lock()

@@ -125,7 +125,7 @@ class Images:
         key = (image, state)
         with self._lock:
             count = self._pins.get(key, 0)
-            held = image.pin(state) if count == 0 else image.state == state
+            held = image.pin(state) if count == 0 else image.settled == state
             if held:
                 self._pins[key] = count + 1
         try:
@@ -144,7 +144,7 @@ class Images:
     def sealed(self, key: ImageKey) -> tuple[Image, Record, int, bytes] | None:
         """An image that can be used: with its record, state and digests."""
         for _, image, record in self.all():
-            state, digests = image.state, image.digests()
+            state, digests = image.settled, image.digests()
             if _key(record) == key and digests is not None:
                 return image, record, state, digests
         return None

@@ -336,7 +336,7 @@ class Keeper:
                 self._progress.of(order, len(order.ranks) * sum(e.size for e in extents)),
                 once=not order.at,
             )
-            if image.state != state:
+            if image.settled != state:
                 raise _Gone(f"the image of rank {rank} was changed while it was written")
         return Shard(Rank(rank), written.name, written.size, written.trailer, written.contents)
 

@@ -16,6 +16,7 @@ only if there is a tensor or a dict somewhere in it. Anything else is a value.
 from __future__ import annotations
 
 import ast
+import itertools
 import os
 import pathlib
 import pickle
@@ -151,11 +152,11 @@ class _Walk:
         if not self._tensors.issuperset(map(type, value.values())) or self._texts:
             return None
         found, tensors = self._found, list(value.values())
-        ids = list(map(id, tensors))
-        if not self._seen.keys().isdisjoint(ids) or len(set(ids)) < len(ids):
-            return None
         first = len(found.tensors)
-        self._seen.update(zip(ids, range(first, first + len(ids)), strict=True))
+        numbers = dict(zip(map(id, tensors), itertools.count(first), strict=False))
+        if len(numbers) < len(tensors) or not self._seen.keys().isdisjoint(numbers):
+            return None
+        self._seen.update(numbers)
         self._opened += 1
         keys = tuple(value)
         found.tensors += tensors

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from holdfast.checkpoint.capture import Captured, Position
-from holdfast.checkpoint.copying import Copier, idle_cores, pin, run_all, unpin
+from holdfast.checkpoint.copying import Copier, idle_cores, pin, run_all
 from holdfast.checkpoint.image import Image, Record
 from holdfast.checkpoint.images import image_path
 from holdfast.errors import CheckpointError, HoldfastError, Refused
@@ -143,9 +143,7 @@ class Slots:
 
     def _close(self, slot: int, image: Image) -> None:
         self._images[slot] = None
-        if slot in self._pinned:
-            unpin(image)
-            self._pinned.remove(slot)
+        self._pinned.discard(slot)
         if self._copier is not None:
             self._copier.forget(image)
         image.close()

@@ -140,6 +140,16 @@ def hurry(checking: Checking, m: Membership, now: Time) -> list[AnyAction]:
     return [*_orders(checking, m, checking.check.owed)]
 
 
+def warmed(checking: Checking, node: NodeId, now: Time) -> None:
+    """A node had to import torch for its test: the time for it begins only now."""
+    owes = checking.check is not None and node in checking.check.owed
+    if owes and not checking.hurried:
+        assert checking.began_at is not None
+        assert checking.until is not None
+        limit_s = checking.until - checking.began_at
+        checking.began_at, checking.until = now, Time(now + limit_s)
+
+
 def remind(checking: Checking, m: Membership, node: NodeId) -> list[AnyAction]:
     """A node is back on a new stream: its order again, if its answer is waited for."""
     owes = checking.check is not None and node in checking.check.owed

@@ -15,7 +15,8 @@ memory before storage. Each says whether what it loaded verified; if one could n
 the next older, and so on. No rank goes on before all of them have loaded the same.
 
 Holders come and go with nodes and replicas. Everything is named by round, so images of one step that
-two rounds saved are never mixed.
+two rounds saved are never mixed. Once a snapshot counts, those of older rounds are history, and late
+word of them changes nothing. When all ranks have loaded a state, what was newer is forgotten.
 """
 
 from __future__ import annotations
@@ -228,11 +229,12 @@ def _on_their_way(book: Book) -> list[SnapshotId]:
 
 
 def _reckon(book: Book, snapshot: Snapshot, taken: Taken) -> None:
-    """See what comes of a snapshot, now that more is known of it."""
+    """See what comes of a snapshot, now that more is known of it. There may be a word of each of
+    80,000 images; only the last one is worth a look at all the others."""
     if not snapshot.counts and snapshot.alive:
         _count(book, snapshot, taken)
-    ready = snapshot.counts and snapshot.alive and snapshot.sealed
-    if ready and snapshot.wish == "now" and not snapshot.sent:
+    due = snapshot.counts and snapshot.wish == "now" and not snapshot.sent
+    if due and snapshot.sealed and snapshot.alive:
         _want(book, snapshot, taken)
 
 

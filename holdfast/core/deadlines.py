@@ -112,7 +112,8 @@ FIRST_FACTOR = 10.0
 ALARM_FACTOR = 4.0
 ALARMS_AT_MOST = 4
 OVERDUE_FACTOR = 10.0
-OVERDUE_FLOOR_S: Seconds = 60.0
+OVERDUE_FLOOR_S: Seconds = 300.0
+"""A rank that is busy, or that nobody waits for, may be so for minutes without a sign for us."""
 ASIDE = frozenset({"checkpoint", "restore"})
 
 

@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct, field
 
-from holdfast.messages.hangs import LINES, Paces, Stall
+from holdfast.messages.hangs import LINES, Paces, Stall, StallKind
 from holdfast.messages.units import NodeId, Rank, Seconds, Time
 
 FORGET = 0.9
@@ -108,7 +108,7 @@ def _is_uneven(stalls: Sequence[Stall], size: int) -> bool:
     return len(set(places)) + bool(locked) > 1
 
 
-def _worst_first(stall: Stall, crowds: Mapping[tuple[str, int], int]) -> tuple[float, ...]:
+def _worst_first(stall: Stall, crowds: Mapping[tuple[StallKind, int], int]) -> tuple[float, ...]:
     """Of those who stand alike the few, where there are many elsewhere, and who does so longest."""
     late = stall.overdue and stall.kind != "waits"
     crowd = crowds[stall.kind, stall.place]

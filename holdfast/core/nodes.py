@@ -65,6 +65,8 @@ def on_warm(job: Job, event: NodeWarm, now: Time) -> list[AnyAction]:
     candidate = m.waiting.get(event.node) or m.placed.get(event.node) or m.busy.get(event.node)
     if candidate is None:
         return []
+    if not candidate.warm:
+        checking.warmed(job.checking, event.node, now)
     candidate.warm = True  # Said once: a node that is placed now may wait for a place later.
     return grow(job, now) if event.node in m.waiting else []
 

@@ -12,7 +12,6 @@ from holdfast.messages.actions import AnyAction
 from holdfast.messages.events import RanksStalled, VerdictReached
 from holdfast.messages.units import NodeId, Rank, Seconds, Time
 
-
 STALE_S: Seconds = 10.0
 
 

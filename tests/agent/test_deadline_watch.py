@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.agent.stance import Effort
 from holdfast.agent.watch import LOOK_EVERY_S, REPEAT_S, Watch
-from holdfast.core.deadlines import FIRST_STEP, HANG_BASE_S
+from holdfast.core.deadlines import FIRST_STEP, HANG_BASE_S, OVERDUE_FLOOR_S
 from holdfast.messages.hangs import LINES, HangTerms, Paces, Stall
 from holdfast.messages.records import Part
 from holdfast.messages.units import Rank, RoundNumber
@@ -338,7 +338,7 @@ def test_where_it_stands_is_told_by_the_line_the_function_or_not_at_all() -> Non
 def test_after_many_times_its_deadline_it_is_overdue() -> None:
     scene = Scene()
     scene.train()
-    scene.run(59.0)
+    scene.run(OVERDUE_FLOOR_S - 1.0)
     assert [stall.overdue for stall in scene.stalls()] == [False]
     scene.run(2.0)
     assert [stall.overdue for stall in scene.stalls()] == [True]
@@ -379,6 +379,25 @@ def test_when_it_is_known_how_long_the_first_step_takes_that_decides() -> None:
     assert scene.told == []
     scene.run(2.0)
     assert [stall.where for stall in scene.stalls()] == [FIRST_STEP]
+
+
+def test_after_a_long_restore_the_first_step_has_its_time_again() -> None:
+    scene = Scene(before=Paces(STEP_S, {FIRST_STEP: 5.0}))
+    place = scene.enter("restore")
+    scene.run(250.0)
+    scene.leave(place, "restore", 250.0)
+    scene.run(59.0)
+    assert scene.told == []
+    scene.run(2.0)
+    assert [stall.where for stall in scene.stalls()] == [FIRST_STEP]
+
+
+def test_what_the_user_said_about_the_first_step_holds_from_the_begin() -> None:
+    scene = Scene(initial_rank_heartbeat_timeout=30.0)
+    for _ in range(31):
+        scene.vitals[0].mark(DATA, scene.now)
+        scene.run(1.0)
+    assert [(stall.where, stall.overdue) for stall in scene.stalls()] == [(FIRST_STEP, True)]
 
 
 def test_how_long_the_first_step_took_is_told() -> None:

@@ -187,10 +187,7 @@ def test_parameters_wait_for_their_copy_before_the_next_step(link: FakeLink) -> 
     held = Held(script.checkpointer)
     want = script.snapshot()
     ticket = script.checkpointer.save(1)
-    script.backward()
-    want["model"] |= {  # Buffers were copied at once; they change in forward.
-        name: value for name, value in want["model"].items() if "running" in name
-    }
+    script.backward()  # Forward changes buffers; they were copied before.
     stepping = threading.Thread(target=script.optimizer.step)
     stepping.start()
     assert ticket.result == Result("pending")

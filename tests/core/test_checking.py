@@ -333,6 +333,20 @@ def test_a_node_that_is_not_warm_gets_its_time_whatever_others_take() -> None:
     assert jobs.deadline(driver.job) == driver.now + checking.UNKNOWN_S
 
 
+def test_the_time_to_import_torch_is_no_part_of_a_tests_time() -> None:
+    driver = lab(2, 4)
+    for node in "abcd":
+        Driver.join(driver, node, host=f"host-{node}")
+    for node in "abcd":
+        driver.after(10).take(NodeWarm(at=driver.at, node=NodeId(node)))
+    assert jobs.deadline(driver.job) == driver.now + checking.UNKNOWN_S
+    driver.take(NodeWarm(at=driver.after(0.2).at, node=NodeId("a")))
+    driver.answer("a")
+    driver.answer("b")
+    assert driver.job.checking.longest_s == pytest.approx(0.2)
+    assert jobs.deadline(driver.job) == pytest.approx(driver.now - 0.2 + checking.FLOOR_S)
+
+
 def test_how_long_a_test_may_take_is_learnt_from_those_that_passed() -> None:
     driver = lab(2, 2).gather("a", "b")
     driver.after(2.0).answer("a")

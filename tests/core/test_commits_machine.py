@@ -450,6 +450,8 @@ class CommitsMachine(RuleBasedStateMachine):
         well = search.offer is not None and not any(t and t.error for t in search.waiting.values())
         assert (found.where == "loaded") == well
         search.waiting = {}
+        if found.where == "loaded":
+            self.step_back(book)
         if found.where in ("loaded", "nowhere"):
             del self.searches[book]
             return
@@ -460,6 +462,18 @@ class CommitsMachine(RuleBasedStateMachine):
         search.offer = found
         if found.where == "memory":
             self.check_holders(book, found, [answer for _, answer in answers])
+
+    def step_back(self, book: str) -> None:
+        """Steps may be saved again in this round; what was said of the first time is not repeated."""
+        named = [e for e in self.heard if isinstance(e, SnapshotsSealed | ImagesHeld)]
+        for event in named:
+            ids = (
+                [image.snapshot for image in event.images]
+                if isinstance(event, ImagesHeld)
+                else [event.snapshot]
+            )
+            if any(id.checkpointer == book for id in ids):
+                self.heard.remove(event)
 
     def check_holders(self, book: str, found: StateFound, answers: list[StateFound]) -> None:
         id = snapshot_id(found.step, found.round, book)

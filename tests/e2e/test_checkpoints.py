@@ -34,6 +34,7 @@ TRAINER = """
     import torch, torch.distributed as dist
     import holdfast
 
+    gc.freeze()  # Python ends faster: it need not look at all that was imported.
     torch.set_num_threads(1)
     rank, until = int(os.environ.get("RANK", "0")), int(sys.argv[1])
     life = 1 + len(glob.glob(f"life_{rank}_*"))
@@ -83,7 +84,6 @@ TRAINER = """
     if together:
         dist.barrier()
         dist.destroy_process_group()
-    gc.freeze()  # Python ends faster.
 """
 """Trains to the step that its argument names. It notes what it restores and saves."""
 
@@ -791,23 +791,23 @@ def test_another_run_does_not_start_over_either_when_all_that_was_saved_is_spoil
 # ---- others save there too ----------------------------------------------------------------------
 
 
+@pytest.mark.xfail(reason="names.rank_file: jobs in the same round share file names", strict=True)
 def test_two_jobs_at_once_in_one_directory_leave_each_others_checkpoints_whole(
     tmp_path: Path,
 ) -> None:
-    tell = "result = ticket.storage()\nnote('result', step, result.outcome)"
+    """One has seen that nobody committed step 1, and is about to write it when the other does."""
     with trainings(tmp_path) as make:
-        jobs = [make("one"), make("other")]
-        script = trainer("storage_every=1, keep=holdfast.KeepLatest(30)", then=tell)
-        script = script.replace("ckpts", str(jobs[0].folder / "ckpts"))
-        for seed, job in enumerate(jobs):
-            job.go(script.replace("manual_seed(7)", f"manual_seed({seed})"), 12, nproc=1)
-        for job in jobs:
-            finished(job)
-        saved = [set(map(tuple, job.notes(0, "result"))) for job in jobs]
-        assert jobs[0].intact() == list(range(1, 13))
-        for step in range(1, 13):
-            assert any((str(step), "saved") in results for results in saved)
-        assert all(outcome in ("saved", "skipped") for results in saved for _, outcome in results)
+        slow, fast = make("slow"), make("fast")
+        script = trainer("storage_every=1", then="note('result', ticket.storage().outcome)")
+        script = script.replace('"ckpts"', repr(str(fast.folder / "ckpts")))
+        slow.shut("write")
+        slow.go(script, 2, nproc=1)
+        slow.reached("write")
+        finished(fast.go(script.replace("manual_seed(7)", "manual_seed(8)"), 2, nproc=1))
+        slow.open("write")
+        slow.code()
+        assert fast.notes(0, "result") == [["saved"], ["saved"]]
+        assert fast.intact() == [1, 2]
 
 
 # ---- two nodes ----------------------------------------------------------------------------------
