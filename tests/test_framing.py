@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from holdfast import framing
 from holdfast.errors import BadFrame, FrameTooLarge, WireError
 from holdfast.messages.actions import Finish, StartWorkers, StopWorkers
+from holdfast.messages.checkpoints import Holder, ImageId, SnapshotId
 from holdfast.messages.events import Progress, StreamEnded, WorkerExited
 from holdfast.messages.records import Part, Raised, RankProgress, Terms
 from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber, Time
@@ -54,6 +55,14 @@ events = st.one_of(
     ),
 )
 from_agent = hellos | st.builds(Sent, number=st.integers(1, 2**53), event=events)
+holders = st.builds(Holder, rank=numbers, node=nodes, address=texts, port=numbers)
+snapshots = st.builds(
+    SnapshotId,
+    checkpointer=st.text("abc", min_size=1, max_size=5),
+    step=numbers,
+    round=numbers,
+)
+images = st.builds(ImageId, snapshot=snapshots, rank=numbers, world_size=numbers)
 parts = st.builds(
     Part,
     **dict.fromkeys(
@@ -62,6 +71,8 @@ parts = st.builds(
     **dict.fromkeys(["store_port", "restarts", "max_restarts"], numbers),
     store_address=texts,
     alarms=st.dictionaries(texts, numbers),
+    copies=st.lists(holders, max_size=3).map(tuple),
+    fetch=st.lists(st.tuples(images, holders), max_size=3).map(tuple),
 )
 from_coordinator = st.one_of(
     st.builds(Welcome, job=texts, now=times, acked=numbers, beat_s=st.floats(0, 1e9)),

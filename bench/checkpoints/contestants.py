@@ -108,7 +108,7 @@ class Torch:
         return seconds
 
     def begin(self) -> Any:
-        """An `async_save` to be waited for elsewhere, and the time until it returned."""
+        """An `async_save`, to be waited for elsewhere."""
         shutil.rmtree(self._at, ignore_errors=True)
         response = dcp.async_save(self._state, checkpoint_id=self._at, no_dist=True)
         return getattr(response, "upload_completion", response)

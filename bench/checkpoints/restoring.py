@@ -160,18 +160,20 @@ def _marked(step: int, number: int) -> float:
 
 def peer(told: dict[str, Any]) -> list[dict[str, Any]]:
     setting = Setting(**told)
-    theirs, ours = setting.in_memory / "peer", setting.in_memory / "own"
+    theirs = setting.in_memory / "peer"
     theirs.mkdir()
-    ours.mkdir()
+    parts: list[dict[str, list[Seconds]]] = []
     newest = fresh.call("checkpoints.restoring:leave_images", told, str(theirs))
     with (
         fresh.serving("checkpoints.restoring:serve_images", str(theirs)) as port,
         fresh.serving("checkpoints.yardsticks:serve_bytes") as plain_port,
     ):
-        parts = [
-            fresh.call("checkpoints.restoring:restore_peers", told, port, plain_port, newest)
-            for _ in range(_processes(setting))
-        ]
+        for turn in range(_processes(setting)):
+            ours = setting.in_memory / f"own-{turn}"
+            ours.mkdir()
+            where = (str(ours), newest, port, plain_port)
+            parts.append(fresh.call("checkpoints.restoring:restore_peers", told, *where))
+            shutil.rmtree(ours)
     samples = {key: [s for part in parts for s in part[key]] for key in parts[0]}
     found = medians(samples)
     size = states.bytes_of_weights(setting.size, TENSORS)
@@ -199,7 +201,7 @@ def serve_images(folder: str) -> Iterator[int]:
 
 
 def restore_peers(
-    told: dict[str, Any], port: int, plain_port: int, newest: int
+    told: dict[str, Any], folder: str, newest: int, port: int, plain_port: int
 ) -> dict[str, list[Seconds]]:
     setting = Setting(**told)
     model = states.Weights(setting.size, TENSORS)
@@ -208,7 +210,6 @@ def restore_peers(
         f"tcp x{streams}": [receive_bytes(plain_port, size, streams) for _ in range(2)]
         for streams in STREAMS
     }
-    folder = setting.in_memory / "own"
     fetching: list[Seconds] = []
 
     class Timed(PeersMemory):
@@ -217,9 +218,7 @@ def restore_peers(
             fetching.append(took(lambda: found.append(PeersMemory.fetch(self, *args))))
             return found[0]
 
-    checkpointer = Checkpointer(None, {"model": model}, link=Timed(folder, port, newest))
+    checkpointer = Checkpointer(None, {"model": model}, link=Timed(Path(folder), port, newest))
     samples["restore"] = [_restore(checkpointer, model)]
     samples["fetch"] = fetching
-    shutil.rmtree(folder)
-    folder.mkdir()
     return samples

@@ -29,7 +29,7 @@ from holdfast.checkpoint.manifest import (
     make_manifest,
     refuse,
 )
-from holdfast.checkpoint.names import MANIFEST, METADATA, rank_file, step_directory
+from holdfast.checkpoint.names import MANIFEST, METADATA, step_directory
 from holdfast.checkpoint.rankfile import FileRecord, is_ours, open_file
 from holdfast.checkpoint.storage import Storage
 from holdfast.checkpoint.verify import metadata_refusals
@@ -88,7 +88,7 @@ def check_records(round: int, world_size: int, files: tuple[FileRecord, ...]) ->
         problem = f"no file of rank {lacking[0]}" if lacking else f"too many files: {ranks}"
         raise Refused(f"a checkpoint of {world_size} ranks cannot be committed: {problem}")
     for file in files:
-        if file.name != rank_file(file.rank, round):
+        if not names.is_file_of(file.name, file.rank, round):
             raise Refused(f"{file.name} is not the file of rank {file.rank} in round {round}")
 
 

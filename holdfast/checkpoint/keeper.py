@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import hashlib
 import logging
 import os
 import platform
@@ -27,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -38,6 +39,7 @@ from holdfast import kernel
 from holdfast.checkpoint import plain, replicas, retention
 from holdfast.checkpoint.commit import AlreadyCommitted, commit
 from holdfast.checkpoint.digests import digest
+from holdfast.checkpoint.image import Image, Record
 from holdfast.checkpoint.images import Images, id_of, key_of
 from holdfast.checkpoint.layout import Contents
 from holdfast.checkpoint.manifest import steps
@@ -85,6 +87,7 @@ STALLED_S = 120.0
 STALLED_TIMES = 10.0
 LOOK_EVERY_S = 1.0
 TELL_EVERY_S = 0.5
+REFUSALS_TOLD = 8
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 _BEST_EFFORT_LAST = (2 << 13) | 7
 
@@ -111,6 +114,9 @@ class Keeper:
         if begin.tls is not None:
             files = TlsFiles(cert=begin.tls[0], key=begin.tls[1], ca=begin.tls[2])
         self._tls = files
+        own = hashlib.sha256(f"{begin.job} {begin.token}".encode()).hexdigest()
+        self._job_number = int(own[:5], 16) if begin.token else 0
+        """Tells this job's files from those of others at the same place."""
         self._control = control
         self._sending = threading.Lock()
         self._ending = threading.Lock()
@@ -299,45 +305,53 @@ class Keeper:
             directory = step_directory(order.snapshot.step)
         shards = []
         try:
-            for rank in order.ranks:
-                shards.append(self._write_rank(storage, directory, order, rank))
+            with ExitStack() as until:
+                # All of them are kept from the start: while one is written, the next must stay.
+                images = [self._pinned(order, rank, until) for rank in order.ranks]
+                for rank, held in zip(order.ranks, images, strict=True):
+                    shards.append(self._write_rank(storage, directory, order, rank, held))
         except (_Gone, StepTaken) as error:
             return ShardsDone(number=order.number, error=str(error), gone=True)
         return ShardsDone(number=order.number, shards=tuple(shards))
 
-    def _write_rank(self, storage: Storage, directory: str, order: Write, rank: int) -> Shard:
+    def _pinned(self, order: Write, rank: int, until: ExitStack) -> tuple[Image, Record, int]:
+        """A rank's image of the snapshot, which stays as it is until then."""
+        found = self._images.sealed(key_of(ImageId(order.snapshot, Rank(rank), order.world_size)))
+        if found is not None:
+            image, record, state, _ = found
+            if until.enter_context(self._images.pinned(image, state)):
+                return image, record, state
+        raise _Gone(f"the image of rank {rank} made place for a newer one before")
+
+    def _write_rank(
+        self,
+        storage: Storage,
+        directory: str,
+        order: Write,
+        rank: int,
+        held: tuple[Image, Record, int],
+    ) -> Shard:
+        image, record, state = held
         snapshot = order.snapshot
-        key = key_of(ImageId(snapshot, Rank(rank), order.world_size))
-        found = self._images.sealed(key)
-        if found is None:
-            raise _Gone(f"the image of rank {rank} made place for a newer one before")
-        image, record, state, _ = found
-        with self._images.pinned(image, state) as held:
-            if not held:
-                raise _Gone(f"the image of rank {rank} made place for a newer one before")
-            contents = _contents_decoder.decode(
-                image.body[record.contents.at : record.contents.end]
-            )
-            extents = extents_of(
-                contents, rank, order.world_size, "slice" if order.alike else "all"
-            )
-            self._shortage.strike(storage.where(directory))
-            written = write_file(
-                storage,
-                directory,
-                rank_file(rank, snapshot.round),
-                image.body,
-                extents,
-                record.contents,
-                snapshot.step,
-                snapshot.round,
-                rank,
-                order.world_size,
-                self._progress.of(order, len(order.ranks) * sum(e.size for e in extents)),
-                once=not order.at,
-            )
-            if image.settled != state:
-                raise _Gone(f"the image of rank {rank} was changed while it was written")
+        contents = _contents_decoder.decode(image.body[record.contents.at : record.contents.end])
+        extents = extents_of(contents, rank, order.world_size, "slice" if order.alike else "all")
+        self._shortage.strike(storage.where(directory))
+        written = write_file(
+            storage,
+            directory,
+            rank_file(rank, snapshot.round, 0 if order.at else self._job_number),
+            image.body,
+            extents,
+            record.contents,
+            snapshot.step,
+            snapshot.round,
+            rank,
+            order.world_size,
+            self._progress.of(order, len(order.ranks) * sum(e.size for e in extents)),
+            once=not order.at,
+        )
+        if image.settled != state:
+            raise _Gone(f"the image of rank {rank} was changed while it was written")
         return Shard(Rank(rank), written.name, written.size, written.trailer, written.contents)
 
     def _fail_writes(self, order: FailWrites) -> Done:
@@ -375,14 +389,18 @@ class Keeper:
         known = self._opened(order.checkpointer)
         if known.storage is None:
             return Stored(number=order.number)
+        listed = steps(known.storage)
         found = tuple(
             StoredStep(
                 StepNumber(one.step), RoundNumber(one.manifest.round), one.manifest.world_size
             )
-            for one in steps(known.storage)
+            for one in listed
             if one.state == "complete" and one.manifest is not None
         )
-        return Stored(number=order.number, steps=found)
+        # What was refused before does not count; but to find nothing else is not a fresh start.
+        refused = [f"step {one.step}: {one.why}" for one in listed if one.state == "refused"]
+        error = "" if found else "; ".join(refused[:REFUSALS_TOLD])
+        return Stored(number=order.number, steps=found, error=error)
 
 
 class _Gone(Exception):

@@ -106,8 +106,12 @@ def decoded(data: bytes, where: str) -> Manifest:
     except msgspec.DecodeError as error:
         raise Refused(f"{where}: cannot be read: {error}") from None
     # Names become paths, of files that are read and one day deleted.
-    expected = [names.rank_file(rank, manifest.round) for rank in range(manifest.world_size)]
-    if [file.name for file in manifest.files] != expected:
+    ranks = range(manifest.world_size)
+    named = len(manifest.files) == len(ranks) and all(
+        names.is_file_of(file.name, rank, manifest.round)
+        for rank, file in zip(ranks, manifest.files, strict=True)
+    )
+    if not named:
         raise Refused(f"{where}: lists files that are not those of {manifest.world_size} ranks")
     return manifest
 

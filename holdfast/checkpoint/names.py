@@ -24,7 +24,8 @@ REFUSED: Final = "refused"
 DELETED: Final = "deleted"
 
 _STEP: Final = re.compile(r"step_([0-9]{9}|[1-9][0-9]{9,17})")
-_RANK_FILE: Final = re.compile(r"__[0-9]+_[0-9]+\.distcp")
+_RANK_FILE: Final = re.compile(r"__([0-9]+)_([0-9]+)\.distcp")
+_JOB: Final = 10**6
 _PARTIAL: Final = re.compile(
     rf"\.({_RANK_FILE.pattern}|{re.escape(METADATA)}|{re.escape(MANIFEST)})\.[0-9a-f]{{16}}\.partial"
 )
@@ -40,8 +41,18 @@ def step_of(directory: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def rank_file(rank: int, round: int) -> str:
-    return f"__{rank}_{round}.distcp"
+def rank_file(rank: int, round: int, job: int = 0) -> str:
+    """A rank's file. Jobs count their rounds alike, and may save at one place: each has a number of
+    its own, so that none writes over another's file."""
+    return f"__{rank}_{round + _JOB * job}.distcp"
+
+
+def is_file_of(name: str, rank: int, round: int) -> bool:
+    """Whether that is a name for the rank's file of that round, in whichever job."""
+    match = _RANK_FILE.fullmatch(name)
+    if match is None or int(match[1]) != rank:
+        return False
+    return int(match[2]) >= round and (int(match[2]) - round) % _JOB == 0
 
 
 def is_rank_file(name: str) -> bool:

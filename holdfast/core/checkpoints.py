@@ -6,8 +6,8 @@ which waits until the last checkpoint is written.
 
 from __future__ import annotations
 
-from holdfast.core import commits, requests
-from holdfast.core.commits import Taken
+from holdfast.core import commits, requests, restoring
+from holdfast.core.commitbook import Taken
 from holdfast.core.repair import finish_job, reach
 from holdfast.core.state import Job
 from holdfast.messages.actions import AnyAction
@@ -57,7 +57,7 @@ def on_checkpoint_written(job: Job, event: CheckpointWritten, now: Time) -> list
 
 def on_stored_found(job: Job, event: StoredFound, now: Time) -> list[AnyAction]:
     if event.round == job.membership.round:
-        commits.stored_found(job.commits, event)
+        restoring.stored_found(job.commits, event)
     return []
 
 
@@ -73,7 +73,7 @@ def on_state_asked(job: Job, event: Asked, now: Time) -> list[AnyAction]:
         known = [(asker, settled)] if settled is not None else []
         return [*requests.answer(job.desk, known), *requests.times_up(job.desk, now)]
     assert isinstance(request, FindState)
-    taken = commits.find(job.commits, event.rank, asker, request, _present(job), reach(job))
+    taken = restoring.find(job.commits, event.rank, asker, request, _present(job), reach(job))
     return take_in(job, taken, now)
 
 
@@ -90,16 +90,23 @@ def take_in(job: Job, taken: Taken, now: Time) -> list[AnyAction]:
     through = job.membership.world is not None and job.to_finish == 0
     through = through and taken.lost not in job.membership.placed
     if job.last_write is not None and through and job.ended is None:
-        job.last_write = commits.unwritten(job.commits)
-        if not commits.busy(job.commits):
-            actions += _finish(job, now)
+        actions += finish(job, now)
     return actions
 
 
-def _finish(job: Job, now: Time) -> list[AnyAction]:
+def on_rank_ended(job: Job, now: Time) -> list[AnyAction]:
+    """A rank ended with 0: nobody who restores waits for it."""
+    return take_in(job, restoring.rank_ended(job.commits, _present(job), reach(job)), now)
+
+
+def finish(job: Job, now: Time) -> list[AnyAction]:
+    """All ranks ended with 0: so does the job, once its last checkpoint is written or has failed."""
+    job.last_write = commits.unwritten(job.commits)
+    if commits.busy(job.commits):
+        return []
     if job.last_write:
         reason = f"finished, but the last checkpoint could not be written: {job.last_write}"
-        return finish_job(job, EXIT_FAILED, reason, now)
+        return finish_job(job, EXIT_FAILED, reason, now, secure=False)
     return finish_job(job, 0, "finished", now)
 
 

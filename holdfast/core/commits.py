@@ -1,4 +1,4 @@
-"""When a snapshot counts, when a checkpoint is complete, and what is restored.
+"""When a snapshot counts, and when a checkpoint is complete.
 
 A snapshot counts once every rank's image of it is whole and sealed; until then nobody may go back to
 it. Its way to storage is a row of steps, each begun only when all nodes have done the one before:
@@ -10,21 +10,28 @@ One snapshot of a checkpointer is on that way at a time. While it is, a newer on
 newer one takes its place. When a round breaks, the newest snapshot that is still complete is written
 if it is newer than what is stored.
 
-To restore, all ranks of a round ask. They are offered the newest state there is: at the same step
-memory before storage. Each says whether what it loaded verified; if one could not, all are offered
-the next older, and so on. No rank goes on before all of them have loaded the same.
-
 Holders come and go with nodes and replicas. Everything is named by round, so images of one step that
 two rounds saved are never mixed. Once a snapshot counts, those of older rounds are history, and late
-word of them changes nothing. When all ranks have loaded a state, what was newer is forgotten.
+word of them changes nothing. What is restored is for `restoring` to say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 
-from msgspec import Struct, field
-
+from holdfast.core.commitbook import (
+    KEPT_OUTCOMES,
+    KEPT_SNAPSHOTS,
+    Book,
+    Commits,
+    Reach,
+    Snapshot,
+    Taken,
+    Wait,
+    Writing,
+    age,
+    on_their_way,
+)
 from holdfast.core.store import Asker
 from holdfast.messages.actions import (
     AnyAction,
@@ -36,9 +43,7 @@ from holdfast.messages.checkpoints import (
     Holder,
     ImageId,
     Sealed,
-    Shard,
     SnapshotId,
-    StoredStep,
     Tier,
     Wish,
 )
@@ -47,131 +52,9 @@ from holdfast.messages.events import (
     ImagesHeld,
     ShardsWritten,
     SnapshotsSealed,
-    StoredFound,
 )
-from holdfast.messages.requests import AnyAnswer, AwaitSave, FindState, SaveSettled, StateFound
-from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber
-
-KEPT_SNAPSHOTS = 4
-KEPT_OUTCOMES = 64
-REFUSALS_TOLD = 16
-
-Address = tuple[str, int]
-Reach = Callable[[NodeId], Address | None]
-
-
-class Snapshot(Struct):
-    """A step of a round as it is in memory."""
-
-    id: SnapshotId
-    world_size: int
-    wish: Wish = "never"
-    """What those say who sealed it; who has a copy does not know."""
-    holders: dict[Rank, list[NodeId]] = field(default_factory=dict)
-    shared: list[bytes] = field(default_factory=list)
-    """The different digests of what all ranks should have alike."""
-    sealed_by: dict[NodeId, int] = field(default_factory=dict)
-    """Who told such digests, and of how many ranks."""
-    counts: bool = False
-    sent: bool = False
-    """It was put on its way to storage."""
-    stored: bool = False
-
-    @property
-    def alive(self) -> bool:
-        """Whether each rank's image can still be had from somebody."""
-        return len(self.holders) == self.world_size and all(self.holders.values())
-
-    @property
-    def sealed(self) -> bool:
-        """Whether all ranks' own nodes have told of it: some may be known from copies alone."""
-        return sum(self.sealed_by.values()) == self.world_size
-
-
-class Writing(Struct):
-    """A snapshot on its way to storage."""
-
-    snapshot: SnapshotId
-    world_size: int
-    alike: bool
-    pending: dict[NodeId, list[Rank]]
-    """Who has still to write which ranks' shards."""
-    shards: dict[Rank, Shard] = field(default_factory=dict)
-    committer: NodeId | None = None
-    nodes: list[NodeId] = field(default_factory=list)
-    """Everybody who was told, and wants to know how it ends."""
-
-
-class Candidate(Struct, frozen=True):
-    where: Tier
-    step: StepNumber
-    round: RoundNumber
-    world_size: int
-
-    @property
-    def place(self) -> tuple[int, bool, int]:
-        """Its place in the order in which they are tried, the highest first."""
-        return self.step, self.where == "memory", self.round
-
-
-class Search(Struct):
-    """Ranks that want to restore, and what they were offered."""
-
-    step: int | None
-    asked: dict[Rank, Asker] = field(default_factory=dict)
-    errors: dict[Rank, str] = field(default_factory=dict)
-    current: Candidate | None = None
-    """What all were offered last."""
-    refused: list[str] = field(default_factory=list)
-
-
-class Wait(Struct, frozen=True):
-    step: int
-    round: RoundNumber
-    to: Tier
-
-
-class Book(Struct):
-    """One checkpointer's."""
-
-    snapshots: list[Snapshot] = field(default_factory=list)
-    """In the order in which they were begun."""
-    writing: Writing | None = None
-    wanted: SnapshotId | None = None
-    """Goes to storage when what is being written is done."""
-    ended: SnapshotId | None = None
-    """What was written last, or not."""
-    ended_error: str = ""
-    stored: SnapshotId | None = None
-    """The newest that this job wrote."""
-    found: list[StoredStep] = field(default_factory=list)
-    """What is on storage, as it was last looked up."""
-    found_error: str = ""
-    failures: int = 0
-    """How many in a row could not be written."""
-    outcomes: dict[str, SaveSettled] = field(default_factory=dict)
-    """By tier, step and round; those of the round in force are of use."""
-    waits: dict[Asker, Wait] = field(default_factory=dict)
-    search: Search | None = None
-
-
-class Commits(Struct):
-    books: dict[str, Book] = field(default_factory=dict)
-
-    def book(self, checkpointer: str) -> Book:
-        return self.books.setdefault(checkpointer, Book())
-
-
-class Taken(Struct):
-    """What comes of an event."""
-
-    actions: list[AnyAction] = field(default_factory=list)
-    answers: list[tuple[Asker, AnyAnswer]] = field(default_factory=list)
-    failed: list[tuple[SnapshotId, str]] = field(default_factory=list)
-    """Checkpoints that could not be written, and why."""
-    lost: NodeId | None = None
-    """The node whose loss it is that all this comes of."""
-
+from holdfast.messages.requests import AwaitSave, SaveSettled
+from holdfast.messages.units import NodeId, Rank, RoundNumber
 
 # ---- snapshots ----------------------------------------------------------------------------------
 
@@ -209,23 +92,14 @@ def _snapshot(book: Book, id: SnapshotId, world_size: int) -> Snapshot | None:
         if snapshot.id == id:
             return snapshot
     newest = _newest(book)
-    if newest is not None and _age(id) < _age(newest.id):
+    if newest is not None and age(id) < age(newest.id):
         return None
     book.snapshots.append(Snapshot(id, world_size))
-    needed = {*_on_their_way(book), id, *([newest.id] if newest is not None else [])}
+    needed = {*on_their_way(book), id, *([newest.id] if newest is not None else [])}
     spare = [s for s in book.snapshots if s.id not in needed]
     for old in spare[: max(0, len(book.snapshots) - KEPT_SNAPSHOTS)]:
         book.snapshots.remove(old)
     return book.snapshots[-1]
-
-
-def _age(id: SnapshotId) -> tuple[int, int]:
-    return id.round, id.step
-
-
-def _on_their_way(book: Book) -> list[SnapshotId]:
-    writing = book.writing.snapshot if book.writing is not None else None
-    return [id for id in (writing, book.wanted) if id is not None]
 
 
 def _reckon(book: Book, snapshot: Snapshot, taken: Taken) -> None:
@@ -244,7 +118,7 @@ def _count(book: Book, snapshot: Snapshot, taken: Taken) -> None:
     for other in list(book.snapshots):
         # History went on from an older step, or a node never had this one.
         outdated = other.id.round < snapshot.id.round or not other.counts
-        if outdated and _age(other.id) < _age(snapshot.id) and other.id not in _on_their_way(book):
+        if outdated and age(other.id) < age(snapshot.id) and other.id not in on_their_way(book):
             book.snapshots.remove(other)
     for asker, wait in list(book.waits.items()):
         if _passed(book, wait):
@@ -263,7 +137,7 @@ def _passed(book: Book, wait: Wait) -> bool:
         s.counts and s.id.round == wait.round and s.id.step > wait.step for s in book.snapshots
     )
     return whole and (wait.step, wait.round) not in [
-        (id.step, id.round) for id in _on_their_way(book)
+        (id.step, id.round) for id in on_their_way(book)
     ]
 
 
@@ -286,14 +160,14 @@ def held(commits: Commits, event: ImagesHeld) -> Taken:
 
 def _want(book: Book, snapshot: Snapshot, taken: Taken) -> None:
     snapshot.sent = True
-    if snapshot.id in _on_their_way(book):
+    if snapshot.id in on_their_way(book):
         return
     book.outcomes.pop(_outcome_key("storage", snapshot.id.step, snapshot.id.round), None)
     if book.writing is None:
         _write(book, snapshot, taken)
         return
     if book.wanted is not None:
-        older, newer = sorted((book.wanted, snapshot.id), key=_age)
+        older, newer = sorted((book.wanted, snapshot.id), key=age)
         why = f"storage is slower than the saves; step {newer.step} took its place"
         skipped = SaveSettled(outcome="skipped", reason=why)
         _settle_save(book, "storage", older, skipped, taken)
@@ -408,7 +282,7 @@ def _write_wanted(book: Book, taken: Taken) -> None:
 def _newest(book: Book, wishes: Iterable[Wish] = _WISHES) -> Snapshot | None:
     """The newest snapshot that counts and is all there, of those with such a wish."""
     alive = [s for s in book.snapshots if s.counts and s.alive and s.wish in wishes]
-    return max(alive, key=lambda s: _age(s.id), default=None)
+    return max(alive, key=lambda s: age(s.id), default=None)
 
 
 def _unstored(book: Book, than: SnapshotId | None) -> Snapshot | None:
@@ -564,158 +438,6 @@ def _settle_save(book: Book, to: Tier, id: SnapshotId, settled: SaveSettled, tak
         if wait == Wait(id.step, id.round, to):
             del book.waits[asker]
             taken.answers.append((asker, settled))
-
-
-# ---- restoring ----------------------------------------------------------------------------------
-
-
-def stored_found(commits: Commits, event: StoredFound) -> None:
-    book = commits.book(event.checkpointer)
-    book.found, book.found_error = list(event.steps), event.error
-
-
-def find(
-    commits: Commits,
-    rank: Rank,
-    asker: Asker,
-    request: FindState,
-    nodes: Mapping[Rank, NodeId],
-    reach: Reach,
-) -> Taken:
-    """A rank wants to restore, or says how it went; when all have spoken, all are told more."""
-    book = commits.book(request.checkpointer)
-    search = book.search = book.search or Search(request.step)
-    taken = Taken()
-    if search.current is not None and request.tried is None:
-        # It begins again, and does not know what it was told; the others still try it.
-        taken.answers.append((asker, _Offers(book, search, nodes, reach).to(rank)))
-        return taken
-    search.asked[rank] = asker
-    error = request.tried.error if request.tried is not None else ""
-    if request.step != search.step:
-        error = f"it wants {_named(request.step)}, and others want {_named(search.step)}"
-    if error:
-        search.errors[rank] = error
-    if len(search.asked) >= len(nodes):
-        _go_on(book, search, nodes, reach, taken)
-    return taken
-
-
-def _named(step: int | None) -> str:
-    return "the newest" if step is None else f"step {step}"
-
-
-def _go_on(
-    book: Book, search: Search, nodes: Mapping[Rank, NodeId], reach: Reach, taken: Taken
-) -> None:
-    """All ranks have spoken: what they tried is taken, or they are offered the next."""
-    loaded = search.current if not search.errors else None
-    torn = search.current is None and bool(search.errors)
-    _refuse(search)
-    if loaded is None and not torn:
-        search.current = next(iter(_candidates(book, search)), None)
-        if search.current is not None:
-            _answer_all(search, taken, _Offers(book, search, nodes, reach).to)
-            return
-    found = StateFound(where="nowhere", refused=_refusals(book, search))
-    if loaded is not None:
-        found = StateFound(where="loaded")
-        _forget_newer(book, loaded)
-    _answer_all(search, taken, lambda rank: found)
-    book.search = None
-
-
-def _forget_newer(book: Book, loaded: Candidate) -> None:
-    """History goes on from there: what was refused, or is newer, is of another one."""
-    for snapshot in list(book.snapshots):
-        id = snapshot.id
-        same = (loaded.where, loaded.step, loaded.round) == ("memory", id.step, id.round)
-        if id.step >= loaded.step and not same and id not in _on_their_way(book):
-            book.snapshots.remove(snapshot)
-    book.outcomes.clear()
-
-
-def _refusals(book: Book, search: Search) -> tuple[str, ...]:
-    """What was not taken, and why."""
-    look = [f"storage: {book.found_error}"] if book.found_error else []
-    return tuple([*look, *search.refused][:REFUSALS_TOLD])
-
-
-def _refuse(search: Search) -> None:
-    if not search.errors:
-        return
-    rank, error = min(search.errors.items())
-    more = f" (and {len(search.errors) - 1} more ranks)" if len(search.errors) > 1 else ""
-    current = search.current
-    where = f"step {current.step} from {current.where}: " if current is not None else ""
-    search.refused.append(f"{where}rank {rank}: {error}{more}")
-    search.errors = {}
-
-
-def _candidates(book: Book, search: Search) -> list[Candidate]:
-    """All that might be restored and is older than what was tried: the newest first, and of one
-    step memory before storage."""
-    memory = [
-        Candidate("memory", s.id.step, s.id.round, s.world_size)
-        for s in book.snapshots
-        if s.counts and s.alive
-    ]
-    storage = [Candidate("storage", s.step, s.round, s.world_size) for s in book.found]
-    last = search.current
-    wanted = [
-        c
-        for c in (*memory, *storage)
-        if search.step in (None, c.step) and (last is None or c.place < last.place)
-    ]
-    return sorted(wanted, key=lambda c: c.place, reverse=True)
-
-
-class _Offers:
-    """What each rank is told of the state that all shall load."""
-
-    def __init__(
-        self,
-        book: Book,
-        search: Search,
-        nodes: Mapping[Rank, NodeId],
-        reach: Reach,
-    ) -> None:
-        assert search.current is not None
-        self._current = search.current
-        self._refused = _refusals(book, search)
-        self._nodes, self._reach = nodes, reach
-        key = (self._current.step, self._current.round)
-        self._holders: Mapping[Rank, list[NodeId]] = next(
-            (s.holders for s in book.snapshots if (s.id.step, s.id.round) == key), {}
-        )
-
-    def to(self, rank: Rank) -> StateFound:
-        current = self._current
-        holders: tuple[Holder, ...] = ()
-        if current.where == "memory":
-            same = current.world_size == len(self._nodes)
-            needed = [rank] if same else list(range(current.world_size))
-            holders = tuple(self._holder(Rank(one), self._nodes[rank]) for one in needed)
-        return StateFound(
-            where=current.where,
-            step=current.step,
-            round=current.round,
-            world_size=current.world_size,
-            holders=holders,
-            refused=self._refused,
-        )
-
-    def _holder(self, rank: Rank, near: NodeId) -> Holder:
-        holders = self._holders.get(rank, [])
-        # A spare that had the only copy may be gone since: then the rank finds nobody there.
-        node = near if near in holders else next(iter(holders), NodeId(""))
-        address, port = self._reach(node) or ("", 0)
-        return Holder(rank, node, address, port)
-
-
-def _answer_all(search: Search, taken: Taken, answer: Callable[[Rank], StateFound]) -> None:
-    taken.answers += [(asker, answer(rank)) for rank, asker in search.asked.items()]
-    search.asked = {}
 
 
 def validate(commits: Commits) -> None:

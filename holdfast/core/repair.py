@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from holdfast.core import chaos, checking, commits, hangs, requests, stragglers
+from holdfast.core import chaos, checking, commitbook, commits, hangs, requests, stragglers
 from holdfast.core import ledger as books
 from holdfast.core import membership as rounds
 from holdfast.core import recovery as faults
@@ -327,11 +327,11 @@ def start_node(job: Job, world: World, place: Place) -> StartWorkers:
     return StartWorkers(node=place.node, part=part)
 
 
-def reach(job: Job) -> commits.Reach:
+def reach(job: Job) -> commitbook.Reach:
     """Where a node's keeper is to be found."""
     m = job.membership
 
-    def of(node: NodeId) -> commits.Address | None:
+    def of(node: NodeId) -> commitbook.Address | None:
         held = m.placed.get(node) or m.busy.get(node) or m.waiting.get(node)
         return None if held is None else (held.spec.address, held.spec.keeper_port)
 
@@ -364,7 +364,8 @@ def send_off(
     return actions + leave_check(job, node, now) + settle(job, now)
 
 
-def finish_job(job: Job, code: int, reason: str, now: Time) -> list[AnyAction]:
+def finish_job(job: Job, code: int, reason: str, now: Time, secure: bool = True) -> list[AnyAction]:
+    """End it. One that does not end well has its newest snapshots written, unless that just failed."""
     job.ended = Ended(code=code, reason=reason, at=now)
     job.membership.closes_at = job.short_until = None
     checking.abandon(job.checking)
@@ -378,7 +379,7 @@ def finish_job(job: Job, code: int, reason: str, now: Time) -> list[AnyAction]:
         books.enter(job.ledger, "idle", now)
     elif job.ledger.fault_at is None:
         books.broke(job.ledger, now, now)  # Booked when the nodes have told how far they came.
-    answers = [*(commits.secure(job.commits) if code else []), *_close_desk(job, reason)]
+    answers = [*(commits.secure(job.commits) if code and secure else []), *_close_desk(job, reason)]
     nodes = job.membership.nodes()
     return [*answers, *(finish_node(job, node) for node in nodes)] if nodes else close_job(job, now)
 

@@ -9,7 +9,7 @@ from msgspec import Struct, field
 from holdfast.core import chaos
 from holdfast.core.chaos import Chaos
 from holdfast.core.checking import Checking
-from holdfast.core.commits import Commits
+from holdfast.core.commitbook import Commits
 from holdfast.core.deadlines import StopGrace, StopPatience
 from holdfast.core.hangs import Hangs
 from holdfast.core.ledger import Ledger

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from holdfast.core import commits, hangs, requests
+from holdfast.core import hangs, requests
 from holdfast.core import ledger as books
 from holdfast.core import recovery as faults
-from holdfast.core.repair import break_round, finish_job, grow
+from holdfast.core.checkpoints import finish, on_rank_ended
+from holdfast.core.repair import break_round, grow
 from holdfast.core.scripts import attendance
 from holdfast.core.slowness import on_timings
 from holdfast.core.state import Job, Pace, RankState, rank_in_force
@@ -131,11 +132,9 @@ def _finished(job: Job, number: Rank, rank: RankState, at: Time, now: Time) -> l
     job.to_finish -= 1
     books.enter(job.ledger, "idle", at, number)
     if job.to_finish > 0:
-        return [*requests.rank_ended(job.desk, number, attendance(job))]
+        answers = requests.rank_ended(job.desk, number, attendance(job))
+        return [*answers, *on_rank_ended(job, now)]
     incident = job.open_incident
     if incident is not None:
         incident.closed_at = at
-    if commits.busy(job.commits):
-        job.last_write = ""
-        return []  # All is done but for the last checkpoint: see `checkpoints`.
-    return finish_job(job, 0, "finished", now)
+    return finish(job, now)

@@ -60,7 +60,7 @@ def test_what_the_vitals_say_is_part_of_the_evidence(pid: int, tmp_path: Path) -
     assert found.sections == ("eval",), "another thread's says nothing of where it stands"
     assert 4 <= (found.beat_age_s or 0) < 60
     assert 5 <= (found.since_step_s or 0) < 60
-    assert found.process_state == "S"
+    assert found.process_state in ("S", "R")
     assert "the flight recorder was not dumped in time" in found.missing
     assert vitals.dump_wanted
 

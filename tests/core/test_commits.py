@@ -9,8 +9,8 @@ import msgspec
 import pytest
 from driver import Driver
 
-from holdfast.core import commits
-from holdfast.core.commits import Commits, Taken
+from holdfast.core import commitbook, commits, restoring
+from holdfast.core.commitbook import Commits, Taken
 from holdfast.messages.actions import (
     Answered,
     AnyAction,
@@ -74,7 +74,7 @@ class Scene:
         return sum(map(len, self.ranks.values()))
 
     @property
-    def book(self) -> commits.Book:
+    def book(self) -> commitbook.Book:
         return self.state.book(C)
 
     def took(self, taken: Taken) -> Taken:
@@ -136,7 +136,7 @@ class Scene:
             steps=found,
             error=error,
         )
-        commits.stored_found(self.state, event)
+        restoring.stored_found(self.state, event)
 
     def write(self, step: int) -> Taken:
         """All nodes write their shards of that step, and the last one commits it."""
@@ -163,7 +163,7 @@ class Scene:
         nodes = {Rank(r): NodeId(node) for node, ranks in self.ranks.items() for r in ranks}
         request = FindState(checkpointer=C, step=step, tried=tried)
         reach = dict.fromkeys(nodes.values(), ("10.0.0.1", 7)).get
-        taken = commits.find(self.state, Rank(rank), f"{rank}/0", request, nodes, reach)
+        taken = restoring.find(self.state, Rank(rank), f"{rank}/0", request, nodes, reach)
         return self.took(taken)
 
     def ask_all(self, tried: Tried | None = None, **errors: str) -> StateFound:
@@ -245,7 +245,7 @@ def test_a_step_that_nobody_ever_told_of_is_answered_once_a_newer_one_counts(two
 
 
 def test_a_step_of_long_ago_is_answered_although_nothing_is_known_of_it(two: Scene) -> None:
-    for step in range(1, 2 * commits.KEPT_OUTCOMES):
+    for step in range(1, 2 * commitbook.KEPT_OUTCOMES):
         two.save(step, "if needed")
     assert two.wait(0, 1, "memory") is not None
 
@@ -308,14 +308,14 @@ def test_a_snapshot_known_from_copies_alone_is_not_taken_to_be_for_storage(two: 
 
 def test_the_newest_whole_snapshot_is_kept_however_many_are_begun_after_it(two: Scene) -> None:
     two.save(10, "if needed")
-    for step in range(11, 11 + 3 * commits.KEPT_SNAPSHOTS):
+    for step in range(11, 11 + 3 * commitbook.KEPT_SNAPSHOTS):
         two.seal("a", step, "if needed")
-    assert len(two.book.snapshots) == commits.KEPT_SNAPSHOTS
+    assert len(two.book.snapshots) == commitbook.KEPT_SNAPSHOTS
     assert offered(two.ask_all()) == ("memory", 10)
 
 
 def test_as_many_snapshots_are_kept_as_there_is_room_for(two: Scene) -> None:
-    for step in range(1, commits.KEPT_SNAPSHOTS + 3):
+    for step in range(1, commitbook.KEPT_SNAPSHOTS + 3):
         two.save(step, "if needed")
     assert [s.id.step for s in two.book.snapshots] == [3, 4, 5, 6]
 
@@ -864,7 +864,6 @@ def test_a_snapshot_that_comes_back_with_its_node_after_its_round_broke_is_writt
     assert isinstance(order, WriteShards)
 
 
-@pytest.mark.xfail(reason="workers._finished asks only whether something is written", strict=True)
 def test_a_job_whose_last_checkpoint_failed_before_its_ranks_ended_ends_with_1(job: Saver) -> None:
     job.seal("a", 10)
     job.wrote("a", 10, "disk full")
@@ -874,7 +873,6 @@ def test_a_job_whose_last_checkpoint_failed_before_its_ranks_ended_ends_with_1(j
     assert [action.code for action in actions if isinstance(action, Finish)] == [1]
 
 
-@pytest.mark.xfail(reason="workers._finished: nobody tells commits that a rank ended", strict=True)
 def test_who_searches_does_not_wait_for_a_rank_that_has_ended(job: Saver) -> None:
     job.ask(0, FindState(checkpointer=C))
     assert [type(answer) for answer in told(job.exit(1, step=4, code=0))] == [StateFound]

@@ -18,8 +18,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from test_commits import NOW, revived, shard, snapshot_id
 from test_job_machine import JobMachine, picks
 
-from holdfast.core import commits
-from holdfast.core.commits import Commits, Taken
+from holdfast.core import commitbook, commits, restoring
+from holdfast.core.commitbook import Commits, Taken
 from holdfast.messages.actions import (
     Answered,
     AnyAction,
@@ -366,7 +366,7 @@ class CommitsMachine(RuleBasedStateMachine):
         assert taken.lost == node
         self.took(taken)
 
-    def check_pending(self, writing: commits.Writing) -> None:
+    def check_pending(self, writing: commitbook.Writing) -> None:
         for node, ranks in writing.pending.items():
             assert all((writing.snapshot, rank) in self.said[node] for rank in ranks)
 
@@ -408,7 +408,7 @@ class CommitsMachine(RuleBasedStateMachine):
             steps=() if error else steps,
             error="stale mount" if error else "",
         )
-        commits.stored_found(self.state, event)
+        restoring.stored_found(self.state, event)
 
     @rule(book=st.sampled_from(BOOKS), number=picks, well=st.booleans(), anew=st.booleans())
     def find(self, book: str, number: int, well: bool, anew: bool) -> None:
@@ -423,7 +423,7 @@ class CommitsMachine(RuleBasedStateMachine):
             search.waiting[rank] = tried
         request = FindState(checkpointer=book, step=search.step, tried=tried)
         reach = dict.fromkeys(self.images, ("10.0.0.1", 7)).get
-        taken = commits.find(self.state, rank, f"{rank}/0", request, self.world, reach)
+        taken = restoring.find(self.state, rank, f"{rank}/0", request, self.world, reach)
         if len(search.waiting) == len(self.world):
             assert len(taken.answers) == len(self.world), "all have spoken and are not answered"
         self.took(taken, book)
@@ -487,8 +487,8 @@ class CommitsMachine(RuleBasedStateMachine):
     @invariant()
     def little_is_kept(self) -> None:
         for book in self.state.books.values():
-            assert len(book.snapshots) <= commits.KEPT_SNAPSHOTS
-            assert len(book.outcomes) <= commits.KEPT_OUTCOMES
+            assert len(book.snapshots) <= commitbook.KEPT_SNAPSHOTS
+            assert len(book.outcomes) <= commitbook.KEPT_OUTCOMES
             assert set(book.waits) <= set(self.waits)
 
     def settle(self) -> None:
@@ -519,7 +519,7 @@ class CommitsMachine(RuleBasedStateMachine):
 
 
 TestCommitsMachine = CommitsMachine.TestCase
-TestCommitsMachine.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
+TestCommitsMachine.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
 
 
 CHECKPOINT_ACTIONS = (WriteShards, CommitCheckpoint, CheckpointSettled, Answered)

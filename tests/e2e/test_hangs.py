@@ -342,7 +342,7 @@ CALM = """
     from torch.utils.data import DataLoader
     import holdfast
 
-    STEP_S, LONG_S = 0.015, 2.5
+    STEP_S, LONG_S = 0.015, 2.1
 
     class SlowStorage(io.RawIOBase):
         def writable(self):
@@ -381,7 +381,7 @@ CALM = """
         model = DistributedDataParallel(torch.nn.Linear(8, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         pauses = random.Random(rank)
-        for step in range(1, 251):
+        for step in range(1, 211):
             optimizer.zero_grad()
             model(torch.ones(4, 8)).sum().backward()
             optimizer.step()
@@ -414,4 +414,4 @@ def test_pauses_saves_and_evaluations_are_no_hangs(run: Run) -> None:
     assert job is not None
     assert job.incidents == []
     books = run.ask("goodput")["seconds"]
-    assert books["checkpoint"] >= 4.5, "saves were not booked"
+    assert books["checkpoint"] >= 4.0, "saves were not booked"
