@@ -1,11 +1,10 @@
 """A worker's signs of life, in shared memory beside its progress page.
 
-Four kinds of sign, because they say different things when they stop:
+Three kinds of sign, because they say different things when they stop:
 
 - *marks*: the script came to another phase of a step (data, forward, backward, optimizer), finished a
   step, or called `holdfast.heartbeat`. The time between two marks is booked to the phase that the
   first one began, its longest and its latest durations are kept, and so deadlines can be learnt.
-- *touches*: it called another module of the model, as a sign of life within a phase.
 - *sections* that are open, with when they were entered. They nest, overlap, and may be of any thread.
 - *beats*: a thread of ours had its turn. When beats stop and the process is not stopped, something
   holds the interpreter's lock. With each beat it notes what the training thread is doing: whether it
@@ -48,7 +47,7 @@ FIRST_STEP: Final = "first step"
 _BEAT_AT, _BEATS, _WAITS, _CODES = 0, 1, 2, 3
 _MARK_AT, _MARKS, _PHASE = 4, 5, 6
 _WANTED, _DUMPED = 7, 8
-_TOUCH_AT, _PLACE, _PLACE_AT, _THREAD = 9, 10, 11, 12
+_PLACE, _PLACE_AT, _THREAD = 10, 11, 12
 _STEPS, _STEP_AT, _WARM = 13, 14, 15
 _OPEN: Final = 16
 """Open sections: pairs of name (plus one; 0 is a free place) and when it was entered."""
@@ -96,7 +95,6 @@ class Signs(Struct, frozen=True):
     thread: int
     """The kernel's number of the training thread; 0 for the main one."""
     mark_at: float
-    touch_at: float
     marks: int
     phase: str
     steps: int
@@ -149,10 +147,6 @@ class Vitals:
         ints[_PHASE] = phase
         ints[_CODES] = 0
         ints[_MARKS] += 1
-
-    def touch(self, now: float) -> None:
-        """What is under way goes on."""
-        self._floats[_TOUCH_AT] = now
 
     def go_on(self, phase: int, now: float) -> None:
         """The same, when what was under way has been booked already: as a section."""
@@ -241,7 +235,6 @@ class Vitals:
             place_at=floats[_PLACE_AT],
             thread=ints[_THREAD],
             mark_at=floats[_MARK_AT],
-            touch_at=floats[_TOUCH_AT],
             marks=ints[_MARKS],
             phase=PHASES[min(ints[_PHASE], len(PHASES) - 1)],
             steps=ints[_STEPS],

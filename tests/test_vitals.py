@@ -61,15 +61,6 @@ def test_what_is_booked_as_a_section_is_not_booked_to_a_phase_as_well() -> None:
     assert vitals.times()["between"].longest_s == 0.5
 
 
-def test_a_touch_is_a_sign_of_life_and_ends_nothing() -> None:
-    vitals = fresh()
-    vitals.mark(FORWARD, 1.0)
-    vitals.touch(2.0)
-    vitals.mark(BETWEEN, 3.0)
-    assert vitals.read().touch_at == 2.0
-    assert vitals.times()["forward"].latest_s == (2.0,)
-
-
 phases = st.integers(DATA, BETWEEN)
 durations = st.integers(0, 1000).map(lambda ms: ms / 1024)
 

@@ -134,6 +134,7 @@ class Keeping:
     _joiner: Joiner = field(default_factory=Joiner)
     _deaths: list[float] = field(default_factory=list)
     _closing: bool = False
+    _hurried: bool = False
 
     # ---- what is there from before ----
 
@@ -330,8 +331,16 @@ class Keeping:
         """Do something once nothing of this node is on its way to storage, or the time is up."""
         once = _Once(act)
         self._settled.append(once)
+        if self._hurried:
+            self._on_their_way.clear()
         if self._on_their_way:
             asyncio.get_running_loop().call_later(limit_s, once)
+        self._check_settled()
+
+    def hurry(self) -> None:
+        """Somebody insists: nothing is waited for any more."""
+        self._hurried = True
+        self._on_their_way.clear()
         self._check_settled()
 
     def _check_settled(self) -> None:

@@ -304,6 +304,7 @@ class _Agent:
         orphaned = os.getppid() != self.orders.launcher_pid
         if orphaned or self._leaving is not None:
             # The launcher is gone, or somebody insists: no more courtesy.
+            self.keeping.hurry()
             self.supervisor.act(self._own_finish(number, grace_s=0.0))
             self.supervisor.kill_all()
             return

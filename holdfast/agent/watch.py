@@ -237,14 +237,14 @@ class Watch:
         longest_s = paces.longest_s.get(name, 0.0)
         deadline = self._limits.in_section(name, paces.step_s, longest_s)
         # As long as it is not known how long it takes, all is well while there are signs within it.
-        since = entered_at if deadline.known else max(entered_at, signs.mark_at, signs.touch_at)
+        since = entered_at if deadline.known else max(entered_at, signs.mark_at)
         return Due(name, since, deadline, section.own)
 
     def _first_step(self, one: Watched, signs: Signs) -> Due:
         deadline = self._limits.until_first_step()
         since = one.began_at
         if self._terms.initial_rank_heartbeat_timeout is None:
-            since = max(since, signs.mark_at, signs.touch_at)
+            since = max(since, signs.mark_at)
         if not deadline.known:  # It may be a script that takes no steps at all.
             since = max(since, signs.place_at)
         return Due(FIRST_STEP, since, deadline)
@@ -253,7 +253,7 @@ class Watch:
         own = one.vitals.times().get(signs.phase)
         longest_s = max(paces.longest_s.get(signs.phase, 0.0), own.longest_s if own else 0.0)
         deadline = self._limits.between_marks(signs.phase, paces.step_s, longest_s, signs.warm)
-        return Due(signs.phase, max(signs.mark_at, signs.touch_at, one.began_at), deadline)
+        return Due(signs.phase, max(signs.mark_at, one.began_at), deadline)
 
     def _tell(self, stalls: tuple[Stall, ...], now: float) -> None:
         """Say who stands still, when that has changed; and again, ever more seldom."""

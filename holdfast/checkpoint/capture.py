@@ -41,7 +41,6 @@ SMALL_BYTES = 64 << 10
 """Plain tensors below that are kept for each rank: they may differ, and cost little."""
 
 _TAIL_ALIGNMENT = 4096
-_EMPTY: Final = msgspec.Raw(b"\x90")
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -86,8 +85,8 @@ class Layout:
     """For each tensor of the state the item that it is; two that are tied are one."""
     first_of: list[int]
     """For each item the first tensor that it is."""
-    addresses: int
-    """How many different ones the tensors had: whether they are tied shows in that."""
+    addresses: list[int]
+    """Where the tensors were, the last time."""
     odd_paths: Encoded
     """What `Contents.paths` has for the tensors."""
     headers: dict[int, bytes]
@@ -130,7 +129,7 @@ def capture(
         raise CheckpointError(f"a tensor cannot be saved: {error}") from error
     layout = before
     if layout is None or not _fits(layout, parts, signature, addresses):
-        layout = _lay_out(parts, signature, len(set(addresses)))
+        layout = _lay_out(parts, signature, addresses)
     if len(layout.items) < len(locals_):
         locals_ = [locals_[number] for number in layout.first_of]
         addresses = [addresses[number] for number in layout.first_of]
@@ -175,13 +174,14 @@ def _sharding(tensor: Any) -> Any:
 
 
 def _fits(layout: Layout, parts: Dismantled, signature: list[Any], addresses: list[int]) -> bool:
-    same = layout.structure == parts.structure and layout.signature == signature
-    if not same or len(set(addresses)) != layout.addresses:
+    if layout.structure != parts.structure or layout.signature != signature:
         return False
-    if len(layout.items) == len(addresses):
+    before, layout.addresses = layout.addresses, addresses
+    if addresses == before:
         return True
-    # Those that were tied still are: each is where the first one of its item is.
-    return addresses == [addresses[layout.first_of[item]] for item in layout.item_of]
+    # No more of them are tied than were, and those still are: each is where the first of them is.
+    tied = [addresses[layout.first_of[item]] for item in layout.item_of]
+    return len(set(addresses)) == len(set(before)) and addresses == tied
 
 
 def _check_memory(layout: Layout, locals_: list[torch.Tensor], addresses: list[int]) -> None:
@@ -193,7 +193,7 @@ def _check_memory(layout: Layout, locals_: list[torch.Tensor], addresses: list[i
 # ---- layout -------------------------------------------------------------------------------------
 
 
-def _lay_out(parts: Dismantled, signature: list[Any], addresses: int) -> Layout:
+def _lay_out(parts: Dismantled, signature: list[Any], addresses: list[int]) -> Layout:
     paths = parts.paths()
     every = [path for of_one in paths for path in of_one]
     all_names = unique_names(every)
@@ -399,7 +399,7 @@ def _list_of(one: Encoded, other: Encoded) -> bytes:
 
 
 class _Contents(Struct, frozen=True):
-    """`layout.Contents` with its large parts encoded before."""
+    """`layout.Contents` but for its two large parts, which come last and are encoded before."""
 
     step: int
     round: int
@@ -409,10 +409,16 @@ class _Contents(Struct, frozen=True):
     shared: Span
     tail: Span
     skeleton: Span
-    items: msgspec.Raw
     values: list[ValueItem]
     references: list[int]
-    paths: msgspec.Raw
+    items: tuple[()] = ()
+    paths: tuple[()] = ()
+
+
+_ITEMS: Final = _encoder.encode("items")
+_PATHS: Final = _encoder.encode("paths")
+_NO_ITEMS_NO_PATHS: Final = _ITEMS + b"\x90" + _PATHS + b"\x90"
+"""How the encoded form of that ends."""
 
 
 def _tail(layout: Layout, parts: Dismantled, position: Position) -> tuple[bytes, Span]:
@@ -428,25 +434,19 @@ def _tail(layout: Layout, parts: Dismantled, position: Position) -> tuple[bytes,
         shared=layout.shared,
         tail=Span(layout.tail_at, 0),
         skeleton=Span(at, len(parts.skeleton)),
-        items=_EMPTY,
         values=values,
         references=layout.item_of if len(layout.items) < len(layout.item_of) else [],
-        paths=_EMPTY,
     )
     at += len(parts.skeleton)
     items, paths = layout.encoded_items, _list_of(layout.odd_paths, odd_paths)
     # The contents are part of the tail whose size they tell: its end is rounded up to make room.
     size = len(_encoder.encode(contents)) + len(items) + len(paths) + 16
     end = aligned(at + size, _TAIL_ALIGNMENT)
-    contents = replace(
-        contents,
-        tail=Span(layout.tail_at, end - layout.tail_at),
-        items=msgspec.Raw(items),
-        paths=msgspec.Raw(paths),
-    )
-    encoded = _encoder.encode(contents)
-    pieces += [parts.skeleton, encoded, bytes(end - at - len(encoded))]
-    return b"".join(pieces), Span(at, len(encoded))
+    told = _encoder.encode(replace(contents, tail=Span(layout.tail_at, end - layout.tail_at)))
+    encoded = (told.removesuffix(_NO_ITEMS_NO_PATHS), _ITEMS, items, _PATHS, paths)
+    size = sum(map(len, encoded))
+    pieces += [parts.skeleton, *encoded, bytes(end - at - size)]
+    return b"".join(pieces), Span(at, size)
 
 
 def _values(layout: Layout, parts: Dismantled) -> tuple[list[bytes], list[ValueItem], Encoded]:

@@ -38,7 +38,7 @@ from msgspec import Struct
 from holdfast import kernel
 from holdfast.checkpoint import plain, replicas, retention
 from holdfast.checkpoint.commit import AlreadyCommitted, commit
-from holdfast.checkpoint.digests import digest
+from holdfast.checkpoint.digests import block_digests, digest
 from holdfast.checkpoint.image import Image, Record
 from holdfast.checkpoint.images import Images, id_of, key_of
 from holdfast.checkpoint.layout import Contents
@@ -314,13 +314,15 @@ class Keeper:
             return ShardsDone(number=order.number, error=str(error), gone=True)
         return ShardsDone(number=order.number, shards=tuple(shards))
 
-    def _pinned(self, order: Write, rank: int, until: ExitStack) -> tuple[Image, Record, int]:
+    def _pinned(
+        self, order: Write, rank: int, until: ExitStack
+    ) -> tuple[Image, Record, int, bytes]:
         """A rank's image of the snapshot, which stays as it is until then."""
         found = self._images.sealed(key_of(ImageId(order.snapshot, Rank(rank), order.world_size)))
         if found is not None:
-            image, record, state, _ = found
+            image, record, state, digests = found
             if until.enter_context(self._images.pinned(image, state)):
-                return image, record, state
+                return image, record, state, digests
         raise _Gone(f"the image of rank {rank} made place for a newer one before")
 
     def _write_rank(
@@ -329,9 +331,9 @@ class Keeper:
         directory: str,
         order: Write,
         rank: int,
-        held: tuple[Image, Record, int],
+        held: tuple[Image, Record, int, bytes],
     ) -> Shard:
-        image, record, state = held
+        image, record, state, digests = held
         snapshot = order.snapshot
         contents = _contents_decoder.decode(image.body[record.contents.at : record.contents.end])
         extents = extents_of(contents, rank, order.world_size, "slice" if order.alike else "all")
@@ -352,6 +354,9 @@ class Keeper:
         )
         if image.settled != state:
             raise _Gone(f"the image of rank {rank} was changed while it was written")
+        # What is written has digests of its own. It must be what was sealed, and still be it now.
+        if block_digests(image.body[: record.size], self._hashing) != digests:
+            raise Refused(f"{image.path}: the image of rank {rank} changed after its seal")
         return Shard(Rank(rank), written.name, written.size, written.trailer, written.contents)
 
     def _fail_writes(self, order: FailWrites) -> Done:

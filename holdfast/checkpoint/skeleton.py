@@ -156,7 +156,10 @@ class _Walk:
         numbers = dict(zip(map(id, tensors), itertools.count(first), strict=False))
         if len(numbers) < len(tensors) or not self._seen.keys().isdisjoint(numbers):
             return None
-        self._seen.update(numbers)
+        if self._seen:
+            self._seen.update(numbers)
+        else:
+            self._seen = numbers
         self._opened += 1
         keys = tuple(value)
         found.tensors += tensors

@@ -173,5 +173,6 @@ class HangLimits(Struct, frozen=True):
 
     def _learnt(self, name: str, limit_s: Seconds, known: bool = True) -> Deadline:
         """After an alarm, which may have been false, it is several times as long."""
-        limit_s *= ALARM_FACTOR ** min(self.alarms.get(name, 0), ALARMS_AT_MOST)
-        return Deadline(limit_s, max(OVERDUE_FLOOR_S, OVERDUE_FACTOR * limit_s), known)
+        factor = ALARM_FACTOR ** min(self.alarms.get(name, 0), ALARMS_AT_MOST)
+        overdue_s = max(OVERDUE_FLOOR_S, OVERDUE_FACTOR * limit_s)
+        return Deadline(factor * limit_s, factor * overdue_s, known)

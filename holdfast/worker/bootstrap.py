@@ -71,8 +71,7 @@ def become_worker(control_fd: int, page_fd: int, rehearse: bool) -> int:
     look_for_traps = _trap_finder(worker, page, phases)
     look_for_traps()
     if WITHOUT_WATCHING not in os.environ:
-        dump = lambda: _dump_flight(assign.flight)  # noqa: E731
-        Pulse(page.vitals, dump, look_for_traps, lambda: phases.listen()).start()
+        Pulse(page.vitals, lambda: _dump_flight(assign.flight), look_for_traps).start()
     if len(fds) > 3:
         hooks.host_store(move_up(fds[3]), int(assign.env["MASTER_PORT"]))
     _, name, *arguments = sys.argv

@@ -1,4 +1,7 @@
-"""Does something to a module as soon as a script imports it, and never imports it itself."""
+"""Does something to a module as soon as a script imports it, and never imports it itself.
+
+A version of the module that has not what we look for is left as it is: the script must not notice.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from types import ModuleType
 def when_imported(name: str, act: Callable[[ModuleType], object]) -> None:
     """Act on the module now, or when it is imported."""
     if name in sys.modules:
-        act(sys.modules[name])
+        _act_on(sys.modules[name], act)
     else:
         sys.meta_path.insert(0, _Watcher(name, act))
 
@@ -52,4 +55,11 @@ class _ActingLoader(Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        self._act(module)
+        _act_on(module, self._act)
+
+
+def _act_on(module: ModuleType, act: Callable[[ModuleType], object]) -> None:
+    try:
+        act(module)
+    except AttributeError:
+        pass

@@ -3,9 +3,9 @@
 Nothing of the script is changed and nothing is asked of it. Torch calls hooks before and after each
 optimizer step; `DataLoader` and `backward` are wrapped where they are defined; and the first module
 that is called after those begins the forward phase. A hook on all modules would cost more than it
-tells, so it is there only until its first call, and again after each other mark and ten times a second
-(see `pulse`): a loop that calls modules for minutes, to generate text, is seen to be alive. A script
-that uses torch's compiler has no such hook, which would end up in its graphs and break them: there the
+tells, so it is there only until its first call, and again after each other mark. It is put there by the
+training thread and by no other, which might do so while that one goes through the hooks. A script that
+uses torch's compiler has no such hook, which would end up in its graphs and break them: there the
 forward phase begins when the data is there.
 
 Only the thread that trains is followed: a loader that runs ahead in another one says nothing about
@@ -37,9 +37,8 @@ class Phases:
 
     def __init__(self, vitals: Vitals) -> None:
         self._vitals = vitals
-        self.listen: Callable[[], None] = _nothing
-        """Have the next call of a module noted; any thread may."""
-        self._awaits_forward = True
+        self._arm: Callable[[], None] = _nothing
+        """Have the next call of a module noted."""
         self._compiles = False
         self._backwards = 0
         """How many backward passes of the training thread are under way, one within the other."""
@@ -63,8 +62,7 @@ class Phases:
 
     def _between(self) -> None:
         self._mark(BETWEEN)
-        self._awaits_forward = True
-        self.listen()
+        self._arm()
 
     def _trains(self) -> bool:
         return get_ident() == self._vitals.trainer
@@ -124,23 +122,17 @@ class Phases:
         hooks, torch = module._global_forward_pre_hooks, sys.modules["torch"]
 
         def called(*_: Any) -> None:
-            if torch.compiler.is_compiling() or not self._trains():
-                return
+            if torch.compiler.is_compiling() or self._backwards or not self._trains():
+                return  # In a backward pass a module is computed again.
             hooks.pop(_OUR_HOOK, None)
-            if self._awaits_forward and not self._backwards:
-                self._awaits_forward = False
-                self._forward()
-            else:  # Another module, or one that a backward pass computes again.
-                self._vitals.touch(time.monotonic())
+            self._forward()
 
-        def listen() -> None:
-            hooks[_OUR_HOOK] = called
-            if self._compiles:  # Since a moment ago.
-                hooks.pop(_OUR_HOOK, None)
+        def arm() -> None:
+            if not self._compiles:
+                hooks[_OUR_HOOK] = called
 
-        self.listen = listen
-        if not self._compiles:
-            listen()
+        self._arm = arm
+        arm()
 
     def _on_compiler(self, module: ModuleType) -> None:
         real = module.optimize
@@ -148,8 +140,9 @@ class Phases:
         @functools.wraps(real)
         def optimize(*args: Any, **kwargs: Any) -> Any:
             self._compiles = True
-            self.listen()  # For the last time: it is not there afterwards.
-            self.listen = _nothing
+            modules: Any = sys.modules.get("torch.nn.modules.module")
+            if modules is not None:
+                modules._global_forward_pre_hooks.pop(_OUR_HOOK, None)
             return real(*args, **kwargs)
 
         module.__dict__["optimize"] = optimize

@@ -46,13 +46,10 @@ class Pulse:
         vitals: Vitals,
         dump: Callable[[], None],
         look_for_traps: Callable[[], None] = lambda: None,
-        listen: Callable[[], None] = lambda: None,
     ) -> None:
         self._vitals = vitals
         self._dump = dump
         self._look_for_traps = look_for_traps
-        self._listen = listen
-        """Have the next call of a module noted."""
         self._seen: set[CodeType] = set()
         self._marks = 0
         self._pid = os.getpid()
@@ -71,7 +68,6 @@ class Pulse:
                 self._vitals.dumped()
                 self._dump_or_not()
             self._look_for_traps()
-            self._listen()
             time.sleep(BEAT_EVERY_S)
 
     def _dump_or_not(self) -> None:

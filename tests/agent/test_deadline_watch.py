@@ -198,18 +198,6 @@ def test_when_it_moves_on_that_is_told_too() -> None:
     assert scene.stalls() == ()
 
 
-def test_a_module_that_is_called_is_a_sign_of_life() -> None:
-    scene = Scene()
-    scene.train()
-    scene.vitals[0].mark(FORWARD, scene.now)
-    for _ in range(10):
-        scene.run(1.0)
-        scene.vitals[0].touch(scene.now)
-    assert scene.told == []
-    scene.run(LIMIT_S + 0.1)
-    assert scene.kinds() == {0: "still"}
-
-
 def test_a_phase_that_was_seen_to_take_long_may_do_so_again() -> None:
     scene = Scene(ranks=2)
     scene.train()

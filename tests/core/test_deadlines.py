@@ -134,6 +134,7 @@ def test_after_each_alarm_the_next_deadline_of_that_kind_is_several_times_as_lon
         lambda each: each.until_first_step(),
     ):
         assert of(alarmed).limit_s == pytest.approx(factor * of(calm).limit_s)
+        assert of(alarmed).overdue_s == pytest.approx(factor * of(calm).overdue_s)
     assert alarmed.between_marks("data", 0.1, 0.0) == calm.between_marks("data", 0.1, 0.0)
 
 

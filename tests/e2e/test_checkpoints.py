@@ -777,7 +777,6 @@ def test_another_run_does_not_start_over_either_when_all_that_was_saved_is_spoil
         again.close()
 
 
-@pytest.mark.xfail(reason="keeper: what is written is not compared with the seal", strict=True)
 def test_an_image_that_is_spoilt_after_its_seal_does_not_become_a_checkpoint(
     tmp_path: Path,
 ) -> None:

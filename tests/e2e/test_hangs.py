@@ -412,6 +412,8 @@ def test_pauses_saves_and_evaluations_are_no_hangs(run: Run) -> None:
     assert run.code(90.0) == 0
     job = run.peek()
     assert job is not None
-    assert job.incidents == []
+    # Rank 0 does more than the other, and may well be called slow.
+    assert [incident for incident in job.incidents if incident.kind != "straggler"] == []
+    assert job.membership.round == 1
     books = run.ask("goodput")["seconds"]
     assert books["checkpoint"] >= 4.0, "saves were not booked"

@@ -167,22 +167,6 @@ def test_times_are_those_that_the_script_took(with_torch: Run) -> None:
     assert "arning" not in said, said
 
 
-def test_a_loop_that_calls_modules_is_seen_to_be_alive(with_torch: Run) -> None:
-    """Generating text takes minutes, without data, backward or optimizer."""
-    script = """
-    train([ONES])
-    model(ONES)
-    at = vitals.read().touch_at
-    model(ONES)
-    assert vitals.read().touch_at == at, "only the first call is noted, the others cost nothing"
-    phases.listen()
-    assert seen(model, ONES) == []
-    assert vitals.read().touch_at > at
-    """
-    said = with_torch(BEFORE, TORCH, script)
-    assert "arning" not in said, said
-
-
 def test_only_the_thread_that_trains_is_followed(with_torch: Run) -> None:
     script = """
     def elsewhere(act, *args):
