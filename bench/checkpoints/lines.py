@@ -12,7 +12,7 @@ from statistics import median
 
 Seconds = float
 
-DIGITS = {"%": 1, "x": 2, "ms": 1, "s": 3}
+DIGITS = {"%": 1, "x": 3, "ms": 1, "s": 3}
 COLUMNS = ["measure", "figure", "goal", "met", "torch's"]
 
 
