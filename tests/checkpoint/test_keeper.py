@@ -52,8 +52,11 @@ from holdfast.checkpoint import disk, keeper, storage
 keeper.STALLED_S, keeper.LOOK_EVERY_S = {stalled_s}, 0.05
 gate = {gate!r}
 def held(what):
-    while os.path.exists(gate) and open(gate).read() in what:
-        time.sleep(0.005)
+    try:
+        while open(gate).read() in what:
+            time.sleep(0.005)
+    except FileNotFoundError:
+        pass
 def hold(kind, name):
     real = getattr(kind, name)
     def call(*args):
