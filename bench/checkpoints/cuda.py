@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from checkpoints import fresh, states
-from checkpoints.contestants import Holdfast, Torch
+from checkpoints.contestants import Holdfast, SaveFailedError, Torch
 from checkpoints.lines import Line, Seconds, medians, milliseconds, speed
 from checkpoints.setting import Setting
 from checkpoints.timing import alternate, wait_for_shared_memory
@@ -185,9 +185,10 @@ def _overlapped(setting: Setting, training: Training, saving: Holdfast) -> list[
     for turn in range(1 + max(2, setting.tries // 2)):
         none = training.block(lambda: None)
         ours = training.block(save)
-        outcomes = [ticket.memory().outcome for ticket in tickets[-1:]]
-        if outcomes != ["saved"]:
-            raise RuntimeError(f"the last save was {outcomes}")
+        results = [ticket.memory() for ticket in tickets]
+        failed = [result.reason for result in results if result.outcome == "failed"]
+        if failed:
+            raise SaveFailedError(f"{len(failed)} of {len(results)}: {failed[0]}")
         if turn:
             samples["none"] += none
             samples["save"] += ours

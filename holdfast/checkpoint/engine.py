@@ -18,8 +18,7 @@ import multiprocessing.util
 import os
 import sys
 import threading
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -128,7 +127,10 @@ class Checkpointer:
         link.open(self._name, self._where or "", encoded)
         if self._optimizers:
             after_first_step(self._optimizers, self._make_ready)
-        _before_exit(self._await_copy)
+        self._copying: list[threading.Event] = []
+        # Before links are closed. Interpreters wait for our threads by themselves, but processes of
+        # `multiprocessing` do that late; and nobody may have the checkpointer any more by then.
+        multiprocessing.util.Finalize(None, _await_all, (self._copying,), exitpriority=10)
 
     # ---- saving ----
 
@@ -186,13 +188,16 @@ class Checkpointer:
             position = self._position(step)
             copy = self._slots.start(captured, position, guarded, overlap, finished)
         self._guard.watch(copy)
-        copy.done.add_done_callback(lambda done: self._check_copy(step, done))
+        ended = threading.Event()
+        self._copying[:] = [ended]
+        copy.done.add_done_callback(lambda done: self._check_copy(step, done, ended))
         return Ticket(step, tier, copy.done, self._waiting)
 
-    def _check_copy(self, step: int, done: Future[int]) -> None:
+    def _check_copy(self, step: int, done: Future[int], ended: threading.Event) -> None:
         error = done.exception()
         if error is not None:
             self._missed(step, error)
+        ended.set()
 
     def _missed(self, step: int, error: BaseException) -> None:
         """Training goes on without that one; the others shall not wait for it."""
@@ -319,19 +324,9 @@ class _Waiting:
         return self._link.wait(self._checkpointer, step, to, timeout_s)
 
 
-def _before_exit(act: Callable[[], None]) -> None:
-    """Do something when the process ends, if it is still of use, and before links are closed.
-
-    Interpreters wait for our threads by themselves, but processes of `multiprocessing` do that late.
-    """
-    weak = weakref.WeakMethod(act)
-
-    def call() -> None:
-        still = weak()
-        if still is not None:
-            still()
-
-    multiprocessing.util.Finalize(None, call, exitpriority=10)
+def _await_all(copies: list[threading.Event]) -> None:
+    for ended in copies:
+        ended.wait()
 
 
 @contextmanager

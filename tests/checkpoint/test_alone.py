@@ -200,6 +200,20 @@ def test_a_save_that_fails_does_not_stop_the_next(tmp_path: Path) -> None:
     in_one_process(act)
 
 
+def test_the_last_save_is_finished_though_nobody_has_the_checkpointer_any_more(
+    tmp_path: Path,
+) -> None:
+    def act() -> None:
+        parameter = torch.nn.Parameter(torch.ones(1000))
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        checkpointer = Checkpointer(tmp_path, {"p": parameter.data, "o": optimizer})
+        checkpointer._slots._behind.submit(time.sleep, 0.3)
+        checkpointer.save(1)
+
+    in_one_process(act)
+    assert is_complete(tmp_path, 1)
+
+
 # ---- several ranks ----
 
 
