@@ -1,4 +1,9 @@
-"""One agent, from its start to its exit code."""
+"""One agent, from its start to its exit code.
+
+Here its parts are put together: orders come in by the stream and are carried out by the supervisor,
+and whatever the parts have to tell goes out by the stream again. The rest is what an agent says of
+itself: who it is when it joins, whether it is warm, what its checks found, and its last word.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +13,6 @@ import os
 import signal
 import socket
 import sys
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,23 +21,23 @@ from holdfast import kernel
 from holdfast.agent.environment import node_environment
 from holdfast.agent.fitness import FitnessWatch, watching
 from holdfast.agent.keeping import Keeping
+from holdfast.agent.leaving import Leaving
 from holdfast.agent.output import Console
 from holdfast.agent.processes import ProcessTable
 from holdfast.agent.standbys import Pool
+from holdfast.agent.starting import Starter
 from holdfast.agent.stream import CoordinatorStream, Turned
 from holdfast.agent.supervisor import Supervisor
+from holdfast.agent.testing import Tester
 from holdfast.clock import JobClock
 from holdfast.config import RunSettings
 from holdfast.core.deadlines import JOIN_LIMIT_S
 from holdfast.jobhome import JobHome
-from holdfast.messages.actions import Finish
-from holdfast.messages.events import AnyEvent, HealthFound, NodeJoined, NodeLeaving, NodeWarm
-from holdfast.messages.evidence import RankEvidence
-from holdfast.messages.exits import EXIT_REJOIN, EXIT_TRY_AGAIN, EXIT_TURNED_AWAY
+from holdfast.messages.events import HealthFound, NodeJoined, NodeWarm
+from holdfast.messages.exits import EXIT_REJOIN, EXIT_TURNED_AWAY
 from holdfast.messages.health import Result
 from holdfast.messages.records import NodeSpec, Terms
 from holdfast.messages.units import NodeId
-from holdfast.messages.wire import Testimony
 from holdfast.platforms import topology
 from holdfast.tls import client_context
 
@@ -42,8 +45,6 @@ log = logging.getLogger("holdfast.agent")
 
 CONSOLE_LIMIT_S = 5.0
 LAST_WORD_LIMIT_S = 2.0
-SOLITUDE_LOOK_S = 1.0
-SOLITUDE_TOLD_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -121,85 +122,103 @@ def _stop_listening(signals: set[signal.Signals]) -> None:
 
 
 class _Agent:
-    """Joins the stream and the supervisor, and minds the signals."""
+    """All parts of an agent, and what it says of itself."""
 
     def __init__(
         self, orders: AgentOrders, table: ProcessTable, pool: Pool, env: dict[str, str]
     ) -> None:
+        settings = orders.settings
         self.orders = orders
         self.pool = pool
         self.console = Console()
         self.clock = JobClock()
         self.node = NodeId(f"{socket.gethostname()}:{os.getpid()}")
-        self.finished: asyncio.Future[Finish] = asyncio.get_running_loop().create_future()
         self.listener = _image_listener(orders.address)
-        self.keeping = Keeping(
-            node=self.node,
-            images=orders.images,
-            job=orders.home.name,
-            token=orders.token,
-            tls=orders.settings.tls,
-            listener=self.listener,
-            table=table,
-            clock=self.clock,
-            report=self._report,
-            tell=self._tell,
-            env=env,
-        )
-        self.supervisor = Supervisor(
-            keeping=self.keeping,
-            testify=self._testify,
-            written=lambda: self.stream.drained.wait(),
-            fall_silent=lambda seconds: self.stream.fall_silent(seconds),
-            hang_terms=orders.terms.hangs,
-            node=self.node,
+        self.stream = self._stream()
+        self.keeping = self._keeping(table, env)
+        self.starter = Starter(
+            settings=settings,
+            run_id=orders.run_id,
             address=orders.address,
             store_port=orders.store_port,
-            settings=orders.settings,
-            table=table,
-            run_id=orders.run_id,
             logs=orders.logs,
-            clock=self.clock,
-            pool=pool,
+            images=orders.images,
             console=self.console,
-            report=self._report,
-            finished=self.finished,
+            table=table,
+            pool=pool,
             env=env,
         )
-        self.stream = CoordinatorStream(
-            host=orders.host,
-            port=orders.port,
-            find=orders.find_coordinator,
-            token=orders.token,
+        self.tester = Tester(self.node, orders.address, pool, self.clock, self.stream.send)
+        self.supervisor = Supervisor(
             node=self.node,
             clock=self.clock,
-            state=lambda: (self.supervisor.round, self.supervisor.busy),
-            act=self.supervisor.act,
-            terms=orders.terms,
-            tls=client_context(orders.settings.tls),
-            resumed=self.supervisor.courier.ask_again,
+            stream=self.stream,
+            table=table,
+            pool=pool,
+            keeping=self.keeping,
+            starter=self.starter,
+            tester=self.tester,
+            hang_terms=orders.terms.hangs,
+            save_deadline_s=settings.save_deadline_s,
         )
+        self.leaving = Leaving(
+            node=self.node,
+            signals=[signal.Signals[name] for name in settings.signals_to_handle],
+            launcher_pid=orders.launcher_pid,
+            solitude_limit_s=settings.rendezvous.join_timeout_s or JOIN_LIMIT_S,
+            clock=self.clock,
+            stream=self.stream,
+            supervisor=self.supervisor,
+            keeping=self.keeping,
+        )
+        self._joined = False
         self._found: tuple[Result, ...] = ()
         """What the node's checks found before it could be told."""
         self.fitness: FitnessWatch | None = None
-        thorough = orders.settings.node_check
-        if FitnessWatch.worth_while(thorough):
-            self.fitness = FitnessWatch(orders.home.path, thorough, self._tell_health)
+        if FitnessWatch.worth_while(settings.node_check):
+            self.fitness = FitnessWatch(orders.home.path, settings.node_check, self._tell_health)
             table.spared = lambda: self.fitness.pids if self.fitness is not None else ()
-        self._joined = False
-        self._leaving: Finish | None = None
-        """What we would do by ourselves, once we were told to stop."""
+
+    def _stream(self) -> CoordinatorStream:
+        return CoordinatorStream(
+            host=self.orders.host,
+            port=self.orders.port,
+            find=self.orders.find_coordinator,
+            token=self.orders.token,
+            node=self.node,
+            clock=self.clock,
+            state=lambda: (self.supervisor.round, self.supervisor.busy),
+            act=lambda order: self.supervisor.act(order),
+            terms=self.orders.terms,
+            tls=client_context(self.orders.settings.tls),
+            resumed=lambda sent: self.supervisor.courier.ask_again(sent),
+        )
+
+    def _keeping(self, table: ProcessTable, env: dict[str, str]) -> Keeping:
+        return Keeping(
+            node=self.node,
+            images=self.orders.images,
+            job=self.orders.home.name,
+            token=self.orders.token,
+            tls=self.orders.settings.tls,
+            listener=self.listener,
+            table=table,
+            clock=self.clock,
+            report=self.stream.send,
+            tell=self._tell,
+            env=env,
+        )
 
     async def run(self) -> int:
-        self._mind_signals()
+        self.leaving.mind_signals()
         talking = asyncio.ensure_future(self.stream.run(self._join))
-        minding = asyncio.ensure_future(self._mind_solitude())
-        either: set[asyncio.Future[Any]] = {talking, self.finished}
+        minding = asyncio.ensure_future(self.leaving.mind_solitude())
+        either: set[asyncio.Future[Any]] = {talking, self.supervisor.finished}
         done, _ = await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         minding.cancel()
         if talking in done:
             return self._turned_away(talking)
-        order = self.finished.result()
+        order = self.supervisor.finished.result()
         try:
             await asyncio.wait_for(self.stream.drained.wait(), LAST_WORD_LIMIT_S)
         except asyncio.TimeoutError:
@@ -233,9 +252,9 @@ class _Agent:
             block=block,
             domain=domain,
             keeper_port=self.listener.getsockname()[1],
-            test_port=self.supervisor.tester.port,
+            test_port=self.tester.port,
         )
-        port = self.supervisor.port.number
+        port = self.starter.port.number
         self.stream.send(
             NodeJoined(at=self.clock.now(), node=self.node, spec=spec, store_port=port)
         )
@@ -243,19 +262,10 @@ class _Agent:
         self.keeping.tell_images()
         if self._found:
             self._tell_health(self._found)
-        if self._leaving is not None:
-            self._tell_leaving(self._leaving)
+        self.leaving.joined()
         if self.pool.warm:
             self._tell_warm()
         self.pool.on_warm = self._tell_warm
-
-    def _testify(self, inquest: int, evidence: Sequence[RankEvidence]) -> None:
-        """One rank at a time: a frame has a limit, and a node may have many ranks."""
-        for index, one in enumerate(evidence):
-            more = index + 1 < len(evidence)
-            self.stream.tell(Testimony(inquest=inquest, evidence=(one,), more=more))
-        if not evidence:
-            self.stream.tell(Testimony(inquest=inquest, evidence=()))
 
     def _tell_health(self, results: tuple[Result, ...]) -> None:
         if self._joined:
@@ -263,69 +273,11 @@ class _Agent:
         else:
             self._found = results
 
-    def _report(self, event: AnyEvent) -> None:
-        self.stream.send(event)
-
     def _tell(self, text: str) -> None:
         self.console.write(2, f"[holdfast] {text}\n".encode())
 
     def _tell_warm(self) -> None:
         self.stream.send(NodeWarm(at=self.clock.now(), node=self.node))
-
-    async def _mind_solitude(self) -> None:
-        """Give up when there is nothing to do and nobody to ask for far too long."""
-        limit_s = self.orders.settings.rendezvous.join_timeout_s or JOIN_LIMIT_S
-        where = f"the coordinator at {self.orders.host}:{self.orders.port}"
-        told = False
-        while not self.finished.done():
-            await asyncio.sleep(SOLITUDE_LOOK_S)
-            alone_s = 0.0 if self.stream.connected else time.monotonic() - self.stream.lost_at
-            if alone_s > SOLITUDE_TOLD_S and not told:
-                log.warning("no word from %s; knocking on", where)
-            told = alone_s > SOLITUDE_TOLD_S
-            if alone_s > limit_s and not self.supervisor.busy:
-                reason = f"{where} cannot be reached"
-                print(f"holdfast: {reason}; try again", file=sys.stderr)
-                order = Finish(node=self.node, code=EXIT_TRY_AGAIN, reason=reason, grace_s=0.0)
-                self.supervisor.act(order)
-
-    # ---- signals ----
-
-    def _mind_signals(self) -> None:
-        loop = asyncio.get_running_loop()
-        for name in self.orders.settings.signals_to_handle:
-            number = signal.Signals[name]
-            loop.add_signal_handler(number, self._on_signal, number)
-        kernel.unblock_signals()
-        if os.getppid() != self.orders.launcher_pid:
-            self._on_signal(signal.SIGTERM)
-
-    def _on_signal(self, number: signal.Signals) -> None:
-        orphaned = os.getppid() != self.orders.launcher_pid
-        if orphaned or self._leaving is not None:
-            # The launcher is gone, or somebody insists: no more courtesy.
-            self.keeping.hurry()
-            self.supervisor.act(self._own_finish(number, grace_s=0.0))
-            self.supervisor.kill_all()
-            return
-        self._leaving = self._own_finish(number, grace_s=30.0)
-        if self._joined:
-            self._tell_leaving(self._leaving)
-        if not self.stream.connected:
-            # It may be about to start, or to come back; if it does not, we go without its leave.
-            loop = asyncio.get_running_loop()
-            loop.call_later(LAST_WORD_LIMIT_S, self.supervisor.act, self._leaving)
-
-    def _tell_leaving(self, finish: Finish) -> None:
-        now = self.clock.now()
-        self.stream.send(
-            NodeLeaving(at=now, node=self.node, reason=finish.reason, code=finish.code)
-        )
-
-    def _own_finish(self, number: signal.Signals, grace_s: float) -> Finish:
-        code = 1 if number == signal.SIGINT else EXIT_TRY_AGAIN
-        reason = f"stopped by {number.name}"
-        return Finish(node=self.node, code=code, reason=reason, grace_s=grace_s)
 
 
 def _image_listener(address: str) -> socket.socket:

@@ -15,6 +15,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from string import Template
+
+from holdfast.config import RunSettings
 
 log = logging.getLogger("holdfast.agent")
 
@@ -24,6 +27,7 @@ CONSOLE_BYTES = 8 << 20
 TAIL_BYTES = 4096
 DRAIN_READS = 32
 """More than a pipe can hold, so that a drain takes what is there and then ends."""
+OUT, ERR = 1, 2
 
 
 class Console:
@@ -248,3 +252,19 @@ class Output:
 
     def tail(self) -> str:
         return self.log.tail.decode("utf-8", "replace")
+
+
+def rank_output(
+    settings: RunSettings, console: Console, path: Path, rank: int, local_rank: int
+) -> Output:
+    """What a rank prints: into its log, and onto the terminal as far as the user wants to see it."""
+    terminal = settings.terminal
+    shown = OUT | ERR
+    shown &= ~terminal.redirects.get(local_rank, 0) | terminal.tee.get(local_rank, 0)
+    if terminal.local_ranks_filter is not None and local_rank not in terminal.local_ranks_filter:
+        shown = 0
+    prefix = Template(terminal.log_line_prefix_template).safe_substitute(
+        role_name=settings.role, local_rank=local_rank, rank=rank
+    )
+    consoles = (console if shown & OUT else None, console if shown & ERR else None)
+    return Output(path, consoles, prefix, (terminal.stdout_filters, terminal.stderr_filters))

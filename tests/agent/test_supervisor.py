@@ -1,0 +1,158 @@
+"""Orders that come twice, late or in one breath."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, cast
+from unittest.mock import MagicMock
+
+from holdfast.agent.starting import Minder
+from holdfast.agent.supervisor import Supervisor
+from holdfast.clock import JobClock
+from holdfast.messages.actions import Finish, StartWorkers, StopWorkers
+from holdfast.messages.events import AnyEvent, NodeLeft, NodeReady
+from holdfast.messages.hangs import HangTerms
+from holdfast.messages.records import Part
+from holdfast.messages.units import NodeId, Rank, RoundNumber, Time
+
+NODE = NodeId("a")
+
+
+class FakeStarter:
+    """Offers ports, and never gets a process for a rank."""
+
+    def __init__(self) -> None:
+        self.port = MagicMock(number=1)
+        self.started: list[int] = []
+
+    async def start(self, part: Part, minder: Minder) -> None:
+        self.started.append(part.round)
+        await asyncio.get_running_loop().create_future()
+
+    def renew_port(self) -> None:
+        self.port.number += 1
+
+
+class Stage:
+    """A supervisor on a node where nothing ever runs, and what it told."""
+
+    def __init__(self) -> None:
+        self.told: list[AnyEvent] = []
+        self.busy = False
+        """Whether it said so at the end of the scenario."""
+        self.starter = FakeStarter()
+        clock = JobClock()
+        clock.adopt(Time(1000.0), 0.0)
+        stream, keeping = MagicMock(), MagicMock()
+        stream.send = self.told.append
+        keeping.when_settled = lambda limit_s, act: act()
+        self.supervisor = Supervisor(
+            node=NODE,
+            clock=clock,
+            stream=stream,
+            table=MagicMock(),
+            pool=MagicMock(),
+            keeping=keeping,
+            starter=cast(Any, self.starter),
+            tester=MagicMock(),
+            hang_terms=HangTerms(),
+            save_deadline_s=1.0,
+        )
+
+    def start(self, round: int) -> None:
+        self.supervisor.act(StartWorkers(node=NODE, part=part(round)))
+
+    def stop(self, round: int) -> None:
+        stop = StopWorkers(node=NODE, round=RoundNumber(round), grace_s=1.0, why="")
+        self.supervisor.act(stop)
+
+    def finish(self) -> None:
+        self.supervisor.act(Finish(node=NODE, code=0, reason="", grace_s=1.0))
+
+
+def part(round: int) -> Part:
+    return Part(
+        round=RoundNumber(round),
+        first_rank=Rank(0),
+        slots=1,
+        world_size=1,
+        group_rank=0,
+        group_world_size=1,
+        store_address="127.0.0.1",
+        store_port=1,
+        restarts=0,
+        max_restarts=0,
+    )
+
+
+def play(scenario: Callable[[Stage], Coroutine[Any, Any, None]]) -> Stage:
+    async def run() -> Stage:
+        stage = Stage()
+        await scenario(stage)
+        stage.busy = stage.supervisor.busy
+        return stage
+
+    return asyncio.run(run())
+
+
+def ready(stage: Stage) -> list[tuple[int, int]]:
+    return [(told.round, told.store_port) for told in stage.told if isinstance(told, NodeReady)]
+
+
+def test_a_start_that_comes_twice_or_late_starts_nothing() -> None:
+    async def scenario(stage: Stage) -> None:
+        for round in (2, 2, 1):
+            stage.start(round)
+            await asyncio.sleep(0)
+
+    stage = play(scenario)
+    assert stage.starter.started == [2]
+    assert stage.busy
+
+
+def test_a_round_that_is_stopped_before_it_could_begin_leaves_the_node_idle() -> None:
+    async def scenario(stage: Stage) -> None:
+        stage.start(1)
+        stage.stop(1)
+        await asyncio.sleep(0.01)
+
+    stage = play(scenario)
+    assert stage.starter.started == []
+    assert ready(stage) == [(1, 2)]
+    assert not stage.busy
+
+
+def test_a_stop_that_comes_again_is_answered_with_the_same_port() -> None:
+    async def scenario(stage: Stage) -> None:
+        stage.start(1)
+        await asyncio.sleep(0)
+        stage.stop(1)
+        stage.stop(1)
+
+    assert ready(play(scenario)) == [(1, 2), (1, 2)]
+
+
+def test_a_stop_of_another_round_does_nothing() -> None:
+    async def scenario(stage: Stage) -> None:
+        stage.start(2)
+        await asyncio.sleep(0)
+        stage.stop(1)
+
+    stage = play(scenario)
+    assert stage.told == []
+    assert stage.busy
+
+
+def test_finish_is_the_last_order() -> None:
+    async def scenario(stage: Stage) -> None:
+        stage.finish()
+        stage.start(1)
+        stage.stop(1)
+        stage.finish()
+        await asyncio.sleep(0)
+
+    stage = play(scenario)
+    assert [type(told) for told in stage.told] == [NodeLeft]
+    assert stage.supervisor.finished.result().code == 0
+    assert stage.starter.started == []

@@ -1,0 +1,136 @@
+"""What the end of a worker's process means for its rank."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import signal
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.agent.processes import Exit
+from holdfast.agent.worker import Worker
+from holdfast.messages.records import Raised
+from holdfast.messages.units import Rank, RoundNumber
+
+KILLED = Exit(signal=signal.SIGKILL)
+RAISED = Raised(type="ValueError", message="no", where="", traceback="")
+
+
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Timers need an event loop that runs."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(test(*args, **kwargs))
+
+    return run
+
+
+class FakeProcess:
+    """One that lives until the test says how it ended."""
+
+    pid = 1
+
+    def __init__(self, minds_sigterm: str) -> None:
+        self.exit: Exit | None = None
+        self.sent: list[signal.Signals] = []
+        self._minds_sigterm = minds_sigterm
+
+    def send(self, number: signal.Signals) -> None:
+        self.sent.append(number)
+
+    def minds_sigterm(self) -> str:
+        return self._minds_sigterm
+
+
+class FakeOutput:
+    def drain(self) -> None: ...
+
+
+def worker(tmp_path: Path, minds_sigterm: str = "handles") -> tuple[Worker, FakeProcess]:
+    process: Any = FakeProcess(minds_sigterm)
+    output: Any = FakeOutput()
+    made = Worker(
+        round=RoundNumber(1),
+        rank=Rank(0),
+        process=process,
+        standby=None,
+        output=output,
+        error_file=tmp_path / "error.json",
+        flight=tmp_path / "flight",
+    )
+    return made, process
+
+
+@pytest.mark.parametrize("end", [Exit(code=0), Exit(code=3), KILLED])
+def test_one_that_nobody_stopped_ended_by_itself(tmp_path: Path, end: Exit) -> None:
+    one, _ = worker(tmp_path)
+    ending = one.ending(end)
+    assert (ending.exit, ending.by_itself, ending.stop_took_s) == (end, True, None)
+
+
+@in_loop
+async def test_a_script_that_ended_has_ended_well_whatever_kills_its_process(
+    tmp_path: Path,
+) -> None:
+    one, _ = worker(tmp_path)
+    one.script_ended()
+    assert one.ending(KILLED).exit == Exit(code=0)
+    one.hear_last_words()
+
+
+@in_loop
+async def test_a_script_that_raised_has_failed_whatever_kills_its_process(tmp_path: Path) -> None:
+    one, _ = worker(tmp_path)
+    one.script_raised(RAISED)
+    one.ask_to_stop(30.0)  # Stopped with the others, after it had failed.
+    ending = one.ending(KILLED)
+    assert (ending.exit, ending.by_itself) == (Exit(code=1), True)
+    assert one.raised() == RAISED
+    one.hear_last_words()
+
+
+@pytest.mark.parametrize(
+    ("raises", "end", "by_itself", "timed"),
+    [
+        (False, KILLED, False, False),
+        (False, Exit(signal=signal.SIGTERM), False, False),
+        (False, Exit(code=0), False, True),
+        (False, Exit(code=143), False, True),
+        (True, Exit(code=1), True, True),
+    ],
+)
+@in_loop
+async def test_one_that_was_stopped_did_not_end_by_itself_unless_it_raised(
+    tmp_path: Path, raises: bool, end: Exit, by_itself: bool, timed: bool
+) -> None:
+    one, _ = worker(tmp_path)
+    one.ask_to_stop(30.0)
+    if raises:
+        one.script_raised(RAISED)
+    ending = one.ending(end)
+    assert (ending.exit, ending.by_itself) == (end, by_itself)
+    assert (ending.stop_took_s is not None) == timed
+    one.hear_last_words()
+
+
+@pytest.mark.parametrize(("minds", "grace_s"), [("ignores", 30.0), ("handles", 0.0)])
+def test_one_that_ignores_sigterm_or_has_no_grace_is_killed_at_once(
+    tmp_path: Path, minds: str, grace_s: float
+) -> None:
+    one, process = worker(tmp_path, minds)
+    one.ask_to_stop(grace_s)
+    assert process.sent == [signal.SIGKILL]
+
+
+@in_loop
+async def test_one_that_handles_sigterm_is_woken_up_for_it_and_asked_once(tmp_path: Path) -> None:
+    one, process = worker(tmp_path)
+    one.ask_to_stop(30.0)
+    one.ask_to_stop(30.0)
+    assert process.sent == [signal.SIGTERM, signal.SIGCONT]
+    one.hear_last_words()
