@@ -10,6 +10,10 @@ could bring it down; and should one of its children die, it is the one that star
 
 Whoever of the two dies, the other one adopts and ends all descendants, so that no process of a job
 outlives it.
+
+A coordinator that ended in good order has ended the job. An agent that dies after that is not started
+again, and one that was started too late to hear of it is ended: it would look in vain for somebody to
+join. The exit code is then the one that the journal has.
 """
 
 from __future__ import annotations
@@ -24,18 +28,20 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast import jobhome, kernel
 from holdfast.config import RunSettings
-from holdfast.errors import HoldfastError, JobError, UsageError
+from holdfast.errors import HoldfastError, JobError, JournalError, UsageError
 from holdfast.imagehome import ImageHome
 from holdfast.jobhome import JobHome
 from holdfast.messages.exits import EXIT_BROKEN, EXIT_FAILED, EXIT_REJOIN, EXIT_TURNED_AWAY
 
 if TYPE_CHECKING:
     from holdfast.messages.records import Terms
+    from holdfast.messages.units import NodeId
 
 log = logging.getLogger("holdfast")
 
@@ -85,6 +91,15 @@ class Child:
         return len(self.deaths) > MANY
 
 
+@dataclass(frozen=True)
+class JobEnd:
+    """How a job ended."""
+
+    code: int
+    nodes: frozenset[NodeId] | None
+    """All that ever joined it; None when that is not known."""
+
+
 @dataclass
 class Launcher:
     signals: frozenset[signal.Signals]
@@ -94,6 +109,9 @@ class Launcher:
     """None on a node that joins a coordinator elsewhere."""
     alone: bool
     """Whether there are no other nodes, and never will be."""
+    read_end: Callable[[], JobEnd]
+    """What the journal says, after the coordinator ended in good order."""
+    _over: bool = False
 
     def run(self) -> int:
         """Start both, and see to it that both run until the agent says that the job is over."""
@@ -113,23 +131,43 @@ class Launcher:
             if got != signal.SIGCHLD:
                 _signal(self.agent.pid, signal.Signals(got))
                 continue
-            for pid, status in _ended():
-                if pid == self.agent.pid:
-                    code = os.waitstatus_to_exitcode(status)
-                    if code == EXIT_TURNED_AWAY:
-                        self._end_coordinator()
-                        return EXIT_FAILED
-                    if code >= 0 and code not in (EXIT_BROKEN, EXIT_REJOIN):
-                        return code
-                    self._end_orphans()
-                    self._start_again(self.agent, code)
-                elif self.coordinator is not None and pid == self.coordinator.pid:
-                    code = os.waitstatus_to_exitcode(status)
-                    if code != 0:
-                        self._start_again(self.coordinator, code)
+            gone = {pid: os.waitstatus_to_exitcode(status) for pid, status in _ended()}
+            code = None
+            if self.coordinator is not None and self.coordinator.pid in gone:
+                code = self._coordinator_ended(self.coordinator, gone[self.coordinator.pid])
+            if code is None and self.agent.pid in gone:
+                code = self._agent_ended(gone[self.agent.pid])
+            if code is not None:
+                return code
+
+    def _coordinator_ended(self, coordinator: Child, code: int) -> int | None:
+        """The job's exit code, or None when there is still somebody to wait for."""
+        if code != 0:
+            self._start_again(coordinator, code)
+            return None
+        self.coordinator, self._over = None, True
+        if self.agent.deaths:  # Only one that was started again may have come too late.
+            end = self.read_end()
+            if end.nodes is not None and node_of(self.agent.pid) not in end.nodes:
+                return end.code
+        return None
+
+    def _agent_ended(self, code: int) -> int | None:
+        """The job's exit code, or None when another agent takes its place."""
+        if code == EXIT_TURNED_AWAY:
+            self._end_coordinator()
+            return EXIT_FAILED
+        if code >= 0 and code not in (EXIT_BROKEN, EXIT_REJOIN):
+            return code
+        self._end_orphans()
+        if self._over:
+            log.warning("the agent %s after the end of the job", _how(code))
+            return self.read_end().code
+        self._start_again(self.agent, code)
+        return None
 
     def _start_again(self, child: Child, code: int) -> None:
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
+        how = _how(code)
         if child.too_often():
             raise JobError(f"the {child.name} {how}, {len(child.deaths)} times within a minute")
         log.warning("the %s %s; starting it again", child.name, how)
@@ -173,6 +211,17 @@ class Launcher:
             for pid, status in _ended():
                 if pid == coordinator.pid and os.waitstatus_to_exitcode(status) != 0:
                     self._start_again(coordinator, os.waitstatus_to_exitcode(status))
+
+
+def node_of(agent_pid: int) -> NodeId:
+    """The name of the node that an agent of this machine is."""
+    from holdfast.messages.units import NodeId
+
+    return NodeId(f"{socket.gethostname()}:{agent_pid}")
+
+
+def _how(code: int) -> str:
+    return f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
 
 
 def _ended() -> list[tuple[int, int]]:
@@ -232,6 +281,7 @@ def _launch(
         from holdfast.agent.main import AgentOrders, run_agent
 
         orders = AgentOrders(
+            node=node_of(os.getpid()),
             settings=settings,
             host=site.host,
             port=site.port,
@@ -249,8 +299,9 @@ def _launch(
 
     signals = _ALWAYS | {signal.Signals[name] for name in settings.signals_to_handle}
     agent = Child("agent", be_agent)
+    read_end = partial(_read_end, site.home)
     if site.listener is None:
-        return Launcher(signals, agent, None, alone=False).run(), None
+        return Launcher(signals, agent, None, False, read_end).run(), None
     listener = site.listener
 
     def be_coordinator() -> int:
@@ -269,7 +320,21 @@ def _launch(
 
     coordinator = Child("coordinator", be_coordinator)
     alone = settings.max_nodes + settings.spares == 1
-    return Launcher(signals, agent, coordinator, alone).run(), site.home
+    return Launcher(signals, agent, coordinator, alone, read_end).run(), site.home
+
+
+def _read_end(home: JobHome) -> JobEnd:
+    from holdfast.coordinator.journal import replay
+
+    try:
+        snapshot = replay(home.journal)
+    except JournalError as error:
+        log.error("how the job ended is not known: %s", error)
+        return JobEnd(EXIT_FAILED, None)
+    if snapshot is None or snapshot.job.ended is None:
+        log.error("how the job ended is not known: its end is not in %s", home.journal)
+        return JobEnd(EXIT_FAILED, None)
+    return JobEnd(snapshot.job.ended.code, frozenset(snapshot.acked))
 
 
 def find_site(settings: RunSettings) -> Site:

@@ -51,6 +51,7 @@ LAST_WORD_LIMIT_S = 2.0
 class AgentOrders:
     """All that an agent is told when it is started."""
 
+    node: NodeId
     settings: RunSettings
     host: str
     port: int
@@ -132,7 +133,7 @@ class _Agent:
         self.pool = pool
         self.console = Console()
         self.clock = JobClock()
-        self.node = NodeId(f"{socket.gethostname()}:{os.getpid()}")
+        self.node = orders.node
         self.listener = _image_listener(orders.address)
         self.stream = self._stream()
         self.keeping = self._keeping(table, env)

@@ -216,6 +216,20 @@ def test_a_coordinator_killed_at_the_very_end_loses_no_exit_code(run: Run) -> No
     assert run.ask("status")["state"] == "ended"
 
 
+def test_an_agent_killed_after_the_job_has_ended_is_not_replaced(run: Run) -> None:
+    reader, writer = os.pipe()
+    more_than_a_pipe_holds = '    print("\\n" * (1 << 16))\n'  # The agent waits for its reader.
+    run.train(script=TRAINER + more_than_a_pipe_holds, args=["30"], nproc=1, stdout=writer)
+    os.close(writer)
+    agent, coordinator = run.agent(), run.coordinator()
+    wait_for(lambda: not Path(f"/proc/{coordinator}").exists(), "the coordinator's end")
+    run.kill(agent)
+    assert run.code(GONE_WITHIN_S) == 0
+    os.close(reader)
+    assert "starting it again" not in run.err
+    assert run.ask("status")["state"] == "ended"
+
+
 # ---- the launcher ------------------------------------------------------------------------------
 
 
