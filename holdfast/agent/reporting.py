@@ -8,6 +8,7 @@ after what it saved: else the job would be repaired from an older state.
 
 from __future__ import annotations
 
+import logging
 import signal
 import time
 from collections.abc import Callable, Iterable
@@ -24,9 +25,13 @@ from holdfast.messages.events import (
     WorkerStarted,
 )
 from holdfast.messages.hangs import Stall
-from holdfast.messages.records import Part, RankProgress
+from holdfast.messages.records import Part, Raised, RankProgress
 from holdfast.messages.units import NodeId, Rank, RoundNumber
 
+log = logging.getLogger("holdfast.agent")
+
+CANNOT_START = 126
+"""What a shell says of a command that is there and cannot be run."""
 NEWS_EVERY_S = 0.9
 NEWS_PER_S = 50.0
 """So many nodes in a second tell what their steps consist of."""
@@ -96,6 +101,23 @@ class Reporter:
     def stalled(self, stalls: tuple[Stall, ...]) -> None:
         at, node, round = self.clock.now(), self.node, self._round
         self.report(RanksStalled(at=at, node=node, round=round, stalls=stalls))
+
+    def not_started(self, part: Part, error: BaseException) -> None:
+        """There are no processes for the ranks of the part: as if the first one had died of that."""
+        trace = None if isinstance(error, OSError) else error
+        log.error("round %d cannot be started: %s", part.round, error, exc_info=trace)
+        kind = type(error).__name__
+        self.report(
+            WorkerExited(
+                at=self.clock.now(),
+                node=self.node,
+                round=part.round,
+                rank=part.first_rank,
+                code=CANNOT_START,
+                progress=RankProgress(rank=part.first_rank),
+                raised=Raised(type=kind, message=str(error), where="its start", traceback=""),
+            )
+        )
 
     def exited(self, worker: Worker, ending: Ending, progress: RankProgress) -> None:
         killed = ending.exit.signal == signal.SIGKILL

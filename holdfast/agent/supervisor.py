@@ -75,6 +75,7 @@ class Supervisor:
     _crew: Crew = field(init=False)
     _watch: Watch = field(init=False)
     _injector: Injector = field(init=False)
+    _reporter: Reporter = field(init=False)
     _relay: Relay = field(init=False)
     _witness: Witness = field(init=False)
     _starting: asyncio.Task[None] | None = None
@@ -88,8 +89,8 @@ class Supervisor:
         node, clock, report = self.node, self.clock, self.stream.send
         self._crew = Crew()
         self._witness = Witness(node, self._crew, self.stream.tell)
-        reporter = Reporter(node, clock, report, self.keeping.after_seals)
-        self._watch = Watch(self.hang_terms, reporter.stalled)
+        self._reporter = Reporter(node, clock, report, self.keeping.after_seals)
+        self._watch = Watch(self.hang_terms, self._reporter.stalled)
         self.courier = Courier(node, clock, report, self._crew.reply)
         self._injector = Injector(
             node=node,
@@ -106,7 +107,7 @@ class Supervisor:
             pool=self.pool,
             keeping=self.keeping,
             watch=self._watch,
-            reporter=reporter,
+            reporter=self._reporter,
             courier=self.courier,
             injector=self._injector,
             gone=self._worker_gone,
@@ -152,11 +153,14 @@ class Supervisor:
         self.tester.end()
         self._relay.begin_round(part)
         self._starting = asyncio.ensure_future(self.starter.start(part, self._relay))
-        self._starting.add_done_callback(self._started)
+        self._starting.add_done_callback(lambda task: self._started(task, part))
 
-    def _started(self, task: asyncio.Task[None]) -> None:
+    def _started(self, task: asyncio.Task[None], part: Part) -> None:
         if self._starting is task:
             self._starting = None
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._reporter.not_started(part, error)
 
     # ---- and ends ----
 

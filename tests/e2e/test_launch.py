@@ -92,6 +92,14 @@ def test_a_module_is_run_as_python_would(run: Run) -> None:
     assert f"__main__ package.train ['--lr', '1'] '{run.folder}'" in run.out
 
 
+def test_a_command_that_cannot_be_run_ends_the_job_at_once_and_says_why(run: Run) -> None:
+    run.write("neither a script nor a program", "junk")
+    (run.folder / "junk").chmod(0o755)
+    run.start("--no-python", "./junk", nproc=2)
+    assert run.code() == 1
+    assert "Exec format error" in run.err
+
+
 def test_a_command_that_is_no_python_is_a_rank_too(run: Run) -> None:
     run.start("--no-python", "sh", "-c", 'echo "rank $RANK of $WORLD_SIZE in $PWD"')
     assert run.code() == 0
