@@ -179,8 +179,23 @@ class Pool:
         if self.want > 0:
             self._start_nursery()
 
-    async def take(self) -> Standby:
-        """A process for a rank: one that stands ready if there is one, else the quickest to get."""
+    async def take(self, count: int) -> list[Standby]:
+        """A process for each of so many ranks. Whoever is there when nobody wants them any more, as
+        the round is over already, stands by again."""
+        taking = [asyncio.ensure_future(self._take()) for _ in range(count)]
+        try:
+            return await asyncio.gather(*taking)
+        except BaseException:
+            for one in taking:
+                one.add_done_callback(self._put_back)
+            raise
+
+    def _put_back(self, taking: asyncio.Future[Standby]) -> None:
+        if not taking.cancelled() and taking.exception() is None:
+            self._keep(taking.result())
+
+    async def _take(self) -> Standby:
+        """One that stands ready if there is one, else the quickest to get."""
         self.waiting.sort(key=lambda standby: not standby.standing)
         while self.waiting:
             standby = self.waiting.pop(0)

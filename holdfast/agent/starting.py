@@ -10,7 +10,6 @@ times. With the round it goes to rank 0, or is closed; after the round there is 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 from dataclasses import dataclass, field
@@ -81,7 +80,7 @@ class Starter:
                 for local_rank in range(part.slots):
                     self._run_command(part, local_rank, minder)
                 return
-            standbys = await asyncio.gather(*(self.pool.take() for _ in range(part.slots)))
+            standbys = await self.pool.take(part.slots)
             for local_rank, standby in enumerate(standbys):
                 self._hand_over(part, local_rank, standby, minder)
         finally:
