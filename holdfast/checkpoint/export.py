@@ -22,7 +22,7 @@ from holdfast.checkpoint.layout import Contents
 from holdfast.checkpoint.manifest import load_manifest
 from holdfast.checkpoint.names import step_directory
 from holdfast.checkpoint.rankfile import RankFile, open_file
-from holdfast.checkpoint.storage import Storage
+from holdfast.checkpoint.storage import Readable
 from holdfast.errors import Refused, UsageError
 
 ENDINGS = (".pt", ".safetensors")
@@ -37,7 +37,7 @@ class Exported(Struct, frozen=True):
 
 
 def export(
-    storage: Storage,
+    storage: Readable,
     step: int,
     target: Path,
     *,
@@ -107,7 +107,7 @@ class _Counted:
 
 
 def _state(
-    storage: Storage, step: int, pickling: bool, went_on: Callable[[int], None]
+    storage: Readable, step: int, pickling: bool, went_on: Callable[[int], None]
 ) -> dict[str, Any]:
     from holdfast.checkpoint.restore import load, open_stored
 

@@ -22,11 +22,11 @@ from holdfast.checkpoint import names
 from holdfast.checkpoint.digests import DIGEST_BYTES, digest
 from holdfast.checkpoint.names import MANIFEST, step_directory
 from holdfast.checkpoint.rankfile import FileRecord
-from holdfast.checkpoint.storage import Entry, Storage, read_whole
+from holdfast.checkpoint.storage import Entry, Readable, Storage, read_whole
 from holdfast.errors import NotThere, Refused, StorageError
 
 FORMAT: Final = 1
-_MOST_BYTES: Final = 256 << 20
+MOST_BYTES: Final = 256 << 20
 _ZEROS: Final = "0" * (2 * DIGEST_BYTES)
 _END: Final = re.compile(rb'"digest": "([0-9a-f]{%d})"\n}\n\Z' % len(_ZEROS))
 
@@ -120,10 +120,10 @@ class _Form(Struct):
     format: int
 
 
-def load_manifest(storage: Storage, step: int, name: str = MANIFEST) -> Manifest:
+def load_manifest(storage: Readable, step: int, name: str = MANIFEST) -> Manifest:
     """The manifest of a step; `NotThere` when it has none, `Refused` when it is damaged."""
     path = f"{step_directory(step)}/{name}"
-    manifest = decoded(read_whole(storage, path, _MOST_BYTES), storage.where(path))
+    manifest = decoded(read_whole(storage, path, MOST_BYTES), storage.where(path))
     if manifest.step != step:
         raise Refused(f"{storage.where(path)}: is of step {manifest.step}, and was put there")
     return manifest
@@ -135,7 +135,7 @@ def refuse(storage: Storage, step: int) -> None:
         storage.set_aside(f"{step_directory(step)}/{MANIFEST}", names.REFUSED)
 
 
-def steps(storage: Storage) -> list[StepFound]:
+def steps(storage: Readable) -> list[StepFound]:
     """All steps that there is anything of, newest first. One that cannot be read hides no other."""
     found = []
     for entry in storage.entries(""):
@@ -148,7 +148,7 @@ def steps(storage: Storage) -> list[StepFound]:
     return sorted(found, key=lambda one: one.step, reverse=True)
 
 
-def find_step(storage: Storage, step: int) -> StepFound:
+def find_step(storage: Readable, step: int) -> StepFound:
     """What there is of a step; `StorageError` when that cannot be said."""
     entries = storage.entries(step_directory(step))
     present = {entry.name for entry in entries}

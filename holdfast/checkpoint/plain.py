@@ -17,14 +17,22 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Final
 
 from holdfast.checkpoint import dcp_metadata, names
 from holdfast.checkpoint.commit import check_records, leftovers, read_back
-from holdfast.checkpoint.manifest import encoded, make_manifest
-from holdfast.checkpoint.names import MANIFEST, METADATA, rank_file
+from holdfast.checkpoint.manifest import MOST_BYTES, decoded, encoded, make_manifest
+from holdfast.checkpoint.names import MANIFEST, METADATA, rank_file, step_directory
 from holdfast.checkpoint.rankfile import FileRecord
-from holdfast.checkpoint.storage import Storage, open_storage
+from holdfast.checkpoint.storage import (
+    Entry,
+    Readable,
+    Reader,
+    Storage,
+    open_storage,
+    read_whole,
+)
 from holdfast.errors import CheckpointError, UsageError
 
 _OF_ROUND: Final = re.compile(r"\.?__[0-9]+_([0-9]+)\.distcp")
@@ -70,6 +78,37 @@ def _tidy(storage: Storage, directory: str, round: int, keep: set[str]) -> None:
     old = [n for n in found if not (match := _OF_ROUND.match(n)) or int(match[1]) <= round]
     if old:
         storage.remove(directory, old)
+
+
+class _AsStep:
+    """Such a directory as the only step of another one, for readers that know steps."""
+
+    def __init__(self, storage: Readable, step: int) -> None:
+        self._storage = storage
+        self._directory = step_directory(step)
+
+    def where(self, path: str) -> str:
+        return self._storage.where(self._inside(path))
+
+    def open(self, path: str) -> AbstractContextManager[Reader]:
+        return self._storage.open(self._inside(path))
+
+    def entries(self, directory: str) -> list[Entry]:
+        if directory:
+            return self._storage.entries(self._inside(directory))
+        return [Entry(self._directory, "directory")]
+
+    def _inside(self, path: str) -> str:
+        return path.removeprefix(self._directory).lstrip("/")
+
+
+def open_either(where: str) -> Readable:
+    """What there is to read: a directory with a checkpoint of each step, or one that is one."""
+    storage = open_storage(where)
+    if all(entry.name != MANIFEST for entry in storage.entries("")):
+        return storage
+    manifest = decoded(read_whole(storage, MANIFEST, MOST_BYTES), storage.where(MANIFEST))
+    return _AsStep(storage, manifest.step)
 
 
 def discard(at: str, rank: int, round: int) -> None:

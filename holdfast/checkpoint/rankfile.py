@@ -22,7 +22,7 @@ from msgspec import Struct
 
 from holdfast.checkpoint.digests import DIGEST_BYTES, digest, digest_of
 from holdfast.checkpoint.layout import BLOCK_BYTES, Contents, Extent, Span, Trailer, blocks_of
-from holdfast.checkpoint.storage import Reader, Storage
+from holdfast.checkpoint.storage import Readable, Reader
 from holdfast.errors import NotThere, Refused
 
 MAGIC: Final = b"HOLDFAST"
@@ -110,18 +110,18 @@ class RankFile:
 
 
 @contextmanager
-def open_file(storage: Storage, path: str) -> Iterator[RankFile]:
+def open_file(storage: Readable, path: str) -> Iterator[RankFile]:
     with storage.open(path) as file:
         where = storage.where(path)
         yield RankFile(where, file, *_read_trailer(where, file))
 
 
-def read_trailer(storage: Storage, path: str) -> Trailer:
+def read_trailer(storage: Readable, path: str) -> Trailer:
     with open_file(storage, path) as file:
         return file.trailer
 
 
-def is_ours(storage: Storage, path: str) -> bool:
+def is_ours(storage: Readable, path: str) -> bool:
     """Whether a file ends as those that are written here do; not when it is gone."""
     footer = bytearray(_FOOTER.size)
     try:

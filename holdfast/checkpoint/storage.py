@@ -42,20 +42,22 @@ class Reader(Protocol):
         """Fill the views, one after the other, from that byte on; an error when there is less."""
 
 
-class Storage(Protocol):
+class Readable(Protocol):
     def where(self, path: str) -> str:
         """The path as a person would write it."""
-
-    def write(self, path: str, pieces: Iterable[Buffer]) -> int:
-        """Write a file; its size. It replaces what had that name."""
-
-    def publish(self, path: str, data: bytes) -> bool:
-        """Create a file; False, and nothing has changed, when there is one of that name."""
 
     def open(self, path: str) -> AbstractContextManager[Reader]: ...
 
     def entries(self, directory: str) -> list[Entry]:
         """What is in a directory, by name; nothing when there is no such directory."""
+
+
+class Storage(Readable, Protocol):
+    def write(self, path: str, pieces: Iterable[Buffer]) -> int:
+        """Write a file; its size. It replaces what had that name."""
+
+    def publish(self, path: str, data: bytes) -> bool:
+        """Create a file; False, and nothing has changed, when there is one of that name."""
 
     def remove(self, directory: str, files: Iterable[str]) -> None:
         """Remove files, for good when this returns; those that are gone already are no error."""
@@ -81,7 +83,7 @@ def open_storage(where: str | os.PathLike[str]) -> Storage:
     return connect(text)
 
 
-def read_whole(storage: Storage, path: str, most_bytes: int) -> bytes:
+def read_whole(storage: Readable, path: str, most_bytes: int) -> bytes:
     """A small file."""
     with storage.open(path) as file:
         if file.size > most_bytes:

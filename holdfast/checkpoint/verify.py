@@ -16,7 +16,7 @@ from holdfast.checkpoint.layout import BLOCK_BYTES, blocks_of
 from holdfast.checkpoint.manifest import Manifest, load_manifest
 from holdfast.checkpoint.names import MANIFEST, METADATA, step_directory
 from holdfast.checkpoint.rankfile import FileRecord, RankFile, open_file
-from holdfast.checkpoint.storage import Storage, read_whole
+from holdfast.checkpoint.storage import Readable, read_whole
 from holdfast.errors import Refused, StorageError
 
 
@@ -31,7 +31,9 @@ class Refusal(Struct, frozen=True):
 def _nothing(size: int) -> None: ...
 
 
-def verify(storage: Storage, step: int, went_on: Callable[[int], None] = _nothing) -> list[Refusal]:
+def verify(
+    storage: Readable, step: int, went_on: Callable[[int], None] = _nothing
+) -> list[Refusal]:
     """All that is wrong with a step; nothing when it can be trusted. `.metadata` is for others to
     read: our own restore does well without it."""
     try:
@@ -44,7 +46,7 @@ def verify(storage: Storage, step: int, went_on: Callable[[int], None] = _nothin
     return refusals + metadata_refusals(storage, manifest)
 
 
-def metadata_refusals(storage: Storage, manifest: Manifest) -> list[Refusal]:
+def metadata_refusals(storage: Readable, manifest: Manifest) -> list[Refusal]:
     """What is wrong with `.metadata`."""
     path = f"{step_directory(manifest.step)}/{METADATA}"
     try:
@@ -57,7 +59,7 @@ def metadata_refusals(storage: Storage, manifest: Manifest) -> list[Refusal]:
 
 
 def _verify_file(
-    storage: Storage, manifest: Manifest, record: FileRecord, went_on: Callable[[int], None]
+    storage: Readable, manifest: Manifest, record: FileRecord, went_on: Callable[[int], None]
 ) -> list[Refusal]:
     try:
         with open_file(storage, f"{step_directory(manifest.step)}/{record.name}") as file:

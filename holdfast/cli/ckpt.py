@@ -14,14 +14,15 @@ from holdfast.errors import NotThere, UsageError
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.manifest import StepFound
-    from holdfast.checkpoint.storage import Storage
+    from holdfast.checkpoint.storage import Readable
     from holdfast.checkpoint.verify import Refusal
 
 ABOUT = """\
 usage: holdfast ckpt ls|verify|export DIR ...
 
 Looks after checkpoints: DIR is what a script gives to holdfast.Checkpointer, a directory
-or a URL such as s3://bucket/prefix. No job needs to run.
+or a URL such as s3://bucket/prefix; or one checkpoint alone, of a step or of AsyncWriter. No
+job needs to run.
 
   ls       which steps there are, when they were saved, by how many ranks, how large
   verify   read every byte and check it against its digest; exit 1 if one is wrong
@@ -56,10 +57,10 @@ def _parser(command: str, about: str) -> Parser:
     return parser
 
 
-def _open(where: str) -> Storage:
-    from holdfast.checkpoint.storage import open_storage
+def _open(where: str) -> Readable:
+    from holdfast.checkpoint.plain import open_either
 
-    return open_storage(where)
+    return open_either(where)
 
 
 # ---- ls -----------------------------------------------------------------------------------------
@@ -138,7 +139,7 @@ def _verify(argv: Sequence[str]) -> int:
     return 1 if any(result["refusals"] for result in results) else 0
 
 
-def _verified(storage: Storage, found: StepFound, quiet: bool) -> dict[str, Any]:
+def _verified(storage: Readable, found: StepFound, quiet: bool) -> dict[str, Any]:
     from holdfast.checkpoint.verify import Refusal, verify
 
     size = found.manifest.total_bytes if found.manifest else 0
@@ -213,7 +214,7 @@ def _export(argv: Sequence[str]) -> int:
     return 0
 
 
-def _complete(storage: Storage, where: str, step: int | None) -> StepFound:
+def _complete(storage: Readable, where: str, step: int | None) -> StepFound:
     from holdfast.checkpoint.manifest import find_step, steps
 
     found = steps(storage) if step is None else [find_step(storage, step)]

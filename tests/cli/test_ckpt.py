@@ -16,6 +16,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from holdfast.checkpoint import plain
 from holdfast.checkpoint.capture import Captured, Position, capture
 from holdfast.checkpoint.commit import commit
 from holdfast.checkpoint.layout import Contents, Span
@@ -68,7 +69,12 @@ def as_shards(body: bytearray, span: Span) -> Span:
 
 
 def write(
-    storage: Storage, step: int, rank: int, world_size: int = 2, sharded: bool = False
+    storage: Storage,
+    step: int,
+    rank: int,
+    world_size: int = 2,
+    sharded: bool = False,
+    directory: str = "",
 ) -> FileRecord:
     state = state_of(step)
     if sharded:
@@ -78,7 +84,7 @@ def write(
     span = as_shards(body, captured.contents) if sharded else captured.contents
     contents = msgspec.msgpack.decode(body[span.at : span.end], type=Contents)
     extents = extents_of(contents, rank, world_size, "slice")
-    where = (step_directory(step), rank_file(rank, 1))
+    where = (directory or step_directory(step), rank_file(rank, 1))
     whose = (step, 1, rank, world_size)
     view = memoryview(body)
     return write_file(storage, *where, view, extents, span, *whose, lambda size: None)
@@ -369,6 +375,35 @@ def test_help_teaches(capsys: Output) -> None:
         with pytest.raises(SystemExit) as ended:
             main(["ckpt", command, "--help"])
         assert ended.value.code == 0
+
+
+# ---- one checkpoint by itself ----
+
+
+def test_one_step_is_looked_at_by_itself(root: Path, tmp_path: Path, capsys: Output) -> None:
+    alone = str(root / step_directory(300))
+    target = tmp_path / "state.pt"
+    assert main(["ckpt", "ls", alone, "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["step"], row["state"], row["world_size"]) == (300, "complete", 2)
+    assert main(["ckpt", "verify", alone]) == 0
+    assert main(["ckpt", "export", alone, "--to", str(target)]) == 0
+    assert torch.load(target)["step"] == 300
+
+
+def test_what_async_writer_wrote_is_verified_wherever_it_is_moved(
+    tmp_path: Path, capsys: Output
+) -> None:
+    there = str(tmp_path / "there")
+    storage, directory = plain.opened(there)
+    record = write(storage, 7, 0, world_size=1, directory=directory)
+    plain.replace(there, (7, 1, 1), [record])
+    moved = tmp_path / "moved"
+    Path(there).rename(moved)
+    assert main(["ckpt", "verify", str(moved)]) == 0
+    flip(moved / record.name, 5000)
+    assert main(["ckpt", "verify", str(moved)]) == 1
+    assert record.name in capsys.readouterr().out
 
 
 def test_looking_and_verifying_import_no_torch(root: Path) -> None:
