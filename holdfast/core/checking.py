@@ -196,7 +196,8 @@ def _order(checking: Checking, m: Membership, node: NodeId, index: int, trial: T
     assert checking.until is not None
     first = node
     rank, size = 0, 1
-    if not checking.hurried and _in_company(checking.check, trial, node):
+    there = trial.nodes[0] in m.waiting  # Else it has passed, and left since.
+    if there and not checking.hurried and _in_company(checking.check, trial, node):
         first = trial.nodes[0]
         rank, size = trial.nodes.index(node), len(trial.nodes)
     host = m.waiting[first].spec

@@ -459,6 +459,16 @@ def test_a_node_that_missed_that_its_partner_failed_is_told_to_do_without_it() -
     assert ordered(driver.after(0.1).resume("b", 0)) == [("b", 1)]
 
 
+def test_a_node_that_is_back_when_its_partner_has_passed_and_left_does_without_it() -> None:
+    driver = lab(1, 2).gather("a", "b")
+    driver.take(StreamEnded(at=driver.at, node=NodeId("b")))
+    driver.answer("a")
+    driver.left("a")
+    assert ordered(driver.after(0.1).resume("b", 0)) == [("b", 1)]
+    driver.answer("b")
+    assert started(driver.after(60).tick()) == ["b"]
+
+
 def test_a_coordinator_that_dies_in_the_middle_of_a_check_goes_on_with_it() -> None:
     driver = lab().gather("a", "b", "c", "d")
     driver.answer("a")
