@@ -6,14 +6,15 @@ own doing, from `Checkpointer.restore` down.
 
 from __future__ import annotations
 
-import os
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
-from holdfast.checkpoint import replicas
 from holdfast.checkpoint.image import Image
-from holdfast.checkpoint.images import Images, key_of
-from holdfast.messages.checkpoints import Holder, ImageId, Tier, Tried, Wish
+from holdfast.checkpoint.images import Images
+from holdfast.checkpoint.replicas import Peer
+from holdfast.checkpoint.restore import Stored
+from holdfast.checkpoint.sources import open_image, open_peers
+from holdfast.messages.checkpoints import Holder, ImageId, Missed, Tier, Tried, Wish
 from holdfast.messages.requests import SaveSettled, StateFound
 from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber
 
@@ -37,7 +38,7 @@ class OwnMemory:
             raise RuntimeError(f"{path} cannot be sealed")
         image.close()
 
-    def missed(self, checkpointer: str, step: int, reason: str) -> None:
+    def missed(self, checkpointer: str, step: int, outcome: Missed, reason: str) -> None:
         raise RuntimeError(reason)
 
     def wait(self, checkpointer: str, step: int, to: Tier, timeout_s: float | None) -> SaveSettled:
@@ -57,12 +58,12 @@ class OwnMemory:
         )
 
     def _newest(self) -> ImageId:
-        return max(Images(self.images, print).ids(), key=lambda id: id.snapshot.step)
+        return max(Images(self.images).ids(), key=lambda id: id.snapshot.step)
 
-    def fetch(self, image: ImageId, holder: Holder) -> Path:
-        found = Images(self.images, print).sealed(key_of(image))
+    def open_image(self, image: ImageId, holder: Holder, until: ExitStack) -> Stored:
+        found = Images(self.images).sealed(image)
         assert found is not None
-        return found[0].path
+        return open_image(found[0].path, image, until)
 
     def booked(self, what: str) -> AbstractContextManager[None]:
         return nullcontext()
@@ -72,13 +73,12 @@ class OwnMemory:
 
 
 class PeersMemory(OwnMemory):
-    """Finds everything at a peer, and fetches it from there into memory of its own."""
+    """Finds everything at a peer, and reads it there."""
 
     def __init__(self, images: Path, port: int, newest: int) -> None:
         super().__init__(images)
-        self._peer = replicas.Peer("127.0.0.1", port)
+        self._holder = Holder(Rank(self.rank), NodeId("peer"), "127.0.0.1", port)
         self._step = StepNumber(newest)
-        self._shelf = Images(images, lambda image: None)
 
     def find(self, checkpointer: str, step: int | None, tried: Tried | None) -> StateFound:
         if tried is not None:
@@ -88,12 +88,8 @@ class PeersMemory(OwnMemory):
             step=self._step,
             round=RoundNumber(self.round),
             world_size=self.world_size,
-            holders=(Holder(Rank(self.rank), NodeId("peer"), self._peer.host, self._peer.port),),
+            holders=(self._holder,),
         )
 
-    def fetch(self, image: ImageId, holder: Holder) -> Path:
-        held = replicas.pull(self._peer, TOKEN, None, key_of(image), self._shelf)
-        try:
-            return Path(os.readlink(f"/proc/self/fd/{held.fd}"))
-        finally:
-            self._shelf.release(held)
+    def open_image(self, image: ImageId, holder: Holder, until: ExitStack) -> Stored:
+        return open_peers(Peer(holder.address, holder.port), TOKEN, None, image, until)

@@ -4,7 +4,7 @@ After a fault a rank is a fresh process with a model that was just made; its ima
 memory, where an earlier process left them. So each try is a fresh process, whose first restore is what
 counts after a fault; later ones, warm, say what of that is the process's own doing.
 
-From a peer the image first has to come over the network, here the loopback, and into fresh memory.
+From a peer the image comes over the network, here the loopback, straight into the tensors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from checkpoints.timing import alternate, took, wait_for_shared_memory
 from checkpoints.yardsticks import Memory, receive_bytes
 from holdfast.checkpoint.engine import Checkpointer
 from holdfast.checkpoint.images import Images
-from holdfast.checkpoint.replicas import ReplicaServer
+from holdfast.checkpoint.replicaserver import ReplicaServer
 
 WARM = 3
 STREAMS = (1, 4)
@@ -184,8 +184,7 @@ def peer(told: dict[str, Any]) -> list[dict[str, Any]]:
         100 * raw / found["restore"],
         "%",
         at_least=60.0,
-        seen=f"{speed(size, found['restore'])} (fetch {found['fetch']:.2f} s, load"
-        f" {found['restore'] - found['fetch']:.2f} s), TCP {tcp}",
+        seen=f"{speed(size, found['restore'])}, TCP {tcp}",
         samples=samples,
     )
     return [asdict(line)]
@@ -194,7 +193,7 @@ def peer(told: dict[str, Any]) -> list[dict[str, Any]]:
 def serve_images(folder: str) -> Iterator[int]:
     """A peer's keeper, as far as it gives away images; its port."""
     listener = socket.create_server(("127.0.0.1", 0))
-    server = ReplicaServer(listener, TOKEN, Images(Path(folder), lambda image: None))
+    server = ReplicaServer(listener, TOKEN, Images(Path(folder)))
     server.start()
     yield int(listener.getsockname()[1])
     os._exit(0)
@@ -210,15 +209,7 @@ def restore_peers(
         f"tcp x{streams}": [receive_bytes(plain_port, size, streams) for _ in range(2)]
         for streams in STREAMS
     }
-    fetching: list[Seconds] = []
-
-    class Timed(PeersMemory):
-        def fetch(self, *args: Any) -> Path:
-            found: list[Path] = []
-            fetching.append(took(lambda: found.append(PeersMemory.fetch(self, *args))))
-            return found[0]
-
-    checkpointer = Checkpointer(None, {"model": model}, link=Timed(Path(folder), port, newest))
+    link = PeersMemory(Path(folder), port, newest)
+    checkpointer = Checkpointer(None, {"model": model}, link=link)
     samples["restore"] = [_restore(checkpointer, model)]
-    samples["fetch"] = fetching
     return samples

@@ -1,6 +1,6 @@
 """One of four ranks takes twice as long for its own work: what score, and is only it flagged?
 
-What is asked for is read from `holdfast status --json`, as a user would.
+Who is flagged is read from `holdfast status --json`, as a user would; since when, from the incident.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from detection.lines import Line, count
 SLOW_RANK = 2
 WINDOWS_S = 15.0
 """How long to go on after it was flagged, to see that nobody else is."""
-STEPS_AT_MOST = 60
+STEPS_AT_MOST = 30
 
 
 def measure(setting: Setting) -> list[Line]:
@@ -38,7 +38,7 @@ def measure(setting: Setting) -> list[Line]:
                 slow = {rank for rank, shown in ranks.items() if shown.get("straggler")}
                 others |= slow - {SLOW_RANK}
                 if SLOW_RANK in slow and steps is None:
-                    steps = int(ranks[SLOW_RANK]["step"])
+                    steps = _flagged_at(job)
                     until = time.monotonic() + (3.0 if setting.quick else WINDOWS_S)
                 if steps is not None:
                     looks += 1
@@ -59,6 +59,13 @@ def measure(setting: Setting) -> list[Line]:
             why=why or ("" if steps is not None else "it never was"),
         ),
     ]
+
+
+def _flagged_at(job: Job) -> int | None:
+    """The step at which it became an incident."""
+    now = jobs.state(job)
+    incidents = now.incidents if now is not None else []
+    return next((one.step for one in incidents if one.rank == SLOW_RANK), None)
 
 
 def _ranks(job: Job) -> dict[int, dict[str, Any]]:

@@ -14,7 +14,7 @@ from holdfast.messages.wire import AskWhy, Why
 from holdfast.visiting import ask
 
 RANKS = 8
-AT_MOST_S = 2.0
+AT_MOST_S = 1.5
 
 
 def measure(setting: Setting) -> list[Line]:
