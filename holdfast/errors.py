@@ -5,6 +5,7 @@
     ├── JobError             1   a job cannot be started or found
     │   └── JobHomeError     2   its home cannot be written, or its name is in use
     ├── WireError            1   a connection is refused or given up
+    │   ├── Cancelled            given up on this side; nobody wants it any more
     │   ├── FrameTooLarge        the peer announced more bytes than allowed; none were read
     │   ├── BadFrame             the bytes are no message of ours
     │   ├── WrongToken           the peer does not know the job's token
@@ -61,6 +62,10 @@ class JobHomeError(JobError):
 
 class WireError(HoldfastError):
     """A connection is refused or given up; what it carried so far stays valid."""
+
+
+class Cancelled(WireError):
+    """Given up on this side, because nobody wants it any more."""
 
 
 class FrameTooLarge(WireError):

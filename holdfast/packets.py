@@ -36,7 +36,8 @@ def packets_of(message: Struct) -> Iterator[bytes]:
 class Joiner:
     """Puts pieces together again; keeps at most one unfinished message."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int | None = MAX_MESSAGE_BYTES) -> None:
+        self._most_bytes = most_bytes
         self._pieces: list[bytes] = []
         self._size_bytes = 0
 
@@ -48,7 +49,7 @@ class Joiner:
             return None
         self._pieces.append(piece.data)
         self._size_bytes += len(piece.data)
-        if self._size_bytes > MAX_MESSAGE_BYTES:
+        if self._most_bytes is not None and self._size_bytes > self._most_bytes:
             self._forget()
         elif len(self._pieces) == piece.of:
             whole = b"".join(self._pieces)

@@ -162,7 +162,11 @@ class Injector:
                 "no memory cgroup can be made here for the rank alone, so the whole machine would"
                 " run out of memory; with --force it does"
             )
-        if trap.kind in ("kill-keeper", "diskfull") and not trap.step and not self.keeping.pid:
+        if (
+            trap.kind in ("kill-keeper", "diskfull")
+            and not trap.step
+            and not self.keeping.keeper.pid
+        ):
             return f"node {self.node} has no keeper: its ranks have no checkpointer"
         return ""
 
@@ -201,7 +205,7 @@ class Injector:
 
     async def _cut_off(self, seconds: float) -> None:
         pids = [target.process.pid for target in self.targets().values()]
-        cut = Cut([*pids, *([self.keeping.pid] if self.keeping.pid else [])])
+        cut = Cut([*pids, *([self.keeping.keeper.pid] if self.keeping.keeper.pid else [])])
         log.warning("cut off for %g s, with %d connections of ranks and keeper", seconds, len(cut))
         self.fall_silent(seconds)
         try:
@@ -212,7 +216,7 @@ class Injector:
     def _harm_snapshots(self, trap: Trap) -> str:
         """Why nothing could be done; empty when it was."""
         if trap.kind == "kill-keeper":
-            return "" if self.keeping.kill_keeper() else "there is no keeper"
+            return "" if self.keeping.keeper.kill() else "there is no keeper"
         if trap.kind == "diskfull":
             return "" if self.keeping.fail_writes(int(trap.value)) else "there is no keeper"
         return "" if _flip(Images(self.keeping.images), trap) else "the rank has no sealed image"

@@ -23,8 +23,8 @@ from holdfast.messages.requests import (
     LARGE_AT_ONCE,
     AnyAnswer,
     ExcludeNode,
-    FetchImage,
     Granted,
+    LocateImage,
     StopJob,
     is_large,
 )
@@ -61,7 +61,7 @@ class Courier:
             self.report(event)
             self._reply(rank, message.lane, message.number, Granted())
             return
-        assert not isinstance(request, FetchImage), "the agent itself answers it"
+        assert not isinstance(request, LocateImage), "the agent itself answers it"
         asked = Asked(
             at=at,
             node=node,

@@ -3,39 +3,34 @@
     a worker's image is whole ──▶ Seal ──▶ all ranks of the node sealed ──▶ SnapshotsSealed
     WriteShards ──▶ Write ──▶ ShardsWritten          CommitCheckpoint ──▶ Commit ──▶ CheckpointWritten
 
-The keeper is started when the first checkpointer is opened. If it dies, the next one is given every
-order that was not answered, up to a few times for one and the same order: one that kills keepers is
-answered with an error. Keepers that die one after the other are not started again before there is
-something to do.
+It is told to a keeper that is started again which checkpointers there are, and what the round is.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from holdfast.agent.mailbox import Mailbox
-from holdfast.agent.processes import Exit, Process, ProcessTable, spawn
+from holdfast.agent.keeperprocess import KeeperProcess
+from holdfast.agent.processes import ProcessTable
 from holdfast.checkpoint.images import Images
 from holdfast.clock import JobClock
 from holdfast.messages.actions import CheckpointSettled, CommitCheckpoint, WriteShards
-from holdfast.messages.checkpoints import Sealed, SnapshotId, Wish
+from holdfast.messages.checkpoints import Missed, Sealed, Shard, SnapshotId, Wish
 from holdfast.messages.events import (
     AnyEvent,
     CheckpointWritten,
     ImagesHeld,
     ShardsWritten,
+    SnapshotMissed,
     SnapshotsSealed,
     StoredFound,
 )
@@ -45,11 +40,8 @@ from holdfast.messages.keeping import (
     Begin,
     BeginRound,
     Commit,
-    Done,
     FailWrites,
     Fetch,
-    FromKeeper,
-    Got,
     ImageSealed,
     Look,
     Open,
@@ -57,36 +49,23 @@ from holdfast.messages.keeping import (
     Seal,
     ShardsDone,
     Stored,
+    Where,
+    WhereFound,
     Write,
     Wrote,
 )
-from holdfast.messages.local import PACKET_BYTES, ImageWhole, OpenCheckpointer, Piece
+from holdfast.messages.local import ImageMissed, ImageWhole, OpenCheckpointer
 from holdfast.messages.records import Part
-from holdfast.messages.requests import AnyAnswer, Denied, Fetched, FetchImage
+from holdfast.messages.requests import AnyAnswer, Denied, ImageAt, LocateImage
 from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber
-from holdfast.packets import Joiner, packets_of
 from holdfast.tls import TlsFiles
 
 log = logging.getLogger("holdfast.agent")
 
-TRIES = 3
-"""So many keepers may die with one order."""
-FEW_S, MANY = 60.0, 5
-"""So many deaths in so short a time are too many."""
 SEAL_TIMES, SEAL_FLOOR_S = 10.0, 30.0
 """A rank's end waits for its seal so many times as long as the longest took, or at least so long."""
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[FromKeeper] = msgspec.msgpack.Decoder(FromKeeper)
-
-Answering = Callable[[Any], None]
-
-
-@dataclass
-class _Order:
-    order: AnyOrder
-    answered: Answering
-    tries: int = 0
 
 
 @dataclass
@@ -114,10 +93,9 @@ class Keeping:
     tell: Callable[[str], None]
     """Say something to the person at the terminal."""
     env: dict[str, str]
+    keeper: KeeperProcess = field(init=False)
     _part: Part | None = None
     _checkpointers: dict[str, Open] = field(default_factory=dict)
-    _orders: dict[int, _Order] = field(default_factory=dict)
-    _next: int = 1
     _gathering: dict[tuple[SnapshotId, Wish], _Gathering] = field(default_factory=dict)
     """A step may be saved to memory, and again to storage before all ranks have sealed the first."""
     _sealing: dict[Rank, int] = field(default_factory=dict)
@@ -127,14 +105,22 @@ class Keeping:
     _on_their_way: dict[str, SnapshotId] = field(default_factory=dict)
     """What goes to storage, until the coordinator says how it ended: one at a time of each
     checkpointer."""
+    _shards: dict[SnapshotId, dict[Rank, Shard]] = field(default_factory=dict)
+    """What was told of those that this node is to commit."""
     _settled: list[Callable[[], None]] = field(default_factory=list)
-    _process: Process | None = None
-    _control: socket.socket | None = None
-    _mailbox: Mailbox | None = None
-    _joiner: Joiner = field(default_factory=Joiner)
-    _deaths: list[float] = field(default_factory=list)
-    _closing: bool = False
     _hurried: bool = False
+
+    def __post_init__(self) -> None:
+        begin = Begin(
+            images=str(self.images),
+            token=self.token,
+            job=self.job,
+            listener_fd=self.listener.fileno(),
+            tls=(self.tls.cert, self.tls.key, self.tls.ca) if self.tls else None,
+        )
+        self.keeper = KeeperProcess(
+            begin, self.listener, self.table, self.env, self._started, self._hear, self.tell
+        )
 
     # ---- what is there from before ----
 
@@ -151,18 +137,17 @@ class Keeping:
     def begin_round(self, part: Part) -> None:
         self._part = part
         self._gathering.clear()
-        if self._process is not None:
+        if self.keeper.pid:
             self._tell_round()
         for image, holder in part.fetch:
-            order = Fetch(number=0, image=image, holder=holder, blocks=None)
-            self._give(order, lambda reply: None)
+            self.keeper.give(Fetch(number=0, image=image, holder=holder), lambda reply: None)
 
     def _tell_round(self) -> None:
         part = self._part
         if part is not None:
             ranks = tuple(range(part.first_rank, part.first_rank + part.slots))
             order = BeginRound(number=0, ranks=ranks, copies=part.copies)
-            self._give(order, lambda reply: None)
+            self.keeper.give(order, lambda reply: None)
 
     # ---- what workers say ----
 
@@ -178,10 +163,10 @@ class Keeping:
         self._checkpointers[message.checkpointer] = order
         with suppress(OSError):
             (self.images / f"{order.checkpointer}.opened").write_bytes(_encoder.encode(order))
-        if self._process is None:
-            self._start()
+        if self.keeper.pid:
+            self.keeper.give(order, self._check_opened)
         else:
-            self._give(order, self._check_opened)
+            self.keeper.start()
 
     def _check_opened(self, reply: AnyReply) -> None:
         if reply.error:
@@ -202,7 +187,7 @@ class Keeping:
             self._longest_seal_s = max(self._longest_seal_s, time.monotonic() - began)
             self._sealed(rank, snapshot, gathering, reply)
 
-        self._give(order, sealed)
+        self.keeper.give(order, sealed)
 
     def _sealed(
         self, rank: Rank, snapshot: SnapshotId, gathering: _Gathering, reply: AnyReply
@@ -210,8 +195,10 @@ class Keeping:
         sealed = reply.sealed if isinstance(reply, ImageSealed) else None
         if sealed is not None:
             gathering.sealed[rank] = sealed
+        elif reply.error:
+            self._report_missed(rank, snapshot, "failed", reply.error)
         else:
-            log.debug("the image of rank %d was not sealed: %s", rank, reply.error)
+            self._report_missed(rank, snapshot, "skipped", "a newer one took its place")
         part = self._part
         if part is not None and len(gathering.sealed) == part.slots and sealed is not None:
             self._gathering.pop((snapshot, gathering.wish), None)
@@ -231,6 +218,26 @@ class Keeping:
             for act in self._after_seals.pop(rank, []):
                 act()
 
+    def missed(self, rank: Rank, message: ImageMissed) -> None:
+        """A rank has no image of a step that others may have."""
+        assert self._part is not None
+        snapshot = SnapshotId(message.checkpointer, StepNumber(message.step), self._part.round)
+        self._report_missed(rank, snapshot, message.outcome, message.reason)
+
+    def _report_missed(
+        self, rank: Rank, snapshot: SnapshotId, outcome: Missed, reason: str
+    ) -> None:
+        self.report(
+            SnapshotMissed(
+                at=self.clock.now(),
+                node=self.node,
+                rank=rank,
+                snapshot=snapshot,
+                outcome=outcome,
+                reason=reason,
+            )
+        )
+
     def after_seals(self, rank: Rank, act: Callable[[], None]) -> None:
         """Do something once what the rank saved is sealed: its end must not overtake its save."""
         if rank not in self._sealing:
@@ -244,32 +251,37 @@ class Keeping:
     def look(self, round: RoundNumber, checkpointer: str, then: Callable[[], None]) -> None:
         """Tell the coordinator which checkpoints are on storage, then go on."""
 
-        def looked(reply: Stored) -> None:
-            steps = reply.steps if isinstance(reply, Stored) else ()
+        def looked(reply: AnyReply) -> None:
+            if not isinstance(reply, Stored):
+                reply = Stored(number=0, error=reply.error)
+            refused = (f"storage: {reply.error}",) if reply.error else reply.refused
             self.report(
                 StoredFound(
                     at=self.clock.now(),
                     node=self.node,
                     round=round,
                     checkpointer=checkpointer,
-                    steps=steps,
-                    error=reply.error,
+                    steps=reply.steps,
+                    refused=refused,
                 )
             )
             then()
 
-        self._give(Look(number=0, checkpointer=checkpointer), looked)
+        self.keeper.give(Look(number=0, checkpointer=checkpointer), looked)
 
-    def fetch(self, request: FetchImage, answer: Callable[[AnyAnswer], None]) -> None:
-        order = Fetch(number=0, image=request.image, holder=request.holder, blocks=request.blocks)
+    def locate(self, request: LocateImage, answer: Callable[[AnyAnswer], None]) -> None:
+        """Say where a rank can read an image."""
 
-        def got(reply: Got) -> None:
-            if reply.error or not isinstance(reply, Got):
-                answer(Denied(reason="fetch", detail=reply.error))
+        def found(reply: WhereFound) -> None:
+            if reply.error or not isinstance(reply, WhereFound):
+                answer(Denied(reason="image", detail=reply.error))
+            elif reply.path:
+                answer(ImageAt(path=reply.path))
             else:
-                answer(Fetched(path=reply.path))
+                begin = self.keeper.begin
+                answer(ImageAt(path="", token=begin.token, tls=begin.tls))
 
-        self._give(order, got)
+        self.keeper.give(Where(number=0, image=request.image), found)
 
     # ---- what the coordinator says ----
 
@@ -278,7 +290,7 @@ class Keeping:
             self._settle(order)
             return
         self._on_their_way[order.snapshot.checkpointer] = order.snapshot
-        if any(_same(held.order, order) for held in self._orders.values()):
+        if any(_same(held, order) for held in self.keeper.open_orders()):
             return  # Told again after a broken stream; the answer is on its way.
         if isinstance(order, WriteShards):
             write = Write(
@@ -288,21 +300,30 @@ class Keeping:
                 world_size=order.world_size,
                 alike=order.alike,
             )
-            self._give(write, lambda reply: self._written(order, reply))
+            self.keeper.give(write, lambda reply: self._written(order, reply))
         else:
+            self._commit(order)
+
+    def _commit(self, order: CommitCheckpoint) -> None:
+        """Once all of a large world's shards have been told."""
+        told = self._shards.setdefault(order.snapshot, {})
+        told |= {shard.rank: shard for shard in order.shards}
+        if len(told) == order.world_size:
+            del self._shards[order.snapshot]
             commit = Commit(
                 number=0,
                 snapshot=order.snapshot,
                 world_size=order.world_size,
-                shards=order.shards,
+                shards=tuple(told[rank] for rank in sorted(told)),
             )
-            self._give(commit, lambda reply: self._committed(order, reply))
+            self.keeper.give(commit, lambda reply: self._committed(order, reply))
 
     def _settle(self, order: CheckpointSettled) -> None:
         """It may be told again after a broken stream."""
         if self._on_their_way.get(order.snapshot.checkpointer) != order.snapshot:
             return
         del self._on_their_way[order.snapshot.checkpointer]
+        self._shards.pop(order.snapshot, None)
         if order.error and self._has_rank_0():
             step = order.snapshot.step
             self.tell(f"step {step} is not on storage: {order.error}; training goes on")
@@ -351,138 +372,28 @@ class Keeping:
 
     # ---- the keeper ----
 
-    def _give(self, order: AnyOrder, answered: Answering) -> None:
-        if self._process is None:
-            self._start()
-        numbered = msgspec.structs.replace(order, number=self._next)
-        self._orders[self._next] = _Order(numbered, answered)
-        self._next += 1
-        self._send(numbered)
-
-    def _send(self, order: AnyOrder) -> None:
-        if self._mailbox is not None:
-            self._mailbox.put(packets_of(order))
-
-    def _start(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.listener.set_inheritable(True)
-        command = [sys.executable, "-m", "holdfast.checkpoint.keeper", str(theirs.fileno())]
-        fds = (theirs.fileno(), self.listener.fileno())
-        pid = spawn(command, self.env, fds, (None, 2, None))
-        theirs.close()
-        begin = Begin(
-            images=str(self.images),
-            token=self.token,
-            job=self.job,
-            listener_fd=self.listener.fileno(),
-            tls=(self.tls.cert, self.tls.key, self.tls.ca) if self.tls else None,
-        )
-        ours.send(_encoder.encode(begin))
-        ours.setblocking(False)
-        self._control, self._mailbox, self._joiner = ours, Mailbox(ours), Joiner()
-        asyncio.get_running_loop().add_reader(ours.fileno(), self._read)
-        self._process = self.table.watch(pid)
-        self._process.on_exit = self._exited
+    def _started(self) -> None:
         for opened in self._checkpointers.values():
-            self._give(opened, self._check_opened)
+            self.keeper.give(opened, self._check_opened)
         self._tell_round()
 
-    def _exited(self, end: Exit) -> None:
-        self._read()  # What it had done, it has done.
-        self._process = None
-        self._stop_reading()
-        if self._closing:
-            return
-        held, self._orders = self._orders, {}
-        tries = 1 if self._too_often() else TRIES
-        if tries > 1:
-            log.warning("the keeper died (%s); another takes its place", end)
-            self._start()
-        for number, one in held.items():
-            one.tries += 1
-            if isinstance(one.order, Open | BeginRound):
-                continue  # Whoever starts is told these first.
-            if one.tries >= tries:
-                one.answered(_lost(one.order, one.tries))
-            else:
-                self._orders[number] = one
-                self._send(one.order)
-
-    def _too_often(self) -> bool:
-        now = time.monotonic()
-        self._deaths = [at for at in self._deaths if now - at < FEW_S] + [now]
-        if len(self._deaths) <= MANY:
-            return False
-        many = f"{len(self._deaths)} keepers died within a minute"
-        self.tell(f"{many}; nothing is kept until the next save")
-        return True
-
-    def _read(self) -> None:
-        while self._control is not None:
-            try:
-                packet = self._control.recv(PACKET_BYTES)
-            except BlockingIOError:
-                return
-            except OSError:
-                packet = b""
-            if not packet:
-                self._stop_reading()
-                return
-            message = _decoder.decode(packet)
-            if isinstance(message, Piece):
-                whole = self._joiner.add(message)
-                if whole is None:
-                    continue
-                message = _decoder.decode(whole)
-            self._hear(message)
-
-    def _hear(self, message: FromKeeper) -> None:
+    def _hear(self, message: Received | Wrote) -> None:
         if isinstance(message, Received):
             images = (message.image,)
             self.report(ImagesHeld(at=self.clock.now(), node=self.node, images=images))
-        elif isinstance(message, Wrote):
+        else:
             self._tell_progress(message)
-        elif not isinstance(message, Piece):
-            held = self._orders.pop(message.number, None)
-            if held is not None:
-                held.answered(message)
 
     def _tell_progress(self, wrote: Wrote) -> None:
         if self._settled:
             done, of = wrote.done_bytes / 1e9, wrote.of_bytes / 1e9
             self.tell(f"writing step {wrote.step}: {done:.2f} of {of:.2f} GB")
 
-    def _stop_reading(self) -> None:
-        if self._control is not None:
-            assert self._mailbox is not None
-            self._mailbox.close()
-            asyncio.get_running_loop().remove_reader(self._control.fileno())
-            self._control.close()
-            self._control = self._mailbox = None
-
-    # ---- faults that somebody asked for ----
-
-    @property
-    def pid(self) -> int:
-        """The keeper's; 0 when there is none."""
-        return self._process.pid if self._process is not None else 0
-
-    def kill_keeper(self) -> bool:
-        if self._process is not None:
-            self._process.send(signal.SIGKILL)
-        return self._process is not None
-
     def fail_writes(self, files: int) -> bool:
-        if self._process is not None:
-            self._give(FailWrites(number=0, files=files), lambda reply: None)
-        return self._process is not None
-
-    def close(self) -> None:
-        """The node is done: its keeper ends."""
-        self._closing = True
-        self._stop_reading()
-        if self._process is not None:
-            self._process.send(signal.SIGKILL)
+        """Somebody wants to see what happens when the disk is full; False when nobody writes."""
+        if self.keeper.pid:
+            self.keeper.give(FailWrites(number=0, files=files), lambda reply: None)
+        return bool(self.keeper.pid)
 
 
 def _same(held: AnyOrder, order: WriteShards | CommitCheckpoint) -> bool:
@@ -493,11 +404,6 @@ def _same(held: AnyOrder, order: WriteShards | CommitCheckpoint) -> bool:
             and set(order.ranks) <= set(held.ranks)
         )
     return isinstance(held, Commit) and held.snapshot == order.snapshot
-
-
-def _lost(order: AnyOrder, deaths: int) -> AnyReply:
-    many = f"{deaths} keepers" if deaths > 1 else "the keeper"
-    return Done(number=order.number, error=f"{many} died of it")
 
 
 class _Once:

@@ -16,8 +16,9 @@ MAX_UNSENT_BYTES = 4 << 20
 
 
 class Mailbox:
-    def __init__(self, control: socket.socket) -> None:
+    def __init__(self, control: socket.socket, most_bytes: int | None = MAX_UNSENT_BYTES) -> None:
         self._control = control
+        self._most_bytes = most_bytes
         self._unsent: deque[bytes] = deque()
         self._size_bytes = 0
         self._writing = False
@@ -27,7 +28,7 @@ class Mailbox:
         for packet in packets:
             self._unsent.append(packet)
             self._size_bytes += len(packet)
-        if self._size_bytes > MAX_UNSENT_BYTES:
+        if self._most_bytes is not None and self._size_bytes > self._most_bytes:
             return False
         self._send()
         return True

@@ -107,7 +107,7 @@ async def _run(orders: AgentOrders) -> int:
             return await agent.run()
     finally:
         pool.close()
-        agent.keeping.close()
+        agent.keeping.keeper.close()
         agent.console.close(CONSOLE_LIMIT_S)
         _stop_listening(
             {signal.SIGCHLD, *map(signal.Signals.__getitem__, settings.signals_to_handle)}

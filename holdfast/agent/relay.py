@@ -36,6 +36,7 @@ from holdfast.messages.local import (
     Died,
     Done,
     FromWorker,
+    ImageMissed,
     ImageWhole,
     OpenCheckpointer,
     Reply,
@@ -43,7 +44,7 @@ from holdfast.messages.local import (
     TrapSprung,
 )
 from holdfast.messages.records import Part
-from holdfast.messages.requests import AnyAnswer, FetchImage, FindState
+from holdfast.messages.requests import AnyAnswer, FindState, LocateImage
 
 LOOK_EVERY_S = 1.0
 
@@ -106,6 +107,8 @@ class Relay:
             self.keeping.opened(message)
         elif isinstance(message, ImageWhole):
             self.keeping.whole(worker.rank, message)
+        elif isinstance(message, ImageMissed):
+            self.keeping.missed(worker.rank, message)
 
     def _began(self, worker: Worker, at: float) -> None:
         self.reporter.began(worker, at)
@@ -130,8 +133,8 @@ class Relay:
         def carry() -> None:
             self.courier.ask(round, rank, message)
 
-        if isinstance(request, FetchImage):
-            self.keeping.fetch(request, reply)
+        if isinstance(request, LocateImage):
+            self.keeping.locate(request, reply)
         elif isinstance(request, FindState) and request.tried is None and rank == 0:
             self.keeping.look(round, request.checkpointer, carry)
         else:

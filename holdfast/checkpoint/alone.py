@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -30,11 +30,13 @@ from typing import Any, Literal, TypeVar
 import msgspec
 from msgspec import Struct
 
+from holdfast.checkpoint.restore import Stored as StoredState
 from holdfast.errors import CheckpointError, RequestTimeout
 from holdfast.imagehome import ImageHome
 from holdfast.messages.checkpoints import (
     Holder,
     ImageId,
+    Missed,
     Shard,
     SnapshotId,
     StoredStep,
@@ -222,10 +224,10 @@ class AloneLink:
         save = self._begun(checkpointer, step)
         self._go_on(lambda before: self._carry_through(save, path, state, wish, before))
 
-    def missed(self, checkpointer: str, step: int, reason: str) -> None:
+    def missed(self, checkpointer: str, step: int, outcome: Missed, reason: str) -> None:
         save = self._begun(checkpointer, step)
-        save.settle_both("failed", reason)
-        self._go_on(lambda before: self._tell_missed(save, reason, before))
+        save.settle_both(outcome, reason)
+        self._go_on(lambda before: self._tell_missed(save, outcome, reason, before))
 
     def _begun(self, checkpointer: str, step: int) -> _Save:
         with self._lock:
@@ -252,9 +254,12 @@ class AloneLink:
                 pass
         act(before)
 
-    def _tell_missed(self, save: _Save, reason: str, before: Callable[[], None]) -> None:
+    def _tell_missed(
+        self, save: _Save, outcome: Missed, reason: str, before: Callable[[], None]
+    ) -> None:
         with suppress(CheckpointError):
-            self._meeting.tell(f"{save.name}/sealed", _Sealed(error=reason))
+            mine = _Sealed(error=reason if outcome == "failed" else "")
+            self._saves_meeting.tell(f"{save.name}/sealed", mine)
         before()
 
     def _carry_through(
@@ -349,6 +354,7 @@ class AloneLink:
             listed = msgspec.convert(self._meeting.tell_all(name, found)[0], Stored)
             if listed.error:
                 return StateFound(where="nowhere", refused=(listed.error,))
+            self._refused = listed.refused
             steps = [one for one in listed.steps if step in (None, one.step)]
             self._last[checkpointer] = sorted(steps, key=lambda one: one.step, reverse=True)
         else:
@@ -370,8 +376,8 @@ class AloneLink:
             refused=self._refused,
         )
 
-    def fetch(self, image: ImageId, holder: Holder) -> Path:
-        raise CheckpointError("without `holdfast run` there are no images to fetch")
+    def open_image(self, image: ImageId, holder: Holder, until: ExitStack) -> StoredState:
+        raise CheckpointError("without `holdfast run` no image outlives its script")
 
     def booked(self, what: str) -> AbstractContextManager[None]:
         return nullcontext()

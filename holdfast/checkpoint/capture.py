@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -34,6 +33,7 @@ from holdfast.checkpoint.layout import (
     ValueItem,
     aligned,
 )
+from holdfast.checkpoint.signature import Signature
 from holdfast.checkpoint.skeleton import Dismantled, Path, dismantle, tensor_types
 from holdfast.errors import CheckpointError
 
@@ -79,7 +79,7 @@ class Layout:
     """Where everything of a state goes."""
 
     structure: list[Any]
-    signature: list[Any]
+    signature: Signature
     items: tuple[TensorItem, ...]
     item_of: list[int]
     """For each tensor of the state the item that it is; two that are tied are one."""
@@ -120,16 +120,16 @@ def capture(
 ) -> Captured:
     """Dismantle a state; by the layout of the last time, if it still fits."""
     parts = dismantle(state, pickling)
+    layout = before
     try:
         locals_ = _locals(parts.tensors)
-        signature = _signature(parts.tensors, locals_)
-        addresses = list(map(torch.Tensor.data_ptr, locals_))
+        addresses = _fitting(layout, parts, locals_) if layout is not None else None
+        if layout is None or addresses is None:
+            addresses = list(map(torch.Tensor.data_ptr, locals_))
+            layout = _lay_out(parts, Signature.of(parts.tensors, locals_), addresses)
     except RuntimeError as error:  # Of a sparse or nested tensor there is no such thing.
         _check_tensors(parts)
         raise CheckpointError(f"a tensor cannot be saved: {error}") from error
-    layout = before
-    if layout is None or not _fits(layout, parts, signature, addresses):
-        layout = _lay_out(parts, signature, addresses)
     if len(layout.items) < len(locals_):
         locals_ = [locals_[number] for number in layout.first_of]
         addresses = [addresses[number] for number in layout.first_of]
@@ -146,42 +146,16 @@ def _locals(tensors: list[Any]) -> list[torch.Tensor]:
     return [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
 
 
-def _signature(tensors: list[Any], locals_: list[torch.Tensor]) -> list[Any]:
-    """Equal to the last one when every tensor has the same shape, type and device as it had."""
-    dtypes = list(map(attrgetter("dtype"), locals_))
-    contiguous = list(map(torch.Tensor.is_contiguous, locals_))
-    found: list[Any] = [
-        list(map(type, tensors)),
-        list(map(torch.Tensor.size, locals_)),
-        dtypes,
-        list(map(torch.Tensor.get_device, locals_)),
-        contiguous,
-    ]
-    if not all(contiguous):
-        strided = (local for local, flat in zip(locals_, contiguous, strict=True) if not flat)
-        found.append([local.stride() for local in strided])
-    if any(dtype.is_complex for dtype in set(dtypes)):
-        found.append(list(map(torch.Tensor.is_conj, locals_)))
-    if locals_ is not tensors:
-        found.append([_sharding(tensor) for tensor in tensors])
-    return found
-
-
-def _sharding(tensor: Any) -> Any:
-    if not hasattr(tensor, "_local_tensor"):
-        return None
-    return tensor.shape, tensor.device_mesh, tensor.placements
-
-
-def _fits(layout: Layout, parts: Dismantled, signature: list[Any], addresses: list[int]) -> bool:
-    if layout.structure != parts.structure or layout.signature != signature:
-        return False
+def _fitting(layout: Layout, parts: Dismantled, locals_: list[torch.Tensor]) -> list[int] | None:
+    """Where the tensors are, if the layout is right for them."""
+    same = layout.structure == parts.structure
+    addresses = layout.signature.addresses(parts.tensors, locals_) if same else None
+    if addresses is None or addresses == layout.addresses:
+        return addresses
     before, layout.addresses = layout.addresses, addresses
-    if addresses == before:
-        return True
     # No more of them are tied than were, and those still are: each is where the first of them is.
     tied = [addresses[layout.first_of[item]] for item in layout.item_of]
-    return len(set(addresses)) == len(set(before)) and addresses == tied
+    return addresses if len(set(addresses)) == len(set(before)) and addresses == tied else None
 
 
 def _check_memory(layout: Layout, locals_: list[torch.Tensor], addresses: list[int]) -> None:
@@ -193,7 +167,7 @@ def _check_memory(layout: Layout, locals_: list[torch.Tensor], addresses: list[i
 # ---- layout -------------------------------------------------------------------------------------
 
 
-def _lay_out(parts: Dismantled, signature: list[Any], addresses: list[int]) -> Layout:
+def _lay_out(parts: Dismantled, signature: Signature, addresses: list[int]) -> Layout:
     paths = parts.paths()
     every = [path for of_one in paths for path in of_one]
     all_names = unique_names(every)

@@ -48,10 +48,15 @@ _libc.pwritev.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_
 _libc.pwritev.restype = ctypes.c_ssize_t
 
 
-def idle_cores() -> int:
+def cores() -> int:
     """How many threads of this rank may copy at once, when all ranks of the node do."""
     beside = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, len(os.sched_getaffinity(0)) // beside)
+
+
+def spare_cores() -> int:
+    """How many of them may copy while training goes on, and takes as many as torch was told."""
+    return max(1, cores() - int(torch.get_num_threads()))
 
 
 class Copier:
@@ -157,7 +162,7 @@ def raw(local: torch.Tensor) -> bool:
     )
 
 
-def run_all(tasks: Iterable[Task], threads: Executor | None) -> None:
+def run_all(tasks: Iterable[Task], threads: Executor | None, at_once: int) -> None:
     """Do them all, with help if there is any; the first error is told when nothing is at work."""
     left = deque(tasks)
     errors: list[Exception] = []
@@ -176,7 +181,7 @@ def run_all(tasks: Iterable[Task], threads: Executor | None) -> None:
     helping = []
     if threads is not None:
         try:
-            helping = [threads.submit(work) for _ in range(min(len(left), idle_cores()) - 1)]
+            helping = [threads.submit(work) for _ in range(min(len(left), at_once) - 1)]
         except RuntimeError:
             pass  # The interpreter is about to exit, and nobody helps any more.
     work()
@@ -240,6 +245,7 @@ class _Run:
 
         def gather() -> None:
             where, _ = vectors.buffer_info()
+            # Not kept open: a script may close all files, and have one of its own by that number.
             fd = os.open(image.path, os.O_RDWR | os.O_CLOEXEC)
             try:
                 done = _libc.pwritev(fd, where, count, image.body_at + self.at)

@@ -12,15 +12,14 @@ terminal.
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import multiprocessing.util
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,16 +29,17 @@ import torch
 
 from holdfast.checkpoint import retention
 from holdfast.checkpoint.capture import Captured, Layout, Position, capture
-from holdfast.checkpoint.copying import idle_cores
+from holdfast.checkpoint.collector import collector_off
+from holdfast.checkpoint.copying import cores
 from holdfast.checkpoint.guard import Guard, after_first_step
 from holdfast.checkpoint.manifest import steps
 from holdfast.checkpoint.restore import Stored, captured_entry, load
-from holdfast.checkpoint.slots import Slots
-from holdfast.checkpoint.sources import open_files, open_image, set_aside
+from holdfast.checkpoint.slots import BothRead, Slots
+from holdfast.checkpoint.sources import WhenWanted, open_files, set_aside
 from holdfast.checkpoint.storage import open_storage
 from holdfast.checkpoint.tickets import Ticket
 from holdfast.errors import CheckpointError, HoldfastError, Refused, UsageError
-from holdfast.messages.checkpoints import Holder, ImageId, SnapshotId, Tier, Tried, Wish
+from holdfast.messages.checkpoints import Holder, ImageId, Missed, SnapshotId, Tier, Tried, Wish
 from holdfast.messages.requests import SaveSettled, StateFound
 from holdfast.messages.units import Rank, RoundNumber, StepNumber
 
@@ -58,7 +58,7 @@ class Link(Protocol):
     def saved(self, checkpointer: str, path: Path, state: int, step: int, wish: Wish) -> None:
         """An image is whole."""
 
-    def missed(self, checkpointer: str, step: int, reason: str) -> None:
+    def missed(self, checkpointer: str, step: int, outcome: Missed, reason: str) -> None:
         """There will be no image of that step of this rank."""
 
     def wait(
@@ -67,8 +67,8 @@ class Link(Protocol):
 
     def find(self, checkpointer: str, step: int | None, tried: Tried | None) -> StateFound: ...
 
-    def fetch(self, image: ImageId, holder: Holder) -> Path:
-        """The image as a file on this node."""
+    def open_image(self, image: ImageId, holder: Holder, until: ExitStack) -> Stored:
+        """A rank's image, wherever it is."""
 
     def booked(self, what: str) -> AbstractContextManager[None]:
         """Time that is neither training nor lost."""
@@ -122,6 +122,8 @@ class Checkpointer:
         self._guard = Guard(self._optimizers)
         self._layout: Layout | None = None
         self._last: Ticket | None = None
+        self._owed = False
+        """The last save was for storage and was skipped: the next one goes there in its place."""
         own = keep is not None and not isinstance(keep, retention.Policy)
         encoded = b"" if keep is None or own else msgspec.json.encode(keep)
         link.open(self._name, self._where or "", encoded)
@@ -143,11 +145,18 @@ class Checkpointer:
         tier = to or self._due(step)
         if tier is None:
             return Ticket.skipped(step, self._waiting, "it is not due")
+        if self._owed:
+            tier = "storage"
         if tier == "storage" and self._where is None:
             raise UsageError("this Checkpointer has no directory; it can only save to memory")
         try:
             with self._link.booked("checkpoint"):
                 ticket = self._copy(step, tier, overlap=self._overlap and not block)
+            self._owed = False
+        except BothRead as why:
+            self._owed = tier == "storage"
+            ticket = Ticket.skipped(step, self._waiting, str(why))
+            self._tell_missed(step, "skipped", str(why))
         except (HoldfastError, OSError) as error:
             ticket = Ticket.failed(step, tier, self._waiting, error)
             self._missed(step, error)
@@ -182,7 +191,7 @@ class Checkpointer:
         def finished(path: Path, state: int) -> None:
             self._link.saved(self._name, path, state, step, wish)
 
-        with _collector_off():
+        with collector_off():
             captured = self._capture(step)
             guarded = self._guard.guarded(captured) if overlap else frozenset()
             position = self._position(step)
@@ -202,8 +211,11 @@ class Checkpointer:
     def _missed(self, step: int, error: BaseException) -> None:
         """Training goes on without that one; the others shall not wait for it."""
         self._complain(f"step {step} was not saved: {error}")
+        self._tell_missed(step, "failed", str(error))
+
+    def _tell_missed(self, step: int, outcome: Missed, reason: str) -> None:
         try:
-            self._link.missed(self._name, step, str(error))
+            self._link.missed(self._name, step, outcome, reason)
         except (HoldfastError, OSError) as why:
             self._complain(f"nobody could be told: {why}")
 
@@ -219,7 +231,7 @@ class Checkpointer:
     def _make_ready(self) -> None:
         """Memory for the first save, while training goes on."""
         try:
-            with _collector_off():
+            with collector_off():
                 made = self._slots.make_ready(self._capture(0))
         except CheckpointError as error:
             self._complain(str(error))
@@ -296,7 +308,7 @@ class Checkpointer:
         try:
             with ExitStack() as until:
                 stored = self._stored(found, until)
-                with ThreadPoolExecutor(idle_cores(), "restore") as threads, _collector_off():
+                with ThreadPoolExecutor(cores(), "restore") as threads, collector_off():
                     load(self._state, stored, self._link.rank, threads, self._pickling)
         except (HoldfastError, OSError) as error:
             return error
@@ -306,13 +318,14 @@ class Checkpointer:
         if found.where == "storage":
             assert self._where is not None
             return open_files(open_storage(self._where), found.step, until)
-        stored = []
-        for holder in found.holders:
-            snapshot = SnapshotId(self._name, StepNumber(found.step), RoundNumber(found.round))
+        snapshot = SnapshotId(self._name, StepNumber(found.step), RoundNumber(found.round))
+
+        def open_image(index: int) -> Stored:
+            holder = found.holders[index]
             image = ImageId(snapshot, Rank(holder.rank), found.world_size)
-            path = self._link.fetch(image, holder)
-            stored.append(open_image(path, found.step, found.round, holder.rank, until))
-        return stored
+            return self._link.open_image(image, holder, until)
+
+        return WhenWanted(len(found.holders), open_image)
 
 
 class _Waiting:
@@ -327,18 +340,6 @@ class _Waiting:
 def _await_all(copies: list[threading.Event]) -> None:
     for ended in copies:
         ended.wait()
-
-
-@contextmanager
-def _collector_off() -> Iterator[None]:
-    """Thousands of small objects live for a moment; the garbage collector need not look at them."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _absolute(directory: str | os.PathLike[str] | None) -> str | None:

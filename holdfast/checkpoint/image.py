@@ -91,20 +91,17 @@ class Image:
         self.address = self._mapping.address + self.body_at
 
     @classmethod
-    def create(cls, path: Path, capacity: int, sparse: bool = False, after: int = 0) -> Image:
+    def create(cls, path: Path, capacity: int, after: int = 0) -> Image:
         """A new image in place of whatever had that name; its memory is there, or this fails.
 
-        A sparse one has memory only where something is written to it. States are counted on from
-        those of the image whose place it takes, so that nobody mistakes one for the other.
+        States are counted on from those of the image whose place it takes, so that nobody mistakes
+        one for the other.
         """
         body_at = aligned(_PAGE + blocks_of(capacity) * DIGEST_BYTES, _PAGE)
         fresh = path.with_name(f".{path.name}.new")
         fd = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            if sparse:
-                os.ftruncate(fd, body_at + capacity)
-            else:
-                os.posix_fallocate(fd, 0, body_at + capacity)
+            os.posix_fallocate(fd, 0, body_at + capacity)
             head = (_MAGIC, body_at, capacity, after + after % 2)
             os.pwrite(fd, b"".join(n.to_bytes(8, "little") for n in head), 0)
             os.rename(fresh, path)

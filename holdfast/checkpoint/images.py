@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.checkpoint.image import Image, Record
-from holdfast.checkpoint.layout import Span
-from holdfast.checkpoint.shelf import Held, ImageKey, Place
+from holdfast.checkpoint.shelf import Held, Outline, Place
 from holdfast.errors import CheckpointError, Refused
 from holdfast.messages.checkpoints import ImageId, SnapshotId
 from holdfast.messages.units import Rank, RoundNumber, StepNumber
@@ -33,22 +32,13 @@ def image_path(directory: Path, checkpointer: str, rank: int, slot: int) -> Path
     return directory / f"{checkpointer}-{rank}-{slot}.image"
 
 
-def key_of(image: ImageId) -> ImageKey:
-    s = image.snapshot
-    return ImageKey(s.checkpointer, s.step, s.round, image.rank, image.world_size)
-
-
 def id_of(record: Record) -> ImageId:
     snapshot = SnapshotId(record.checkpointer, StepNumber(record.step), RoundNumber(record.round))
     return ImageId(snapshot, Rank(record.rank), record.world_size)
 
 
-def _key(record: Record) -> ImageKey:
-    return ImageKey(record.checkpointer, record.step, record.round, record.rank, record.world_size)
-
-
-def _copy_stem(image: ImageKey | Record) -> str:
-    return f"{image.checkpointer}-{image.rank}-copy"
+def _copy_stem(id: ImageId) -> str:
+    return f"{id.snapshot.checkpointer}-{id.rank}-copy"
 
 
 class _Place(Place):
@@ -56,10 +46,15 @@ class _Place(Place):
 
     @property
     def view(self) -> memoryview | None:
-        """The body, mapped; of a part there is memory only where something was written."""
-        if self.image is None or self.blocks is not None:
-            return None
-        return self.image.body[: self.size]
+        return None if self.image is None else self.image.body[: self.size]
+
+
+class _Held(Held):
+    image: Image | None = None
+
+    @property
+    def view(self) -> memoryview | None:
+        return None if self.image is None else self.image.body[: self.size]
 
 
 @dataclass
@@ -141,11 +136,11 @@ class Images:
                 del self._pins[key]
                 image.let_go()
 
-    def sealed(self, key: ImageKey) -> tuple[Image, Record, int, bytes] | None:
+    def sealed(self, id: ImageId) -> tuple[Image, Record, int, bytes] | None:
         """An image that can be used: with its record, state and digests."""
         for _, image, record in self.all():
             state, digests = image.settled, image.digests()
-            if _key(record) == key and digests is not None:
+            if id_of(record) == id and digests is not None:
                 return image, record, state, digests
         return None
 
@@ -155,42 +150,35 @@ class Images:
     def drop_older(self, checkpointer: str, step: int, round: int) -> None:
         """Forget images of earlier rounds that nobody will go back to: ranks come and go."""
         for path, image, record in self.all():
-            mine = record.rank in self.own_ranks and not path.name.startswith(_copy_stem(record))
+            mine = record.rank in self.own_ranks and not path.name.startswith(
+                _copy_stem(id_of(record))
+            )
             outdated = record.round < round and record.step < step and not mine
             if record.checkpointer == checkpointer and outdated and not image.pinned:
                 path.unlink(missing_ok=True)
 
     # ---- the shelf ----
 
-    def find(self, key: ImageKey) -> Held | None:
-        found = self.sealed(key)
+    def find(self, id: ImageId) -> Held | None:
+        found = self.sealed(id)
         if found is None:
             return None
         image, record, _, digests = found
         fd = os.open(image.path, os.O_RDONLY | os.O_CLOEXEC)
-        return Held(key, fd, image.body_at, record.size, digests, record.contents)
+        return _Held(id, fd, image.body_at, record.size, digests, record.contents, image)
 
     def release(self, held: Held) -> None:
         os.close(held.fd)
 
-    def keys(self) -> Iterable[ImageKey]:
-        return [key_of(id) for id in self.ids()]
-
-    def place(
-        self,
-        key: ImageKey,
-        size: int,
-        digests: bytes,
-        contents: Span,
-        blocks: frozenset[int] | None = None,
-    ) -> Place:
+    def place(self, outline: Outline) -> Place:
         with self._placing:
-            image = self._room(key, size, sparse=blocks is not None)
+            image = self._room(outline.id, outline.size)
         fd = os.open(image.path, os.O_RDWR | os.O_CLOEXEC)
-        return _Place(key, fd, image.body_at, size, digests, contents, blocks, image)
+        o = outline
+        return _Place(o.id, fd, image.body_at, o.size, o.digests, o.contents, image)
 
-    def _room(self, key: ImageKey, size: int, sparse: bool) -> Image:
-        stem = _copy_stem(key)
+    def _room(self, id: ImageId, size: int) -> Image:
+        stem = _copy_stem(id)
         kept = [
             (record.round, record.step, image)
             for path, image, record in self.all()
@@ -198,14 +186,12 @@ class Images:
         ]
         kept.sort(key=lambda one: one[:2])
         for *_, image in kept[: max(0, len(kept) - COPIES + 1)]:
-            if not sparse and image.capacity >= size and image.begin():
+            if image.capacity >= size and image.begin():
                 self._filling.add(image.path)
                 return image
             image.path.unlink(missing_ok=True)
-        # A part of an image is for one restore alone, and never listed.
-        suffix = "part" if sparse else "image"
-        path = self.directory / f"{stem}{key.step}.{key.round}.{suffix}"
-        image = Image.create(path, size, sparse)
+        path = self.directory / f"{stem}{id.snapshot.step}.{id.snapshot.round}.image"
+        image = Image.create(path, size)
         image.begin()
         with self._lock:
             self._filling.add(path)
@@ -215,24 +201,22 @@ class Images:
     def complete(self, place: Place) -> Held:
         assert isinstance(place, _Place)
         assert place.image is not None
-        key = place.key
+        id = place.id
         record = Record(
-            checkpointer=key.checkpointer,
-            step=key.step,
-            round=key.round,
-            rank=key.rank,
-            world_size=key.world_size,
+            checkpointer=id.snapshot.checkpointer,
+            step=id.snapshot.step,
+            round=id.snapshot.round,
+            rank=id.rank,
+            world_size=id.world_size,
             size=place.size,
             contents=place.contents,
         )
         if place.image.keep_seal(place.image.finish(record), place.digests) is None:
             raise CheckpointError(f"{place.image.path}: changed while it was filled")
         self._filling.discard(place.image.path)
-        if place.blocks is None:
-            self._received(id_of(record))
-        return Held(
-            key, place.fd, place.body_at, place.size, place.digests, place.contents, place.blocks
-        )
+        self._received(id)
+        p = place
+        return _Held(id, p.fd, p.body_at, p.size, p.digests, p.contents, p.image)
 
     def drop(self, place: Place) -> None:
         assert isinstance(place, _Place)

@@ -46,7 +46,8 @@ class Source(Protocol):
     digests: bytes
 
     def read_into(self, at: int, views: Sequence[memoryview]) -> None:
-        """Fill the views, one after the other, from there on."""
+        """Fill the views, one after the other, from there on. A block is read from its start to its
+        end, by one thread."""
 
 
 class FileSource:

@@ -5,10 +5,11 @@ A connection carries one request:
     Push      keep a copy ──▶ Go, and when all parts are there Kept
     Part      blocks of what is being pushed, then raw bytes ──▶ Arrived
     Pull      give me these blocks ──▶ Sending, then raw bytes; or Missing
-    Look      what do you have? ──▶ Keys
+    More      after that: and these ──▶ raw bytes
 
 and any may be answered by Declined. A push is one request that decides and any number of parts that
-only carry, so the answer to it is never stuck behind gigabytes.
+only carry, so the answer to it is never stuck behind gigabytes. Whoever restores from an image reads
+it block by block, and asks for more until it has enough.
 
 The outline of an image travels under a digest of its own: a flipped bit in it would file good bytes
 under a wrong step.
@@ -25,11 +26,13 @@ from msgspec import Meta, Struct
 from holdfast import errors
 from holdfast.checkpoint.digests import DIGEST_BYTES, digest
 from holdfast.checkpoint.layout import blocks_of
-from holdfast.checkpoint.shelf import ImageKey, Number, Outline
+from holdfast.checkpoint.shelf import Outline
 from holdfast.errors import BadFrame, HoldfastError, NotThere, StorageError, WireError
+from holdfast.messages.checkpoints import ImageId
 
 PROTOCOL: Final = 1
 
+Number = Annotated[int, Meta(ge=0, le=1 << 53)]
 Stretch = tuple[Number, Number]
 """Blocks, from the first up to and without the last."""
 TransferId = Annotated[str, Meta(max_length=32)]
@@ -58,12 +61,14 @@ class Part(Struct, frozen=True, kw_only=True, tag=True):
 class Pull(Struct, frozen=True, kw_only=True, tag=True):
     """Send these blocks of an image; with none, its outline alone."""
 
-    key: ImageKey
+    image: ImageId
     blocks: tuple[Stretch, ...]
 
 
-class Look(Struct, frozen=True, kw_only=True, tag=True):
-    """Which images do you hold?"""
+class More(Struct, frozen=True, kw_only=True, tag=True):
+    """Send these blocks of the same image."""
+
+    blocks: tuple[Stretch, ...]
 
 
 class Go(Struct, frozen=True, kw_only=True, tag=True):
@@ -87,11 +92,7 @@ class Sending(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Missing(Struct, frozen=True, kw_only=True, tag=True):
-    """That image is not here, or not all of those blocks."""
-
-
-class Keys(Struct, frozen=True, kw_only=True, tag=True):
-    keys: tuple[ImageKey, ...]
+    """That image is not here."""
 
 
 class Declined(Struct, frozen=True, kw_only=True, tag=True):
@@ -99,8 +100,8 @@ class Declined(Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
-Request = Push | Part | Pull | Look
-Reply = Go | Arrived | Kept | Sending | Missing | Keys | Declined
+Request = Push | Part | Pull
+Reply = Go | Arrived | Kept | Sending | Missing | Declined
 
 # ---- images ----
 
@@ -176,5 +177,5 @@ def error_in(reply: Reply, peer: str) -> HoldfastError:
     if isinstance(reply, Declined):
         return _ERRORS[reply.why](f"{peer}: {reply.reason}")
     if isinstance(reply, Missing):
-        return NotThere(f"{peer} does not have that image, or not all of those blocks")
+        return NotThere(f"{peer} does not have that image")
     return BadFrame(f"{peer} answered {type(reply).__name__}, which was not asked for")

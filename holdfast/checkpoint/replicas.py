@@ -1,7 +1,8 @@
 """Copies of rank images in the memory of other nodes: pushed there, pulled back when a node is lost.
 
 This is the side that asks; `replicaserver` is the one that answers, `replicamessages` says what is
-said, `transfer` how an image travels, and `cliques` who keeps whose.
+said, and `transfer` how an image travels. A restore does not need a copy of its own: `peersource`
+reads an image where it is.
 
 The worker may write over an image while it is being sent. Nobody locks it for that: the receiver
 finds that a block does not have its digest and refuses the copy, so an image is either as it was when
@@ -18,9 +19,8 @@ What can go wrong, and who can do something about it:
 
 from __future__ import annotations
 
-import socket
 import ssl
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Final
@@ -29,13 +29,9 @@ from msgspec import Struct
 
 from holdfast.checkpoint.layout import BLOCK_BYTES, blocks_of
 from holdfast.checkpoint.replicamessages import (
-    PROTOCOL,
     Arrived,
     Go,
-    Hello,
     Kept,
-    Keys,
-    Look,
     Part,
     Pull,
     Push,
@@ -45,27 +41,11 @@ from holdfast.checkpoint.replicamessages import (
     stretches,
     unsealed,
 )
-from holdfast.checkpoint.replicaserver import ReplicaServer
 from holdfast.checkpoint.replicawire import STALL_S, Connection
-from holdfast.checkpoint.shelf import Held, ImageKey, Outline, Place, Shelf, blocks_covering
-from holdfast.checkpoint.transfer import Cancelled, Incoming, Transfer, shares
-from holdfast.errors import HoldfastError, Refused, StorageError, WireError
-
-__all__ = [
-    "Cancelled",
-    "Held",
-    "ImageKey",
-    "Limits",
-    "Peer",
-    "Place",
-    "ReplicaServer",
-    "Shelf",
-    "Transfer",
-    "blocks_covering",
-    "look",
-    "pull",
-    "push",
-]
+from holdfast.checkpoint.shelf import Held, Outline, Place, Shelf
+from holdfast.checkpoint.transfer import Incoming, Transfer, shares
+from holdfast.errors import Cancelled, HoldfastError, Refused, StorageError, WireError
+from holdfast.messages.checkpoints import ImageId
 
 _SLOWEST_ALLOCATION: Final = 200e6
 """Bytes a second at which a peer makes room, at worst."""
@@ -86,8 +66,6 @@ class Limits(Struct, frozen=True, kw_only=True):
     """A peer with which nothing moves for so long is given up."""
     streams: int = 4
     """Connections for a large image."""
-    bytes_per_s: float | None = None
-    """Send no faster than that, for the sake of the training traffic."""
 
 
 USUAL: Final = Limits()
@@ -105,16 +83,10 @@ class _Call(Struct, frozen=True):
     @contextmanager
     def request(self, request: Request) -> Iterator[Connection]:
         """A connection on which that was asked, and nothing answered yet."""
-        name, stall_s = f"{self.peer.host}:{self.peer.port}", self.limits.stall_s
-        try:
-            connected = socket.create_connection((self.peer.host, self.peer.port), stall_s)
-        except OSError as error:
-            raise WireError(f"{name}: cannot be reached: {error}") from None
-        connection = Connection(connected, name, stall_s)
+        connection = Connection.dial(self.peer.host, self.peer.port, self.limits.stall_s)
         try:
             with self.transfer.carried_by(connection):
-                connection.begin(self.tls, server_side=False, limit_s=stall_s)
-                connection.send(Hello(protocol=PROTOCOL, token=self.token))
+                connection.greet(self.tls, self.token)
                 connection.send(request)
                 yield connection
         finally:
@@ -131,14 +103,6 @@ class _Call(Struct, frozen=True):
             raise
 
 
-def look(
-    peer: Peer, token: str, tls: ssl.SSLContext | None, limits: Limits = USUAL
-) -> tuple[ImageKey, ...]:
-    """The images that a peer holds as a whole."""
-    with _Call(peer, token, tls, limits, Transfer()).request(Look()) as connection:
-        return connection.expect(Keys).keys
-
-
 # ---- push ----
 
 
@@ -151,29 +115,23 @@ def push(
     transfer: Transfer | None = None,
 ) -> None:
     """Copy an image to a peer. When this returns, the peer has all of it, verified."""
-    if held.blocks is not None:
-        raise ValueError("an image that is here in part cannot be pushed")
     call = _Call(peer, token, tls, limits, transfer or Transfer())
     with call.told(), call.request(Push(outline=sealed(held.outline))) as control:
         go = control.expect(Go, limits.stall_s + held.size / _SLOWEST_ALLOCATION)
         runs = shares(range(blocks_of(held.size)), limits.streams)
         data = Transfer()
-        errors = _each(runs, data, lambda run: _send(call, data, go.transfer, held, run, len(runs)))
+        errors = _each(runs, data, lambda run: _send(call, data, go.transfer, held, run))
         try:
             control.expect(Kept, _LAST_WORD_S if errors else limits.stall_s)
         except WireError as error:
             raise (errors or [error])[0] from None
 
 
-def _send(
-    call: _Call, data: Transfer, transfer: str, held: Held, run: Sequence[int], streams: int
-) -> None:
+def _send(call: _Call, data: Transfer, transfer: str, held: Held, run: Sequence[int]) -> None:
     at, end = run[0] * BLOCK_BYTES, min((run[-1] + 1) * BLOCK_BYTES, held.size)
     part = Part(transfer=transfer, blocks=stretches(run))
     with call.request(part) as connection, data.carried_by(connection):
-        if call.limits.bytes_per_s is not None:
-            connection.pace(call.limits.bytes_per_s / streams)
-        connection.send_file(held.fd, held.body_at + at, end - at)
+        connection.send_part(held, at, end)
         connection.expect(Arrived)
 
 
@@ -202,39 +160,36 @@ def pull(
     peer: Peer,
     token: str,
     tls: ssl.SSLContext | None,
-    key: ImageKey,
+    image: ImageId,
     shelf: Shelf,
-    blocks: Iterable[int] | None = None,
     limits: Limits = USUAL,
     transfer: Transfer | None = None,
 ) -> Held:
-    """Fetch an image from a peer, or only these blocks of it and those with its contents."""
+    """Fetch an image from a peer."""
     call = _Call(peer, token, tls, limits, transfer or Transfer())
     with call.told(), ExitStack() as undo:
-        with call.request(Pull(key=key, blocks=())) as connection:
-            outline = unsealed(connection.expect(Sending).outline)
-        if outline.key != key:
-            raise Refused(f"{connection.peer}: sent {outline.key} when asked for {key}")
-        place = _room(shelf, outline, _wanted(outline, blocks))
+        with call.request(Pull(image=image, blocks=())) as connection:
+            outline = outline_of(image, connection)
+        place = _room(shelf, outline)
         undo.callback(shelf.drop, place)
-        _fetch(call, outline, Incoming(place))
+        incoming = call.transfer.incoming = Incoming(place)
+        _fetch(call, outline, incoming)
         held = shelf.complete(place)
         undo.pop_all()
     return held
 
 
-def _wanted(outline: Outline, blocks: Iterable[int] | None) -> frozenset[int] | None:
-    if blocks is None:
-        return None
-    wanted = blocks_covering([outline.contents]).union(blocks)
-    if not wanted.issubset(range(blocks_of(outline.size))):
-        raise ValueError(f"the image has {blocks_of(outline.size)} blocks, not {sorted(wanted)}")
-    return wanted
+def outline_of(image: ImageId, connection: Connection) -> Outline:
+    """What a peer says of an image that it was asked for."""
+    outline = unsealed(connection.expect(Sending).outline)
+    if outline.id != image:
+        raise Refused(f"{connection.peer}: sent {outline.id} when asked for {image}")
+    return outline
 
 
-def _room(shelf: Shelf, outline: Outline, wanted: frozenset[int] | None) -> Place:
+def _room(shelf: Shelf, outline: Outline) -> Place:
     try:
-        return shelf.place(outline.key, outline.size, outline.digests, outline.contents, wanted)
+        return shelf.place(outline)
     except OSError as error:
         raise StorageError(f"no room for an image of {outline.size} bytes: {error}") from None
 
@@ -244,14 +199,14 @@ def _fetch(call: _Call, outline: Outline, incoming: Incoming) -> None:
 
     def one(run: Sequence[int]) -> None:
         try:
-            with call.request(Pull(key=outline.key, blocks=stretches(run))) as connection:
-                if unsealed(connection.expect(Sending).outline) != outline:
+            with call.request(Pull(image=outline.id, blocks=stretches(run))) as connection:
+                if outline_of(outline.id, connection) != outline:
                     raise Refused(f"{connection.peer}: the image changed while it was sent")
                 incoming.receive(connection, run)
         except HoldfastError as error:
             incoming.fail(error)
 
-    runs = shares(sorted(incoming.place.wanted), call.limits.streams)
+    runs = shares(range(blocks_of(outline.size)), call.limits.streams)
     with ThreadPoolExecutor(len(runs), "pull") as threads:
         list(threads.map(one, runs))
     incoming.settle(call.limits.stall_s)

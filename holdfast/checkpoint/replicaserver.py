@@ -16,6 +16,7 @@ import secrets
 import socket
 import ssl
 import threading
+from collections.abc import Sequence
 from contextlib import ExitStack
 from time import monotonic
 from typing import Final
@@ -27,9 +28,8 @@ from holdfast.checkpoint.replicamessages import (
     Go,
     Hello,
     Kept,
-    Keys,
-    Look,
     Missing,
+    More,
     Part,
     Pull,
     Push,
@@ -38,6 +38,7 @@ from holdfast.checkpoint.replicamessages import (
     blocks_in,
     declined,
     sealed,
+    stretches,
     unsealed,
 )
 from holdfast.checkpoint.replicawire import STALL_S, Connection
@@ -171,8 +172,6 @@ class ReplicaServer:
             self._take(connection, request)
         elif isinstance(request, Pull):
             self._give(connection, request)
-        elif isinstance(request, Look):
-            connection.send(Keys(keys=tuple(self._shelf.keys())))
 
     def _keep(self, connection: Connection, push: Push) -> None:
         try:
@@ -184,7 +183,7 @@ class ReplicaServer:
 
     def _place(self, connection: Connection, outline: Outline) -> None:
         """Receive an image and make it visible, or leave nothing of it."""
-        place = self._shelf.place(outline.key, outline.size, outline.digests, outline.contents)
+        place = self._shelf.place(outline)
         with ExitStack() as undo:
             undo.callback(self._shelf.drop, place)
             self._gather(connection, Incoming(place))
@@ -216,20 +215,21 @@ class ReplicaServer:
             connection.send(Arrived())
 
     def _give(self, connection: Connection, pull: Pull) -> None:
-        held = self._shelf.find(pull.key)
+        held = self._shelf.find(pull.image)
         if held is None:
             connection.send(Missing())
             return
         try:
-            if held.has(blocks_in(pull.blocks, held.size)):
-                self._send(connection, held, pull)
-            else:
-                connection.send(Missing())
+            connection.send(Sending(outline=sealed(held.outline)))
+            self._send(connection, held, blocks_in(pull.blocks, held.size))
+            more = FrameDecoder(More)
+            while True:  # Until whoever reads has enough, and leaves.
+                blocks = connection.receive(more, self._stall_s).blocks
+                self._send(connection, held, blocks_in(blocks, held.size))
         finally:
             self._shelf.release(held)
 
-    def _send(self, connection: Connection, held: Held, pull: Pull) -> None:
-        connection.send(Sending(outline=sealed(held.outline)))
-        for first, last in pull.blocks:
+    def _send(self, connection: Connection, held: Held, blocks: Sequence[int]) -> None:
+        for first, last in stretches(blocks):
             at, end = first * BLOCK_BYTES, min(last * BLOCK_BYTES, held.size)
-            connection.send_file(held.fd, held.body_at + at, end - at)
+            connection.send_part(held, at, end)

@@ -4,18 +4,17 @@ It is never waited on for ever. A frame must be whole within a time, so nobody g
 byte at a time; raw bytes must move at least every few seconds. How long a transfer takes that does
 move has no limit.
 
-On plain TCP the kernel sends the pages of the file themselves. In TLS they have to be encrypted, so
-they pass through one buffer; they are read, not mapped, because a mapped file that becomes shorter
-kills the process.
+On plain TCP an image is sent from where it is mapped: to have the kernel send the file's pages (as
+`sendfile` does, one by one) takes longer than to copy them. In TLS they have to be encrypted, so they
+are read into a buffer: a mapped file that becomes shorter would kill the process there, while a system
+call only fails.
 """
 
 from __future__ import annotations
 
 import os
-import select
 import socket
 import ssl
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from time import monotonic
@@ -24,7 +23,17 @@ from typing import Final, TypeVar
 from msgspec import Struct
 
 from holdfast import framing
-from holdfast.checkpoint.replicamessages import Arrived, Go, Kept, Keys, Reply, Sending, error_in
+from holdfast.checkpoint.replicamessages import (
+    PROTOCOL,
+    Arrived,
+    Go,
+    Hello,
+    Kept,
+    Reply,
+    Sending,
+    error_in,
+)
+from holdfast.checkpoint.shelf import Held
 from holdfast.errors import Refused, WireError
 from holdfast.framing import FrameDecoder
 from holdfast.kernel import keep_alive
@@ -35,11 +44,9 @@ CHUNK_BYTES: Final = 1 << 20
 """What is read, hashed and written at a time: large enough for few calls, small enough that it is
 still in the processor's cache when it is hashed and copied on."""
 
-_MAX_PACING_RATE: Final = 47
 _HEADER_BYTES: Final = 4
-_MOST_AT_ONCE: Final = 1 << 30
 
-R = TypeVar("R", Go, Arrived, Kept, Sending, Keys)
+R = TypeVar("R", Go, Arrived, Kept, Sending)
 T = TypeVar("T")
 
 
@@ -50,6 +57,20 @@ class Connection:
         self.peer = peer
         self.stall_s = stall_s
         self._socket = connected
+
+    @classmethod
+    def dial(cls, host: str, port: int, stall_s: float) -> Connection:
+        """A connection to a peer, on which nothing was said yet."""
+        name = f"{host}:{port}"
+        try:
+            return cls(socket.create_connection((host, port), stall_s), name, stall_s)
+        except OSError as error:
+            raise WireError(f"{name}: cannot be reached: {error}") from None
+
+    def greet(self, tls: ssl.SSLContext | None, token: str) -> None:
+        """The first word, of whoever called."""
+        self.begin(tls, server_side=False, limit_s=self.stall_s)
+        self.send(Hello(protocol=PROTOCOL, token=token))
 
     def begin(self, tls: ssl.SSLContext | None, server_side: bool, limit_s: float) -> None:
         """Have the kernel watch it, and go on in TLS where that is wanted."""
@@ -62,12 +83,6 @@ class Connection:
                 self._socket = secured
                 secured.settimeout(limit_s)
                 secured.do_handshake()
-
-    def pace(self, bytes_per_s: float) -> None:
-        """Have the kernel send no faster than that."""
-        rate = struct.pack("Q", max(1, int(bytes_per_s)))
-        with self._moving(self.stall_s):
-            self._socket.setsockopt(socket.SOL_SOCKET, _MAX_PACING_RATE, rate)
 
     def cut(self) -> None:
         """Wake whoever waits on it, with an error.
@@ -128,24 +143,21 @@ class Connection:
                 raise ConnectionError("it was closed at the other end")
             got += count
 
-    def send_file(self, fd: int, at: int, size: int) -> None:
-        """Send a stretch of a file, without copying it where that is possible."""
-        copied = isinstance(self._socket, ssl.SSLSocket)
+    def send_part(self, held: Held, at: int, end: int) -> None:
+        """Send a stretch of an image's body."""
         with self._moving(self.stall_s):
             self._socket.settimeout(self.stall_s)
-            (self._send_copies if copied else self._send_pages)(fd, at, at + size)
+            mapped = None if isinstance(self._socket, ssl.SSLSocket) else held.view
+            if mapped is None:
+                self._send_copies(held.fd, held.body_at + at, held.body_at + end)
+            else:
+                self._send_mapped(mapped, at, end)
 
-    def _send_pages(self, fd: int, at: int, end: int) -> None:
-        ready = select.poll()
-        ready.register(self._socket, select.POLLOUT)
-        while at < end:
-            try:
-                count = os.sendfile(self._socket.fileno(), fd, at, min(end - at, _MOST_AT_ONCE))
-            except BlockingIOError:
-                if not ready.poll(self.stall_s * 1000):
-                    raise TimeoutError from None
-                continue
-            at += _some(count)
+    def _send_mapped(self, body: memoryview, at: int, end: int) -> None:
+        with body:
+            while at < end:
+                with body[at:end] as rest:
+                    at += self._socket.send(rest)
 
     def _send_copies(self, fd: int, at: int, end: int) -> None:
         buffer = memoryview(bytearray(CHUNK_BYTES))

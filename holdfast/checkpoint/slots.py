@@ -22,13 +22,17 @@ from pathlib import Path
 import torch
 
 from holdfast.checkpoint.capture import Captured, Position
-from holdfast.checkpoint.copying import Copier, idle_cores, pin, run_all
+from holdfast.checkpoint.copying import Copier, cores, pin, run_all, spare_cores
 from holdfast.checkpoint.image import Image, Record
 from holdfast.checkpoint.images import image_path
 from holdfast.errors import CheckpointError, HoldfastError, Refused
 
 SPARE_BYTES = 64 << 10
 """Room for values to grow before a larger image is needed."""
+
+
+class BothRead(CheckpointError):
+    """There is nowhere to copy to: what was saved before is still being digested and written."""
 
 
 class Copy:
@@ -92,8 +96,9 @@ class Slots:
         self._copier: Copier | None = None
         self._changed = threading.Condition()
         """Held by whoever makes or gives up an image."""
-        cores = idle_cores()
-        self._threads: Executor | None = ThreadPoolExecutor(cores, "copy") if cores > 1 else None
+        self._cores = cores()
+        many = self._cores > 1
+        self._threads: Executor | None = ThreadPoolExecutor(self._cores, "copy") if many else None
         self._behind = ThreadPoolExecutor(1, "snapshot")
         self._ahead = ThreadPoolExecutor(1, "memory")
 
@@ -114,6 +119,8 @@ class Slots:
                 image.prefault(self._threads)
                 if cuda:
                     self._register(slot, image)
+            except RuntimeError:
+                return  # The interpreter is about to exit: nobody helps, and nobody needs memory.
             finally:
                 with self._changed:
                     self._touching = None
@@ -177,7 +184,7 @@ class Slots:
             at_once = copier.launch(captured, image, ready, guarded=False)
             if at_once is not None:
                 torch.cuda.current_stream().wait_event(at_once)
-            run_all(copier.tasks(captured, image, guarded=False), self._threads)
+            run_all(copier.tasks(captured, image, guarded=False), self._threads, self._cores)
             later = copier.tasks(captured, image, guarded=True)
         except BaseException:
             self._writing = None
@@ -189,7 +196,7 @@ class Slots:
         def copy_rest() -> int:
             # A device takes only so many copies at a time: whoever queues thousands has to wait.
             event = copy.on_device = copier.launch(captured, image, ready, guarded=True) or at_once
-            run_all(later, self._threads)
+            run_all(later, self._threads, spare_cores() if overlap else self._cores)
             copy.on_host.set()
             if event is not None:
                 event.synchronize()
@@ -258,7 +265,7 @@ class Slots:
             image = self._image(slot, needed)
             if image.begin():
                 return slot, image
-        raise CheckpointError("both images are being read; nothing was saved")
+        raise BothRead("both images are still being read; saves come faster than they are kept")
 
 
 def _needed(captured: Captured) -> int:

@@ -1,36 +1,41 @@
 """Where a state can be read from: images in memory, files on storage.
 
 Of what the ranks of the world that saved it wrote, a rank reads what it needs: its own part alone, if
-that has everything and is cut as it is here, else the others' too. So files are opened only when
-somebody looks into them.
+that has everything and is cut as it is here, else the others' too. So files and images are opened only
+when somebody looks into them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ssl
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import overload
 
 from holdfast.checkpoint.image import Image
+from holdfast.checkpoint.images import id_of
 from holdfast.checkpoint.layout import Extent
 from holdfast.checkpoint.manifest import load_manifest, refuse
 from holdfast.checkpoint.names import step_directory
+from holdfast.checkpoint.peersource import PeerSource
 from holdfast.checkpoint.rankfile import FileRecord, open_file
 from holdfast.checkpoint.reading import FileSource
+from holdfast.checkpoint.replicas import Peer
 from holdfast.checkpoint.restore import Stored, open_stored
 from holdfast.checkpoint.storage import Storage
 from holdfast.errors import CheckpointError, Refused
+from holdfast.messages.checkpoints import ImageId
 
 
-def open_image(path: Path, step: int, round: int, rank: int, until: ExitStack) -> Stored:
-    """A rank's image, if it is sealed and of that step and round."""
+def open_image(path: Path, wanted: ImageId, until: ExitStack) -> Stored:
+    """A rank's image on this node, if it is sealed and the one that is wanted."""
     image = Image.open(path)
     try:
         record, digests = image.record(), image.digests()
         if record is None or digests is None:
             raise Refused(f"{path} is not whole, or its seal is damaged")
-        if (record.step, record.round, record.rank) != (step, round, rank):
+        if id_of(record) != wanted:
             raise Refused(f"{path} is of rank {record.rank}, step {record.step}")
         source = FileSource.of_image(path, image.body_at, record.size, digests)
         until.callback(source.close)
@@ -39,25 +44,35 @@ def open_image(path: Path, step: int, round: int, rank: int, until: ExitStack) -
         image.close()
 
 
+def open_peers(
+    peer: Peer, token: str, tls: ssl.SSLContext | None, image: ImageId, until: ExitStack
+) -> Stored:
+    """A rank's image on another node."""
+    source = PeerSource(peer, token, tls, image)
+    until.callback(source.close)
+    outline = source.outline
+    return open_stored(source, outline.contents, (Extent(0, 0, outline.size),))
+
+
 def open_files(storage: Storage, step: int, until: ExitStack) -> Sequence[Stored]:
     """The files of a checkpoint, in the order of ranks; each is opened when it is wanted."""
     manifest = load_manifest(storage, step)
     records = {record.rank: record for record in manifest.files}
-    return _Files(storage, step, [records[r] for r in range(manifest.world_size)], until)
+    return WhenWanted(
+        manifest.world_size, lambda rank: _open_file(storage, step, records[rank], until)
+    )
 
 
-class _Files(Sequence[Stored]):
-    def __init__(
-        self, storage: Storage, step: int, records: list[FileRecord], until: ExitStack
-    ) -> None:
-        self._storage = storage
-        self._step = step
-        self._records = records
-        self._until = until
+class WhenWanted(Sequence[Stored]):
+    """What several ranks stored; each is opened when somebody looks into it."""
+
+    def __init__(self, count: int, open_one: Callable[[int], Stored]) -> None:
+        self._count = count
+        self._open_one = open_one
         self._open: dict[int, Stored] = {}
 
     def __len__(self) -> int:
-        return len(self._records)
+        return self._count
 
     @overload
     def __getitem__(self, rank: int) -> Stored: ...
@@ -67,8 +82,9 @@ class _Files(Sequence[Stored]):
         if isinstance(rank, slice):
             return [self[one] for one in range(*rank.indices(len(self)))]
         if rank not in self._open:
-            record = self._records[rank]
-            self._open[rank] = _open_file(self._storage, self._step, record, self._until)
+            if not 0 <= rank < self._count:
+                raise IndexError(rank)
+            self._open[rank] = self._open_one(rank)
         return self._open[rank]
 
 

@@ -25,17 +25,20 @@ from typing import Final
 import xxhash
 
 from holdfast.checkpoint.digests import digest_of
-from holdfast.checkpoint.layout import BLOCK_BYTES
+from holdfast.checkpoint.layout import BLOCK_BYTES, blocks_of
 from holdfast.checkpoint.replicawire import CHUNK_BYTES, Connection
 from holdfast.checkpoint.shelf import Place
-from holdfast.errors import BadFrame, HoldfastError, Refused, StorageError, WireError
+from holdfast.errors import (
+    BadFrame,
+    Cancelled,
+    HoldfastError,
+    Refused,
+    StorageError,
+    WireError,
+)
 
 LEAST_SHARE: Final = 4
 """Blocks for which a connection of their own is worth while."""
-
-
-class Cancelled(WireError):
-    """The transfer was given up on this side, because nobody wants it any more."""
 
 
 class Transfer:
@@ -45,6 +48,13 @@ class Transfer:
         self._lock = threading.Lock()
         self._connections: set[Connection] = set()
         self.cancelled = False
+        self.incoming: Incoming | None = None
+        """What comes in by it, once that is known."""
+
+    @property
+    def done(self) -> float:
+        """Which part of what comes in is there."""
+        return self.incoming.done if self.incoming is not None else 0.0
 
     def cancel(self) -> None:
         """Cut it off now: what waits on a connection of it is woken, and no new one is begun."""
@@ -71,7 +81,7 @@ class Incoming:
 
     def __init__(self, place: Place) -> None:
         self.place = place
-        self._unclaimed = set(place.wanted)
+        self._unclaimed = set(range(blocks_of(place.size)))
         self._missing = len(self._unclaimed)
         self._writers = 0
         self._error: HoldfastError | None = None
@@ -94,6 +104,10 @@ class Incoming:
                 self._writers -= 1
                 self._changed.notify_all()
         return False
+
+    @property
+    def done(self) -> float:
+        return 1.0 - self._missing / blocks_of(self.place.size)
 
     def fail(self, error: HoldfastError) -> None:
         """It will not become whole."""
@@ -147,8 +161,8 @@ class Incoming:
 
 
 def name_of(image: Place) -> str:
-    key = image.key
-    return f"rank {key.rank} of {key.checkpointer}, step {key.step}, round {key.round}"
+    snapshot = image.id.snapshot
+    return f"rank {image.id.rank}, step {snapshot.step}, round {snapshot.round}"
 
 
 def shares(blocks: Sequence[int], streams: int) -> list[Sequence[int]]:

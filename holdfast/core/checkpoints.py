@@ -17,6 +17,7 @@ from holdfast.messages.events import (
     CheckpointWritten,
     ImagesHeld,
     ShardsWritten,
+    SnapshotMissed,
     SnapshotsSealed,
     StoredFound,
 )
@@ -36,6 +37,12 @@ def on_sealed(job: Job, event: SnapshotsSealed, now: Time) -> list[AnyAction]:
     if job.membership.world is None or (job.ended is not None and job.ended.code != 0):
         actions += commits.secure(job.commits)  # It was sealed just when the round broke.
     return actions
+
+
+def on_missed(job: Job, event: SnapshotMissed, now: Time) -> list[AnyAction]:
+    if not job.membership.has(event.node) or event.snapshot.round != job.membership.round:
+        return []
+    return take_in(job, commits.missed(job.commits, event), now)
 
 
 def on_held(job: Job, event: ImagesHeld, now: Time) -> list[AnyAction]:

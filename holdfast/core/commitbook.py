@@ -106,7 +106,8 @@ class Book(Struct):
     """The newest that this job wrote."""
     found: list[StoredStep] = field(default_factory=list)
     """What is on storage, as it was last looked up."""
-    found_error: str = ""
+    found_refused: list[str] = field(default_factory=list)
+    """What does not count of it, and why."""
     failures: int = 0
     """How many in a row could not be written."""
     outcomes: dict[str, SaveSettled] = field(default_factory=dict)

@@ -51,10 +51,14 @@ from holdfast.messages.events import (
     CheckpointWritten,
     ImagesHeld,
     ShardsWritten,
+    SnapshotMissed,
     SnapshotsSealed,
 )
 from holdfast.messages.requests import AwaitSave, SaveSettled
 from holdfast.messages.units import NodeId, Rank, RoundNumber
+
+SHARDS_TOLD = 2000
+"""In one message."""
 
 # ---- snapshots ----------------------------------------------------------------------------------
 
@@ -141,6 +145,17 @@ def _passed(book: Book, wait: Wait) -> bool:
     ]
 
 
+def missed(commits: Commits, event: SnapshotMissed) -> Taken:
+    """A rank has no image of a step, so nothing comes of it; nobody shall wait for it."""
+    book, taken = commits.book(event.snapshot.checkpointer), Taken()
+    if any(s.id == event.snapshot and s.counts for s in book.snapshots):
+        return taken  # It was saved before, and again since; what there is stays.
+    settled = SaveSettled(outcome=event.outcome, reason=f"rank {event.rank}: {event.reason}")
+    _settle_save(book, "memory", event.snapshot, settled, taken)
+    _settle_save(book, "storage", event.snapshot, settled, taken)
+    return taken
+
+
 def held(commits: Commits, event: ImagesHeld) -> Taken:
     """A node has images that another made, or that it had in an earlier life."""
     taken = Taken()
@@ -220,16 +235,21 @@ def _note_written(writing: Writing, event: ShardsWritten, taken: Taken) -> None:
         writing.pending[event.node] = left
     elif not writing.pending:
         writing.committer = event.node
-        taken.actions.append(_commit(writing, event.node))
+        taken.actions += _commit(writing, event.node)
 
 
-def _commit(writing: Writing, node: NodeId) -> CommitCheckpoint:
-    return CommitCheckpoint(
-        node=node,
-        snapshot=writing.snapshot,
-        world_size=writing.world_size,
-        shards=tuple(shard for _, shard in sorted(writing.shards.items())),
-    )
+def _commit(writing: Writing, node: NodeId) -> list[CommitCheckpoint]:
+    """All shards, as many at a time as fit into a message."""
+    shards = [shard for _, shard in sorted(writing.shards.items())]
+    return [
+        CommitCheckpoint(
+            node=node,
+            snapshot=writing.snapshot,
+            world_size=writing.world_size,
+            shards=tuple(shards[first : first + SHARDS_TOLD]),
+        )
+        for first in range(0, len(shards), SHARDS_TOLD)
+    ]
 
 
 def checkpoint_written(commits: Commits, event: CheckpointWritten) -> Taken:
@@ -341,7 +361,7 @@ def _replace_writer(book: Book, writing: Writing, node: NodeId, taken: Taken) ->
             _end_writing(book, f"{node} was lost before it wrote the manifest", taken)
             return
         writing.committer = others[0]
-        taken.actions.append(_commit(writing, others[0]))
+        taken.actions += _commit(writing, others[0])
     moved: dict[NodeId, list[Rank]] = {}
     for rank in writing.pending.pop(node, []):
         holders = snapshot.holders[rank]
@@ -391,7 +411,7 @@ def remind(commits: Commits, node: NodeId) -> list[AnyAction]:
         if writing is not None and node in writing.pending:
             actions.append(_write_shards(writing, node, writing.pending[node]))
         if writing is not None and writing.committer == node:
-            actions.append(_commit(writing, node))
+            actions += _commit(writing, node)
     return actions
 
 

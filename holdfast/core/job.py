@@ -28,6 +28,7 @@ from holdfast.core import recovery as faults
 from holdfast.core.checkpoints import (
     on_checkpoint_written,
     on_held,
+    on_missed,
     on_sealed,
     on_shards_written,
     on_stored_found,
@@ -72,6 +73,7 @@ from holdfast.messages.events import (
     Progress,
     RanksStalled,
     ShardsWritten,
+    SnapshotMissed,
     SnapshotsSealed,
     StopAsked,
     StoredFound,
@@ -130,6 +132,7 @@ _HANDLERS: dict[type, Callable[[Job, Any, Time], list[AnyAction]]] = {
     ShardsWritten: on_shards_written,
     CheckpointWritten: on_checkpoint_written,
     StoredFound: on_stored_found,
+    SnapshotMissed: on_missed,
     RanksStalled: on_stalled,
     VerdictReached: on_verdict,
     FaultAsked: on_fault_asked,

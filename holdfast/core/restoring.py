@@ -28,7 +28,7 @@ from holdfast.messages.units import NodeId, Rank
 
 def stored_found(commits: Commits, event: StoredFound) -> None:
     book = commits.book(event.checkpointer)
-    book.found, book.found_error = list(event.steps), event.error
+    book.found, book.found_refused = list(event.steps), list(event.refused)
 
 
 def find(
@@ -108,8 +108,7 @@ def _forget_newer(book: Book, loaded: Candidate) -> None:
 
 def _refusals(book: Book, search: Search) -> tuple[str, ...]:
     """What was not taken, and why."""
-    look = [f"storage: {book.found_error}"] if book.found_error else []
-    return tuple([*look, *search.refused][:REFUSALS_TOLD])
+    return tuple([*book.found_refused, *search.refused][:REFUSALS_TOLD])
 
 
 def _refuse(search: Search) -> None:

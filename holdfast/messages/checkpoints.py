@@ -13,10 +13,15 @@ from msgspec import Meta, Struct
 from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber
 
 Digest = Annotated[bytes, Meta(max_length=16)]
-CheckpointerId = Annotated[str, Meta(min_length=1, max_length=64)]
+CheckpointerId = Annotated[str, Meta(pattern="^[0-9A-Za-z_]{1,64}$")]
+"""Files are named by it."""
 Tier = Literal["memory", "storage"]
 Wish = Literal["never", "if needed", "now"]
 """Whether a snapshot is to go to storage: never, when a fault makes it worth while, or at once."""
+
+
+Missed = Literal["skipped", "failed"]
+"""Why there is no image: it was not worth while, or did not work."""
 
 
 class SnapshotId(Struct, frozen=True, order=True):

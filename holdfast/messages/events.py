@@ -12,6 +12,7 @@ from holdfast.messages.chaos import Injection, Outcome
 from holdfast.messages.checkpoints import (
     CheckpointerId,
     ImageId,
+    Missed,
     Sealed,
     Shard,
     SnapshotId,
@@ -229,6 +230,16 @@ class ShardsWritten(Event, frozen=True, kw_only=True):
     """A newer snapshot had taken the place of an image before it could be read."""
 
 
+class SnapshotMissed(Event, frozen=True, kw_only=True):
+    """A rank of that node will have no image of that step."""
+
+    node: NodeId
+    rank: Rank
+    snapshot: SnapshotId
+    outcome: Missed
+    reason: str
+
+
 class CheckpointWritten(Event, frozen=True, kw_only=True):
     """The manifest is durable, or will not be."""
 
@@ -244,7 +255,8 @@ class StoredFound(Event, frozen=True, kw_only=True):
     round: RoundNumber
     checkpointer: CheckpointerId
     steps: tuple[StoredStep, ...] = ()
-    error: str = ""
+    refused: tuple[str, ...] = ()
+    """What is there and does not count, with why; or why nothing could be looked up."""
 
 
 class FaultAsked(Event, frozen=True, kw_only=True):
@@ -297,6 +309,7 @@ AnyEvent = (
     | ShardsWritten
     | CheckpointWritten
     | StoredFound
+    | SnapshotMissed
     | FaultAsked
     | FaultTold
     | Tick

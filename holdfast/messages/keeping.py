@@ -83,15 +83,16 @@ class Look(Order, frozen=True, kw_only=True):
 
 
 class Fetch(Order, frozen=True, kw_only=True):
-    """Get an image, or blocks of it, from another node. Answered: Got."""
+    """Have a copy of an image that another node holds. Answered: Done."""
 
     image: ImageId
     holder: Holder
-    blocks: tuple[tuple[int, int], ...] | None
 
 
-class Count(Order, frozen=True, kw_only=True):
-    """Which images are here? Answered: Counted."""
+class Where(Order, frozen=True, kw_only=True):
+    """A rank wants to read that image now. Answered: WhereFound."""
+
+    image: ImageId
 
 
 class FailWrites(Order, frozen=True, kw_only=True):
@@ -111,9 +112,8 @@ class Done(Reply, frozen=True, kw_only=True):
 
 
 class ImageSealed(Reply, frozen=True, kw_only=True):
-    """With an error: a newer one took its place before."""
-
     image: ImageId | None = None
+    """None, without an error: a newer one took its place before."""
     sealed: Sealed | None = None
 
 
@@ -124,14 +124,13 @@ class ShardsDone(Reply, frozen=True, kw_only=True):
 
 class Stored(Reply, frozen=True, kw_only=True):
     steps: tuple[StoredStep, ...] = ()
+    refused: tuple[str, ...] = ()
+    """What is newer than those, and why it does not count."""
 
 
-class Got(Reply, frozen=True, kw_only=True):
+class WhereFound(Reply, frozen=True, kw_only=True):
     path: str = ""
-
-
-class Counted(Reply, frozen=True, kw_only=True):
-    images: tuple[ImageId, ...] = ()
+    """Empty: it is not on this node."""
 
 
 class Received(Struct, frozen=True, kw_only=True, tag=True):
@@ -148,7 +147,7 @@ class Wrote(Struct, frozen=True, kw_only=True, tag=True):
     of_bytes: int
 
 
-AnyOrder = Open | Seal | BeginRound | Write | Commit | Look | Fetch | Count | FailWrites
-AnyReply = Done | ImageSealed | ShardsDone | Stored | Got | Counted
+AnyOrder = Open | Seal | BeginRound | Write | Commit | Look | Fetch | Where | FailWrites
+AnyReply = Done | ImageSealed | ShardsDone | Stored | WhereFound
 FromKeeper = AnyReply | Received | Wrote | Piece
 ToKeeper = AnyOrder | Piece

@@ -6,11 +6,11 @@ file to leave behind, and the kernel says who is at the other end. File descript
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from holdfast.messages.checkpoints import CheckpointerId, Wish
+from holdfast.messages.checkpoints import CheckpointerId, Missed, Wish
 from holdfast.messages.records import Raised
 from holdfast.messages.requests import AnyAnswer, Lane, Number, ScriptRequest
 
@@ -18,6 +18,7 @@ Entry = Literal["script", "module", "path", "command"]
 """How the user's code is started: a file, `-m`, `--run-path`, `--no-python`."""
 
 PACKET_BYTES = 1 << 16
+REASON_MOST = 1000
 
 
 NOT_FORKABLE = 3
@@ -140,6 +141,15 @@ class ImageWhole(Local, frozen=True, kw_only=True):
     wish: Wish
 
 
+class ImageMissed(Local, frozen=True, kw_only=True):
+    """Worker to agent: there will be no image of that step."""
+
+    checkpointer: CheckpointerId
+    step: int
+    outcome: Missed
+    reason: Annotated[str, Meta(max_length=REASON_MOST)]
+
+
 class Ask(Local, frozen=True, kw_only=True):
     """Worker to agent: the script wants to know this."""
 
@@ -177,6 +187,7 @@ FromWorker = (
     | Ask
     | OpenCheckpointer
     | ImageWhole
+    | ImageMissed
     | Tested
     | Piece
 )

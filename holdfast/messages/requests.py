@@ -164,16 +164,13 @@ class StopJob(Request, frozen=True, kw_only=True):
     code: Annotated[int, Meta(ge=0, le=255)]
 
 
-class FetchImage(Request, frozen=True, kw_only=True):
-    """To the agent: have these blocks of an image that another node holds. Answered: Fetched."""
+class LocateImage(Request, frozen=True, kw_only=True):
+    """To the agent: where can this image be read? Answered: ImageAt."""
 
     image: ImageId
-    holder: Holder
-    blocks: tuple[tuple[int, int], ...] | None = None
-    """Ranges of blocks, the last one exclusive; None: all of it."""
 
 
-ScriptRequest = AnyRequest | ExcludeNode | StopJob | FetchImage
+ScriptRequest = AnyRequest | ExcludeNode | StopJob | LocateImage
 """All that a script may say to its agent."""
 
 
@@ -269,12 +266,17 @@ class StragglersFound(Answer, frozen=True, kw_only=True):
     """The newest of them, that were not told before."""
 
 
-class Fetched(Answer, frozen=True, kw_only=True):
+class ImageAt(Answer, frozen=True, kw_only=True):
     path: str
+    """A file on this node; empty: only at the peer that is said to have it."""
+    token: str = ""
+    """What a peer wants to hear."""
+    tls: tuple[str, str, str] | None = None
+    """Paths of certificate, key and authority."""
 
 
 Reason = Literal[
-    "fetch", "fenced", "timeout", "too large", "not a number", "too many", "joined again"
+    "image", "fenced", "timeout", "too large", "not a number", "too many", "joined again"
 ]
 
 
@@ -294,6 +296,6 @@ AnyAnswer = (
     | StateFound
     | SaveSettled
     | StragglersFound
-    | Fetched
+    | ImageAt
     | Denied
 )

@@ -40,8 +40,6 @@ from holdfast.worker.runtime import Runtime
 
 _decoder = msgspec.msgpack.Decoder(ToWorker)
 _NEVER = Times(0, 0.0, ())
-WITHOUT_WATCHING = "HOLDFAST_WITHOUT_WATCHING"
-"""With `--no-hang-detection`, to measure what the hooks and the thread that watch a script cost."""
 
 
 def become_worker(control_fd: int, page_fd: int, rehearse: bool) -> int:
@@ -64,14 +62,12 @@ def become_worker(control_fd: int, page_fd: int, rehearse: bool) -> int:
     runtime.install(worker)
     os.register_at_fork(after_in_child=page.detach)
     phases = Phases(page.vitals)
-    if WITHOUT_WATCHING not in os.environ:
-        phases.install()
-        saves.book_saves(worker)
+    phases.install()
+    saves.book_saves(worker)
     hooks.count_steps(worker)
     look_for_traps = _trap_finder(worker, page, phases)
     look_for_traps()
-    if WITHOUT_WATCHING not in os.environ:
-        Pulse(page.vitals, lambda: _dump_flight(assign.flight), look_for_traps).start()
+    Pulse(page.vitals, lambda: _dump_flight(assign.flight), look_for_traps).start()
     if len(fds) > 3:
         hooks.host_store(move_up(fds[3]), int(assign.env["MASTER_PORT"]))
     _, name, *arguments = sys.argv

@@ -6,23 +6,27 @@ Outside of `holdfast run` the script gets a keeper of its own (see `holdfast.che
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint import engine, retention
 from holdfast.checkpoint.alone import AloneLink
+from holdfast.checkpoint.replicas import Peer
+from holdfast.checkpoint.restore import Stored
+from holdfast.checkpoint.sources import open_image, open_peers
 from holdfast.errors import CheckpointError
-from holdfast.messages.checkpoints import Holder, ImageId, Tier, Tried, Wish
-from holdfast.messages.local import ImageWhole, OpenCheckpointer
+from holdfast.messages.checkpoints import Holder, ImageId, Missed, Tier, Tried, Wish
+from holdfast.messages.local import REASON_MOST, ImageMissed, ImageWhole, OpenCheckpointer
 from holdfast.messages.requests import (
     AwaitSave,
-    Fetched,
-    FetchImage,
     FindState,
+    ImageAt,
+    LocateImage,
     SaveSettled,
     StateFound,
 )
+from holdfast.tls import TlsFiles, client_context
 from holdfast.worker import runtime
 from holdfast.worker.requests import SLACK_S
 from holdfast.worker.runtime import Runtime
@@ -48,10 +52,12 @@ class AgentLink:
         )
         self._say(message)
 
-    def missed(self, checkpointer: str, step: int, reason: str) -> None:
-        """Nobody waits for it: a step is skipped as soon as all ranks have a newer one."""
+    def missed(self, checkpointer: str, step: int, outcome: Missed, reason: str) -> None:
+        reason = reason[:REASON_MOST]
+        message = ImageMissed(checkpointer=checkpointer, step=step, outcome=outcome, reason=reason)
+        self._say(message)
 
-    def _say(self, message: OpenCheckpointer | ImageWhole) -> None:
+    def _say(self, message: OpenCheckpointer | ImageWhole | ImageMissed) -> None:
         if not self._worker.channel.send(message):
             raise CheckpointError(
                 "the agent does not hear this process: it is not the worker itself, or has closed"
@@ -71,10 +77,15 @@ class AgentLink:
         assert isinstance(answer, StateFound)
         return answer
 
-    def fetch(self, image: ImageId, holder: Holder) -> Path:
-        answer = self._worker.requests.ask(FetchImage(image=image, holder=holder), None)
-        assert isinstance(answer, Fetched)
-        return Path(answer.path)
+    def open_image(self, image: ImageId, holder: Holder, until: ExitStack) -> Stored:
+        answer = self._worker.requests.ask(LocateImage(image=image), None)
+        assert isinstance(answer, ImageAt)
+        if answer.path:
+            return open_image(Path(answer.path), image, until)
+        files = answer.tls
+        tls = TlsFiles(cert=files[0], key=files[1], ca=files[2]) if files is not None else None
+        peer = Peer(holder.address, holder.port)
+        return open_peers(peer, answer.token, client_context(tls), image, until)
 
     def booked(self, what: str) -> AbstractContextManager[None]:
         return self._worker.section(what)

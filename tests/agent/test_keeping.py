@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 
-from holdfast.agent import keeping as module
+from holdfast.agent import keeperprocess, keeping
 from holdfast.agent.keeping import Keeping
 from holdfast.agent.processes import Exit, ProcessTable
 from holdfast.clock import JobClock
@@ -34,6 +34,7 @@ from holdfast.messages.events import (
     CheckpointWritten,
     ImagesHeld,
     ShardsWritten,
+    SnapshotMissed,
     SnapshotsSealed,
     StoredFound,
 )
@@ -45,7 +46,6 @@ from holdfast.messages.keeping import (
     Commit,
     Done,
     Fetch,
-    Got,
     ImageSealed,
     Look,
     Open,
@@ -53,19 +53,28 @@ from holdfast.messages.keeping import (
     Seal,
     ShardsDone,
     Stored,
+    ToKeeper,
+    Where,
+    WhereFound,
     Write,
 )
-from holdfast.messages.local import PACKET_BYTES, ImageWhole, OpenCheckpointer
+from holdfast.messages.local import PACKET_BYTES, ImageMissed, ImageWhole, OpenCheckpointer, Piece
 from holdfast.messages.records import Part
-from holdfast.messages.requests import Denied, Fetched, FetchImage
+from holdfast.messages.requests import Denied, ImageAt, LocateImage
 from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber
-from holdfast.packets import packets_of
+from holdfast.packets import Joiner, packets_of
 
 T = TypeVar("T")
 LIMIT_S = 20.0
 C = "c"
 SNAPSHOT = SnapshotId(C, StepNumber(7), RoundNumber(1))
-SHARD = Shard(Rank(0), "__0", 10, "t", "c")
+
+
+def shard(rank: int) -> Shard:
+    return Shard(Rank(rank), f"__{rank}", 10, "t", "c")
+
+
+SHARD = shard(0)
 
 
 class FakeKeeper:
@@ -77,6 +86,7 @@ class FakeKeeper:
         self.control = control
         self.control.setblocking(False)
         self.told: list[AnyOrder] = []
+        self._joiner = Joiner(None)
 
     async def packet(self) -> bytes:
         loop = asyncio.get_running_loop()
@@ -88,7 +98,12 @@ class FakeKeeper:
     async def next(self, kind: type[T]) -> T:
         """The next order of that kind."""
         while True:
-            order: Any = msgspec.msgpack.decode(await self.packet(), type=AnyOrder)
+            order: Any = msgspec.msgpack.decode(await self.packet(), type=ToKeeper)
+            if isinstance(order, Piece):
+                whole = self._joiner.add(order)
+                if whole is None:
+                    continue
+                order = msgspec.msgpack.decode(whole, type=AnyOrder)
             self.told.append(order)
             if isinstance(order, kind):
                 return order
@@ -115,7 +130,7 @@ class Stage:
         self.said: list[str] = []
         self.keepers: list[FakeKeeper] = []
         self._changed = asyncio.Event()
-        monkeypatch.setattr(module, "spawn", self._spawn)
+        monkeypatch.setattr(keeperprocess, "spawn", self._spawn)
         self.keeping = Keeping(
             node=NodeId("n"),
             images=images,
@@ -180,7 +195,7 @@ class Stage:
 
     def close(self) -> None:
         asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
-        self.keeping.close()
+        self.keeping.keeper.close()
         for keeper in self.keepers:
             keeper.close()
         self.keeping.listener.close()
@@ -257,16 +272,49 @@ def test_a_snapshot_is_told_of_once_all_ranks_of_the_node_are_sealed(play: Play)
     play(scene)
 
 
-def test_an_image_that_was_overwritten_before_its_seal_is_not_told_of(play: Play) -> None:
+def test_an_image_that_was_overwritten_before_its_seal_is_told_to_be_skipped(play: Play) -> None:
     async def scene(stage: Stage) -> None:
         keeper = await stage.open(slots=1)
         stage.whole(0, step=7)
         stage.whole(0, step=8, state=4)
         first, second = await keeper.next(Seal), await keeper.next(Seal)
-        keeper.say(ImageSealed(number=first.number, error="a newer one took its place"))
+        keeper.say(ImageSealed(number=first.number))
         keeper.say(sealed_by(second))
         (event,) = await stage.reported(SnapshotsSealed)
         assert event.snapshot.step == 8
+        (missed,) = await stage.reported(SnapshotMissed)
+        assert (missed.rank, missed.snapshot, missed.outcome) == (0, SNAPSHOT, "skipped")
+        assert missed.reason == "a newer one took its place"
+
+    play(scene)
+
+
+def test_a_seal_that_failed_is_told_and_nobody_waits_for_the_others(play: Play) -> None:
+    async def scene(stage: Stage) -> None:
+        keeper = await stage.open()
+        stage.whole(0)
+        stage.whole(1)
+        first, second = await keeper.next(Seal), await keeper.next(Seal)
+        keeper.say(sealed_by(first))
+        keeper.say(ImageSealed(number=second.number, error="no such image"))
+        (missed,) = await stage.reported(SnapshotMissed)
+        assert (missed.rank, missed.snapshot, missed.outcome) == (1, SNAPSHOT, "failed")
+        assert missed.reason == "no such image"
+        assert not any(isinstance(event, SnapshotsSealed) for event in stage.reports)
+
+    play(scene)
+
+
+def test_a_rank_that_has_no_image_is_told_of_with_its_reason(play: Play) -> None:
+    async def scene(stage: Stage) -> None:
+        keeper = await stage.open()
+        stage.whole(0)
+        keeper.say(sealed_by(await keeper.next(Seal)))
+        message = ImageMissed(checkpointer=C, step=7, outcome="skipped", reason="both are read")
+        stage.keeping.missed(Rank(1), message)
+        (missed,) = await stage.reported(SnapshotMissed)
+        assert (missed.node, missed.rank, missed.snapshot) == ("n", 1, SNAPSHOT)
+        assert (missed.outcome, missed.reason) == ("skipped", "both are read")
 
     play(scene)
 
@@ -306,7 +354,7 @@ def test_the_end_of_a_rank_does_not_overtake_its_save(play: Play) -> None:
 def test_a_keeper_that_never_answers_does_not_hide_the_end_of_a_rank(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "SEAL_FLOOR_S", 0.01)
+    monkeypatch.setattr(keeping, "SEAL_FLOOR_S", 0.01)
 
     async def scene(stage: Stage) -> None:
         keeper = await stage.open(slots=1)
@@ -363,6 +411,70 @@ def test_an_order_that_is_told_again_while_it_is_carried_out_is_not_given_again(
             stage.keeping.act(write_shards(ranks))
         assert (await keeper.next(Write)).ranks == (0, 1)
         assert (await keeper.next(Write)).ranks == (2,)
+
+    play(scene)
+
+
+def commit_of(*ranks: int, world_size: int = 4) -> CommitCheckpoint:
+    shards = tuple(shard(rank) for rank in ranks)
+    return CommitCheckpoint(
+        node=NodeId("n"), snapshot=SNAPSHOT, world_size=world_size, shards=shards
+    )
+
+
+def test_a_commit_in_several_messages_is_given_once_all_shards_are_known(play: Play) -> None:
+    async def scene(stage: Stage) -> None:
+        keeper = await stage.open()
+        stage.keeping.act(commit_of(2, 3))
+        stage.keeping.act(commit_of(2, 3))
+        assert not any(isinstance(order, Commit) for order in stage.keeping.keeper.open_orders())
+        stage.keeping.act(commit_of(0, 1))
+        commit = await keeper.next(Commit)
+        assert commit.world_size == 4
+        assert commit.shards == tuple(shard(rank) for rank in range(4))
+        for ranks in ((0, 1), (2, 3)):
+            stage.keeping.act(commit_of(*ranks))  # Told again after a broken stream.
+        keeper.say(Done(number=commit.number))
+        await stage.reported(CheckpointWritten)
+        assert not any(isinstance(order, Commit) for order in stage.keeping.keeper.open_orders())
+
+    play(scene)
+
+
+def test_a_commit_told_in_part_before_a_stream_broke_is_given_with_what_is_told_after_it(
+    play: Play,
+) -> None:
+    async def scene(stage: Stage) -> None:
+        keeper = await stage.open()
+        for ranks in ((0, 1), (0, 1), (2, 3)):
+            stage.keeping.act(commit_of(*ranks))
+        assert len((await keeper.next(Commit)).shards) == 4
+
+    play(scene)
+
+
+def test_what_was_told_of_a_commit_that_was_given_up_is_forgotten(play: Play) -> None:
+    async def scene(stage: Stage) -> None:
+        keeper = await stage.open()
+        stage.keeping.act(commit_of(0, 1))
+        stage.keeping.act(settled("it was given up"))
+        stage.keeping.act(commit_of(2, 3))
+        assert not any(isinstance(order, Commit) for order in stage.keeping.keeper.open_orders())
+        stage.keeping.act(commit_of(0, 1))
+        assert len((await keeper.next(Commit)).shards) == 4
+
+    play(scene)
+
+
+def test_a_commit_of_a_large_world_reaches_the_keeper(play: Play) -> None:
+    """It is far more than the socket holds, and than a worker may leave unread."""
+
+    async def scene(stage: Stage) -> None:
+        keeper = await stage.open()
+        many, at_once = 80_000, 2000
+        for first in range(0, many, at_once):
+            stage.keeping.act(commit_of(*range(first, first + at_once), world_size=many))
+        assert len((await keeper.next(Commit)).shards) == many
 
     play(scene)
 
@@ -430,40 +542,62 @@ def test_what_is_on_storage_is_told_before_the_question_is_carried_on(play: Play
         found = (StoredStep(StepNumber(5), RoundNumber(1), 2),)
         stage.keeping.look(RoundNumber(1), C, lambda: stage._report("carried"))  # type: ignore[arg-type]
         order = await keeper.next(Look)
-        keeper.say(Stored(number=order.number, steps=found))
+        keeper.say(Stored(number=order.number, steps=found, refused=("step 6: damaged",)))
         await stage.reported(str)
         event = stage.reports[0]
         assert isinstance(event, StoredFound)
-        assert event.steps == found
+        assert (event.steps, event.refused) == (found, ("step 6: damaged",))
 
     play(scene)
 
 
-def test_storage_that_hangs_is_told_as_an_error(play: Play) -> None:
+@pytest.mark.parametrize("kind", [Done, Stored])
+def test_storage_that_cannot_be_looked_at_is_told_and_not_taken_for_empty(
+    play: Play, kind: type[Done | Stored]
+) -> None:
     async def scene(stage: Stage) -> None:
         keeper = await stage.open()
         stage.keeping.look(RoundNumber(1), C, lambda: None)
-        keeper.say(Done(number=(await keeper.next(Look)).number, error="storage hangs"))
+        keeper.say(kind(number=(await keeper.next(Look)).number, error="it hangs"))
         (event,) = await stage.reported(StoredFound)
-        assert (event.steps, event.error) == ((), "storage hangs")
+        assert (event.steps, event.refused) == ((), ("storage: it hangs",))
 
     play(scene)
 
 
-def test_an_image_is_fetched_or_denied(play: Play) -> None:
+def test_a_rank_is_told_where_an_image_can_be_read(play: Play) -> None:
     async def scene(stage: Stage) -> None:
         keeper = await stage.open()
         image = ImageId(SNAPSHOT, Rank(0), 2)
-        request = FetchImage(image=image, holder=Holder(Rank(0), NodeId("m"), "10.0.0.1", 7))
         answers: list[Any] = []
-        for _ in range(2):
-            stage.keeping.fetch(request, answers.append)
-        first, second = [await keeper.next(Fetch) for _ in range(2)]
-        keeper.say(Got(number=first.number, path="/p"))
-        keeper.say(Got(number=second.number, error="no such image"))
+        for _ in range(4):
+            stage.keeping.locate(LocateImage(image=image), answers.append)
+        orders = [await keeper.next(Where) for _ in range(4)]
+        assert [order.image for order in orders] == [image] * 4
+        here, elsewhere, broken, dead = (order.number for order in orders)
+        keeper.say(WhereFound(number=here, path="/p"))
+        keeper.say(WhereFound(number=elsewhere))
+        keeper.say(WhereFound(number=broken, error="no such directory"))
+        keeper.say(Done(number=dead, error="3 keepers died of it"))
         keeper.say(Received(image=image))
         await stage.reported(ImagesHeld)
-        assert answers == [Fetched(path="/p"), Denied(reason="fetch", detail="no such image")]
+        assert answers == [
+            ImageAt(path="/p"),
+            ImageAt(path="", token="token"),
+            Denied(reason="image", detail="no such directory"),
+            Denied(reason="image", detail="3 keepers died of it"),
+        ]
+
+    play(scene)
+
+
+def test_images_of_the_ranks_of_a_new_round_are_fetched_before_anybody_asks(play: Play) -> None:
+    async def scene(stage: Stage) -> None:
+        image = ImageId(SNAPSHOT, Rank(0), 2)
+        holder = Holder(Rank(0), NodeId("m"), "10.0.0.1", 7)
+        stage.keeping.begin_round(msgspec.structs.replace(part(2), fetch=((image, holder),)))
+        order = await (await stage.keeper()).next(Fetch)
+        assert (order.image, order.holder) == (image, holder)
 
     play(scene)
 
@@ -507,13 +641,13 @@ def test_what_a_keeper_answered_just_before_it_died_is_not_done_again(play: Play
         keeper = await stage.open()
         stage.keeping.act(write_shards())
         write = await keeper.next(Write)
-        asyncio.get_running_loop().remove_reader(stage.keeping._control.fileno())  # type: ignore[union-attr]
+        asyncio.get_running_loop().remove_reader(stage.keeping.keeper._control.fileno())  # type: ignore[union-attr]
         keeper.say(ShardsDone(number=write.number, shards=(SHARD,)))
         keeper.die()
         await stage.keeper(2)
         (written,) = await stage.reported(ShardsWritten)
         assert written.shards == (SHARD,)
-        assert not any(isinstance(held.order, Write) for held in stage.keeping._orders.values())
+        assert not any(isinstance(one, Write) for one in stage.keeping.keeper.open_orders())
 
     play(scene)
 
@@ -544,7 +678,7 @@ def test_keepers_that_die_again_and_again_are_not_started_until_there_is_somethi
 ) -> None:
     async def scene(stage: Stage) -> None:
         keeper = await stage.open(slots=1)
-        for number in range(2, module.MANY + 2):
+        for number in range(2, keeperprocess.MANY + 2):
             keeper.die()
             keeper = await stage.keeper(number)
         stage.keeping.act(write_shards((0,)))
@@ -552,9 +686,9 @@ def test_keepers_that_die_again_and_again_are_not_started_until_there_is_somethi
         (written,) = await stage.reported(ShardsWritten)
         assert written.error == "the keeper died of it"
         assert stage.said == ["6 keepers died within a minute; nothing is kept until the next save"]
-        assert len(stage.keepers) == module.MANY + 1
+        assert len(stage.keepers) == keeperprocess.MANY + 1
         stage.whole(0, step=8)
-        keeper = await stage.keeper(module.MANY + 2)
+        keeper = await stage.keeper(keeperprocess.MANY + 2)
         await keeper.next(Open)
         await keeper.next(Seal)
 
@@ -565,7 +699,7 @@ def test_a_keeper_killed_at_the_end_is_not_replaced(play: Play) -> None:
     async def scene(stage: Stage) -> None:
         await stage.open()
         ended = asyncio.Event()
-        process = stage.keeping._process
+        process = stage.keeping.keeper._process
         assert process is not None
         exited = process.on_exit
 
@@ -574,7 +708,7 @@ def test_a_keeper_killed_at_the_end_is_not_replaced(play: Play) -> None:
             ended.set()
 
         process.on_exit = on_exit
-        stage.keeping.close()
+        stage.keeping.keeper.close()
         await asyncio.wait_for(ended.wait(), LIMIT_S)
         assert len(stage.keepers) == 1
 

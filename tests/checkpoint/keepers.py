@@ -8,22 +8,35 @@ import random
 import shutil
 import socket
 import ssl
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from holdfast.checkpoint import transfer
+from holdfast.checkpoint import (
+    digests,
+    layout,
+    peersource,
+    reading,
+    replicas,
+    replicaserver,
+    transfer,
+)
 from holdfast.checkpoint.digests import block_digests
 from holdfast.checkpoint.layout import BLOCK_BYTES, Span
-from holdfast.checkpoint.replicas import Held, ImageKey, Limits, Peer, Place, ReplicaServer
+from holdfast.checkpoint.replicas import Limits, Peer
+from holdfast.checkpoint.replicaserver import ReplicaServer
 from holdfast.checkpoint.replicawire import Connection
+from holdfast.checkpoint.shelf import Held, Outline, Place
 from holdfast.errors import StorageError
+from holdfast.messages.checkpoints import ImageId, SnapshotId
+from holdfast.messages.units import Rank, RoundNumber, StepNumber
 
 TOKEN = "the job's token"
 BODY_AT = 8192
@@ -35,21 +48,28 @@ LARGE = 4 * BLOCK_BYTES + 54321
 NOISE = memoryview(random.Random(1).randbytes(BLOCK_BYTES) * 9)
 
 
-def a_key(step: int = 7, rank: int = 3) -> ImageKey:
-    return ImageKey(checkpointer="main", step=step, round=2, rank=rank, world_size=8)
+def an_image(step: int = 7, rank: int = 3, checkpointer: str = "main") -> ImageId:
+    return ImageId(SnapshotId(checkpointer, StepNumber(step), RoundNumber(2)), Rank(rank), 8)
 
 
-def a_body(key: ImageKey, size: int) -> bytearray:
+def a_body(id: ImageId, size: int) -> bytearray:
     """Bytes of which no two blocks, and no two images, are alike."""
     made = bytearray(NOISE[:size])
     for at in range(0, size, BLOCK_BYTES):
-        stamp = f"{key} {at}".encode()[: size - at]
+        stamp = f"{id} {at}".encode()[: size - at]
         made[at : at + len(stamp)] = stamp
     return made
 
 
 def body(held: Held) -> bytes:
     return os.pread(held.fd, held.size, held.body_at)
+
+
+def small_blocks(patch: pytest.MonkeyPatch, size: int = 1 << 12) -> None:
+    """Images of many blocks without many megabytes."""
+    ours = (layout, digests, reading, peersource, replicas, replicaserver, transfer)
+    for module in (*ours, sys.modules[__name__]):
+        patch.setattr(module, "BLOCK_BYTES", size)
 
 
 def until(condition: Callable[[], bool], what: str, limit_s: float = 10) -> None:
@@ -78,41 +98,35 @@ class MemoryShelf:
         self.allocate = True
         self.mapped = False
         self.trouble: StorageError | OSError | None = None
-        self.images: dict[ImageKey, Held] = {}
+        self.images: dict[ImageId, Held] = {}
         self.placed = self.completed = self.dropped = self.lent = 0
         self._lock = threading.Lock()
 
-    def find(self, key: ImageKey) -> Held | None:
+    def find(self, id: ImageId) -> Held | None:
         with self._lock:
-            self.lent += key in self.images
-            return self.images.get(key)
+            self.lent += id in self.images
+            return self.images.get(id)
 
     def release(self, held: Held) -> None:
         with self._lock:
             self.lent -= 1
 
-    def place(
-        self,
-        key: ImageKey,
-        size: int,
-        digests: bytes,
-        contents: Span,
-        blocks: frozenset[int] | None = None,
-    ) -> Place:
+    def place(self, outline: Outline) -> Place:
         if self.trouble is not None:
             raise self.trouble
         with self._lock:
             self.placed += 1
-            path = self.folder / f"{key.rank}.{self.placed}"
+            path = self.folder / f"{outline.id.rank}.{self.placed}"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        os.ftruncate(fd, BODY_AT + size)
-        place = MappedPlace(key, fd, BODY_AT, size, digests, contents, blocks)
+        end = BODY_AT + outline.size
+        os.ftruncate(fd, end)
         if self.allocate:
-            for block in place.wanted:
-                at = block * BLOCK_BYTES
-                os.posix_fallocate(fd, BODY_AT + at, min(BLOCK_BYTES, size - at))
+            os.posix_fallocate(fd, 0, end)
+        place = MappedPlace(
+            outline.id, fd, BODY_AT, outline.size, outline.digests, outline.contents
+        )
         if self.mapped:
-            place.mapping = mmap.mmap(fd, BODY_AT + size)
+            place.mapping = mmap.mmap(fd, end)
         return place
 
     def complete(self, place: Place) -> Held:
@@ -121,7 +135,7 @@ class MemoryShelf:
             self.completed += 1
             self.lent += 1
             held = Held(*(getattr(place, name) for name in Held.__struct_fields__))
-            self.images[place.key] = held
+            self.images[place.id] = held
             return held
 
     def drop(self, place: Place) -> None:
@@ -136,15 +150,11 @@ class MemoryShelf:
         if place.mapping is not None:
             place.mapping.close()
 
-    def keys(self) -> Iterable[ImageKey]:
-        with self._lock:
-            return [key for key, held in self.images.items() if held.blocks is None]
-
-    def put(self, key: ImageKey, size: int = SMALL) -> Held:
+    def put(self, id: ImageId, size: int = SMALL) -> Held:
         """An image of a rank of this node."""
-        bytes_of_it = memoryview(a_body(key, size))
+        bytes_of_it = memoryview(a_body(id, size))
         contents = Span(size - 100, 100)
-        place = self.place(key, size, block_digests(bytes_of_it), contents)
+        place = self.place(Outline(id, size, block_digests(bytes_of_it), contents))
         assert os.pwrite(place.fd, bytes_of_it, BODY_AT) == size
         held = self.complete(place)
         self.release(held)

@@ -22,7 +22,7 @@ from holdfast.checkpoint.capture import Captured, Layout, Position, capture
 from holdfast.checkpoint.image import Image
 from holdfast.checkpoint.slots import Copy, Slots
 from holdfast.checkpoint.sources import open_image
-from holdfast.messages.checkpoints import Holder, ImageId, Tier, Tried, Wish
+from holdfast.messages.checkpoints import Holder, ImageId, Missed, SnapshotId, Tier, Tried, Wish
 from holdfast.messages.requests import SaveSettled, StateFound
 from holdfast.messages.units import NodeId, RoundNumber, StepNumber
 from holdfast.messages.units import Rank as RankNumber
@@ -108,12 +108,20 @@ def seal(path: Path, state: int) -> None:
     image.close()
 
 
+def image_of(step: int, rank: int = 0, world_size: int = 1) -> ImageId:
+    snapshot = SnapshotId(CHECKPOINTER, StepNumber(step), RoundNumber(1))
+    return ImageId(snapshot, RankNumber(rank), world_size)
+
+
 def load(
     state: dict[str, Any], *paths: Path, step: int = 1, rank: int = 0, pickling: bool = False
 ) -> dict[str, Any]:
     """Make a state what these images hold."""
     with ExitStack() as until:
-        stored = [open_image(path, step, 1, other, until) for other, path in enumerate(paths)]
+        stored = [
+            open_image(path, image_of(step, other, len(paths)), until)
+            for other, path in enumerate(paths)
+        ]
         restore.load(state, stored, rank, pickling=pickling)
     return state
 
@@ -162,7 +170,7 @@ class FakeLink:
         self.images = directory
         self.opened: list[tuple[str, str, bytes]] = []
         self.saves: list[tuple[int, Wish, Path]] = []
-        self.missing: list[tuple[int, str]] = []
+        self.missing: list[tuple[int, Missed, str]] = []
         self.settled: dict[tuple[int, Tier], SaveSettled] = {}
         self.offered: list[StateFound] = []
         self.tried: list[Tried] = []
@@ -177,8 +185,8 @@ class FakeLink:
         self.saves.append((step, wish, path))
         self.settled[step, "memory"] = SaveSettled(outcome="saved")
 
-    def missed(self, checkpointer: str, step: int, reason: str) -> None:
-        self.missing.append((step, reason))
+    def missed(self, checkpointer: str, step: int, outcome: Missed, reason: str) -> None:
+        self.missing.append((step, outcome, reason))
 
     def wait(self, checkpointer: str, step: int, to: Tier, timeout_s: float | None) -> SaveSettled:
         from holdfast.errors import RequestTimeout
@@ -199,8 +207,9 @@ class FakeLink:
             return offer(self.saves[-1][0])
         return StateFound(where="nowhere", refused=refused)
 
-    def fetch(self, image: ImageId, holder: Holder) -> Path:
-        return self.saves[-1][2]
+    def open_image(self, image: ImageId, holder: Holder, until: ExitStack) -> restore.Stored:
+        path = next(path for step, _, path in reversed(self.saves) if step == image.snapshot.step)
+        return open_image(path, image, until)
 
     def booked(self, what: str) -> nullcontext[None]:
         self.aside.append(what)

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from worlds import end_world, left_in_shared_memory, run_world, start_world
 
-from holdfast.checkpoint.manifest import find_step
+from holdfast.checkpoint.image import Image
+from holdfast.checkpoint.manifest import find_step, refuse
+from holdfast.checkpoint.names import step_directory
 from holdfast.checkpoint.storage import PosixStorage
 from holdfast.checkpoint.tickets import Result
 from holdfast.checkpoint.verify import verify
@@ -188,6 +191,30 @@ def test_a_script_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
         time.sleep(0.01)
 
 
+def test_what_was_refused_before_is_told_and_the_older_one_restored(tmp_path: Path) -> None:
+    """Nobody goes back behind what was saved in silence."""
+
+    def act() -> None:
+        state = {"a": torch.ones(3)}
+        checkpointer = Checkpointer(tmp_path, state)
+        for step in (1, 2):
+            state["a"] += 1
+            assert checkpointer.save(step).storage().outcome == "saved"
+        refuse(PosixStorage(tmp_path), 2)
+        assert checkpointer.restore() == 1
+        assert (state["a"] == 2).all()
+        (refused,) = checkpointer.restored.refused
+        assert refused.startswith("step 2 from storage: ")
+        refuse(PosixStorage(tmp_path), 1)
+        with pytest.raises(CheckpointError, match=r"(?s)step 2 from storage.*step 1 from storage"):
+            checkpointer.restore()
+        assert checkpointer.save(3).storage().outcome == "saved"
+        assert checkpointer.restore() == 3
+        assert checkpointer.restored.refused == ()
+
+    in_one_process(act)
+
+
 def test_a_save_that_fails_does_not_stop_the_next(tmp_path: Path) -> None:
     def act() -> None:
         checkpointer = Checkpointer(tmp_path, {"a": torch.ones(3)})
@@ -235,6 +262,7 @@ def test_ranks_agree_on_what_was_saved(tmp_path: Path) -> None:
             ddp(torch.randn(4, 300)).sum().backward()
             optimizer.step()
             state["mine"] = torch.full((3,), rank + 10)
+            checkpointer.wait()  # A third save would be skipped as long as two are being read.
             ticket = checkpointer.save(step, to="storage" if step % 3 == 0 else "memory")
         if start:
             assert ticket.storage() == Result("saved", "storage")
@@ -277,6 +305,63 @@ def test_a_rank_that_cannot_save_fails_the_step_for_all(tmp_path: Path) -> None:
     run_world(2, act)
     assert is_complete(tmp_path, 2)
     assert [find_step(PosixStorage(tmp_path), step).state for step in (1, 3)] == ["partial"] * 2
+
+
+def test_a_step_that_one_rank_skips_is_skipped_by_all(tmp_path: Path) -> None:
+    def act(rank: int) -> None:
+        checkpointer = Checkpointer(tmp_path, {"a": torch.ones(3)})
+        for step in (1, 2):
+            assert checkpointer.save(step).storage().outcome == "saved"
+        images = [Image.open(path) for path in checkpointer._slots._paths]
+        dist.barrier()
+        if rank == 1:
+            assert all(image.pin(image.state) for image in images)
+        ticket = checkpointer.save(3)
+        for result in (ticket.memory(), ticket.storage()):
+            assert result.outcome == "skipped"
+            assert rank == 0 or "both images are still being read" in result.reason
+        for image in images:
+            image.let_go()
+        assert checkpointer.save(4).storage() == Result("saved", "storage")
+
+    run_world(2, act)
+    assert not (tmp_path / step_directory(3)).exists()
+
+
+class Entered:
+    """A store of which it is known when somebody begins to wait in it."""
+
+    def __init__(self, store: Any, entered: threading.Event) -> None:
+        self._store = store
+        self._entered = entered
+
+    def wait(self, *args: Any) -> None:
+        self._entered.set()
+        self._store.wait(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def test_a_rank_that_restores_still_tells_the_others_what_it_missed(tmp_path: Path) -> None:
+    def act(rank: int) -> None:
+        parameter = torch.nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        checkpointer = Checkpointer(tmp_path, {"p": parameter, "o": optimizer})
+        assert checkpointer.save(1).storage().outcome == "saved"
+        if rank == 1:
+            meeting, restoring = checkpointer._link._meeting, threading.Event()  # type: ignore[attr-defined]
+            meeting._store = Entered(meeting._store, restoring)
+            checkpointer._slots._behind.submit(restoring.wait, PATIENCE_S)
+        ticket = checkpointer.save(2)
+        if rank == 1:
+            with torch.no_grad():
+                parameter.mul_(2)
+        else:
+            assert ticket.storage(PATIENCE_S).outcome == "failed"
+        assert checkpointer.restore() == 1
+
+    run_world(2, act)
 
 
 def test_what_is_damaged_for_one_rank_is_refused_by_all(tmp_path: Path) -> None:

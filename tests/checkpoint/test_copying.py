@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from states import Rank, bits, check_same, round_trip
+from states import Rank, bits, check_same, load, round_trip
 
 from holdfast.checkpoint import copying
 from holdfast.checkpoint.capture import Captured, Position, capture
@@ -42,7 +44,7 @@ def copied(shm: Path, state: Any, guarded: frozenset[int] = frozenset()) -> tupl
     copier = Copier(found, guarded)
     copier.prepare(image)
     for which in (False, True):
-        run_all(copier.tasks(found, image, which), None)
+        run_all(copier.tasks(found, image, which), None, 1)
     return found, image
 
 
@@ -156,9 +158,9 @@ def test_only_what_is_guarded_waits(shm: Path) -> None:
         raw = found.layout.items[index].raw
         return bytes(image.body[raw.at : raw.end]) == bits(found.locals[index])
 
-    run_all(copier.tasks(found, image, guarded=False), None)
+    run_all(copier.tasks(found, image, guarded=False), None, 1)
     assert [n for n in range(42) if not is_there(n)] == sorted(guarded)
-    run_all(copier.tasks(found, image, guarded=True), None)
+    run_all(copier.tasks(found, image, guarded=True), None, 1)
     assert all(map(is_there, range(42)))
 
 
@@ -179,16 +181,34 @@ def test_memory_that_is_not_there_is_an_error_and_no_crash(shm: Path) -> None:
     copier.prepare(image)
     found.addresses[3] = 64
     with pytest.raises(CheckpointError, match="while gathering small tensors"):
-        run_all(copier.tasks(found, image, guarded=False), None)
+        run_all(copier.tasks(found, image, guarded=False), None, 1)
 
 
 def test_an_image_that_was_deleted_is_an_error_and_no_crash(shm: Path) -> None:
-    found, image = copied(shm, {"s": torch.randn(9)})
+    found = capture({"s": torch.randn(9)}, None, Position(1, 1, 0, 1))
+    image = Image.create(shm / "image", found.layout.tail_at)
+    os.unlink(shm / "image")
     copier = Copier(found)
     copier.prepare(image)
-    os.unlink(shm / "image")
     with pytest.raises(OSError, match="No such file"):
-        run_all(copier.tasks(found, image, guarded=False), None)
+        run_all(copier.tasks(found, image, guarded=False), None, 1)
+
+
+def test_a_script_may_close_all_files_and_its_own_are_not_written_to(shm: Path) -> None:
+    state = {"s": {f"t{n}": torch.randn(100) for n in range(20)}}
+    before, rank = set(os.listdir("/proc/self/fd")), Rank(shm)
+    for step in (1, 2):
+        rank.save(state, step)
+    for fd in set(os.listdir("/proc/self/fd")) - before:
+        with suppress(OSError):
+            os.close(int(fd))
+    with ExitStack() as until:
+        own = [until.enter_context((shm / f"own{n}").open("w+b")) for n in range(5)]
+        for tensor in state["s"].values():
+            tensor += 1
+        for step in (3, 4):
+            check_same(load(dict.fromkeys(state), rank.save(state, step), step=step), state)
+        assert [os.fstat(file.fileno()).st_size for file in own] == [0] * 5
 
 
 def test_the_first_error_of_many_tasks_is_told_after_all_are_done() -> None:
@@ -198,7 +218,7 @@ def test_the_first_error_of_many_tasks_is_told_after_all_are_done() -> None:
         raise CheckpointError("no")
 
     with ThreadPoolExecutor(2) as threads, pytest.raises(CheckpointError, match="no"):
-        run_all([fail, *[lambda: done.append(1)] * 20], threads)
+        run_all([fail, *[lambda: done.append(1)] * 20], threads, 3)
     assert len(done) == 20
 
 
@@ -207,13 +227,35 @@ def test_where_no_helper_is_left_the_work_is_done_all_the_same() -> None:
     threads = ThreadPoolExecutor(1)
     threads.shutdown()
     done: list[int] = []
-    run_all([lambda: done.append(1)] * 3, threads)
+    run_all([lambda: done.append(1)] * 3, threads, 3)
     assert len(done) == 3
 
 
 def test_ranks_of_a_node_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert copying.idle_cores() == 2
+    assert copying.cores() == 2
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
-    assert copying.idle_cores() == 1
+    assert copying.cores() == 1
+
+
+def test_what_training_was_told_to_take_is_not_copied_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    for told, spare in ((1, 7), (6, 2), (8, 1), (64, 1)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda told=told: told)
+        assert copying.spare_cores() == spare
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3])
+def test_so_many_threads_work_at_once_and_no_more(at_once: int) -> None:
+    together = threading.Barrier(at_once, timeout=10)
+    workers: list[int] = []
+
+    def task() -> None:
+        together.wait()
+        workers.append(threading.get_ident())
+
+    with ThreadPoolExecutor(8) as threads:
+        run_all([task] * (20 * at_once), threads, at_once)
+    assert len(set(workers)) == at_once

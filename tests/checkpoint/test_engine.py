@@ -10,6 +10,8 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import Executor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,6 +22,7 @@ from states import FakeLink, check_same, flip, offer
 from holdfast.checkpoint.capture import Position, capture
 from holdfast.checkpoint.engine import Checkpointer
 from holdfast.checkpoint.image import Image
+from holdfast.checkpoint.images import Images
 from holdfast.checkpoint.tickets import Result
 from holdfast.errors import CheckpointError, UsageError
 from holdfast.messages.requests import SaveSettled
@@ -30,15 +33,15 @@ Output = pytest.CaptureFixture[str]
 @pytest.fixture
 def link(shm: Path) -> Iterator[FakeLink]:
     yield FakeLink(shm)
-    for script in list(Script.living):
-        script.checkpointer._slots._ahead.shutdown()
-        script.checkpointer._slots._behind.shutdown()
+    while Script.working:
+        Script.working.pop().shutdown()
 
 
 class Script:
     """A model in training."""
 
-    living: ClassVar[weakref.WeakSet[Script]] = weakref.WeakSet()
+    working: ClassVar[list[Executor]] = []
+    """What goes on beside training, and may outlive the script."""
 
     def __init__(self, link: FakeLink, seed: int = 0, **settings: Any) -> None:
         torch.manual_seed(seed)
@@ -48,7 +51,7 @@ class Script:
         settings.setdefault("directory", None)
         directory = settings.pop("directory")
         self.checkpointer = Checkpointer(directory, self.state, link=link, **settings)
-        self.living.add(self)
+        self.working.extend((self.checkpointer._slots._ahead, self.checkpointer._slots._behind))
 
     def backward(self) -> None:
         self.model(torch.randn(8, 3)).square().sum().backward()
@@ -145,7 +148,6 @@ def test_what_does_not_verify_is_refused_and_the_next_older_taken(
     paths = {step: path for step, _, path in link.saves}
     flip(paths[2], Image.open(paths[2]).body_at + 100)
     link.offered = [offer(2), offer(1, "step 2 from memory: rank 0: damaged")]
-    link.fetch = lambda image, holder: paths[image.snapshot.step]  # type: ignore[method-assign]
     other = Script(link, 9)
     assert other.checkpointer.restore() == 1
     check_same(other.snapshot(), wants[1])
@@ -222,7 +224,7 @@ def test_a_change_by_other_means_fails_the_save_rather_than_tear_it(
     assert result.outcome == "failed"
     assert "changed while it was copied" in result.reason
     assert ticket.result.outcome == "failed"
-    assert link.missing == [(2, result.reason)]
+    assert link.missing == [(2, "failed", result.reason)]
     assert "step 2 was not saved" in capsys.readouterr().err
     check_same(restored(link), want)
     # And training goes on.
@@ -369,7 +371,44 @@ def test_waiting_for_the_last_save(link: FakeLink) -> None:
     checkpointer.wait(timeout_s=0.0)
 
 
-# ---- saves that fail ----
+# ---- saves that fail, or are not made ----
+
+
+def test_a_save_that_finds_both_images_read_is_skipped_with_its_reason(
+    link: FakeLink, capsys: Output
+) -> None:
+    script, images = Script(link), Images(link.images)
+    for step in (1, 2):
+        script.checkpointer.save(step, block=True)
+    with ExitStack() as until:
+        for _, _, path in link.saves:
+            image = images.image(path)
+            assert until.enter_context(images.pinned(image, image.state))
+        ticket = script.checkpointer.save(3)
+        why = "both images are still being read; saves come faster than they are kept"
+        want = Result("skipped", None, why)
+        assert (ticket.result, ticket.memory(), ticket.storage()) == (want, want, want)
+        assert link.missing == [(3, "skipped", why)]
+        script.checkpointer.wait()
+    assert capsys.readouterr().err == ""
+    assert script.checkpointer.save(4).memory().outcome == "saved"
+
+
+def test_when_a_save_for_storage_was_skipped_the_next_one_goes_there(
+    link: FakeLink, tmp_path: Path
+) -> None:
+    script, images = Script(link, directory=tmp_path), Images(link.images)
+    for step in (1, 2):
+        script.checkpointer.save(step, to="memory", block=True)
+    with ExitStack() as until:
+        for _, _, path in link.saves:
+            image = images.image(path)
+            assert until.enter_context(images.pinned(image, image.state))
+        script.checkpointer.save(3, to="storage")
+    assert [script.checkpointer.save(step, to="memory").to for step in (4, 5)] == [
+        "storage",
+        "memory",
+    ]
 
 
 @pytest.fixture
@@ -390,7 +429,7 @@ def test_without_memory_a_save_fails_and_training_goes_on(
     ticket = script.checkpointer.save(1, block=block)
     assert ticket.result.outcome == ticket.memory().outcome == "failed"
     assert "No space left on device; see `df -h" in ticket.result.reason
-    assert link.missing[0][0] == 1
+    assert link.missing == [(1, "failed", ticket.result.reason)]
     assert "step 1 was not saved: no" in capsys.readouterr().err
     script.step()
     no_memory.undo()

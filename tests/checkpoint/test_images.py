@@ -11,18 +11,25 @@ import pytest
 
 from holdfast.checkpoint.digests import block_digests
 from holdfast.checkpoint.image import Image, Record
-from holdfast.checkpoint.images import COPIES, Images, image_path, key_of
+from holdfast.checkpoint.images import COPIES, Images, image_path
 from holdfast.checkpoint.layout import Span
-from holdfast.checkpoint.shelf import ImageKey
+from holdfast.checkpoint.shelf import Outline
 from holdfast.errors import Refused
 from holdfast.messages.checkpoints import ImageId, SnapshotId
+from holdfast.messages.units import Rank, RoundNumber, StepNumber
 
 BODY = b"body" * 1000
 CONTENTS = Span(0, 4)
 
 
-def key(step: int, rank: int = 0, round: int = 1, checkpointer: str = "c") -> ImageKey:
-    return ImageKey(checkpointer, step, round, rank, 8)
+def an_image(step: int, rank: int = 0, round: int = 1, checkpointer: str = "c") -> ImageId:
+    snapshot = SnapshotId(checkpointer, StepNumber(step), RoundNumber(round))
+    return ImageId(snapshot, Rank(rank), 8)
+
+
+def outline(step: int, rank: int = 0, round: int = 1, body: bytes = BODY) -> Outline:
+    digests = block_digests(memoryview(body))
+    return Outline(an_image(step, rank, round), len(body), digests, CONTENTS)
 
 
 def record(step: int, rank: int = 0, round: int = 1, checkpointer: str = "c") -> Record:
@@ -41,15 +48,13 @@ def own(directory: Path, slot: int, step: int, rank: int = 0, round: int = 1) ->
 
 def receive(images: Images, step: int, rank: int = 0, round: int = 1, body: bytes = BODY) -> None:
     """A copy of another node's image, as it comes in."""
-    place = images.place(
-        key(step, rank, round), len(body), block_digests(memoryview(body)), CONTENTS
-    )
+    place = images.place(outline(step, rank, round, body))
     os.pwrite(place.fd, body, place.body_at)
     images.release(images.complete(place))
 
 
 def steps(images: Images) -> list[int]:
-    return sorted(one.step for one in images.keys())  # noqa: SIM118
+    return sorted(one.snapshot.step for one in images.ids())
 
 
 def mapped(directory: Path) -> int:
@@ -79,12 +84,11 @@ def test_what_is_not_sealed_or_no_image_is_not_listed(shm: Path) -> None:
 def test_an_image_is_found_by_all_that_names_it(shm: Path) -> None:
     own(shm, 0, 10)
     images = Images(shm)
-    assert images.sealed(key(10)) is not None
-    for other in (key(11), key(10, rank=1), key(10, round=2), key(10, checkpointer="d")):
-        assert images.sealed(other) is None
-    id = ImageId(SnapshotId("c", 10, 1), 0, 8)  # type: ignore[arg-type]
-    assert images.ids() == [id]
-    assert key_of(id) == key(10)
+    assert images.ids() == [an_image(10)]
+    assert images.sealed(an_image(10)) is not None
+    others = {"step": 11}, {"rank": 1}, {"round": 2}, {"checkpointer": "d"}
+    for other in others:
+        assert images.sealed(an_image(**{"step": 10, **other})) is None  # type: ignore[arg-type]
 
 
 def test_one_that_took_the_place_of_another_is_seen_at_once(shm: Path) -> None:
@@ -169,18 +173,17 @@ def test_pins_of_a_keeper_that_died_are_taken_back(shm: Path) -> None:
 def test_a_copy_is_found_only_once_it_is_complete(shm: Path) -> None:
     told: list[ImageId] = []
     images = Images(shm, told.append)
-    digests = block_digests(memoryview(BODY))
-    place = images.place(key(10), len(BODY), digests, CONTENTS)
-    assert images.find(key(10)) is None
+    place = images.place(outline(10))
+    assert images.find(an_image(10)) is None
     os.pwrite(place.fd, BODY, place.body_at)
-    assert (images.find(key(10)), told) == (None, [])
+    assert (images.find(an_image(10)), told) == (None, [])
     images.release(images.complete(place))
-    held = images.find(key(10))
+    held = images.find(an_image(10))
     assert held is not None
-    assert held.digests == digests
+    assert held.outline == outline(10)
     assert os.pread(held.fd, held.size, held.body_at) == BODY
     images.release(held)
-    assert [one.snapshot.step for one in told] == [10]
+    assert told == [an_image(10)]
 
 
 def test_the_two_newest_copies_of_a_rank_stay(shm: Path) -> None:
@@ -214,7 +217,7 @@ def test_a_larger_one_gets_memory_of_its_own(shm: Path) -> None:
 def test_a_copy_that_was_dropped_leaves_nothing(shm: Path) -> None:
     images = Images(shm)
     receive(images, 10)
-    place = images.place(key(11), len(BODY), block_digests(memoryview(BODY)), CONTENTS)
+    place = images.place(outline(11))
     images.drop(place)
     del place
     assert steps(images) == [10]
@@ -227,13 +230,12 @@ def test_two_copies_that_come_in_at_once_do_not_share_a_place(shm: Path) -> None
     images = Images(shm)
     for step in (10, 11):
         receive(images, step)
-    digests = block_digests(memoryview(BODY))
     places = []
     gate = threading.Barrier(4)
 
     def place(step: int) -> None:
         gate.wait()
-        places.append(images.place(key(step), len(BODY), digests, CONTENTS))
+        places.append(images.place(outline(step)))
 
     threads = [threading.Thread(target=place, args=(step,)) for step in (12, 13, 14, 15)]
     for thread in threads:
@@ -245,28 +247,14 @@ def test_two_copies_that_come_in_at_once_do_not_share_a_place(shm: Path) -> None
         images.drop(one)
 
 
-def test_a_part_is_for_one_restore_and_never_listed(shm: Path) -> None:
-    told: list[ImageId] = []
-    images = Images(shm, told.append)
-    place = images.place(
-        key(10), len(BODY), block_digests(memoryview(BODY)), CONTENTS, frozenset({0})
-    )
-    os.pwrite(place.fd, BODY, place.body_at)
-    held = images.complete(place)
-    assert held.blocks == frozenset({0})
-    images.release(held)
-    assert (steps(images), told) == ([], [])
-
-
-def test_a_part_that_is_filled_stays_mapped(shm: Path) -> None:
-    """Listing what there is must not take away what is being filled."""
+def test_what_is_being_filled_stays_mapped(shm: Path) -> None:
+    """Listing what there is must not take away what is on its way in."""
     images = Images(shm)
-    place = images.place(
-        key(10), len(BODY), block_digests(memoryview(BODY)), CONTENTS, frozenset({0})
-    )
+    place = images.place(outline(10))
     assert steps(images) == []
     os.pwrite(place.fd, BODY, place.body_at)
     images.release(images.complete(place))
+    assert steps(images) == [10]
 
 
 # ---- what may go ----

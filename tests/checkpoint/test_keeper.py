@@ -16,17 +16,19 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from states import CHECKPOINTER, Rank
+from states import CHECKPOINTER, Rank, check_same, image_of, load
 
 from holdfast.checkpoint.image import Image
+from holdfast.checkpoint.images import Images
+from holdfast.checkpoint.manifest import refuse
 from holdfast.checkpoint.storage import PosixStorage
 from holdfast.checkpoint.verify import verify
-from holdfast.messages.checkpoints import Shard, SnapshotId, StoredStep
+from holdfast.messages.checkpoints import Holder, ImageId, Shard, SnapshotId, StoredStep
 from holdfast.messages.keeping import (
     AnyOrder,
     Begin,
+    BeginRound,
     Commit,
-    Count,
     Done,
     Fetch,
     FromKeeper,
@@ -37,10 +39,12 @@ from holdfast.messages.keeping import (
     Seal,
     ShardsDone,
     Stored,
+    Where,
     Write,
     Wrote,
 )
 from holdfast.messages.local import PACKET_BYTES, Piece
+from holdfast.messages.requests import MAX_MESSAGE_BYTES
 from holdfast.packets import Joiner, packets_of
 
 PATIENCE_S = 30.0
@@ -48,8 +52,9 @@ PATIENCE_S = 30.0
 
 PATCHED = """
 import os, sys, time
-from holdfast.checkpoint import disk, keeper, storage
-keeper.STALLED_S, keeper.LOOK_EVERY_S = {stalled_s}, 0.05
+from holdfast.checkpoint import disk
+from holdfast.checkpoint.keeper import __main__, filing, movement, orders
+movement.STALLED_S, orders.LOOK_EVERY_S = {stalled_s}, 0.05
 gate = {gate!r}
 def held(what):
     try:
@@ -64,9 +69,9 @@ def hold(kind, name):
         return real(*args)
     setattr(kind, name, call)
 hold(disk.Disk, "write")
-hold(keeper, "open_storage")
-hold(keeper, "steps")
-keeper.main()
+hold(filing, "open_storage")
+hold(filing, "steps")
+__main__.main()
 """
 """A keeper whose storage hangs in the call whose name a file has in it."""
 
@@ -75,10 +80,12 @@ class KeeperProcess:
     def __init__(self, images: Path, stalled_s: float = 120.0) -> None:
         self.gate = images / "gate"
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.as_holder = Holder(0, "node", *listener.getsockname())  # type: ignore[arg-type]
         script = PATCHED.format(stalled_s=stalled_s, gate=str(self.gate))
         self.process = subprocess.Popen(
             [sys.executable, "-c", script, str(theirs.fileno())],
-            pass_fds=(theirs.fileno(),),
+            pass_fds=(theirs.fileno(), listener.fileno()),
             env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
         )
         theirs.close()
@@ -87,8 +94,11 @@ class KeeperProcess:
         self._next = 1
         self._joiner = Joiner()
         self._answers: dict[int, Any] = {}
-        begin = Begin(images=str(images), token="", job="job", listener_fd=None)
+        self._received: list[ImageId] = []
+        fd = listener.fileno()
+        begin = Begin(images=str(images), token="token", job="job", listener_fd=fd)
         ours.send(msgspec.msgpack.encode(begin))
+        listener.close()
 
     def hang(self, what: str) -> None:
         self.gate.write_text(what)
@@ -104,16 +114,27 @@ class KeeperProcess:
 
     def answer(self, number: int) -> Any:
         while number not in self._answers:
-            reply: Any = msgspec.msgpack.decode(self.control.recv(PACKET_BYTES), type=FromKeeper)
-            if isinstance(reply, Piece):
-                whole = self._joiner.add(reply)
-                if whole is None:
-                    continue
-                reply = msgspec.msgpack.decode(whole, type=FromKeeper)
-            if not isinstance(reply, Received | Wrote):
-                assert reply.number not in self._answers, "answered twice"
-                self._answers[reply.number] = reply
+            self._hear()
         return self._answers[number]
+
+    def received(self) -> ImageId:
+        """The copy that it tells of next."""
+        while not self._received:
+            self._hear()
+        return self._received.pop(0)
+
+    def _hear(self) -> None:
+        message: Any = msgspec.msgpack.decode(self.control.recv(PACKET_BYTES), type=FromKeeper)
+        if isinstance(message, Piece):
+            whole = self._joiner.add(message)
+            if whole is None:
+                return
+            message = msgspec.msgpack.decode(whole, type=FromKeeper)
+        if isinstance(message, Received):
+            self._received.append(message.image)
+        elif not isinstance(message, Wrote):
+            assert message.number not in self._answers, "answered twice"
+            self._answers[message.number] = message
 
     def ask(self, order: AnyOrder) -> Any:
         return self.answer(self.give(order))
@@ -159,7 +180,8 @@ def committing(step: int, shards: tuple[Shard, ...]) -> Commit:
 
 
 LOOK = Look(number=0, checkpointer=CHECKPOINTER)
-COUNT = Count(number=0)
+WHERE = Where(number=0, image=image_of(0))
+"""Answered at once, and changes nothing."""
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -201,16 +223,16 @@ def test_an_image_that_is_sealed_verifies(shm: Path, keeper: KeeperProcess) -> N
     answer = keeper.ask(Seal(number=0, path=str(path), state=state))
     assert (answer.error, answer.image.snapshot, answer.sealed.rank) == ("", snapshot(5), 0)
     assert Image.open(path).digests() is not None
-    assert keeper.ask(COUNT).images == (answer.image,)
+    assert Images(shm).ids() == [answer.image]
 
 
-def test_a_seal_that_comes_too_late_is_answered_with_an_error(
+def test_a_seal_that_comes_too_late_is_no_error_and_one_of_nothing_is(
     shm: Path, keeper: KeeperProcess
 ) -> None:
     path, state = saved(Rank(shm), 5)
     assert Image.open(path).begin()
     answer = keeper.ask(Seal(number=0, path=str(path), state=state))
-    assert (answer.error, answer.image) == ("a newer one took its place", None)
+    assert (answer.error, answer.image, answer.sealed) == ("", None, None)
     assert "No such file" in keeper.ask(Seal(number=0, path=str(shm / "no"), state=2)).error
 
 
@@ -286,7 +308,7 @@ def test_what_a_dead_keeper_held_is_let_go_by_the_next(shm: Path, tmp_path: Path
         keeper.go_on()
     assert image.pinned
     with keeping(shm) as another:
-        another.ask(COUNT)
+        another.ask(WHERE)
         assert not image.pinned
 
 
@@ -299,7 +321,7 @@ def test_what_is_no_order_is_survived(shm: Path, keeper: KeeperProcess) -> None:
     pieces = [Piece(index=0, of=2, data=b"gar"), Piece(index=1, of=2, data=b"bage")]
     for piece in pieces:
         keeper.control.send(msgspec.msgpack.encode(piece))
-    assert keeper.ask(COUNT).images == ()
+    assert keeper.ask(WHERE).error == ""
 
 
 def test_an_order_of_a_newer_agent_is_answered(keeper: KeeperProcess) -> None:
@@ -309,11 +331,13 @@ def test_an_order_of_a_newer_agent_is_answered(keeper: KeeperProcess) -> None:
     assert keeper.answer(78).error
 
 
-def test_an_order_may_be_larger_than_a_packet(tmp_path: Path, keeper: KeeperProcess) -> None:
+def test_an_order_may_list_every_rank_of_a_large_world(
+    tmp_path: Path, keeper: KeeperProcess
+) -> None:
     keeper.ask(opening(tmp_path))
-    many = tuple(Shard(n, "x" * 300, 1, "y" * 32, "z" * 32) for n in range(1000))  # type: ignore[arg-type]
+    many = tuple(Shard(n, "x" * 30, 1, "y" * 32, "z" * 32) for n in range(20_000))  # type: ignore[arg-type]
     order = committing(5, many)
-    assert len(msgspec.msgpack.encode(order)) > 2 * PACKET_BYTES
+    assert len(msgspec.msgpack.encode(order)) > 2 * MAX_MESSAGE_BYTES
     assert keeper.ask(order).error
 
 
@@ -329,13 +353,68 @@ def test_a_checkpointer_without_storage_has_nothing_there(keeper: KeeperProcess)
 
 
 def test_an_image_that_cannot_be_had_is_an_error(keeper: KeeperProcess) -> None:
-    from holdfast.messages.checkpoints import Holder, ImageId
-
     nobody = Holder(3, "node", "127.0.0.1", 1)  # type: ignore[arg-type]
-    image = ImageId(snapshot(5), 3, 8)  # type: ignore[arg-type]
-    answer = keeper.ask(Fetch(number=0, image=image, holder=nobody, blocks=None))
-    assert answer.error
-    assert answer.path == ""
+    answer = keeper.ask(Fetch(number=0, image=image_of(5), holder=nobody))
+    assert isinstance(answer, Done)
+    assert "cannot be reached" in answer.error
+
+
+def test_it_says_where_an_image_is_and_nothing_of_one_that_it_does_not_have(
+    shm: Path, keeper: KeeperProcess
+) -> None:
+    path, state = saved(Rank(shm), 5)
+    unsealed = keeper.ask(Where(number=0, image=image_of(5)))
+    assert (unsealed.path, unsealed.error) == ("", "")
+    keeper.ask(Seal(number=0, path=str(path), state=state))
+    assert keeper.ask(Where(number=0, image=image_of(5))).path == str(path)
+    for other in (image_of(6), image_of(5, rank=1, world_size=2)):
+        answer = keeper.ask(Where(number=0, image=other))
+        assert (answer.path, answer.error) == ("", "")
+
+
+def test_a_sealed_image_is_copied_to_another_node_and_fetched_from_there(shm: Path) -> None:
+    folders = [shm / name for name in "abc"]
+    for folder in folders:
+        folder.mkdir()
+    with keeping(folders[0]) as own, keeping(folders[1]) as peers, keeping(folders[2]) as new:
+        own.ask(BeginRound(number=0, ranks=(0,), copies=(peers.as_holder,)))  # type: ignore[arg-type]
+        seal(own, Rank(folders[0]), 5)
+        assert peers.received() == image_of(5)
+        fetch = Fetch(number=0, image=image_of(5), holder=peers.as_holder)
+        assert new.ask(fetch) == Done(number=new._next - 1)
+        assert new.received() == image_of(5)
+        path = Path(new.ask(Where(number=0, image=image_of(5))).path)
+    assert path.parent == folders[2]
+    check_same(load(dict.fromkeys(state_of(5)), path, step=5), state_of(5))
+
+
+# ---- what was refused before ----
+
+
+def test_what_was_refused_is_told_if_it_is_newer_than_all_that_is_complete(
+    shm: Path, tmp_path: Path, keeper: KeeperProcess
+) -> None:
+    """To go back behind it is nothing to be silent about."""
+    keeper.ask(opening(tmp_path))
+    rank = Rank(shm)
+    for step in (5, 6, 7, 8):
+        seal(keeper, rank, step)
+        store(keeper, step)
+
+    def looked() -> tuple[list[int], list[str]]:
+        answer = keeper.ask(LOOK)
+        assert answer.error == ""
+        return [one.step for one in answer.steps], [why.split(":")[0] for why in answer.refused]
+
+    assert looked() == ([8, 7, 6, 5], [])
+    refuse(PosixStorage(tmp_path), 6)
+    assert looked() == ([8, 7, 5], []), "what is older than the newest is history"
+    for step in (7, 8):
+        refuse(PosixStorage(tmp_path), step)
+    assert looked() == ([5], ["step 8 from storage", "step 7 from storage", "step 6 from storage"])
+    refuse(PosixStorage(tmp_path), 5)
+    assert looked()[0] == []
+    assert len(looked()[1]) == 4
 
 
 # ---- storage that hangs ----
@@ -350,7 +429,7 @@ def test_what_is_ordered_after_an_opening_waits_for_it(
     store(keeper, 5)
     keeper.hang("open_storage")
     numbers = [keeper.give(opening(tmp_path)), keeper.give(LOOK)]
-    keeper.ask(COUNT)
+    keeper.ask(WHERE)
     keeper.go_on()
     assert [one.step for one in keeper.answer(numbers[1]).steps] == [5]
 
@@ -370,7 +449,7 @@ def test_storage_that_hangs_is_told_and_everything_else_goes_on(shm: Path, tmp_p
         keeper.hang("write")
         number = keeper.give(writing(5))
         seal(keeper, rank, 6)
-        assert len(keeper.ask(COUNT).images) == 2
+        assert len(Images(shm).ids()) == 2
         answer = keeper.answer(number)
         assert isinstance(answer, ShardsDone), "the answer fits the order"
         assert "storage hangs" in answer.error
@@ -419,7 +498,7 @@ def test_it_never_has_torch_in_it(shm: Path, tmp_path: Path, keeper: KeeperProce
 
 
 def test_it_yields_to_training(keeper: KeeperProcess) -> None:
-    keeper.ask(COUNT)
+    keeper.ask(WHERE)
     stat = Path(f"/proc/{keeper.process.pid}/stat").read_text()
     assert int(stat.rpartition(")")[2].split()[16]) >= 10
     assert Path(f"/proc/{keeper.process.pid}/comm").read_text() == "holdfast-keeper\n"
@@ -431,17 +510,17 @@ def test_it_ends_when_nobody_listens_any_more(shm: Path, tmp_path: Path) -> None
         keeper.ask(opening(tmp_path))
         keeper.hang("steps")
         keeper.give(LOOK)
-        keeper.give(COUNT)
+        keeper.give(WHERE)
         keeper.control.close()
         assert keeper.process.wait(PATIENCE_S) == 0
         keeper.control = socket.socket()
 
 
 def test_signals_for_the_job_do_not_end_it(keeper: KeeperProcess) -> None:
-    keeper.ask(COUNT)
+    keeper.ask(WHERE)
     for number in (signal.SIGINT, signal.SIGTERM):
         keeper.process.send_signal(number)
-    assert keeper.ask(COUNT).error == ""
+    assert keeper.ask(WHERE).error == ""
 
 
 def test_answers_of_many_orders_at_once_are_all_told(
@@ -449,7 +528,7 @@ def test_answers_of_many_orders_at_once_are_all_told(
 ) -> None:
     keeper.ask(opening(tmp_path))
     sent: list[int] = []
-    sender = threading.Thread(target=lambda: sent.extend(keeper.give(COUNT) for _ in range(200)))
+    sender = threading.Thread(target=lambda: sent.extend(keeper.give(WHERE) for _ in range(200)))
     sender.start()
     sender.join()
     assert all(keeper.answer(number).error == "" for number in sent)

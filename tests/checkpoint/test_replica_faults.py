@@ -22,11 +22,10 @@ from keepers import (
     TOKEN,
     NewNode,
     Node,
-    a_key,
+    an_image,
     between,
     body,
     flip,
-    keepers,
     until,
 )
 
@@ -46,36 +45,19 @@ from holdfast.checkpoint.replicas import (
 )
 from holdfast.errors import Refused, StorageError, WireError
 
-
-@pytest.fixture
-def new_node() -> Iterator[NewNode]:
-    with keepers() as new:
-        yield new
-
-
-@pytest.fixture
-def here(new_node: NewNode) -> Node:
-    return new_node()
-
-
-@pytest.fixture
-def there(new_node: NewNode) -> Node:
-    return new_node()
-
-
 # ---- bytes that are not what they should be ----
 
 
 def test_zeros_under_the_right_step_are_never_taken_for_an_image(
     here: Node, there: Node, new_node: NewNode
 ) -> None:
-    held = here.shelf.put(a_key(), LARGE)
+    held = here.shelf.put(an_image(), LARGE)
     os.ftruncate(held.fd, BODY_AT)
     os.ftruncate(held.fd, BODY_AT + LARGE)
     with pytest.raises(Refused, match="changed while it was sent"):
         push(there.peer, TOKEN, None, held)
     with pytest.raises(Refused, match="changed while it was sent"):
-        pull(here.peer, TOKEN, None, a_key(), there.shelf)
+        pull(here.peer, TOKEN, None, an_image(), there.shelf)
     assert there.shelf.images == {}
     assert there.shelf.dropped == 2
 
@@ -85,7 +67,7 @@ def test_zeros_under_the_right_step_are_never_taken_for_an_image(
 def test_a_byte_that_flips_on_the_way_there_is_found(
     here: Node, there: Node, at: int, mapped: bool
 ) -> None:
-    held = here.shelf.put(a_key(), LARGE)
+    held = here.shelf.put(an_image(), LARGE)
     there.shelf.mapped = mapped
 
     def meddle(index: int, up: bool, before: int, data: bytes) -> bytes:
@@ -97,18 +79,18 @@ def test_a_byte_that_flips_on_the_way_there_is_found(
 
 
 def test_a_byte_that_flips_on_the_way_back_is_found(here: Node, there: Node) -> None:
-    there.shelf.put(a_key(), LARGE)
+    there.shelf.put(an_image(), LARGE)
 
     def meddle(index: int, up: bool, before: int, data: bytes) -> bytes:
         return flip(data, BLOCK_BYTES - before) if not up and index == 2 else data
 
     with between(there.peer, meddle) as peer, pytest.raises(Refused, match="changed"):
-        pull(peer, TOKEN, None, a_key(), here.shelf)
+        pull(peer, TOKEN, None, an_image(), here.shelf)
     assert here.shelf.images == {}
 
 
 def test_a_byte_that_flips_in_what_is_said_of_an_image_is_found(here: Node, there: Node) -> None:
-    held = here.shelf.put(a_key(), 1000)
+    held = here.shelf.put(an_image(), 1000)
     hello = len(framing.encode(Hello(protocol=PROTOCOL, token=TOKEN)))
     for at in range(hello, hello + len(framing.encode(Push(outline=sealed(held.outline)))), 3):
 
@@ -121,7 +103,7 @@ def test_a_byte_that_flips_in_what_is_said_of_an_image_is_found(here: Node, ther
 
 
 def test_an_image_that_is_overwritten_meanwhile_is_refused(here: Node, there: Node) -> None:
-    held = here.shelf.put(a_key(), LARGE)
+    held = here.shelf.put(an_image(), LARGE)
 
     def meddle(index: int, up: bool, before: int, data: bytes) -> bytes:
         if up and index == 1 and before == 0:
@@ -134,27 +116,27 @@ def test_an_image_that_is_overwritten_meanwhile_is_refused(here: Node, there: No
 
 
 def test_an_image_that_becomes_shorter_meanwhile_is_refused(here: Node, there: Node) -> None:
-    held = here.shelf.put(a_key(), LARGE)
+    held = here.shelf.put(an_image(), LARGE)
     os.ftruncate(held.fd, BODY_AT + 3 * BLOCK_BYTES)
     with pytest.raises(Refused, match="shorter"):
         push(there.peer, TOKEN, None, held)
     with pytest.raises(WireError, match="closed at the other end"):
-        pull(here.peer, TOKEN, None, a_key(), there.shelf)
+        pull(here.peer, TOKEN, None, an_image(), there.shelf)
     assert there.shelf.images == {}
 
 
 def test_an_image_that_is_replaced_between_two_questions_is_refused(
     here: Node, there: Node
 ) -> None:
-    there.shelf.put(a_key(), LARGE)
+    there.shelf.put(an_image(), LARGE)
 
     def meddle(index: int, up: bool, before: int, data: bytes) -> bytes:
         if up and index == 1 and before == 0:
-            there.shelf.images[a_key()].contents = Span(0, 100)
+            there.shelf.images[an_image()].contents = Span(0, 100)
         return data
 
     with between(there.peer, meddle) as peer, pytest.raises(Refused, match="changed"):
-        pull(peer, TOKEN, None, a_key(), here.shelf)
+        pull(peer, TOKEN, None, an_image(), here.shelf)
     assert here.shelf.images == {}
 
 
@@ -163,7 +145,7 @@ def test_an_image_that_is_replaced_between_two_questions_is_refused(
 
 @pytest.mark.parametrize("streams", [1, 2])
 def test_a_stream_that_is_cut_short_leaves_nothing(here: Node, there: Node, streams: int) -> None:
-    held = here.shelf.put(a_key(), LARGE)
+    held = here.shelf.put(an_image(), LARGE)
 
     def meddle(index: int, up: bool, before: int, data: bytes) -> bytes:
         if index == 1 and before > BLOCK_BYTES:
@@ -173,17 +155,17 @@ def test_a_stream_that_is_cut_short_leaves_nothing(here: Node, there: Node, stre
     with between(there.peer, meddle) as peer, pytest.raises(WireError):
         push(peer, TOKEN, None, held, Limits(streams=streams))
     until(lambda: there.shelf.dropped == 1, "the place is dropped")
-    there.shelf.put(a_key(step=8), LARGE)
+    there.shelf.put(an_image(step=8), LARGE)
     with between(there.peer, meddle) as peer, pytest.raises(WireError):
-        pull(peer, TOKEN, None, a_key(step=8), here.shelf, limits=Limits(streams=streams))
-    assert a_key(step=8) not in here.shelf.images
+        pull(peer, TOKEN, None, an_image(step=8), here.shelf, limits=Limits(streams=streams))
+    assert an_image(step=8) not in here.shelf.images
 
 
 def test_a_peer_with_which_nothing_moves_is_given_up_on_both_sides(
     here: Node, new_node: NewNode
 ) -> None:
     there = new_node(stall_s=0.5)
-    held = here.shelf.put(a_key(), LARGE)
+    held = here.shelf.put(an_image(), LARGE)
     moving_again, one_stream = threading.Event(), Limits(stall_s=0.5, streams=1)
 
     def meddle(index: int, up: bool, before: int, data: bytes) -> bytes:
@@ -196,15 +178,15 @@ def test_a_peer_with_which_nothing_moves_is_given_up_on_both_sides(
         with pytest.raises(WireError, match=r"in vain|closed|broke"):
             push(peer, TOKEN, None, held, one_stream)
         until(lambda: there.shelf.dropped == 1, "the place is dropped")
-        there.shelf.put(a_key(step=8), LARGE)
+        there.shelf.put(an_image(step=8), LARGE)
         with pytest.raises(WireError, match="in vain"):
-            pull(peer, TOKEN, None, a_key(step=8), here.shelf, limits=one_stream)
+            pull(peer, TOKEN, None, an_image(step=8), here.shelf, limits=one_stream)
         assert time.monotonic() - began < 5
         moving_again.set()
 
 
 def test_a_peer_that_listens_and_says_nothing_is_given_up(here: Node) -> None:
-    held = here.shelf.put(a_key(), 1000)
+    held = here.shelf.put(an_image(), 1000)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         with pytest.raises(WireError, match="in vain"):
             push(Peer(*silent.getsockname()), TOKEN, None, held, QUICK)
@@ -216,45 +198,49 @@ def test_a_peer_that_listens_and_says_nothing_is_given_up(here: Node) -> None:
 PUSHING = """
 import os, sys
 from holdfast.checkpoint.layout import Span
-from holdfast.checkpoint.replicas import *
+from holdfast.checkpoint.replicas import Connection, Peer, push
+from holdfast.checkpoint.shelf import Held
+from holdfast.messages.checkpoints import ImageId, SnapshotId
+whole = Connection.send_part
+def half(self, held, at, end):
+    whole(self, held, at, (at + end) // 2)
+    print("half of it is there", flush=True)
+    sys.stdin.read()
+Connection.send_part = half
 path, port, token, size, digests = sys.argv[1:]
-held = Held(ImageKey("main", 7, 2, 3, 8), os.open(path, os.O_RDONLY), 8192, int(size),
+held = Held(ImageId(SnapshotId("main", 7, 2), 3, 8), os.open(path, os.O_RDONLY), 8192, int(size),
             bytes.fromhex(digests), Span(int(size) - 100, 100))
-push(Peer("127.0.0.1", int(port)), token, None, held, Limits(bytes_per_s=40e6))
+push(Peer("127.0.0.1", int(port)), token, None, held)
 """
 
 
-def written(node: Node) -> int:
-    """Bytes that are in a node's memory."""
-    return sum(path.stat().st_blocks * 512 for path in node.shelf.folder.iterdir())
-
-
-@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(("blow", "stall_s"), [(signal.SIGKILL, 60.0), (signal.SIGSTOP, 0.5)])
 def test_a_sender_that_dies_or_stops_in_the_middle_leaves_nothing(
-    here: Node, new_node: NewNode, blow: signal.Signals
+    here: Node, new_node: NewNode, blow: signal.Signals, stall_s: float
 ) -> None:
-    there = new_node(stall_s=0.5)
-    there.shelf.allocate = False
-    held = here.shelf.put(a_key(), LARGE)
+    there = new_node(stall_s=stall_s)
+    held = here.shelf.put(an_image(), LARGE)
     path = os.readlink(f"/proc/self/fd/{held.fd}")
     words = [path, str(there.peer.port), TOKEN, str(LARGE), held.digests.hex()]
-    sender = subprocess.Popen([sys.executable, "-c", PUSHING, *words])
+    pipe = subprocess.PIPE
+    sender = subprocess.Popen([sys.executable, "-c", PUSHING, *words], stdin=pipe, stdout=pipe)
     try:
-        until(lambda: written(there) > 1 << 20, "something of it has come")
+        assert sender.stdout is not None
+        assert sender.stdout.readline() == b"half of it is there\n"
         sender.send_signal(blow)
-        until(lambda: there.shelf.dropped == 1, "the place is dropped", 5)
+        until(lambda: there.shelf.dropped == 1, "the place is dropped", 10)
     finally:
         sender.kill()
-        sender.wait()
+        sender.communicate()
     push(there.peer, TOKEN, None, held)
-    assert body(there.shelf.images[a_key()]) == body(held)
+    assert body(there.shelf.images[an_image()]) == body(held)
 
 
 # ---- no room ----
 
 
 def test_a_peer_without_room_says_so(here: Node, there: Node) -> None:
-    held = here.shelf.put(a_key())
+    held = here.shelf.put(an_image())
     there.shelf.trouble = StorageError("no 5 GB of shared memory")
     with pytest.raises(StorageError, match="no 5 GB"):
         push(there.peer, TOKEN, None, held)
@@ -262,7 +248,7 @@ def test_a_peer_without_room_says_so(here: Node, there: Node) -> None:
     with pytest.raises(StorageError, match="No space left"):
         push(there.peer, TOKEN, None, held)
     with pytest.raises(StorageError, match="No space left"):
-        pull(here.peer, TOKEN, None, a_key(), there.shelf)
+        pull(here.peer, TOKEN, None, an_image(), there.shelf)
 
 
 @pytest.fixture
@@ -279,7 +265,7 @@ def test_memory_that_runs_out_on_the_way_is_survived(
     here: Node, there: Node, small_memory: Path, allocate: bool
 ) -> None:
     there.shelf.folder, there.shelf.allocate = small_memory, allocate
-    large, small = here.shelf.put(a_key(step=7), LARGE), here.shelf.put(a_key(step=8), SMALL)
+    large, small = here.shelf.put(an_image(step=7), LARGE), here.shelf.put(an_image(step=8), SMALL)
     if allocate:
         there.shelf.trouble = OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(StorageError, match="No space left"):
@@ -288,4 +274,4 @@ def test_memory_that_runs_out_on_the_way_is_survived(
     for name in os.listdir(small_memory):
         os.unlink(small_memory / name)
     push(there.peer, TOKEN, None, small)
-    assert body(there.shelf.images[small.key]) == body(small)
+    assert body(there.shelf.images[small.id]) == body(small)

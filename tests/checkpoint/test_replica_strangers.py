@@ -18,11 +18,10 @@ from keepers import (
     TOKEN,
     NewNode,
     Node,
-    a_key,
+    an_image,
     body,
     connected,
     flip,
-    keepers,
     until,
 )
 
@@ -36,39 +35,19 @@ from holdfast.checkpoint.replicamessages import (
     Hello,
     Kept,
     Part,
+    Pull,
     Push,
+    Sending,
     blocks_in,
     sealed,
     stretches,
     unsealed,
 )
-from holdfast.checkpoint.replicas import (
-    ImageKey,
-    Limits,
-    Peer,
-    look,
-    push,
-)
+from holdfast.checkpoint.replicas import Limits, Peer, push
 from holdfast.checkpoint.shelf import Outline
 from holdfast.checkpoint.transfer import shares
 from holdfast.errors import BadFrame, WireError
-
-
-@pytest.fixture
-def new_node() -> Iterator[NewNode]:
-    with keepers() as new:
-        yield new
-
-
-@pytest.fixture
-def here(new_node: NewNode) -> Node:
-    return new_node()
-
-
-@pytest.fixture
-def there(new_node: NewNode) -> Node:
-    return new_node()
-
+from holdfast.messages.checkpoints import ImageId, SnapshotId
 
 # ---- strangers ----
 
@@ -90,12 +69,10 @@ def answer_to(peer: Peer, data: bytes) -> bytes:
 
 
 def test_with_a_wrong_token_there_is_no_answer(here: Node, there: Node) -> None:
-    held = here.shelf.put(a_key())
+    held = here.shelf.put(an_image())
     for token in ("", "wrong", TOKEN + "x", "ü" * 40):
         with pytest.raises(WireError, match=r"closed|reset|broke"):
             push(there.peer, token, None, held)
-        with pytest.raises(WireError, match=r"closed|reset|broke"):
-            look(there.peer, token, None)
         hello = framing.encode(Hello(protocol=PROTOCOL, token=token))
         assert answer_to(there.peer, hello) == b""
     assert there.shelf.placed == 0
@@ -119,7 +96,11 @@ def stable() -> Iterator[Node]:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         node = Node(Path(folder), None, 5.0)
         yield node
-        assert look(node.peer, TOKEN, None) == ()
+        node.shelf.put(an_image(), 1000)
+        with connected(node.peer) as connection:
+            connection.send(Hello(protocol=PROTOCOL, token=TOKEN))
+            connection.send(Pull(image=an_image(), blocks=()))
+            connection.expect(Sending)
         node.close()
 
 
@@ -155,21 +136,23 @@ def is_closed_after(stranger: socket.socket, data: bytes) -> bool:
         return True
 
 
-def test_silent_strangers_do_not_keep_peers_out(there: Node) -> None:
+def test_silent_strangers_do_not_keep_peers_out(here: Node, there: Node) -> None:
     address = (there.peer.host, there.peer.port)
     strangers = [socket.create_connection(address) for _ in range(80)]
     try:
-        assert look(there.peer, TOKEN, None, Limits(stall_s=3)) == ()
+        push(there.peer, TOKEN, None, here.shelf.put(an_image(), 1000), Limits(stall_s=3))
         until(lambda: threading.active_count() < 60, "most of the strangers are gone", 3)
     finally:
         for stranger in strangers:
             stranger.close()
 
 
-def test_no_more_peers_than_allowed(there: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_peers_than_allowed(
+    here: Node, there: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(replicaserver, "MOST_PEERS", 0)
     with pytest.raises(WireError, match="connections are open"):
-        look(there.peer, TOKEN, None)
+        push(there.peer, TOKEN, None, here.shelf.put(an_image(), 1000))
 
 
 # ---- peers that break the rules ----
@@ -179,7 +162,7 @@ def test_a_push_that_brings_no_parts_is_given_up(new_node: NewNode) -> None:
     there = new_node(stall_s=0.3)
     with connected(there.peer) as connection:
         connection.send(Hello(protocol=PROTOCOL, token=TOKEN))
-        connection.send(Push(outline=sealed(Outline(a_key(), 1000, bytes(16), Span(0, 10)))))
+        connection.send(Push(outline=sealed(Outline(an_image(), 1000, bytes(16), Span(0, 10)))))
         connection.expect(Go)
         with pytest.raises(WireError, match="no blocks came"):
             connection.expect(Kept)
@@ -187,14 +170,14 @@ def test_a_push_that_brings_no_parts_is_given_up(new_node: NewNode) -> None:
 
 
 def test_no_block_is_written_twice(here: Node, there: Node) -> None:
-    held = here.shelf.put(a_key(), 3 * BLOCK_BYTES)
+    held = here.shelf.put(an_image(), 3 * BLOCK_BYTES)
     with connected(there.peer) as control, connected(there.peer) as first:
         control.send(Hello(protocol=PROTOCOL, token=TOKEN))
         control.send(Push(outline=sealed(held.outline)))
         name = control.expect(Go).transfer
         first.send(Hello(protocol=PROTOCOL, token=TOKEN))
         first.send(Part(transfer=name, blocks=((0, 2),)))
-        first.send_file(held.fd, held.body_at, 2 * BLOCK_BYTES)
+        first.send_part(held, 0, 2 * BLOCK_BYTES)
         first.expect(Arrived)
         for blocks in (((0, 1),), ((1, 3),), ((0, 4),), ((2, 1),)):
             with connected(there.peer) as again:
@@ -205,10 +188,10 @@ def test_no_block_is_written_twice(here: Node, there: Node) -> None:
         with connected(there.peer) as last:
             last.send(Hello(protocol=PROTOCOL, token=TOKEN))
             last.send(Part(transfer=name, blocks=((2, 3),)))
-            last.send_file(held.fd, held.body_at + 2 * BLOCK_BYTES, BLOCK_BYTES)
+            last.send_part(held, 2 * BLOCK_BYTES, 3 * BLOCK_BYTES)
             last.expect(Arrived)
         control.expect(Kept)
-    assert body(there.shelf.images[a_key()]) == body(held)
+    assert body(there.shelf.images[an_image()]) == body(held)
 
 
 def test_a_part_of_nothing_is_refused(there: Node) -> None:
@@ -222,13 +205,14 @@ def test_a_part_of_nothing_is_refused(there: Node) -> None:
 @pytest.mark.parametrize(
     "outline",
     [
-        Outline(a_key(), 0, b"", Span(0, 0)),
-        Outline(a_key(), 1000, b"", Span(0, 10)),
-        Outline(a_key(), 1000, bytes(32), Span(0, 10)),
-        Outline(a_key(), 1000, bytes(16), Span(991, 10)),
-        Outline(a_key(), 1000, bytes(16), Span(-1, 10)),
-        Outline(a_key(), 1 << 50, bytes(16), Span(0, 10)),
-        Outline(a_key(step=-1), 1000, bytes(16), Span(0, 10)),
+        Outline(an_image(), 0, b"", Span(0, 0)),
+        Outline(an_image(), 1000, b"", Span(0, 10)),
+        Outline(an_image(), 1000, bytes(32), Span(0, 10)),
+        Outline(an_image(), 1000, bytes(16), Span(991, 10)),
+        Outline(an_image(), 1000, bytes(16), Span(-1, 10)),
+        Outline(an_image(), 1 << 50, bytes(16), Span(0, 10)),
+        Outline(an_image(checkpointer="../up"), 1000, bytes(16), Span(0, 10)),
+        Outline(an_image(checkpointer=""), 1000, bytes(16), Span(0, 10)),
     ],
 )
 def test_an_outline_that_makes_no_sense_allocates_nothing(there: Node, outline: Outline) -> None:
@@ -246,11 +230,14 @@ def test_an_outline_that_makes_no_sense_allocates_nothing(there: Node, outline: 
 numbers = st.integers(0, 1 << 53)
 outlines = st.builds(
     Outline,
-    key=st.builds(
-        ImageKey,
-        checkpointer=st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=64),
-        step=numbers,
-        round=numbers,
+    id=st.builds(
+        ImageId,
+        snapshot=st.builds(
+            SnapshotId,
+            checkpointer=st.from_regex(r"[0-9A-Za-z_]{1,64}", fullmatch=True),
+            step=numbers,
+            round=numbers,
+        ),
         rank=numbers,
         world_size=numbers,
     ),

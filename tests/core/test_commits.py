@@ -9,6 +9,8 @@ import msgspec
 import pytest
 from driver import Driver
 
+from holdfast import framing
+from holdfast.checkpoint.names import rank_file
 from holdfast.core import commitbook, commits, restoring
 from holdfast.core.commitbook import Commits, Taken
 from holdfast.messages.actions import (
@@ -21,6 +23,7 @@ from holdfast.messages.actions import (
 )
 from holdfast.messages.checkpoints import (
     ImageId,
+    Missed,
     Sealed,
     Shard,
     SnapshotId,
@@ -34,6 +37,7 @@ from holdfast.messages.events import (
     CheckpointWritten,
     ImagesHeld,
     ShardsWritten,
+    SnapshotMissed,
     SnapshotsSealed,
     StoredFound,
 )
@@ -43,6 +47,7 @@ from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber, Time
 C = "c"
 SAVED = SaveSettled(outcome="saved")
 NOW = Time(1.0)
+TIERS: tuple[Tier, ...] = ("memory", "storage")
 
 
 def snapshot_id(step: int, round: int = 1, checkpointer: str = C) -> SnapshotId:
@@ -126,15 +131,29 @@ class Scene:
     def lose(self, node: str) -> Taken:
         return self.took(commits.node_gone(self.state, NodeId(node)))
 
-    def stored(self, *steps: int, error: str = "", round: int = 1) -> None:
-        found = tuple(StoredStep(StepNumber(s), RoundNumber(round), self.size) for s in steps)
+    def missed(
+        self, rank: int, step: int, outcome: Missed = "failed", why: str = "no memory"
+    ) -> Taken:
+        node = next(node for node, ranks in self.ranks.items() if rank in ranks)
+        event = SnapshotMissed(
+            at=NOW,
+            node=NodeId(node),
+            rank=Rank(rank),
+            snapshot=snapshot_id(step, self.round),
+            outcome=outcome,
+            reason=why,
+        )
+        return self.took(commits.missed(self.state, event))
+
+    def stored(self, *steps: int, refused: tuple[str, ...] = ()) -> None:
+        found = tuple(StoredStep(StepNumber(s), RoundNumber(1), self.size) for s in steps)
         event = StoredFound(
             at=NOW,
             node=NodeId("a"),
             round=RoundNumber(self.round),
             checkpointer=C,
             steps=found,
-            error=error,
+            refused=refused,
         )
         restoring.stored_found(self.state, event)
 
@@ -318,6 +337,60 @@ def test_as_many_snapshots_are_kept_as_there_is_room_for(two: Scene) -> None:
     for step in range(1, commitbook.KEPT_SNAPSHOTS + 3):
         two.save(step, "if needed")
     assert [s.id.step for s in two.book.snapshots] == [3, 4, 5, 6]
+
+
+# ---- steps that a rank has no image of ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("outcome", ["skipped", "failed"])
+def test_nobody_waits_for_a_step_that_a_rank_missed(two: Scene, outcome: Missed) -> None:
+    for rank in (0, 2):
+        for to in TIERS:
+            assert two.wait(rank, 10, to) is None
+    assert two.wait(1, 11, "memory") is None
+    two.seal("a", 10)
+    missed = SaveSettled(outcome=outcome, reason="rank 2: no memory")
+    answers = two.missed(2, 10, outcome).answers
+    asked = {f"{rank}/{to}/10" for rank in (0, 2) for to in TIERS}
+    assert dict(answers) == dict.fromkeys(asked, missed)
+    assert len(answers) == len(asked)
+    assert [two.wait(1, 10, to) for to in TIERS] == [missed, missed], "who asks later is told too"
+    assert set(two.book.waits) == {"1/memory/11"}
+
+
+def test_word_of_a_missed_step_may_come_before_anybody_has_it(two: Scene) -> None:
+    two.missed(2, 10)
+    two.seal("a", 10)
+    answer = two.wait(0, 10, "memory")
+    assert answer is not None
+    assert answer.outcome == "failed"
+    assert offered(two.ask_all()) == ("nowhere", 0)
+
+
+def test_a_missed_step_is_neither_counted_nor_written(two: Scene) -> None:
+    two.seal("a", 10)
+    assert two.missed(2, 10).actions == []
+    assert two.breaks() == []
+    assert not commits.busy(two.state)
+    assert commits.unwritten(two.state) == "", "it was told, and is no checkpoint that failed"
+
+
+def test_a_step_that_counts_already_cannot_be_missed_any_more(two: Scene) -> None:
+    """It was saved again since, and that did not work; what there is stays."""
+    two.save(10, "if needed")
+    assert two.wait(0, 10, "storage") is None
+    assert two.missed(2, 10) == Taken()
+    assert two.wait(1, 10, "memory") == SAVED
+    assert offered(two.ask_all()) == ("memory", 10)
+
+
+def test_a_missed_step_may_be_saved_again_and_counts_then(two: Scene) -> None:
+    two.seal("a", 10)
+    two.missed(2, 10)
+    assert orders(two.save(10)) == {"a": (0, 1), "b": (2,)}
+    assert [two.wait(0, 10, to) for to in TIERS] == [SAVED, None]
+    two.write(10)
+    assert two.wait(0, 10, "storage") == SAVED
 
 
 # ---- to storage ---------------------------------------------------------------------------------
@@ -567,6 +640,37 @@ def test_a_node_with_a_new_stream_is_told_again_what_it_is_to_do_or_how_it_ended
     assert settled == CheckpointSettled(node=NodeId("a"), snapshot=snapshot_id(10))
 
 
+def test_a_large_world_is_committed_in_several_messages(
+    two: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One message with all shards would be too large for a frame."""
+    monkeypatch.setattr(commits, "SHARDS_TOLD", 2)
+    two.save(10)
+    two.wrote("a", 10)
+
+    def told(actions: list[AnyAction]) -> list[tuple[str, int, tuple[Shard, ...]]]:
+        assert all(isinstance(action, CommitCheckpoint) for action in actions)
+        return [(a.node, a.world_size, a.shards) for a in actions]  # type: ignore[union-attr]
+
+    shards = [(shard(0), shard(1)), (shard(2),)]
+    assert told(two.wrote("b", 10).actions) == [("b", 3, some) for some in shards]
+    assert told(commits.remind(two.state, NodeId("b"))) == [("b", 3, some) for some in shards]
+    assert told(two.lose("b").actions) == [("a", 3, some) for some in shards]
+    two.committed("a", 10)
+    assert two.book.stored == snapshot_id(10)
+
+
+def test_as_many_shards_as_are_told_at_once_fit_into_a_frame() -> None:
+    scene = Scene(a=commits.SHARDS_TOLD + 1)
+    scene.save(10)
+    named = rank_file(scene.size, 999_999, 0xFFFFF)
+    shards = tuple(Shard(Rank(r), named, 1 << 50, "t" * 32, "c" * 32) for r in range(scene.size))
+    event = ShardsWritten(at=NOW, node=NodeId("a"), snapshot=snapshot_id(10), shards=shards)
+    actions = scene.took(commits.shards_written(scene.state, event)).actions
+    assert [len(action.shards) for action in actions] == [commits.SHARDS_TOLD, 1]  # type: ignore[union-attr]
+    assert len(framing.encode(actions[0])) < framing.MAX_FRAME_BYTES / 2
+
+
 def test_images_of_an_earlier_life_of_a_node_can_be_restored(two: Scene) -> None:
     two.save(10, "if needed")
     two.lose("b")
@@ -648,12 +752,28 @@ def test_a_wanted_step_is_the_only_one_offered(two: Scene) -> None:
 
 
 def test_storage_that_cannot_be_looked_at_is_said_and_is_not_the_same_as_empty(two: Scene) -> None:
-    two.stored(error="stale mount")
+    two.stored(refused=("storage: stale mount",))
     assert two.ask_all().refused == ("storage: stale mount",)
     two.save(10, "if needed")
     found = two.ask_all()
     assert offered(found) == ("memory", 10)
     assert found.refused == ("storage: stale mount",)
+
+
+def test_what_storage_refuses_is_told_with_whatever_is_restored(two: Scene) -> None:
+    two.stored(10, refused=("step 30 from storage: damaged",))
+    two.save(20, "if needed")
+    found = two.ask_all()
+    assert (offered(found), found.refused) == (("memory", 20), ("step 30 from storage: damaged",))
+    found = two.ask_all(Tried("torn"))
+    assert offered(found) == ("storage", 10)
+    assert found.refused == (
+        "step 30 from storage: damaged",
+        "step 20 from memory: rank 0: torn (and 2 more ranks)",
+    )
+    two.ask_all(Tried())
+    two.stored(10)
+    assert two.ask_all().refused == (), "what was refused then is gone now"
 
 
 def test_what_becomes_known_during_a_search_is_not_offered_after_something_older(
@@ -755,6 +875,18 @@ class Saver(Driver):
                 snapshot=snapshot_id(step, self.round),
                 shards=() if error else tuple(map(shard, ranks)),
                 error=error,
+            )
+        )
+
+    def missed(self, rank: int, step: int, round: int = 0) -> list[AnyAction]:
+        return self.take(
+            SnapshotMissed(
+                at=self.at,
+                node=self.node_of(rank),
+                rank=Rank(rank),
+                snapshot=snapshot_id(step, round or self.round),
+                outcome="failed",
+                reason="no memory",
             )
         )
 
@@ -915,6 +1047,17 @@ def test_waiting_for_one_checkpointer_is_not_answered_by_another(job: Saver) -> 
     job.seal("a", 10)
     job.wrote("a", 10)
     assert told(job.committed("a", 10)) == []
+
+
+def test_who_waits_is_told_what_another_rank_missed_in_this_round_and_in_no_other(
+    job: Saver,
+) -> None:
+    job.ask(0, await_save(10, "memory"))
+    job.ask(1, await_save(10, "storage"))
+    assert job.missed(1, 10, round=job.round + 1) == []
+    failed = SaveSettled(outcome="failed", reason="rank 1: no memory")
+    assert told(job.missed(1, 10)) == [failed, failed]
+    assert job.job.state == "running"
 
 
 def test_a_broken_round_ends_all_waiting_and_searching(job: Saver) -> None:

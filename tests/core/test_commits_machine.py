@@ -2,8 +2,8 @@
 
 Nodes are modelled: each has the images that its ranks saved, the last two of each, and copies of
 others'; storage has what was written. What they say is put into a bag and taken out in any order,
-some of it twice, some of it long after. Nodes are lost, come back with their images under another
-name, writes fail, the coordinator dies.
+some of it twice, some of it long after. Ranks miss a step, nodes are lost, come back with their images
+under another name, writes fail, the coordinator dies.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from test_commits import NOW, revived, shard, snapshot_id
+from test_commits import NOW, TIERS, revived, shard, snapshot_id
 from test_job_machine import JobMachine, picks
 
 from holdfast.core import commitbook, commits, restoring
@@ -29,6 +29,7 @@ from holdfast.messages.actions import (
 )
 from holdfast.messages.checkpoints import (
     ImageId,
+    Missed,
     Sealed,
     SnapshotId,
     StoredStep,
@@ -41,6 +42,7 @@ from holdfast.messages.events import (
     CheckpointWritten,
     ImagesHeld,
     ShardsWritten,
+    SnapshotMissed,
     SnapshotsSealed,
     StoredFound,
 )
@@ -49,11 +51,11 @@ from holdfast.messages.units import NodeId, Rank, RoundNumber
 
 BOOKS = ("c", "d")
 WISHES: tuple[Wish, ...] = ("never", "if needed", "now", "now")
-TIERS: tuple[Tier, ...] = ("memory", "storage")
+MISSED: tuple[Missed, ...] = ("skipped", "failed")
 SLOTS = 2
 """Images that a rank has."""
 
-Told = SnapshotsSealed | ImagesHeld | ShardsWritten | CheckpointWritten
+Told = SnapshotsSealed | SnapshotMissed | ImagesHeld | ShardsWritten | CheckpointWritten
 Order = WriteShards | CommitCheckpoint
 Image = tuple[SnapshotId, Rank]
 
@@ -106,6 +108,8 @@ class CommitsMachine(RuleBasedStateMachine):
         self.step = dict.fromkeys(BOOKS, max(0, self.round % 3 * 2))
         self.searches: dict[str, Search] = {}
         self.waits = {}
+        self.missed: set[SnapshotId] = set()
+        """What some rank has no image of; of this round."""
 
     def id(self, book: str, step: int) -> SnapshotId:
         return snapshot_id(step, self.round, book)
@@ -152,8 +156,8 @@ class CommitsMachine(RuleBasedStateMachine):
             assert settled.reason, "skipped or failed without a reason"
 
     def hear(self, event: Told) -> None:
-        if isinstance(event, SnapshotsSealed | ImagesHeld) and event.node not in self.images:
-            return  # As the job does: it is not a member any more.
+        if not self.admitted(event):
+            return
         stale = self.stale(event)
         before = msgspec.json.encode(self.state) if stale else b""
         if isinstance(event, SnapshotsSealed):
@@ -162,6 +166,8 @@ class CommitsMachine(RuleBasedStateMachine):
         elif isinstance(event, ImagesHeld):
             self.said[event.node] |= {(image.snapshot, image.rank) for image in event.images}
             taken = commits.held(self.state, event)
+        elif isinstance(event, SnapshotMissed):
+            taken = commits.missed(self.state, event)
         elif isinstance(event, ShardsWritten):
             taken = commits.shards_written(self.state, event)
         else:
@@ -173,6 +179,16 @@ class CommitsMachine(RuleBasedStateMachine):
         )
         self.heard.append(event)
         self.took(taken)
+        if isinstance(event, SnapshotMissed) and not stale:
+            waiting = [id for id, _ in self.waits.values()]
+            assert event.snapshot not in waiting, "somebody waits for what nobody has"
+
+    def admitted(self, event: Told) -> bool:
+        """As the job does: it hears nothing of nodes that are no members any more."""
+        if isinstance(event, SnapshotMissed) and event.snapshot.round != self.round:
+            return False
+        about_images = isinstance(event, SnapshotsSealed | SnapshotMissed | ImagesHeld)
+        return event.node in self.images or not about_images
 
     def stale(self, event: Told) -> bool:
         """Whether it speaks of what is history, or of a write that is over."""
@@ -180,6 +196,8 @@ class CommitsMachine(RuleBasedStateMachine):
             return all(self.past(image.snapshot) for image in event.images)
         if isinstance(event, SnapshotsSealed):
             return self.past(event.snapshot)
+        if isinstance(event, SnapshotMissed):
+            return event.snapshot in self.counting(event.snapshot.checkpointer)
         writing = self.state.book(event.snapshot.checkpointer).writing
         return writing is None or writing.snapshot != event.snapshot
 
@@ -188,6 +206,9 @@ class CommitsMachine(RuleBasedStateMachine):
         newest = [s.id for s in book.snapshots if s.counts and s.alive]
         known = [s.id for s in book.snapshots]
         return id not in known and any(other.round > id.round for other in newest)
+
+    def counting(self, book: str) -> list[SnapshotId]:
+        return [s.id for s in self.state.book(book).snapshots if s.counts]
 
     def note_saved(self, id: SnapshotId) -> None:
         book = self.state.book(id.checkpointer)
@@ -204,14 +225,18 @@ class CommitsMachine(RuleBasedStateMachine):
     def save(self, book: str, wish: Wish, torn: int, alike: bool) -> None:
         self.step[book] += 1
         id = self.id(book, self.step[book])
-        nodes = sorted(set(self.world.values()))
-        for node in nodes:
-            if torn % 4 == 0 and node == nodes[torn % len(nodes)] and len(nodes) > 1:
-                continue  # An image of it was overwritten before it was sealed.
+        gone = Rank(torn // 4 % len(self.world)) if torn % 4 == 0 else None
+        for node in sorted(set(self.world.values())):
             ranks = [rank for rank, where in self.world.items() if where == node]
             for rank in ranks:
-                self.keep(node, (id, rank))
-                self.sealed[id, rank] = b"s" if alike else str(rank).encode()
+                if rank != gone:
+                    self.keep(node, (id, rank))
+                    self.sealed[id, rank] = b"s" if alike else str(rank).encode()
+            if gone in ranks:
+                assert gone is not None
+                self.miss(gone, id, MISSED[torn // 8 % 2])
+                self.missed.add(id)
+                continue
             self.bag.append(
                 SnapshotsSealed(
                     at=NOW,
@@ -222,6 +247,25 @@ class CommitsMachine(RuleBasedStateMachine):
                     wish=wish,
                 )
             )
+
+    def miss(self, rank: Rank, id: SnapshotId, outcome: Missed) -> None:
+        self.bag.append(
+            SnapshotMissed(
+                at=NOW,
+                node=self.world[rank],
+                rank=rank,
+                snapshot=id,
+                outcome=outcome,
+                reason="no memory",
+            )
+        )
+
+    @rule(book=st.sampled_from(BOOKS), number=picks, outcome=st.sampled_from(MISSED))
+    def save_again(self, book: str, number: int, outcome: Missed) -> None:
+        """A step is saved once more, and a rank fails; what it had of it may be there or not."""
+        id = self.id(book, self.step[book])
+        if any(image[0] == id for image in self.sealed):
+            self.miss(Rank(number % len(self.world)), id, outcome)
 
     def keep(self, node: NodeId, image: Image) -> None:
         id, rank = image
@@ -252,6 +296,12 @@ class CommitsMachine(RuleBasedStateMachine):
         for _ in range(count):
             self.save(book, wish, 1, True)
         self.deliver_all()
+
+    @rule(book=st.sampled_from(BOOKS), wish=st.sampled_from(WISHES), torn=picks, rank=picks)
+    def save_and_wait(self, book: str, wish: Wish, torn: int, rank: int) -> None:
+        self.save(book, wish, torn, True)
+        for to in TIERS:
+            self.await_save(rank, book, 0, to)
 
     @rule(number=picks, twice=st.booleans())
     def deliver(self, number: int, twice: bool) -> None:
@@ -406,7 +456,7 @@ class CommitsMachine(RuleBasedStateMachine):
             round=RoundNumber(self.round),
             checkpointer=book,
             steps=() if error else steps,
-            error="stale mount" if error else "",
+            refused=("storage: stale mount",) if error else (),
         )
         restoring.stored_found(self.state, event)
 
@@ -465,6 +515,7 @@ class CommitsMachine(RuleBasedStateMachine):
 
     def step_back(self, book: str) -> None:
         """Steps may be saved again in this round; what was said of the first time is not repeated."""
+        self.missed = {id for id in self.missed if id.checkpointer != book}
         named = [e for e in self.heard if isinstance(e, SnapshotsSealed | ImagesHeld)]
         for event in named:
             ids = (
@@ -505,6 +556,7 @@ class CommitsMachine(RuleBasedStateMachine):
         if not hasattr(self, "state"):
             return
         self.settle()
+        assert not {id for id, _ in self.waits.values()} & self.missed, "nobody will ever have it"
         for book in BOOKS:
             self.save(book, "now", 1, True)
         self.settle()
@@ -564,6 +616,23 @@ class SavingMachine(JobMachine):
                 wish=wish,
             )
         )
+
+    @rule(number=picks, step=st.integers(1, 6), outcome=st.sampled_from(MISSED))
+    def miss(self, number: int, step: int, outcome: Missed) -> None:
+        picked = self.pick(number)
+        if picked is None or picked[1].part is None:
+            return
+        node, agent, rank = picked
+        id = snapshot_id(step, agent.round)
+        self.take(
+            SnapshotMissed(
+                at=self.at(0), node=node, rank=rank, snapshot=id, outcome=outcome, reason="why"
+            )
+        )
+        book = self.job.commits.books.get(id.checkpointer)
+        if book is not None and id not in [one.id for one in book.snapshots if one.counts]:
+            waiting = [(wait.step, wait.round) for wait in book.waits.values()]
+            assert (id.step, id.round) not in waiting, "somebody waits for what nobody has"
 
     @rule(step=st.integers(1, 6), wish=st.sampled_from(WISHES))
     def everybody_seals(self, step: int, wish: Wish) -> None:

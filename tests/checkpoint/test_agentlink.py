@@ -1,0 +1,122 @@
+"""A checkpointer under `holdfast run`: what its rank says to the agent, and where it reads images."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from keepers import TOKEN, NewNode, Node
+from states import Rank, check_same, image_of
+
+from holdfast.checkpoint import restore
+from holdfast.checkpoint.images import Images
+from holdfast.errors import CheckpointError, NotThere, WireError
+from holdfast.messages.checkpoints import Holder
+from holdfast.messages.local import REASON_MOST, FromWorker, ImageMissed
+from holdfast.messages.requests import ImageAt, LocateImage
+from holdfast.messages.units import NodeId
+from holdfast.messages.units import Rank as RankNumber
+from holdfast.tls import TlsFiles, server_context
+from holdfast.worker.saving import AgentLink
+
+STATE = {"large": torch.arange(70_000.0), "small": torch.ones(3), "plain": [1, "two"]}
+
+
+class Worker:
+    """A worker's runtime, as far as a checkpointer sees it; the agent answers as it was told to."""
+
+    def __init__(self, images: Path) -> None:
+        self.round, self.images = 1, str(images)
+        self.channel = self.requests = self
+        self.hears = True
+        self.said: list[Any] = []
+        self.answer = ImageAt(path="")
+
+    def send(self, message: FromWorker) -> bool:
+        self.said.append(message)
+        return self.hears
+
+    def ask(self, request: LocateImage, patience_s: float | None) -> ImageAt:
+        self.said.append(request)
+        return self.answer
+
+
+@pytest.fixture
+def worker(shm: Path, monkeypatch: pytest.MonkeyPatch) -> Worker:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    return Worker(shm)
+
+
+def link(worker: Worker) -> AgentLink:
+    return AgentLink(worker)  # type: ignore[arg-type]
+
+
+def holder(node: Node) -> Holder:
+    return Holder(RankNumber(0), NodeId("peer"), node.peer.host, node.peer.port)
+
+
+NOBODY = Holder(RankNumber(0), NodeId("gone"), "127.0.0.1", 1)
+
+
+def loaded(worker: Worker, where: Holder) -> dict[str, Any]:
+    got: dict[str, Any] = dict.fromkeys(STATE)
+    with ExitStack() as until:
+        restore.load(got, [link(worker).open_image(image_of(1), where, until)], 0)
+    return got
+
+
+def test_an_image_on_this_node_is_read_as_a_file(worker: Worker, shm: Path) -> None:
+    worker.answer = ImageAt(path=str(Rank(shm).save(STATE)))
+    check_same(loaded(worker, NOBODY), STATE)
+    assert worker.said == [LocateImage(image=image_of(1))]
+
+
+def test_an_image_that_is_only_at_a_peer_is_read_there(
+    worker: Worker, shm: Path, there: Node
+) -> None:
+    there.server._shelf = Images(shm)
+    Rank(shm).save(STATE)
+    worker.answer = ImageAt(path="", token=TOKEN)
+    check_same(loaded(worker, holder(there)), STATE)
+    assert len(list(shm.glob("*.image"))) == 1, "no copy of it is made here"
+
+
+def test_a_peer_is_read_in_tls_where_the_job_has_it(
+    worker: Worker, shm: Path, new_node: NewNode, certificates: TlsFiles
+) -> None:
+    there = new_node(server_context(certificates))
+    there.server._shelf = Images(shm)
+    Rank(shm).save(STATE)
+    files = (certificates.cert, certificates.key, certificates.ca)
+    worker.answer = ImageAt(path="", token=TOKEN, tls=files)
+    check_same(loaded(worker, holder(there)), STATE)
+
+
+def test_an_image_that_cannot_be_had_is_an_error_that_a_restore_understands(
+    worker: Worker, there: Node
+) -> None:
+    worker.answer = ImageAt(path="", token=TOKEN)
+    with pytest.raises(NotThere):
+        loaded(worker, holder(there))
+    with pytest.raises(WireError, match="cannot be reached"):
+        loaded(worker, NOBODY)
+
+
+def test_a_step_without_an_image_is_told_with_a_reason_of_any_length(worker: Worker) -> None:
+    link(worker).missed("c", 7, "failed", "no " * 1000)
+    (message,) = worker.said
+    assert message == ImageMissed(
+        checkpointer="c", step=7, outcome="failed", reason=("no " * 1000)[:REASON_MOST]
+    )
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=FromWorker) == message
+
+
+def test_an_agent_that_does_not_hear_is_an_error(worker: Worker) -> None:
+    worker.hears = False
+    with pytest.raises(CheckpointError, match="does not hear"):
+        link(worker).missed("c", 7, "failed", "no memory")
