@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from holdfast.worker.imports import when_imported
@@ -30,30 +30,39 @@ _RENDEZVOUS = "torch.distributed.rendezvous"
 
 
 class StepCounter:
-    """Called by torch after each optimizer step."""
+    """Called by torch before and after each optimizer step."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._counted: weakref.ref[Any] | None = None
+        self._outermost: FrameType | None = None
+        """Where the step that is under way was called; or one was that failed."""
 
-    def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._outermost is None:
+            self._outermost = sys._getframe(1)
+
+    def after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        wrapper = sys._getframe(1)  # torch's, which called the hook
+        if wrapper is not self._outermost and _is_inner(optimizer, wrapper):
+            return
+        self._outermost = None
         if self._counted is None or self._counted() is not optimizer:
             if self._counted is not None and self._counted() is not None:
                 return
-            if not _is_inner(optimizer):
-                self._counted = weakref.ref(optimizer)
-                self._runtime.hook_stepped(_steps_in_state(optimizer) - 1)
-        elif not _is_inner(optimizer):
+            self._counted = weakref.ref(optimizer)
+            self._runtime.hook_stepped(_steps_in_state(optimizer) - 1)
+        else:
             self._runtime.hook_stepped(0)
 
 
-# A script may compile its optimizer's step: torch's compiler is to leave this out, without a word.
-StepCounter.__call__._torchdynamo_disable = True  # type: ignore[attr-defined]
+# A script may compile its optimizer's step: torch's compiler is to leave these out, without a word.
+for _hook in (StepCounter.before, StepCounter.after):
+    _hook._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
-def _is_inner(optimizer: Any) -> bool:
+def _is_inner(optimizer: Any, wrapper: FrameType) -> bool:
     """Whether this step is part of another of the same optimizer: a subclass's `super().step()`."""
-    wrapper = sys._getframe(2)  # torch's, which called the hook
     frame = wrapper.f_back
     while frame is not None:
         if frame.f_code is wrapper.f_code and frame.f_locals.get("self") is optimizer:
@@ -76,7 +85,12 @@ def _steps_in_state(optimizer: Any) -> int:
 def count_steps(runtime: Runtime) -> None:
     """Register the hook now, or as soon as torch is imported."""
     counter = StepCounter(runtime)
-    when_imported(_OPTIMIZER, lambda module: module.register_optimizer_step_post_hook(counter))
+
+    def register(module: ModuleType) -> None:
+        module.register_optimizer_step_pre_hook(counter.before)
+        module.register_optimizer_step_post_hook(counter.after)
+
+    when_imported(_OPTIMIZER, register)
 
 
 def host_store(listener_fd: int, port: int) -> None:

@@ -88,9 +88,10 @@ def fresh():
     worker._own_count = False
     counter._counted = None
 
-# The hook that count_steps registered, so that each case starts afresh.
+# The counter whose hooks count_steps registered, so that each case starts afresh.
 from torch.optim import optimizer as o
-(counter,) = o._global_optimizer_post_hooks.values()
+(hook,) = o._global_optimizer_post_hooks.values()
+counter = hook.__self__
 
 def state(): return worker._step, worker._steps
 
@@ -142,6 +143,23 @@ odd = Odd(m.parameters())
 train(m, odd, steps=2)
 assert state() == (2, 2), state()
 del odd
+
+# A step that fails is none; what comes after it counts, of the same optimizer and of the next.
+def fail(): raise ValueError
+fresh()
+odd = Odd(m.parameters())
+for _ in range(2):
+    train(m, odd)
+    try:
+        odd.step(fail)
+    except ValueError:
+        pass
+assert state() == (2, 2), state()
+del odd
+sgd = torch.optim.SGD(m.parameters())
+train(m, sgd, steps=2)
+assert state() == (4, 4), state()
+del sgd
 
 # The script's own count wins from its first call on.
 import holdfast
