@@ -1,8 +1,8 @@
 """Who slows the others down, while training.
 
 Agents report now and then how long the sections of their ranks' steps took. Reports are gathered in a
-window until every rank of the round has ten samples in it; then the window is judged and the next
-begins. A rank that reports nothing does not hold up the others for ever: when one has thirty, those
+window until every rank of the round has eight samples in it; then the window is judged and the next
+begins. A rank that reports nothing does not hold up the others for ever: when one has 24, those
 who have enough are judged, and the rest are unknown.
 
 Each window gives a rank two scores (`holdfast.core.ownwork` says how, and why a rank that waits is
@@ -38,7 +38,7 @@ THRESHOLD = 0.75
 CLEAR = 0.8
 WINDOWS = 2
 """How many windows running it takes to be called a straggler, or none any more."""
-WINDOW_SAMPLES = 10
+WINDOW_SAMPLES = 8
 PATIENCE = 3
 """A window is judged without the late ones when a rank has that many times its samples."""
 

@@ -262,7 +262,7 @@ def test_a_single_rank_has_no_relative_score_but_an_individual_one() -> None:
 
 def test_before_the_first_window_nothing_is_known() -> None:
     state = world(2)
-    slowness.take(state, reports([works()] * 2, steps=9), StepNumber(9))
+    slowness.take(state, reports([works()] * 2, steps=7), StepNumber(7))
     assert slowness.scores(state) == {r: RankScores(None, None, False) for r in range(2)}
     assert slowness.take(Stragglers(), reports([works()]), StepNumber(9)) == []
 
@@ -293,7 +293,7 @@ def test_small_reports_are_gathered_until_there_are_enough() -> None:
     for at in range(2, 31, 2):
         found += slowness.take(state, reports(ranks, steps=2), StepNumber(at))
         slowness.validate(state)
-    assert [(f.rank, f.step) for f in found] == [(1, 20)]
+    assert [(f.rank, f.step) for f in found] == [(1, 16)]
 
 
 def test_steps_that_are_reported_late_are_counted_from_then_on() -> None:
