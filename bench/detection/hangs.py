@@ -31,7 +31,7 @@ WAYS = {
 }
 STEPS_MS = (20, 200, 1000)
 BAR_STEPS, BAR_S = 3.0, 2.0
-BACK_S: Seconds = 2.0
+BACK_S: Seconds = 1.0
 
 
 @dataclass
@@ -44,7 +44,8 @@ class Try:
     sentence: str = ""
     detect_s: Seconds | None = None
     back_s: Seconds | None = None
-    """From the moment it was noticed until every rank had finished a step."""
+    """From the moment it was noticed until every rank trained again: it had finished a step, which
+    takes as long as steps do."""
     note: str = ""
 
     @property
@@ -77,7 +78,7 @@ def _try(setting: Setting, one: Try) -> Try:
             noticed = jobs.monotonic(incident.opened_at)
             one.named, one.sentence = incident.rank, incident.detail or incident.signature
             one.detect_s = noticed - began
-            one.back_s = job.wait_for_steps(LIMIT_S, after=began) - noticed
+            one.back_s = job.wait_for_steps(LIMIT_S, after=began) - noticed - one.step_s
             if incident.kind != "hang":
                 one.note = f"taken for {incident.kind}: {incident.signature}"
     except (JobError, OSError) as failure:
