@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 import random
@@ -189,6 +190,7 @@ NewNode = Callable[..., Node]
 @contextmanager
 def keepers() -> Iterator[NewNode]:
     """Nodes, as many as are asked for; after them no thread, descriptor or memory is left."""
+    gc.collect()  # What tests before this one left shall not be closed in the midst of it.
     threads, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
     folder = Path(tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm"))
     nodes: list[Node] = []
@@ -208,6 +210,7 @@ def keepers() -> Iterator[NewNode]:
             for node in nodes:
                 node.close()
     until(lambda: set(threading.enumerate()) <= threads, "every thread ends")
+    gc.collect()
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
