@@ -31,6 +31,8 @@ VITALS_BYTES: Final = 16 << 10
 START, DATA, FORWARD, BACKWARD, OPTIMIZER, BETWEEN, STEP = range(7)
 PHASES: Final = ("start", "data", "forward", "backward", "optimizer", "between", "step")
 """What a script does between two marks; "step" is from one finished step to the next."""
+ON_DEVICE: Final = (FORWARD, BACKWARD, OPTIMIZER)
+"""What a GPU does; how long it takes there is told beside how long the script takes to ask for it."""
 NO, IN_COLLECTIVE, IN_BACKWARD = range(3)
 """Whether the training thread waits for others."""
 MOST_SECTIONS: Final = 24
@@ -46,7 +48,7 @@ FIRST_STEP: Final = "first step"
 
 _BEAT_AT, _BEATS, _WAITS, _CODES = 0, 1, 2, 3
 _MARK_AT, _MARKS, _PHASE = 4, 5, 6
-_WANTED, _DUMPED = 7, 8
+_WANTED, _DUMPED, _FORWARD_WAITS = 7, 8, 9
 _PLACE, _PLACE_AT, _THREAD = 10, 11, 12
 _STEPS, _STEP_AT, _WARM = 13, 14, 15
 _OPEN: Final = 16
@@ -57,7 +59,9 @@ _TIMES: Final = _OPEN + 2 * MOST_OPEN
 _TIME_WORDS: Final = 2 + RING
 """For each phase and section: how often, the longest, and a ring of the latest."""
 _NAMES_BYTES: Final = 32
-_NAMES_AT: Final = 8 * (_TIMES + _TIME_WORDS * (len(PHASES) + MOST_SECTIONS))
+_DEVICE: Final = len(PHASES) + MOST_SECTIONS
+"""Where the times on a device are, after those of phases and sections."""
+_NAMES_AT: Final = 8 * (_TIMES + _TIME_WORDS * (_DEVICE + len(ON_DEVICE)))
 assert _NAMES_AT + _NAMES_BYTES * MOST_SECTIONS <= VITALS_BYTES
 
 
@@ -165,6 +169,10 @@ class Vitals:
         if seconds > floats[at + 1]:
             floats[at + 1] = seconds
 
+    def took_on_device(self, phase: int, seconds: float) -> None:
+        """Book how long a phase took there."""
+        self.took(_DEVICE + ON_DEVICE.index(phase), seconds)
+
     def stepped(self, now: float, took_s: float | None) -> None:
         """The calling thread finished a training step; None: its process's first."""
         ints = self._ints
@@ -213,6 +221,20 @@ class Vitals:
         self._floats[_BEAT_AT] = now
 
     @property
+    def warm(self) -> bool:
+        """The first few steps are over."""
+        return bool(self._ints[_WARM])
+
+    @property
+    def forward_waits(self) -> bool:
+        """Whether ranks wait for each other in a forward pass: each has only a part of the model."""
+        return bool(self._ints[_FORWARD_WAITS])
+
+    @forward_waits.setter
+    def forward_waits(self, waits: bool) -> None:
+        self._ints[_FORWARD_WAITS] = waits
+
+    @property
     def marks(self) -> int:
         return int(self._ints[_MARKS])
 
@@ -239,7 +261,7 @@ class Vitals:
             phase=PHASES[min(ints[_PHASE], len(PHASES) - 1)],
             steps=ints[_STEPS],
             step_at=floats[_STEP_AT],
-            warm=bool(ints[_WARM]),
+            warm=self.warm,
             sections=tuple(sorted(sections)),
         )
 
@@ -247,15 +269,25 @@ class Vitals:
         """Of all phases and sections that were seen to end."""
         found = {}
         for what in range(len(PHASES) + MOST_SECTIONS):
-            at = _TIMES + _TIME_WORDS * what
-            count = self._ints[at]
-            if count:
-                ring = list(self._floats[at + 2 : at + 2 + min(count, RING)])
-                oldest = count % RING if count > RING else 0
-                ring = ring[oldest:] + ring[:oldest]
+            times = self._times(what)
+            if times is not None:
                 name = PHASES[what] if what < len(PHASES) else self._name(what - len(PHASES))
-                found[name] = Times(count, self._floats[at + 1], tuple(ring))
+                found[name] = times
         return found
+
+    def device_times(self) -> dict[str, Times]:
+        """Of the phases that were timed on a device."""
+        found = ((phase, self._times(_DEVICE + n)) for n, phase in enumerate(ON_DEVICE))
+        return {PHASES[phase]: times for phase, times in found if times is not None}
+
+    def _times(self, what: int) -> Times | None:
+        at = _TIMES + _TIME_WORDS * what
+        count = self._ints[at]
+        if not count:
+            return None
+        ring = list(self._floats[at + 2 : at + 2 + min(count, RING)])
+        oldest = count % RING if count > RING else 0
+        return Times(count, self._floats[at + 1], (*ring[oldest:], *ring[:oldest]))
 
     def _name(self, index: int) -> str:
         at = _NAMES_AT + _NAMES_BYTES * index

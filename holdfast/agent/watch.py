@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -93,6 +93,31 @@ class Watched:
     """How much it had done when it was last looked at."""
     counts: dict[str, int] = field(default_factory=dict)
     """Of each phase, how many had ended when its timings were last told."""
+    device_counts: dict[str, int] = field(default_factory=dict)
+    """The same of those that were timed on a device."""
+
+    def news(self) -> list[tuple[str, int, float]]:
+        """What ended since the last time: how often, and how long it took in the median; on a device
+        where that is known, which looks only now and then."""
+        found = []
+        on_device = self.vitals.device_times()
+        fresh_on_device = _fresh(on_device, self.device_counts)
+        times = self.vitals.times()
+        for name, fresh in _fresh(times, self.counts).items():
+            latest = times[name].latest_s[-fresh:]
+            if name in on_device:
+                looked = fresh_on_device.get(name, 0)
+                latest = on_device[name].latest_s[-looked:] if looked else ()
+            if latest and name != "start":
+                found.append((name, fresh, statistics.median(latest)))
+        return found
+
+
+def _fresh(times: Mapping[str, Times], told: dict[str, int]) -> dict[str, int]:
+    """Of what there is more than was told, how much; it is told with this."""
+    fresh = {name: one.count - told.get(name, 0) for name, one in times.items()}
+    told.update({name: one.count for name, one in times.items()})
+    return {name: count for name, count in fresh.items() if count > 0}
 
 
 @dataclass(frozen=True)
@@ -299,26 +324,23 @@ class Watch:
         """What the ranks' steps consisted of since the last time."""
         found = []
         for one in self._watched.values():
-            timings = []
-            for name, times in one.vitals.times().items():
-                new = times.count - one.counts.get(name, 0)
-                if new > 0 and name != "start":
-                    timings.append(_timing(name, times, new))
-                one.counts[name] = times.count
+            news = one.news()
+            if not one.vitals.warm:
+                continue  # Its first steps say nothing about its speed.
+            waiting = WAITING_PHASES | ({"forward"} if one.vitals.forward_waits else set())
+            timings = [
+                Timing(
+                    section=name,
+                    count=count,
+                    median_s=median_s,
+                    total_s=median_s * count,
+                    waits=name in waiting,
+                )
+                for name, count, median_s in news
+            ]
             if timings:
                 found.append(RankTimings(rank=one.rank, timings=tuple(timings)))
         return tuple(found)
-
-
-def _timing(name: str, times: Times, new: int) -> Timing:
-    median_s = statistics.median(times.latest_s[-new:])
-    return Timing(
-        section=name,
-        count=new,
-        median_s=median_s,
-        total_s=median_s * new,
-        waits=name in WAITING_PHASES,
-    )
 
 
 def _gist(stalls: Iterable[Stall]) -> list[tuple[Rank, str, bool]]:

@@ -95,7 +95,7 @@ class StopGrace(Struct):
 
 
 HANG_BASE_S: Seconds = 1.5
-HANG_STEPS = 3.0
+HANG_STEPS = 2.7
 HANG_FACTOR = 3.0
 WARM_UP_FLOOR_S: Seconds = 10.0
 """While a process takes its first few steps, which are like no others."""

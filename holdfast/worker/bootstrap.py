@@ -67,7 +67,12 @@ def become_worker(control_fd: int, page_fd: int, rehearse: bool) -> int:
     hooks.count_steps(worker)
     look_for_traps = _trap_finder(worker, page, phases)
     look_for_traps()
-    Pulse(page.vitals, lambda: _dump_flight(assign.flight), look_for_traps).start()
+
+    def each_beat() -> None:
+        phases.wake()
+        look_for_traps()
+
+    Pulse(page.vitals, lambda: _dump_flight(assign.flight), each_beat).start()
     if len(fds) > 3:
         hooks.host_store(move_up(fds[3]), int(assign.env["MASTER_PORT"]))
     _, name, *arguments = sys.argv

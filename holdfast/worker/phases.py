@@ -8,11 +8,17 @@ training thread and by no other, which might do so while that one goes through t
 uses torch's compiler has no such hook, which would end up in its graphs and break them: there the
 forward phase begins when the data is there.
 
+Steps of a few milliseconds would be slowed by that, and are like one another: of those only some are
+followed, so many that it costs a few thousandths of the time. What happens in the others is not booked;
+that they end is a mark. Should one not end as soon as they do, because the script has begun something
+else, then whatever it does next is followed.
+
 Only the thread that trains is followed: a loader that runs ahead in another one says nothing about
 where the script stands.
 
 The times of waiting phases (backward, where gradients are reduced; optimizer, for sharded ones) are
-the whole world's; a rank's own work shows in the others.
+the whole world's; a rank's own work shows in the others. With a sharded model forward is one of them.
+On a GPU it is the times there that count (see `devicetimes`).
 """
 
 from __future__ import annotations
@@ -20,13 +26,24 @@ from __future__ import annotations
 import functools
 import sys
 import time
+import weakref
 from _thread import get_ident
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 from holdfast.vitals import BACKWARD, BETWEEN, DATA, FORWARD, OPTIMIZER, Vitals
+from holdfast.worker.devicetimes import DeviceTimes
 from holdfast.worker.imports import when_imported
+from holdfast.worker.pulse import uses_device
+
+COST_S: Final = 60e-6
+"""Of following one step, at most; and where its phases are timed on a GPU:"""
+DEVICE_COST_S: Final = 100e-6
+SHARE: Final = 0.003
+"""So much of the time may be spent on that."""
+MOST_SKIPPED: Final = 100
+WAKE_AFTER_S: Final = 0.2
 
 _OUR_HOOK = -1
 """Torch numbers hooks from 0 on; with a number of our own none of its numbers is used up."""
@@ -40,10 +57,17 @@ class Phases:
         self._arm: Callable[[], None] = _nothing
         """Have the next call of a module noted."""
         self._compiles = False
+        self._skips = False
+        """Nothing of the step under way is followed."""
+        self._to_skip = 0
+        self._stepped_at = 0.0
         self._backwards = 0
         """How many backward passes of the training thread are under way, one within the other."""
         self.drag: Callable[[], None] | None = None
         """Makes the forward pass slow, where somebody asked for that."""
+        self._device: DeviceTimes | None = None
+        self._root: weakref.ref[Any] | None = None
+        """The module that began the last forward pass."""
 
     def install(self) -> None:
         when_imported("torch.optim.optimizer", self._on_optimizer)
@@ -52,8 +76,34 @@ class Phases:
         when_imported("torch.nn.modules.module", self._on_module)
         when_imported("torch._dynamo", self._on_compiler)
 
+    def wake(self) -> None:
+        """Called now and then, by any thread."""
+        if self._skips and time.monotonic() - self._stepped_at > WAKE_AFTER_S:
+            self._skips = False
+
+    def _step_ended(self) -> None:
+        now = time.monotonic()
+        if self._skips:
+            self._vitals.go_on(BETWEEN, now)
+        else:
+            self._mark(BETWEEN)
+        step_s, self._stepped_at = now - self._stepped_at, now
+        cost_s = COST_S if self._device is None else DEVICE_COST_S
+        others = min(MOST_SKIPPED, int(cost_s / (SHARE * max(step_s, 1e-6))))
+        if self._to_skip:
+            self._to_skip = min(self._to_skip - 1, others)
+        elif self._vitals.warm:
+            self._to_skip = others
+        self._skips = self._to_skip > 0
+        if not self._skips:
+            self._arm()
+            if self._device is None and uses_device():
+                self._device = DeviceTimes(self._vitals, sys.modules["torch"].cuda)
+
     def _mark(self, phase: int) -> None:
         self._vitals.mark(phase, time.monotonic())
+        if self._device is not None:
+            self._device.mark(phase)
 
     def _forward(self) -> None:
         self._mark(FORWARD)
@@ -71,12 +121,12 @@ class Phases:
 
     def _on_optimizer(self, module: ModuleType) -> None:
         def before(*_: Any) -> None:
-            if self._trains():
+            if not self._skips and self._trains():
                 self._mark(OPTIMIZER)
 
         def after(*_: Any) -> None:
             if self._trains():
-                self._between()
+                self._step_ended()
 
         for hook in (before, after):
             hook._torchdynamo_disable = True  # type: ignore[attr-defined]
@@ -88,7 +138,7 @@ class Phases:
 
         @functools.wraps(real)
         def fetch(iterator: Any) -> Any:
-            if not self._trains():
+            if self._skips or not self._trains():
                 return real(iterator)
             self._mark(DATA)
             try:
@@ -106,7 +156,8 @@ class Phases:
 
         @functools.wraps(real)
         def backward(*args: Any, **kwargs: Any) -> Any:
-            if self._backwards or not self._trains():  # Within another: reentrant checkpointing.
+            # Within another: reentrant checkpointing.
+            if self._skips or self._backwards or not self._trains():
                 return real(*args, **kwargs)
             self._backwards += 1
             self._mark(BACKWARD)
@@ -121,10 +172,15 @@ class Phases:
     def _on_module(self, module: ModuleType) -> None:
         hooks, torch = module._global_forward_pre_hooks, sys.modules["torch"]
 
-        def called(*_: Any) -> None:
+        def called(root: Any, *_: Any) -> None:
             if torch.compiler.is_compiling() or self._backwards or not self._trains():
                 return  # In a backward pass a module is computed again.
+            if hasattr(root, "will_sync_module_buffers"):
+                return  # DDP waits for rank 0's buffers before it calls the module that it has.
             hooks.pop(_OUR_HOOK, None)
+            if self._root is None or self._root() is not root:
+                self._root = weakref.ref(root)
+                self._vitals.forward_waits = _is_sharded(root)
             self._forward()
 
         def arm() -> None:
@@ -146,6 +202,13 @@ class Phases:
             return real(*args, **kwargs)
 
         module.__dict__["optimize"] = optimize
+
+
+def _is_sharded(root: Any) -> bool:
+    """Whether ranks have to give each other parts of the module before they can compute it."""
+    return any(hasattr(parameter, "_local_tensor") for parameter in root.parameters()) or any(
+        type(module).__name__ == "FullyShardedDataParallel" for module in root.modules()
+    )
 
 
 def _nothing() -> None:

@@ -45,11 +45,11 @@ class Pulse:
         self,
         vitals: Vitals,
         dump: Callable[[], None],
-        look_for_traps: Callable[[], None] = lambda: None,
+        each_beat: Callable[[], None] = lambda: None,
     ) -> None:
         self._vitals = vitals
         self._dump = dump
-        self._look_for_traps = look_for_traps
+        self._each_beat = each_beat
         self._seen: set[CodeType] = set()
         self._marks = 0
         self._pid = os.getpid()
@@ -67,7 +67,7 @@ class Pulse:
             if self._vitals.dump_wanted:
                 self._vitals.dumped()
                 self._dump_or_not()
-            self._look_for_traps()
+            self._each_beat()
             time.sleep(BEAT_EVERY_S)
 
     def _dump_or_not(self) -> None:

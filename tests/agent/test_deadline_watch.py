@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.agent.stance import Effort
 from holdfast.agent.watch import LOOK_EVERY_S, REPEAT_S, Watch
-from holdfast.core.deadlines import FIRST_STEP, HANG_BASE_S, OVERDUE_FLOOR_S
+from holdfast.core.deadlines import FIRST_STEP, HANG_BASE_S, HANG_STEPS, OVERDUE_FLOOR_S
 from holdfast.messages.hangs import LINES, HangTerms, Paces, Stall
 from holdfast.messages.records import Part
 from holdfast.messages.units import Rank, RoundNumber
@@ -27,7 +27,7 @@ from holdfast.vitals import (
 )
 
 STEP_S = 0.02
-LIMIT_S = HANG_BASE_S + 3 * STEP_S
+LIMIT_S = HANG_BASE_S + HANG_STEPS * STEP_S
 PLACE = 3 * LINES + 10
 OTHER_THREAD = False
 
@@ -634,6 +634,31 @@ def test_timings_are_those_since_the_last_time() -> None:
     assert timings["forward"].median_s == pytest.approx(0.5)
     assert (timings["forward"].count, timings["forward"].waits) == (1, False)
     assert timings["between"].waits
+
+
+def test_on_a_gpu_the_times_there_are_told() -> None:
+    scene = Scene(ranks=1)
+    vitals = scene.vitals[0]
+    scene.train()
+    scene.watch.timings()
+    for _ in range(3):
+        scene.train()
+        vitals.took_on_device(FORWARD, 0.25)
+    timings = {timing.section: timing for timing in scene.watch.timings()[0].timings}
+    assert timings["forward"].median_s == pytest.approx(0.25)
+    assert timings["forward"].count > 3, "for all steps, though only some were looked at"
+    scene.train()
+    (told,) = scene.watch.timings()
+    assert "forward" not in {timing.section for timing in told.timings}, "nothing was looked at"
+
+
+def test_with_a_sharded_model_ranks_wait_in_forward_too() -> None:
+    scene = Scene(ranks=1)
+    scene.vitals[0].forward_waits = True
+    scene.train()
+    timings = {timing.section: timing for timing in scene.watch.timings()[0].timings}
+    assert timings["forward"].waits
+    assert not timings["data"].waits
 
 
 def test_what_earlier_rounds_and_alarms_say_holds_in_the_next() -> None:

@@ -167,6 +167,77 @@ def test_times_are_those_that_the_script_took(with_torch: Run) -> None:
     assert "arning" not in said, said
 
 
+def test_of_short_steps_only_some_are_followed(with_torch: Run) -> None:
+    script = """
+    def steps(count):
+        return sum(phase == "optimizer" for phase in seen(train, [ONES] * count))
+    assert steps(20) == 20, "until it is warm"
+    vitals.warm_up = 0
+    vitals.stepped(time.monotonic(), None)
+    followed = steps(1000)
+    assert 10 <= followed <= 300, followed
+    assert vitals.marks > 1000, "that a step ends is a mark"
+    took = vitals.times()
+    assert abs(took["forward"].count - took["optimizer"].count) <= 1
+    assert max(took["between"].latest_s) < 0.05, "what was not followed is not booked"
+
+    # Something else begins in the middle of a step: from then on it is followed.
+    def evaluate():
+        for batch in DataLoader(ONES, batch_size=1):
+            model(batch)
+    while not phases._skips:
+        train([ONES])
+    assert seen(evaluate) == []
+    phases.wake()
+    assert seen(evaluate) == [], "it may still be a short step"
+    phases._stepped_at -= 1.0
+    phases.wake()
+    assert without_between(evaluate) == ["data", "forward"] * 4 + ["data"]
+
+    # Long steps are all followed.
+    real = model.forward
+    def slowly(batch):
+        time.sleep(0.05)
+        return real(batch)
+    model.forward = slowly
+    steps(5)
+    assert steps(5) == 5
+    """
+    with_torch(BEFORE, TORCH, script)
+
+
+def test_where_ranks_wait_for_each_other_in_forward_is_known(with_torch: Run) -> None:
+    script = """
+    import torch.distributed as dist
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+    def layers(): return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    def waits(net):
+        sgd = torch.optim.SGD(net.parameters(), lr=1e-3)
+        assert without_between(train, [ONES], net, (sgd,)) == STEP[1:]
+        return vitals.forward_waits
+    assert not waits(layers())
+    sharded = layers()
+    fully_shard(sharded[0])
+    assert waits(sharded)
+    assert not waits(layers())
+
+    # DDP gives all ranks the buffers of rank 0 first; that is no work of the rank's own.
+    class Slowly(DistributedDataParallel):
+        def _sync_buffers(self):
+            time.sleep(0.2)
+    before = vitals.times()["forward"].count
+    assert not waits(Slowly(layers()))
+    assert max(vitals.times()["forward"].latest_s[-1:]) < 0.1
+    assert vitals.times()["forward"].count == before + 1
+    dist.destroy_process_group()
+    """
+    with_torch(BEFORE, TORCH, script)
+
+
 def test_only_the_thread_that_trains_is_followed(with_torch: Run) -> None:
     script = """
     def elsewhere(act, *args):
