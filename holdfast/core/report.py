@@ -134,7 +134,9 @@ def incidents(job: Job) -> list[dict[str, Any]]:
 
 
 def phases(incident: Incident) -> dict[str, Seconds]:
-    """How long each part of the repair took, in order, as far as it came."""
+    """How long each part of the repair took, in order, as far as it came; together what was lost.
+
+    Clocks of several nodes tell these moments, which need not agree to the millisecond."""
     marks = [
         ("detect", incident.opened_at),
         ("stop", incident.stopped_at),
@@ -147,8 +149,9 @@ def phases(incident: Incident) -> dict[str, Seconds]:
     for name, mark in marks:
         if mark is None:
             break
-        found[name] = max(0.0, mark - before)
-        before = max(before, mark)
+        until = mark if incident.back_at is None else min(mark, incident.back_at)
+        found[name] = max(0.0, until - before)
+        before = max(before, until)
     return found
 
 
