@@ -4,9 +4,9 @@ Three ways, by what a tensor is:
 
 - large and contiguous, in host memory: `memcpy`, in pieces, on every idle core. A foreign function
   call lets go of the interpreter's lock, so the pieces really run side by side.
-- small and contiguous: a system call that gathers a thousand of them at once (`pwritev` into the
-  image's file), because twenty thousand calls from Python would cost more than the bytes. The
-  constant headers between them are written along.
+- small and contiguous: a system call that copies a thousand of them at once (`process_vm_readv`, from
+  this process to itself), because twenty thousand calls from Python would cost more than the bytes.
+  Where that is forbidden they are copied one by one.
 - anything else (strided, or on a device): torch copies into a view of the image. On CUDA the image is
   registered as pinned memory and the copies run on a stream of their own.
 
@@ -17,13 +17,13 @@ made once.
 from __future__ import annotations
 
 import ctypes
+import errno
 import itertools
 import os
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Set
 from concurrent.futures import Executor, wait
-from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 
@@ -31,21 +31,27 @@ import torch
 
 from holdfast.checkpoint.capture import Captured, Layout
 from holdfast.checkpoint.image import Image
-from holdfast.checkpoint.layout import ALIGNMENT
 from holdfast.errors import CheckpointError
 
 LARGE_BYTES = 128 << 10
 PIECE_BYTES = 32 << 20
-_BATCH = 512
-"""Tensors in one call: with the gaps between them just below what the kernel takes."""
+_BATCH = 1000
+"""Tensors in one call: just below what the kernel takes."""
+
+_FORBIDDEN = (errno.EPERM, errno.ENOSYS)
 
 Task = Callable[[], None]
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _libc.memcpy.restype = ctypes.c_void_p
-_libc.pwritev.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_long]
-_libc.pwritev.restype = ctypes.c_ssize_t
+_libc.process_vm_readv.argtypes = [
+    ctypes.c_int,
+    *(ctypes.c_void_p, ctypes.c_ulong),
+    *(ctypes.c_void_p, ctypes.c_ulong),
+    ctypes.c_ulong,
+]
+_libc.process_vm_readv.restype = ctypes.c_ssize_t
 
 
 def cores() -> int:
@@ -76,8 +82,12 @@ class Copier:
                 self._large.append(index)
             elif item.raw.size:
                 small.append(index)
-        small.sort(key=lambda index: self.layout.items[index].raw.at)
-        self._runs = list(_runs(self.layout, small, guarded))
+        alike = [[i for i in small if (i in guarded) == which] for which in (False, True)]
+        self._batches = [
+            _Batch(self.layout, some[first : first + _BATCH], some[0] in guarded)
+            for some in alike
+            for first in range(0, len(some), _BATCH)
+        ]
         self.from_cuda = any(captured.locals[index].is_cuda for index in self._odd)
         self._views: dict[int, list[torch.Tensor]] = {}
         self._stream: torch.cuda.Stream | None = None
@@ -104,6 +114,8 @@ class Copier:
     def forget(self, image: Image) -> None:
         """That image is about to be unmapped."""
         self._views.pop(image.address, None)
+        for batch in self._batches:
+            batch.forget(image.address)
 
     def tasks(self, captured: Captured, image: Image, guarded: bool) -> list[Task]:
         """What is to be done to copy from host memory, in any order, by any thread: what is guarded,
@@ -113,9 +125,9 @@ class Copier:
             if (index in self.guarded) == guarded:
                 raw = self.layout.items[index].raw
                 found += _pieces(image.address + raw.at, captured.addresses[index], raw.size)
-        for run in self._runs:
-            if (run.items[0] in self.guarded) == guarded:
-                found.append(run.task(captured.addresses, image))
+        for batch in self._batches:
+            if batch.guarded == guarded:
+                found.append(batch.task(captured.addresses, image.address))
         for local, view in self._strided(captured, image, guarded):
             if local.device.type == "cpu":
                 found.append(_torch_copy(view, local))
@@ -221,78 +233,44 @@ def _torch_copy(view: torch.Tensor, local: torch.Tensor) -> Task:
 # ---- small tensors ------------------------------------------------------------------------------
 
 
-@dataclass
-class _Run:
-    """Small tensors with nothing but headers between them."""
+class _Batch:
+    """As many small tensors as one call copies."""
 
-    items: list[int]
-    at: int
-    size: int
-    gaps: bytes
-    """All that is between them, one after the other; so that it can be written along."""
-    gap_sizes: list[int]
-    raw_sizes: list[int]
-    _addresses: tuple[int, ...] = ()
-    _vectors: array[int] | None = None
+    def __init__(self, layout: Layout, items: list[int], guarded: bool) -> None:
+        self.guarded = guarded
+        spans = [layout.items[index].raw for index in items]
+        self._of_mine = itemgetter(*items, -1)
+        self._ats = [span.at for span in spans]
+        self._sizes = [span.size for span in spans]
+        self._from: tuple[tuple[int, ...], array[int]] = (), array("Q")
+        self._to: dict[int, array[int]] = {}
+        """By the image's address."""
 
-    def task(self, everywhere: list[int], image: Image) -> Task:
-        addresses = itemgetter(*self.items, -1)(everywhere)[:-1]
-        if addresses != self._addresses:
+    def task(self, everywhere: list[int], image: int) -> Task:
+        addresses = self._of_mine(everywhere)[:-1]
+        if addresses != self._from[0]:
             # Another list, not the old one changed: a copy may still be using that.
-            self._addresses, self._vectors = addresses, self._vectors_of(addresses)
-        vectors, count = self._vectors, 2 * len(self.items) - 1
-        assert vectors is not None
+            self._from = addresses, self._vector(addresses)
+        if image not in self._to:
+            self._to[image] = self._vector([image + at for at in self._ats])
+        source, target, size = self._from[1], self._to[image], sum(self._sizes)
 
-        def gather() -> None:
-            where, _ = vectors.buffer_info()
-            # Not kept open: a script may close all files, and have one of its own by that number.
-            fd = os.open(image.path, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                done = _libc.pwritev(fd, where, count, image.body_at + self.at)
-            finally:
-                os.close(fd)
-            if done != self.size:
-                number = ctypes.get_errno()
-                why = os.strerror(number) if done < 0 else f"{done} of {self.size} bytes"
-                raise CheckpointError(f"{image.path}: {why} while gathering small tensors")
+        def copy() -> None:
+            (to, words), (where, _) = target.buffer_info(), source.buffer_info()
+            count = words // 2
+            done = _libc.process_vm_readv(os.getpid(), to, count, where, count, 0)
+            if done < 0 and ctypes.get_errno() in _FORBIDDEN:
+                for at in range(0, words, 2):
+                    _libc.memcpy(target[at], source[at], target[at + 1])
+            elif done != size:
+                why = os.strerror(ctypes.get_errno()) if done < 0 else f"{done} of {size} bytes"
+                raise CheckpointError(f"small tensors cannot be copied: {why}")
 
-        return gather
+        return copy
 
-    def _vectors_of(self, addresses: tuple[int, ...]) -> array[int]:
-        constant = ctypes.cast(ctypes.c_char_p(self.gaps), ctypes.c_void_p).value or 0
-        flat: list[int] = []
-        for address, size, gap in zip(addresses, self.raw_sizes, self.gap_sizes, strict=True):
-            if gap:
-                flat += (constant, gap)
-                constant += gap
-            flat += (address, size)
-        return array("Q", flat)
+    def _vector(self, addresses: Iterable[int]) -> array[int]:
+        pairs = zip(addresses, self._sizes, strict=True)
+        return array("Q", itertools.chain.from_iterable(pairs))
 
-
-def _runs(layout: Layout, small: list[int], guarded: Set[int]) -> Iterable[_Run]:
-    start = 0
-    for end in range(1, len(small) + 1):
-        full = end == len(small) or end - start == _BATCH
-        if full or _apart(layout, small[end - 1], small[end], guarded):
-            yield _run(layout, small[start:end])
-            start = end
-
-
-def _apart(layout: Layout, one: int, other: int, guarded: Set[int]) -> bool:
-    """Whether there is more between two items than padding and a header, or they differ in guard."""
-    first, second = layout.items[one], layout.items[other]
-    far = second.framed.at - first.raw.end > ALIGNMENT
-    return far or (one in guarded) != (other in guarded)
-
-
-def _run(layout: Layout, items: list[int]) -> _Run:
-    gaps, gap_sizes = [], [0]
-    for before, after in itertools.pairwise(items):
-        end, item = layout.items[before].raw.end, layout.items[after]
-        header = layout.headers[item.framed.at]
-        gaps.append(bytes(item.framed.at - end) + header)
-        gap_sizes.append(item.raw.at - end)
-    first, last = layout.items[items[0]], layout.items[items[-1]]
-    sizes = [layout.items[index].raw.size for index in items]
-    at = first.raw.at
-    return _Run(items, at, last.raw.end - at, b"".join(gaps), gap_sizes, sizes)
+    def forget(self, image: int) -> None:
+        self._to.pop(image, None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import threading
 from collections.abc import Callable
@@ -180,18 +182,23 @@ def test_memory_that_is_not_there_is_an_error_and_no_crash(shm: Path) -> None:
     copier = Copier(found)
     copier.prepare(image)
     found.addresses[3] = 64
-    with pytest.raises(CheckpointError, match="while gathering small tensors"):
+    with pytest.raises(CheckpointError, match="small tensors cannot be copied: 108 of 180 bytes"):
         run_all(copier.tasks(found, image, guarded=False), None, 1)
 
 
-def test_an_image_that_was_deleted_is_an_error_and_no_crash(shm: Path) -> None:
-    found = capture({"s": torch.randn(9)}, None, Position(1, 1, 0, 1))
-    image = Image.create(shm / "image", found.layout.tail_at)
-    os.unlink(shm / "image")
-    copier = Copier(found)
-    copier.prepare(image)
-    with pytest.raises(OSError, match="No such file"):
-        run_all(copier.tasks(found, image, guarded=False), None, 1)
+def test_where_the_call_is_forbidden_small_tensors_are_copied_all_the_same(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(*arguments: int) -> int:
+        ctypes.set_errno(errno.EPERM)
+        return -1
+
+    monkeypatch.setattr(copying._libc, "process_vm_readv", forbidden)
+    rank = Rank(shm)
+    state = {"s": {f"t{n}": torch.randn(9) for n in range(5)}}
+    image = Image.open(rank.save(state, 1))
+    check_copied(rank.capture(state, 1), image)
+    image.close()
 
 
 def test_a_script_may_close_all_files_and_its_own_are_not_written_to(shm: Path) -> None:
