@@ -88,7 +88,7 @@ def test_a_phase_that_took_long_in_an_earlier_round_may_take_long_again() -> Non
 
 def test_until_a_process_has_steps_of_its_own_those_of_earlier_rounds_count() -> None:
     before = Paces(2.0, {})
-    assert limits(before).between_marks("data", None, 0.0).limit_s == HANG_BASE_S + 6.0
+    assert limits(before).between_marks("data", None, 0.0).limit_s == HANG_BASE_S + 2 * HANG_STEPS
     assert limits().between_marks("data", None, 0.0).limit_s == HANG_BASE_S
 
 
@@ -111,7 +111,9 @@ def test_a_section_has_a_deadline_of_its_own() -> None:
     assert limits().in_section("eval", 0.1, 0.0).limit_s == SECTION_UNKNOWN_S
     assert not limits().in_section("eval", 0.1, 0.0).known
     assert limits().in_section("eval", 0.1, 30.0).limit_s == SECTION_FACTOR * 30.0
-    assert limits().in_section("eval", 0.1, 0.001).limit_s == pytest.approx(HANG_BASE_S + 0.3)
+    assert limits().in_section("eval", 0.1, 0.001).limit_s == pytest.approx(
+        HANG_BASE_S + 0.1 * HANG_STEPS
+    )
     before = Paces(0.1, {"eval": 30.0})
     assert limits(before).in_section("eval", 0.1, 0.0).limit_s == SECTION_FACTOR * 30.0
 
