@@ -57,6 +57,8 @@ from holdfast.tls import TlsFiles, server_context
 log = logging.getLogger("holdfast.keeper")
 
 LOOK_EVERY_S = 1.0
+CORES_TO_HASH = 16
+"""One of so many takes digests: it does tens of gigabytes a second, and the others train."""
 
 _encoder = msgspec.msgpack.Encoder()
 _order_decoder: msgspec.msgpack.Decoder[ToKeeper] = msgspec.msgpack.Decoder(ToKeeper)
@@ -81,7 +83,8 @@ class Keeper:
         tls = begin.tls
         self._tls = TlsFiles(cert=tls[0], key=tls[1], ca=tls[2]) if tls is not None else None
         self._images = Images(Path(begin.images), self._received)
-        self._hashing = ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // 2), "digest")
+        cores = len(os.sched_getaffinity(0))
+        self._hashing = ThreadPoolExecutor(max(1, cores // CORES_TO_HASH), "digest")
         self._exchange = Exchange(self._images, begin.token, self._tls)
         self._movement = Movement(self.send)
         own = hashlib.sha256(f"{begin.job} {begin.token}".encode()).hexdigest()
