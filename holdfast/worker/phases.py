@@ -88,8 +88,7 @@ class Phases:
         else:
             self._mark(BETWEEN)
         step_s, self._stepped_at = now - self._stepped_at, now
-        cost_s = COST_S if self._device is None else DEVICE_COST_S
-        others = min(MOST_SKIPPED, int(cost_s / (SHARE * max(step_s, 1e-6))))
+        others = self._not_worth_while(step_s)
         if self._to_skip:
             self._to_skip = min(self._to_skip - 1, others)
         elif self._vitals.warm:
@@ -99,6 +98,13 @@ class Phases:
             self._arm()
             if self._device is None and uses_device():
                 self._device = DeviceTimes(self._vitals, sys.modules["torch"].cuda)
+
+    def _not_worth_while(self, step_s: float) -> int:
+        """How many steps as long as that are not followed, for each one that is."""
+        if self.drag is not None:
+            return 0
+        cost_s = COST_S if self._device is None else DEVICE_COST_S
+        return min(MOST_SKIPPED, int(cost_s / (SHARE * max(step_s, 1e-6))))
 
     def _mark(self, phase: int) -> None:
         self._vitals.mark(phase, time.monotonic())

@@ -194,6 +194,15 @@ def test_of_short_steps_only_some_are_followed(with_torch: Run) -> None:
     phases.wake()
     assert without_between(evaluate) == ["data", "forward"] * 4 + ["data"]
 
+    # When somebody wants steps to be slow, all of them are.
+    dragged = []
+    phases.drag = lambda: dragged.append(1)
+    train([ONES] * 2)
+    dragged.clear()
+    train([ONES] * 50)
+    assert len(dragged) == 50
+    phases.drag = None
+
     # Long steps are all followed.
     real = model.forward
     def slowly(batch):
