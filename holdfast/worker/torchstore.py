@@ -77,7 +77,7 @@ class CoordinatorStore(dist.Store):  # type: ignore[misc]
         return expected if value is None else value
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._wait(keys, time.monotonic() + _seconds(timeout or self.timeout))
+        self._wait(keys, _seconds(timeout or self.timeout))
 
     def check(self, keys: Sequence[str]) -> bool:
         return all(self._ask(Check(keys=some), Truth).so for some in _batches(keys))
@@ -100,7 +100,7 @@ class CoordinatorStore(dist.Store):  # type: ignore[misc]
             there = values[: values.index(None)] if None in values else values
             found += [value for value in there if value is not None]
             if len(there) < len(values):
-                self._wait(keys[len(found) :], deadline)
+                self._wait(keys[len(found) :], max(0.0, deadline - time.monotonic()))
         return found
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Words]) -> None:
@@ -121,11 +121,12 @@ class CoordinatorStore(dist.Store):  # type: ignore[misc]
 
     # ---- asking ----
 
-    def _wait(self, keys: Sequence[str], deadline: float) -> None:
+    def _wait(self, keys: Sequence[str], limit_s: float) -> None:
+        deadline = time.monotonic() + limit_s
         with _torch_timeouts():
             for some in _batches(keys):
-                left_s = max(0.0, deadline - time.monotonic())
-                self._requests.ask(Wait(keys=some, timeout_s=left_s), left_s + SLACK_S)
+                self._requests.ask(Wait(keys=some, timeout_s=limit_s), limit_s + SLACK_S)
+                limit_s = max(0.0, deadline - time.monotonic())
 
     def _ask(self, request: StoreRequest, kind: Callable[..., T]) -> T:
         with _torch_timeouts():
