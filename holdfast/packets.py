@@ -8,7 +8,8 @@ ones may not, and a large one that was never finished ends where the next one be
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -19,6 +20,8 @@ from holdfast.messages.requests import MAX_MESSAGE_BYTES
 PIECE_BYTES = PACKET_BYTES - 64
 
 _encoder = msgspec.msgpack.Encoder()
+
+T = TypeVar("T")
 
 
 def packets_of(message: Struct) -> Iterator[bytes]:
@@ -40,6 +43,14 @@ class Joiner:
         self._most_bytes = most_bytes
         self._pieces: list[bytes] = []
         self._size_bytes = 0
+
+    def message(self, packet: bytes, decode: Callable[[bytes], T]) -> T | None:
+        """The message that a packet is, or that it completes; None: there is none yet."""
+        found = decode(packet)
+        if not isinstance(found, Piece):
+            return found
+        whole = self.add(found)
+        return None if whole is None else decode(whole)
 
     def add(self, piece: Piece) -> bytes | None:
         """The whole message, with its last piece. Pieces that do not go on from the last are lost."""

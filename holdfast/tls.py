@@ -19,6 +19,15 @@ class TlsFiles(Struct, frozen=True, kw_only=True):
     key: str
     ca: str
 
+    @classmethod
+    def of(cls, paths: tuple[str, str, str] | None) -> TlsFiles | None:
+        """What is in a message, as these."""
+        return None if paths is None else cls(cert=paths[0], key=paths[1], ca=paths[2])
+
+    @property
+    def paths(self) -> tuple[str, str, str]:
+        return self.cert, self.key, self.ca
+
 
 def server_context(files: TlsFiles | None) -> ssl.SSLContext | None:
     return None if files is None else _context(files, ssl.PROTOCOL_TLS_SERVER)

@@ -172,13 +172,9 @@ class KeeperProcess:
             if not packet:
                 self._stop_reading()
                 return
-            message = _decoder.decode(packet)
-            if isinstance(message, Piece):
-                whole = self._joiner.add(message)
-                if whole is None:
-                    continue
-                message = _decoder.decode(whole)
-            self._take(message)
+            message = self._joiner.message(packet, _decoder.decode)
+            if message is not None:
+                self._take(message)
 
     def _take(self, message: FromKeeper) -> None:
         if isinstance(message, Received | Wrote):

@@ -116,7 +116,7 @@ class Keeping:
             token=self.token,
             job=self.job,
             listener_fd=self.listener.fileno(),
-            tls=(self.tls.cert, self.tls.key, self.tls.ca) if self.tls else None,
+            tls=self.tls.paths if self.tls else None,
         )
         self.keeper = KeeperProcess(
             begin, self.listener, self.table, self.env, self._started, self._hear, self.tell

@@ -31,7 +31,6 @@ from holdfast.messages.local import (
     FromNursery,
     FromWorker,
     Local,
-    Piece,
     Reply,
     Standing,
     Test,
@@ -113,13 +112,9 @@ class Standby:
             self._stop_reading()
             return False
         try:
-            message = _from_worker.decode(packet)
-            if isinstance(message, Piece):
-                whole = self._joiner.add(message)
-                if whole is None:
-                    return True
-                message = _from_worker.decode(whole)
-            self.hear(message)
+            message = self._joiner.message(packet, _from_worker.decode)
+            if message is not None:
+                self.hear(message)
         except msgspec.DecodeError as error:
             log.warning("process %d said something that is no message: %s", self.pid, error)
         return True

@@ -121,13 +121,8 @@ class OwnKeeper:
     def _read(self) -> None:
         joiner = Joiner()
         while packet := self._received():
-            message = _decoder.decode(packet)
-            if isinstance(message, Piece):
-                whole = joiner.add(message)
-                if whole is None:
-                    continue
-                message = _decoder.decode(whole)
-            if not isinstance(message, Received | Wrote | Piece):
+            message = joiner.message(packet, _decoder.decode)
+            if message is not None and not isinstance(message, Received | Wrote | Piece):
                 with self._lock:
                     answer = self._open.pop(message.number, None)
                 if answer is not None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import textwrap
 from collections.abc import Sequence
 
 import msgspec
 
+from holdfast.cli.tlsflags import add_tls_flags, tls_given
 from holdfast.cli.view import Parser, print_json
-from holdfast.errors import UsageError
 from holdfast.faultlist import injection
 from holdfast.jobhome import find
 from holdfast.messages.chaos import FAULTS, About
 from holdfast.messages.wire import AskFault, FaultTaken
-from holdfast.tls import TlsFiles
 from holdfast.visiting import ask
 
 ABOUT = """\
@@ -47,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     if given.force:
         said["force"] = ["1"]
     asked = injection(given.fault, said, "holdfast chaos")
-    taken = ask(find(given.job), AskFault(injection=asked), FaultTaken, _tls(given)).taken
+    taken = ask(find(given.job), AskFault(injection=asked), FaultTaken, tls_given(given)).taken
     if given.json:
         print_json(msgspec.to_builtins(taken))
     else:
@@ -73,19 +71,9 @@ def _parser() -> Parser:
     parser.add_argument("--seed", metavar="X", help="who is any, and with --every in which step")
     parser.add_argument("--value", metavar="V", help="what it means stands below")
     parser.add_argument("--force", action="store_true", help="although the machine may suffer")
-    for name in ("cert", "key", "ca"):
-        parser.add_argument(f"--tls-{name}", metavar="FILE", help="as for `holdfast run`")
+    add_tls_flags(parser)
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
     return parser
-
-
-def _tls(given: argparse.Namespace) -> TlsFiles | None:
-    files = (given.tls_cert, given.tls_key, given.tls_ca)
-    if not any(files):
-        return None
-    if not all(files):
-        raise UsageError("--tls-cert, --tls-key and --tls-ca go together")
-    return TlsFiles(cert=files[0], key=files[1], ca=files[2])
 
 
 def _list_of_faults() -> str:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 
 from holdfast import jobhome, launcher
+from holdfast.cli.tlsflags import add_tls_flags, tls_given
 from holdfast.cli.view import Parser, tell_end
 from holdfast.coordinator.journal import replay
 from holdfast.coordinator.main import CoordinatorOrders, run_coordinator
@@ -34,18 +35,11 @@ def main(argv: Sequence[str]) -> int:
         "--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="default: loopback, any port"
     )
     parser.add_argument("--token-file", metavar="FILE", help="default: a token is made")
-    for name in ("cert", "key", "ca"):
-        parser.add_argument(
-            f"--tls-{name}", metavar="FILE", help="all three: TLS, both sides checked"
-        )
+    add_tls_flags(parser, "all three: TLS, both sides checked")
     parser.add_argument("--json", action="store_true", help="print where it listens as JSON")
     given = parser.parse_args(argv)
     logging.basicConfig(format="[holdfast] %(message)s", level=logging.INFO)
-    tls = None
-    if given.tls_cert or given.tls_key or given.tls_ca:
-        if not (given.tls_cert and given.tls_key and given.tls_ca):
-            raise UsageError("--tls-cert, --tls-key and --tls-ca go together")
-        tls = TlsFiles(cert=given.tls_cert, key=given.tls_key, ca=given.tls_ca)
+    tls = tls_given(given)
     host, _, port = given.listen.rpartition(":")
     if not host or not port.isdigit():
         raise UsageError(f"--listen {given.listen}: HOST:PORT is needed")

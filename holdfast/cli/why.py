@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import msgspec
 
+from holdfast.cli.tlsflags import add_tls_flags, tls_given
 from holdfast.cli.view import Parser, print_json
-from holdfast.errors import JobError, UsageError
+from holdfast.errors import JobError
 from holdfast.jobhome import JobHome, find
 from holdfast.messages.evidence import StackGroup
 from holdfast.messages.wire import AskWhy, Why
-from holdfast.tls import TlsFiles
 from holdfast.visiting import ask
 
 FRAMES_SHOWN = 12
@@ -28,18 +28,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--incident", type=int, metavar="N", help="a hang of the past, by its number"
     )
-    for name in ("cert", "key", "ca"):
-        parser.add_argument(f"--tls-{name}", metavar="FILE", help="as for `holdfast run`")
+    add_tls_flags(parser)
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
     arguments = parser.parse_args(argv)
     home = find(arguments.job)
     if arguments.incident is not None:
         return _tell_past(home, arguments.incident, arguments.json)
-    files = (arguments.tls_cert, arguments.tls_key, arguments.tls_ca)
-    if any(files) and not all(files):
-        raise UsageError("--tls-cert, --tls-key and --tls-ca go together")
-    tls = TlsFiles(cert=files[0], key=files[1], ca=files[2]) if all(files) else None
-    why = ask(home, AskWhy(), Why, tls)
+    why = ask(home, AskWhy(), Why, tls_given(arguments))
     if arguments.json:
         print_json(msgspec.to_builtins(why))
         return 0

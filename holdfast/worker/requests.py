@@ -31,7 +31,7 @@ from holdfast.errors import (
     RequestError,
     RequestTimeout,
 )
-from holdfast.messages.local import Ask, Piece, Reply, ToScript
+from holdfast.messages.local import Ask, Reply, ToScript
 from holdfast.messages.requests import (
     LARGE_AT_ONCE,
     MAX_LANES,
@@ -151,12 +151,9 @@ class Requests:
         if not packet:
             self._lost = True
             return
-        message = _reply_decoder.decode(packet)
-        if isinstance(message, Piece):
-            whole = self._joiner.add(message)
-            if whole is None:
-                return
-            message = _reply_decoder.decode(whole)
+        message = self._joiner.message(packet, _reply_decoder.decode)
+        if message is None:
+            return
         assert isinstance(message, Reply)
         if message.number != self._numbers[message.lane]:
             return

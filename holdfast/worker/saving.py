@@ -82,10 +82,8 @@ class AgentLink:
         assert isinstance(answer, ImageAt)
         if answer.path:
             return open_image(Path(answer.path), image, until)
-        files = answer.tls
-        tls = TlsFiles(cert=files[0], key=files[1], ca=files[2]) if files is not None else None
-        peer = Peer(holder.address, holder.port)
-        return open_peers(peer, answer.token, client_context(tls), image, until)
+        peer, tls = Peer(holder.address, holder.port), client_context(TlsFiles.of(answer.tls))
+        return open_peers(peer, answer.token, tls, image, until)
 
     def booked(self, what: str) -> AbstractContextManager[None]:
         return self._worker.section(what)

@@ -80,8 +80,7 @@ class Keeper:
         self._sending = threading.Lock()
         self._ending = threading.Lock()
         self._joiner = Joiner(None)  # An order may list every rank of a large world.
-        tls = begin.tls
-        self._tls = TlsFiles(cert=tls[0], key=tls[1], ca=tls[2]) if tls is not None else None
+        self._tls = TlsFiles.of(begin.tls)
         self._images = Images(Path(begin.images), self._received)
         cores = len(os.sched_getaffinity(0))
         self._hashing = ThreadPoolExecutor(max(1, cores // CORES_TO_HASH), "digest")
@@ -129,10 +128,7 @@ class Keeper:
                 self.send(self._failed(order, why))
 
     def _take(self, packet: bytes) -> None:
-        order = self._understood(packet)
-        if isinstance(order, Piece):
-            whole = self._joiner.add(order)
-            order = self._understood(whole) if whole is not None else None
+        order = self._joiner.message(packet, self._understood)
         if order is None or isinstance(order, Piece):
             return
         if isinstance(order, Open):
