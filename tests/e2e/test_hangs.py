@@ -50,6 +50,7 @@ TRAIN = """
             self.inner = torch.nn.Linear(8, 1)
 
         def forward(self, batch):
+            time.sleep(0.03)
             if told("sleep"):
                 time.sleep(1000)  # sleep
             return self.inner(batch)
@@ -96,7 +97,8 @@ TRAIN = """
     dist.barrier()
 """
 """A rank hangs when there is a file that is named after the way and the rank: once, and each way in a
-part of the step of its own, because after an alarm the same part has longer deadlines."""
+part of the step of its own, because after an alarm the same part has longer deadlines. A step is long
+enough for all of its parts to be told apart; of shorter ones that is done only now and then."""
 
 HANGS = {
     "sleep": "sleeps in train.py:{line} (Net.forward)",
