@@ -2,8 +2,8 @@
 
 Three ways, by what a tensor is:
 
-- large and contiguous, in host memory: `memcpy`, in pieces, on every idle core. A foreign function
-  call lets go of the interpreter's lock, so the pieces really run side by side.
+- large and contiguous, in host memory: past the cache (`streaming`), in pieces, on every idle core. A
+  foreign function call lets go of the interpreter's lock, so the pieces really run side by side.
 - small and contiguous: a system call that copies a thousand of them at once (`process_vm_readv`, from
   this process to itself), because twenty thousand calls from Python would cost more than the bytes.
   Where that is forbidden they are copied one by one.
@@ -29,6 +29,7 @@ from operator import itemgetter
 
 import torch
 
+from holdfast.checkpoint import streaming
 from holdfast.checkpoint.capture import Captured, Layout
 from holdfast.checkpoint.image import Image
 from holdfast.errors import CheckpointError
@@ -214,7 +215,7 @@ def pin(image: Image) -> bool:
 def _pieces(target: int, source: int, size: int) -> list[Task]:
     def piece(at: int) -> Task:
         count = min(PIECE_BYTES, size - at)
-        return lambda: _libc.memcpy(target + at, source + at, count)
+        return lambda: streaming.copy(target + at, source + at, count)
 
     return [piece(at) for at in range(0, size, PIECE_BYTES)]
 
