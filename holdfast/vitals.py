@@ -31,10 +31,14 @@ VITALS_BYTES: Final = 16 << 10
 START, DATA, FORWARD, BACKWARD, OPTIMIZER, BETWEEN, STEP = range(7)
 PHASES: Final = ("start", "data", "forward", "backward", "optimizer", "between", "step")
 """What a script does between two marks; "step" is from one finished step to the next."""
-ON_DEVICE: Final = (FORWARD, BACKWARD, OPTIMIZER)
-"""What a GPU does; how long it takes there is told beside how long the script takes to ask for it."""
+OWN_WORK: Final = (FORWARD, BACKWARD, OPTIMIZER)
+"""Phases of which it is told, beside how long the script was in them, how long they took the rank
+itself: on its GPU if it has one, and without what it was seen to wait for others."""
 NO, IN_COLLECTIVE, IN_BACKWARD = range(3)
 """Whether the training thread waits for others."""
+WITH_GRADIENTS, ALSO_IN_FORWARD, LEFT_OUT = range(3)
+"""Where the times of ranks' own work have waiting in them that was not seen: where gradients are
+reduced; in the forward pass as well, as each rank has only a part of the model; or nowhere."""
 MOST_SECTIONS: Final = 24
 """Different names of sections; further ones are not watched."""
 MOST_OPEN: Final = 16
@@ -48,7 +52,7 @@ FIRST_STEP: Final = "first step"
 
 _BEAT_AT, _BEATS, _WAITS, _CODES = 0, 1, 2, 3
 _MARK_AT, _MARKS, _PHASE = 4, 5, 6
-_WANTED, _DUMPED, _FORWARD_WAITS = 7, 8, 9
+_WANTED, _DUMPED, _WAITING = 7, 8, 9
 _PLACE, _PLACE_AT, _THREAD = 10, 11, 12
 _STEPS, _STEP_AT, _WARM = 13, 14, 15
 _OPEN: Final = 16
@@ -59,9 +63,9 @@ _TIMES: Final = _OPEN + 2 * MOST_OPEN
 _TIME_WORDS: Final = 2 + RING
 """For each phase and section: how often, the longest, and a ring of the latest."""
 _NAMES_BYTES: Final = 32
-_DEVICE: Final = len(PHASES) + MOST_SECTIONS
-"""Where the times on a device are, after those of phases and sections."""
-_NAMES_AT: Final = 8 * (_TIMES + _TIME_WORDS * (_DEVICE + len(ON_DEVICE)))
+_OWN: Final = len(PHASES) + MOST_SECTIONS
+"""Where the times of own work are, after those of phases and sections."""
+_NAMES_AT: Final = 8 * (_TIMES + _TIME_WORDS * (_OWN + len(OWN_WORK)))
 assert _NAMES_AT + _NAMES_BYTES * MOST_SECTIONS <= VITALS_BYTES
 
 
@@ -169,9 +173,9 @@ class Vitals:
         if seconds > floats[at + 1]:
             floats[at + 1] = seconds
 
-    def took_on_device(self, phase: int, seconds: float) -> None:
-        """Book how long a phase took there."""
-        self.took(_DEVICE + ON_DEVICE.index(phase), seconds)
+    def took_itself(self, phase: int, seconds: float) -> None:
+        """Book how long a phase took the rank itself."""
+        self.took(_OWN + OWN_WORK.index(phase), seconds)
 
     def stepped(self, now: float, took_s: float | None) -> None:
         """The calling thread finished a training step; None: its process's first."""
@@ -226,13 +230,13 @@ class Vitals:
         return bool(self._ints[_WARM])
 
     @property
-    def forward_waits(self) -> bool:
-        """Whether ranks wait for each other in a forward pass: each has only a part of the model."""
-        return bool(self._ints[_FORWARD_WAITS])
+    def waiting(self) -> int:
+        """Where there is waiting in the times of own work (WITH_GRADIENTS, ...)."""
+        return int(self._ints[_WAITING])
 
-    @forward_waits.setter
-    def forward_waits(self, waits: bool) -> None:
-        self._ints[_FORWARD_WAITS] = waits
+    @waiting.setter
+    def waiting(self, where: int) -> None:
+        self._ints[_WAITING] = where
 
     @property
     def marks(self) -> int:
@@ -275,9 +279,9 @@ class Vitals:
                 found[name] = times
         return found
 
-    def device_times(self) -> dict[str, Times]:
-        """Of the phases that were timed on a device."""
-        found = ((phase, self._times(_DEVICE + n)) for n, phase in enumerate(ON_DEVICE))
+    def own_times(self) -> dict[str, Times]:
+        """What phases took the rank itself."""
+        found = ((phase, self._times(_OWN + n)) for n, phase in enumerate(OWN_WORK))
         return {PHASES[phase]: times for phase, times in found if times is not None}
 
     def _times(self, what: int) -> Times | None:

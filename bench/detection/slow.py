@@ -24,7 +24,11 @@ STEPS_AT_MOST = 30
 
 
 def measure(setting: Setting) -> list[Line]:
-    script = ["--step-ms=50", f"--slow-rank={SLOW_RANK}", "--slow=2"]
+    return [*_measure(setting, "DDP", []), *_measure(setting, "FSDP", ["--sharded"])]
+
+
+def _measure(setting: Setting, model: str, flags: list[str]) -> list[Line]:
+    script = ["--step-ms=50", f"--slow-rank={SLOW_RANK}", "--slow=2", *flags]
     scores: list[float] = []
     steps: int | None = None
     others: set[int] = set()
@@ -49,11 +53,13 @@ def measure(setting: Setting) -> list[Line]:
     score = sorted(scores)[len(scores) // 2] if scores else None
     seen = f"others flagged: {sorted(others) or 'none'}"
     return [
-        Line("score of a rank at half speed", score, at_least=0.45, at_most=0.55, why=why),
-        Line("other ranks flagged", float(len(others)), at_most=0.0, seen=seen, why=why),
-        count("looks at which it stayed flagged", flagged, max(1, looks)),
         Line(
-            "steps until it was flagged",
+            f"{model}: score of a rank at half speed", score, at_least=0.45, at_most=0.55, why=why
+        ),
+        Line(f"{model}: other ranks flagged", float(len(others)), at_most=0.0, seen=seen, why=why),
+        count(f"{model}: looks at which it stayed flagged", flagged, max(1, looks)),
+        Line(
+            f"{model}: steps until it was flagged",
             None if steps is None else float(steps),
             at_most=float(STEPS_AT_MOST),
             why=why or ("" if steps is not None else "it never was"),

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from ddp import FEATURES, StepMarks, last_step
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -37,8 +38,12 @@ def arguments() -> argparse.Namespace:
     add("--linger-s", type=float, default=0.0)
     add("--slow-rank", type=int, default=-1)
     add("--slow", type=float, default=1.0, help="how many times as long that rank takes")
+    add("--sharded", action="store_true", help="FSDP instead of DDP; without saves and evaluations")
     add("--stop-at", type=Path, help="a file that may come to name the last step")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.sharded and (args.save_every or args.evaluate_every):
+        parser.error("--sharded: rank 0 alone can neither save nor evaluate")
+    return args
 
 
 def told(what: str, rank: int) -> bool:
@@ -114,17 +119,17 @@ def report(seconds: float) -> None:
 
 
 def between_steps(
-    args: argparse.Namespace, step: int, rank: int, model: DistributedDataParallel
+    args: argparse.Namespace, step: int, rank: int, model: nn.Module, net: Net
 ) -> None:
     if args.save_every and step % args.save_every == 0 and rank == 0:
-        torch.save(model.module.state_dict(), SlowStorage(args.save_s))
+        torch.save(net.state_dict(), SlowStorage(args.save_s))
     if args.evaluate_every and step % args.evaluate_every == 0:
         turn = step // args.evaluate_every
         long = turn % 10 == 0
         if turn % 3 == 0:
             evaluate(model, 200 if long else 20)
         elif rank == 0 and turn % 3 == 1:
-            evaluate(model.module, 200 if long else 20)
+            evaluate(net, 200 if long else 20)
         elif rank == 0:
             report(4.0 if long else 0.5)
         dist.barrier()
@@ -139,7 +144,8 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     own_s = args.step_ms / 1000 * (args.slow if rank == args.slow_rank else 1.0)
-    model = DistributedDataParallel(Net(rank, own_s))
+    net = Net(rank, own_s)
+    model = fully_shard(net) if args.sharded else DistributedDataParallel(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     chance = random.Random(rank)
     inputs, step = torch.ones(16, FEATURES), 0
@@ -150,7 +156,7 @@ def main() -> None:
         step += 1
         if chance.random() < args.pauses:
             time.sleep(PAUSE_STEPS * own_s)
-        between_steps(args, step, rank, model)
+        between_steps(args, step, rank, model, net)
         if not told("skip", rank):
             dist.barrier()
         marks.finished(step)

@@ -31,7 +31,17 @@ from holdfast.messages.hangs import HangTerms, Paces, Stall
 from holdfast.messages.records import Part
 from holdfast.messages.timings import RankTimings, Timing
 from holdfast.messages.units import Rank
-from holdfast.vitals import PHASES, Open, Signs, Times, Vitals, section_name
+from holdfast.vitals import (
+    ALSO_IN_FORWARD,
+    LEFT_OUT,
+    PHASES,
+    WITH_GRADIENTS,
+    Open,
+    Signs,
+    Times,
+    Vitals,
+    section_name,
+)
 
 LOOK_EVERY_S = 1.0
 LOOK_SOONEST_S = 0.05
@@ -44,8 +54,12 @@ REPEAT_MOST_S = 60.0
 """Who stands still is told again now and then: the others may have ended meanwhile."""
 NEWS = 1.2
 """A longest time is told again when it has grown by that factor."""
-WAITING_PHASES = frozenset({"backward", "optimizer", "step", "between"})
-"""Phases in which ranks may wait for each other."""
+WAITING = {
+    LEFT_OUT: frozenset({"step", "between"}),
+    WITH_GRADIENTS: frozenset({"step", "between", "backward", "optimizer"}),
+    ALSO_IN_FORWARD: frozenset({"step", "between", "backward", "optimizer", "forward"}),
+}
+"""Phases in whose times ranks may have waited for each other."""
 
 
 class Timer(Protocol):
@@ -93,21 +107,21 @@ class Watched:
     """How much it had done when it was last looked at."""
     counts: dict[str, int] = field(default_factory=dict)
     """Of each phase, how many had ended when its timings were last told."""
-    device_counts: dict[str, int] = field(default_factory=dict)
-    """The same of those that were timed on a device."""
+    own_counts: dict[str, int] = field(default_factory=dict)
+    """The same of what they took the rank itself."""
 
     def news(self) -> list[tuple[str, int, float]]:
-        """What ended since the last time: how often, and how long it took in the median; on a device
-        where that is known, which looks only now and then."""
+        """What ended since the last time: how often, and how long it took in the median; the rank
+        itself where that is known, which on a device is looked at only now and then."""
         found = []
-        on_device = self.vitals.device_times()
-        fresh_on_device = _fresh(on_device, self.device_counts)
+        own = self.vitals.own_times()
+        fresh_own = _fresh(own, self.own_counts)
         times = self.vitals.times()
         for name, fresh in _fresh(times, self.counts).items():
             latest = times[name].latest_s[-fresh:]
-            if name in on_device:
-                looked = fresh_on_device.get(name, 0)
-                latest = on_device[name].latest_s[-looked:] if looked else ()
+            if name in own:
+                looked = fresh_own.get(name, 0)
+                latest = own[name].latest_s[-looked:] if looked else ()
             if latest and name != "start":
                 found.append((name, fresh, statistics.median(latest)))
         return found
@@ -327,7 +341,7 @@ class Watch:
             news = one.news()
             if not one.vitals.warm:
                 continue  # Its first steps say nothing about its speed.
-            waiting = WAITING_PHASES | ({"forward"} if one.vitals.forward_waits else set())
+            waiting = WAITING[one.vitals.waiting]
             timings = [
                 Timing(
                     section=name,

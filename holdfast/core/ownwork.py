@@ -2,8 +2,9 @@
 
 In synchronous training all ranks take equally long for a step, however slow one of them is: the
 others wait for it in the sections with collectives (backward, optimizer). There the straggler is the
-one with the *shortest* time. So a section that waits says nothing about the speed of the rank that
-reports it, and only three things can be relied on:
+one with the *shortest* time. Workers take off the waiting that they see, and say in which sections
+there may be more of it. One that waits says nothing about the speed of the rank that reports it, and
+only three things can be relied on:
 
     A section that does not wait (data, forward, the user's own) is work of the rank itself, and the
     ratio of the best median to its own is its speed in it.
@@ -21,9 +22,7 @@ reports it, and only three things can be relied on:
 
 Hidden work has a weight in the score and no speed of its own: it goes as fast as the forward pass, or
 as the best when there is none. If a rank is slow in nothing but a section that waits, all ranks
-report the same times, and nobody can tell from these who it is. Unless all workers measure how long
-they are blocked inside collectives (the section `wait`): then that is taken off, and what was hidden
-is seen.
+report the same times, and nobody can tell from these who it is.
 
 A score is the time that the rank's work would have taken at the best speed, divided by the time that
 it took: the mean of the sections' ratios, weighted by time. Weights are counts times medians, so one
@@ -37,7 +36,7 @@ from collections.abc import Collection, Mapping
 
 from msgspec import Struct
 
-from holdfast.messages.timings import FORWARD, STEP, WAIT, Timing
+from holdfast.messages.timings import FORWARD, STEP, Timing
 from holdfast.messages.units import Rank, Seconds
 
 MIN_SAMPLES = 5
@@ -89,8 +88,6 @@ def own_work(window: Mapping[Rank, Sections]) -> dict[Rank, Works]:
     """Take the waiting out of what these ranks report."""
     parts = {rank: _parts(sections) for rank, sections in window.items()}
     waiting = {name for each in parts.values() for name, part in each.items() if part.waits}
-    if all(WAIT in sections for sections in window.values()):
-        return {rank: _blocked_off(parts[rank], window[rank][WAIT], waiting) for rank in window}
     seen = {rank: _seen(each, waiting) for rank, each in parts.items()}
     for name in sorted(waiting):
         medians = {rank: p[name].median_s() for rank, p in parts.items() if name in p}
@@ -102,9 +99,9 @@ def own_work(window: Mapping[Rank, Sections]) -> dict[Rank, Works]:
 def _parts(sections: Sections) -> Sections:
     """The sections that make up a step; what no section covers counts as one that waits."""
     enough = {name: s for name, s in sections.items() if s.count >= MIN_SAMPLES}
-    parts = {name: s for name, s in enough.items() if name not in (STEP, WAIT)}
+    parts = {name: s for name, s in enough.items() if name != STEP}
     if (step := enough.get(STEP)) is not None:
-        rest = step.total_s - sum(s.total_s for n, s in sections.items() if n not in (STEP, WAIT))
+        rest = step.total_s - sum(s.total_s for name, s in sections.items() if name != STEP)
         if rest > 0:
             parts[STEP] = Sample(step.count, rest, rest, waits=True)
     return parts
@@ -113,16 +110,6 @@ def _parts(sections: Sections) -> Sections:
 def _seen(parts: Sections, waiting: set[str]) -> Works:
     visible = {name: part for name, part in parts.items() if name not in waiting}
     return {name: Work(part.median_s(), part.count) for name, part in visible.items()}
-
-
-def _blocked_off(parts: Sections, blocked: Sample, waiting: set[str]) -> Works:
-    """All of a rank's work, when it measured how long it was blocked in the sections that wait."""
-    total = sum(part.total_s for name, part in parts.items() if name in waiting)
-    own = max(0.0, 1 - blocked.total_s / total) if total > 0 else 1.0
-    return {
-        name: Work(part.median_s() * (own if name in waiting else 1.0), part.count)
-        for name, part in parts.items()
-    }
 
 
 def _hidden(medians: dict[Rank, Seconds], seen: Mapping[Rank, Works]) -> dict[Rank, Seconds]:

@@ -46,7 +46,8 @@ _LIBRARY = re.compile(
     r"/(site|dist)-packages/|/lib(64)?/python\d|^<frozen |/holdfast/(worker|diagnosis)/"
 )
 _COLLECTIVE_FILE = re.compile(
-    r"/torch/distributed/(?!checkpoint/)|/torch/nn/parallel/distributed\.py$|/holdfast/worker/requests\.py$"
+    r"/torch/distributed/(?!checkpoint/)|/torch/nn/parallel/distributed\.py$"
+    r"|/holdfast/worker/(requests|waits)\.py$"
 )
 _COLLECTIVE_FUNCTION = re.compile(r"\b(c10d|gloo)::|^p?nccl[A-Z_]")
 _GPU = re.compile(r"^cuda[A-Z]|^cu[A-Z]|^hip[A-Z]")

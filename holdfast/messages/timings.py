@@ -10,8 +10,6 @@ from holdfast.messages.units import Rank, Seconds, StepNumber
 
 STEP = "step"
 """The section that is the whole step; all others are parts of it."""
-WAIT = "wait"
-"""Time blocked inside collectives, where a worker can measure it; it lies within other sections."""
 FORWARD = "forward"
 
 Kind = Literal["relative", "individual"]
@@ -26,7 +24,7 @@ class Timing(Struct, frozen=True, kw_only=True):
     median_s: Seconds
     total_s: Seconds
     waits: bool = False
-    """Whether the rank may wait for others in it, as in a backward pass with its all-reduces."""
+    """Whether the rank may have waited for others in that time, as in a backward pass of DDP."""
 
 
 class RankTimings(Struct, frozen=True, kw_only=True):

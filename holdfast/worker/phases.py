@@ -16,9 +16,10 @@ else, then whatever it does next is followed.
 Only the thread that trains is followed: a loader that runs ahead in another one says nothing about
 where the script stands.
 
-The times of waiting phases (backward, where gradients are reduced; optimizer, for sharded ones) are
-the whole world's; a rank's own work shows in the others. With a sharded model forward is one of them.
-On a GPU it is the times there that count (see `devicetimes`).
+Ranks wait for each other in collectives, and what a rank does itself is told without that as far as it
+can be seen (`waits`); on a GPU it is the times there that count (`devicetimes`). With DDP the backward
+pass is as long as the slowest rank's; with a sharded model all phases can be told, unless torch's
+compiler made one piece of work and waiting.
 """
 
 from __future__ import annotations
@@ -32,14 +33,24 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Final
 
-from holdfast.vitals import BACKWARD, BETWEEN, DATA, FORWARD, OPTIMIZER, Vitals
+from holdfast.vitals import (
+    ALSO_IN_FORWARD,
+    BACKWARD,
+    BETWEEN,
+    DATA,
+    FORWARD,
+    LEFT_OUT,
+    OPTIMIZER,
+    WITH_GRADIENTS,
+    Vitals,
+)
 from holdfast.worker.devicetimes import DeviceTimes
 from holdfast.worker.imports import when_imported
 from holdfast.worker.pulse import uses_device
+from holdfast.worker.waits import HostTimes, Waits
 
 COST_S: Final = 60e-6
-"""Of following one step, at most; and where its phases are timed on a GPU:"""
-DEVICE_COST_S: Final = 100e-6
+"""Of following one step, at most, where nothing is timed on a GPU."""
 SHARE: Final = 0.003
 """So much of the time may be spent on that."""
 MOST_SKIPPED: Final = 100
@@ -65,9 +76,14 @@ class Phases:
         """How many backward passes of the training thread are under way, one within the other."""
         self.drag: Callable[[], None] | None = None
         """Makes the forward pass slow, where somebody asked for that."""
-        self._device: DeviceTimes | None = None
+        self._waits = Waits(self._trains)
+        self._host = HostTimes(vitals, self._waits)
         self._root: weakref.ref[Any] | None = None
         """The module that began the last forward pass."""
+        self._reduced: weakref.ref[Any] | None = None
+        """The module that DDP was last seen to have, and whose gradients it reduces."""
+        self._stepped: weakref.ref[Any] | None = None
+        """The optimizer that was last asked what it optimizes."""
 
     def install(self) -> None:
         when_imported("torch.optim.optimizer", self._on_optimizer)
@@ -75,6 +91,7 @@ class Phases:
         when_imported("torch.autograd", self._on_autograd)
         when_imported("torch.nn.modules.module", self._on_module)
         when_imported("torch._dynamo", self._on_compiler)
+        self._waits.install()
 
     def wake(self) -> None:
         """Called now and then, by any thread."""
@@ -96,20 +113,21 @@ class Phases:
         self._skips = self._to_skip > 0
         if not self._skips:
             self._arm()
-            if self._device is None and uses_device():
-                self._device = DeviceTimes(self._vitals, sys.modules["torch"].cuda)
+            if self._waits.device is None and uses_device():
+                self._waits.device = DeviceTimes(self._vitals, sys.modules["torch"].cuda)
 
     def _not_worth_while(self, step_s: float) -> int:
         """How many steps as long as that are not followed, for each one that is."""
         if self.drag is not None:
             return 0
-        cost_s = COST_S if self._device is None else DEVICE_COST_S
+        device = self._waits.device
+        cost_s = COST_S if device is None else device.cost_s
         return min(MOST_SKIPPED, int(cost_s / (SHARE * max(step_s, 1e-6))))
 
     def _mark(self, phase: int) -> None:
-        self._vitals.mark(phase, time.monotonic())
-        if self._device is not None:
-            self._device.mark(phase)
+        now = time.monotonic()
+        self._vitals.mark(phase, now)
+        (self._waits.device or self._host).mark(phase, now)
 
     def _forward(self) -> None:
         self._mark(FORWARD)
@@ -126,9 +144,11 @@ class Phases:
     # ---- hooks ----
 
     def _on_optimizer(self, module: ModuleType) -> None:
-        def before(*_: Any) -> None:
+        def before(*args: Any) -> None:
             if not self._skips and self._trains():
                 self._mark(OPTIMIZER)
+                if self._compiles:
+                    self._ask(args[0])
 
         def after(*_: Any) -> None:
             if self._trains():
@@ -138,6 +158,14 @@ class Phases:
             hook._torchdynamo_disable = True  # type: ignore[attr-defined]
         module.register_optimizer_step_pre_hook(before)
         module.register_optimizer_step_post_hook(after)
+
+    def _ask(self, optimizer: Any) -> None:
+        """No module is looked at when they are compiled; their optimizer knows them too."""
+        if self._stepped is None or self._stepped() is not optimizer:
+            self._stepped = weakref.ref(optimizer)
+            of_all = (p for group in optimizer.param_groups for p in group["params"])
+            sharded = any(map(_is_shard, of_all))
+            self._vitals.waiting = ALSO_IN_FORWARD if sharded else WITH_GRADIENTS
 
     def _on_loader(self, module: ModuleType) -> None:
         real = module._BaseDataLoaderIter.__next__
@@ -181,12 +209,13 @@ class Phases:
         def called(root: Any, *_: Any) -> None:
             if torch.compiler.is_compiling() or self._backwards or not self._trains():
                 return  # In a backward pass a module is computed again.
-            if hasattr(root, "will_sync_module_buffers"):
-                return  # DDP waits for rank 0's buffers before it calls the module that it has.
+            if _is_ddp(root):
+                self._reduced = weakref.ref(root.module)
+                return  # It waits for rank 0's buffers before it calls the module that it has.
             hooks.pop(_OUR_HOOK, None)
             if self._root is None or self._root() is not root:
                 self._root = weakref.ref(root)
-                self._vitals.forward_waits = _is_sharded(root)
+                self._vitals.waiting = self._waiting_in(root)
             self._forward()
 
         def arm() -> None:
@@ -195,6 +224,13 @@ class Phases:
 
         self._arm = arm
         arm()
+
+    def _waiting_in(self, root: Any) -> int:
+        """Which times have waiting in them that is not seen, when that module is trained."""
+        reduced = self._reduced is not None and self._reduced() is root
+        if reduced or not _is_sharded(root) or any(map(_is_ddp, root.modules())):
+            return WITH_GRADIENTS
+        return LEFT_OUT
 
     def _on_compiler(self, module: ModuleType) -> None:
         real = module.optimize
@@ -212,9 +248,17 @@ class Phases:
 
 def _is_sharded(root: Any) -> bool:
     """Whether ranks have to give each other parts of the module before they can compute it."""
-    return any(hasattr(parameter, "_local_tensor") for parameter in root.parameters()) or any(
+    return any(map(_is_shard, root.parameters())) or any(
         type(module).__name__ == "FullyShardedDataParallel" for module in root.modules()
     )
+
+
+def _is_shard(parameter: Any) -> bool:
+    return hasattr(parameter, "_local_tensor") or type(parameter).__name__ == "FlatParameter"
+
+
+def _is_ddp(module: Any) -> bool:
+    return hasattr(module, "will_sync_module_buffers")
 
 
 def _nothing() -> None:

@@ -31,7 +31,7 @@ _LOOK_DEEP = 8
 _ENGINE = "_engine_run_backward"
 _COLLECTIVE = re.compile(
     r"/torch/distributed/(?!checkpoint/|elastic/)|/torch/nn/parallel/distributed\.py$"
-    r"|/holdfast/worker/requests\.py$"
+    r"|/holdfast/worker/(requests|waits)\.py$"
 )
 _TRANSPARENT = re.compile(
     r"/torch/(_ops|_compile)\.py$|/torch/utils/_contextlib\.py$|/threading\.py$"

@@ -14,11 +14,13 @@ from holdfast.messages.hangs import LINES, HangTerms, Paces, Stall
 from holdfast.messages.records import Part
 from holdfast.messages.units import Rank, RoundNumber
 from holdfast.vitals import (
+    ALSO_IN_FORWARD,
     BETWEEN,
     DATA,
     FORWARD,
     IN_BACKWARD,
     IN_COLLECTIVE,
+    LEFT_OUT,
     NO,
     PHASES,
     VITALS_BYTES,
@@ -643,7 +645,7 @@ def test_on_a_gpu_the_times_there_are_told() -> None:
     scene.watch.timings()
     for _ in range(3):
         scene.train()
-        vitals.took_on_device(FORWARD, 0.25)
+        vitals.took_itself(FORWARD, 0.25)
     timings = {timing.section: timing for timing in scene.watch.timings()[0].timings}
     assert timings["forward"].median_s == pytest.approx(0.25)
     assert timings["forward"].count > 3, "for all steps, though only some were looked at"
@@ -654,11 +656,15 @@ def test_on_a_gpu_the_times_there_are_told() -> None:
 
 def test_with_a_sharded_model_ranks_wait_in_forward_too() -> None:
     scene = Scene(ranks=1)
-    scene.vitals[0].forward_waits = True
+    scene.vitals[0].waiting = ALSO_IN_FORWARD
     scene.train()
     timings = {timing.section: timing for timing in scene.watch.timings()[0].timings}
     assert timings["forward"].waits
     assert not timings["data"].waits
+    scene.vitals[0].waiting = LEFT_OUT
+    scene.train()
+    timings = {timing.section: timing for timing in scene.watch.timings()[0].timings}
+    assert {name for name, timing in timings.items() if timing.waits} == {"between", "step"}
 
 
 def test_what_earlier_rounds_and_alarms_say_holds_in_the_next() -> None:

@@ -37,7 +37,12 @@ SLUGGISH = """
             file.write(f"{finding.rank} {finding.kind} {finding.began} {finding.section}\\n")
 
     holdfast.on_straggler(tell)
-    model = torch.nn.parallel.DistributedDataParallel(Model(8, 8))
+    if "SHARDED" in os.environ:
+        from torch.distributed.fsdp import fully_shard
+
+        model = fully_shard(Model(8, 8))
+    else:
+        model = torch.nn.parallel.DistributedDataParallel(Model(8, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     end = torch.zeros(1)
     while not end:
@@ -47,7 +52,8 @@ SLUGGISH = """
         end[0] = os.path.exists("end")
         dist.all_reduce(end)
 """
-"""Trains with gloo; a rank that is slow sleeps four times as long in its forward pass."""
+"""Trains with gloo, and DDP or FSDP; a rank that is slow sleeps four times as long in its forward
+pass."""
 
 COLD = ("--standby", "0")
 """No nursery: each process imports torch for itself, which is less work if there are few of them."""
@@ -265,8 +271,11 @@ def test_a_node_that_falls_ill_makes_place_for_a_spare(nodes: Nodes, part: str) 
 # ---- ranks that are slow -----------------------------------------------------------------------
 
 
-def test_a_slow_rank_is_found_shown_and_told_to_the_script(run: Run, tmp_path: Path) -> None:
-    run.start(run.write(SLUGGISH), nproc=4, env={"SLOW_RANK": "2"})
+@pytest.mark.parametrize("model", ["REPLICATED", "SHARDED"])
+def test_a_slow_rank_is_found_shown_and_told_to_the_script(
+    run: Run, tmp_path: Path, model: str
+) -> None:
+    run.start(run.write(SLUGGISH), nproc=4, env={"SLOW_RANK": "2", model: "yes"})
     for rank in range(4):
         found = wait_for(lambda rank=rank: told(tmp_path, rank), "the script to be told")
         assert found[0].startswith("2 relative True")

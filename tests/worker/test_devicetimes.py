@@ -15,7 +15,13 @@ from holdfast.vitals import (
     VITALS_BYTES,
     Vitals,
 )
-from holdfast.worker.devicetimes import MOST_UNREAD, DeviceTimes
+from holdfast.worker.devicetimes import (
+    COST_S,
+    MOST_UNREAD,
+    MOST_WAITS,
+    WAIT_COST_S,
+    DeviceTimes,
+)
 
 STEP = (DATA, FORWARD, BACKWARD, OPTIMIZER, BETWEEN)
 WORK_S = {FORWARD: 0.1, BACKWARD: 0.2, OPTIMIZER: 0.05}
@@ -28,12 +34,16 @@ class Gpu:
         self.queued_s = 0.0
         """How much work was put into it so far."""
         self.done_s = 0.0
+        self.stream = "default"
         self.capturing = False
         self.broken = False
         self.events = 0
 
     def is_current_stream_capturing(self) -> bool:
         return self.capturing
+
+    def current_stream(self) -> str:
+        return self.stream
 
     def Event(self, enable_timing: bool) -> Event:
         assert enable_timing
@@ -79,13 +89,13 @@ class Scene:
         for _ in range(steps):
             for phase in phases:
                 at_mark(phase)
-                self.times.mark(phase)
+                self.times.mark(phase, self.gpu.queued_s)
                 self.gpu.queued_s += WORK_S.get(phase, 0.0)
                 self.gpu.done_s = max(self.gpu.done_s, self.gpu.queued_s - behind_s)
 
     @property
     def seen(self) -> dict[str, tuple[float, ...]]:
-        return {name: times.latest_s for name, times in self.vitals.device_times().items()}
+        return {name: times.latest_s for name, times in self.vitals.own_times().items()}
 
 
 def test_the_times_are_the_gpus() -> None:
@@ -148,3 +158,100 @@ def test_a_gpu_that_has_failed_is_the_scripts_to_complain_about() -> None:
     before = len(scene.seen["forward"])
     scene.train(5)
     assert len(scene.seen["forward"]) > before
+
+
+# ---- waiting for other ranks ----
+
+
+def waits(scene: Scene, for_s: float) -> None:
+    """The script has the GPU's stream wait, until others have come."""
+
+    def wait(stream: str, timeout: float | None = None) -> None:
+        assert timeout == 1.0
+        scene.gpu.queued_s += for_s
+
+    scene.times.wait(wait, scene.gpu.stream, timeout=1.0)
+
+
+def test_what_the_gpu_waits_for_others_is_not_its_work() -> None:
+    scene = Scene()
+    for _ in range(8):
+        for phase in STEP:
+            scene.train(1, phases=(phase,))
+            waits(scene, 0.03)
+            waits(scene, 0.04)
+    for phase, name in ((FORWARD, "forward"), (BACKWARD, "backward"), (OPTIMIZER, "optimizer")):
+        assert scene.seen[name] == pytest.approx([WORK_S[phase]] * len(scene.seen[name]))
+
+
+def test_a_wait_of_another_stream_is_none_of_this_ones() -> None:
+    scene = Scene()
+    for _ in range(8):
+        scene.train(1, phases=(DATA, FORWARD))
+        scene.gpu.stream = "communicates"
+        waits(scene, 0.0)
+        scene.gpu.stream = "default"
+        scene.train(1, phases=(OPTIMIZER, BETWEEN))
+    assert scene.gpu.events == 8 * 3
+    assert scene.seen["forward"] == pytest.approx([WORK_S[FORWARD]] * 8)
+
+
+def test_waits_within_waits_count_once() -> None:
+    scene = Scene()
+
+    def outer() -> None:
+        scene.gpu.queued_s += 0.01
+        waits(scene, 0.02)
+
+    for _ in range(8):
+        scene.train(1, phases=(DATA, FORWARD))
+        scene.times.wait(outer)
+        scene.train(1, phases=(OPTIMIZER, BETWEEN))
+    assert scene.seen["forward"] == pytest.approx([WORK_S[FORWARD]] * 8)
+
+
+def test_the_more_waits_the_more_a_step_costs_to_time() -> None:
+    scene = Scene()
+    scene.train(3)
+    assert scene.times.cost_s == COST_S
+    scene.train(1, phases=(FORWARD,))
+    for _ in range(100):
+        waits(scene, 0.0)
+    scene.train(1, phases=(OPTIMIZER, BETWEEN))
+    assert scene.times.cost_s == pytest.approx(COST_S + 200 * WAIT_COST_S)
+
+
+def test_a_phase_of_too_many_waits_is_not_timed() -> None:
+    scene = Scene()
+    scene.train(2)
+    before = len(scene.seen["forward"])
+    scene.train(1, phases=(FORWARD,))
+    for _ in range(2 * MOST_WAITS):
+        waits(scene, 0.01)
+    scene.train(1, phases=(OPTIMIZER, BETWEEN))
+    assert len(scene.seen["forward"]) == before
+    assert scene.gpu.events <= 2 * MOST_WAITS + 20
+
+
+def test_a_wait_on_a_gpu_that_failed_fails_as_it_would_without_us() -> None:
+    scene = Scene()
+    scene.train(2)
+    before = len(scene.seen["forward"])
+    scene.train(1, phases=(FORWARD,))
+    scene.gpu.broken = True
+
+    def fails() -> None:
+        raise RuntimeError("the script's own")
+
+    with pytest.raises(RuntimeError, match="the script's own"):
+        scene.times.wait(fails)
+    scene.gpu.broken = False
+    scene.train(1, phases=(OPTIMIZER, BETWEEN))
+    assert len(scene.seen["forward"]) == before
+
+
+def test_a_wait_that_is_recorded_in_a_graph_is_not_stamped() -> None:
+    scene = Scene()
+    scene.train(1, phases=(FORWARD,))
+    scene.gpu.capturing = True
+    waits(scene, 0.5)

@@ -215,33 +215,102 @@ def test_of_short_steps_only_some_are_followed(with_torch: Run) -> None:
     with_torch(BEFORE, TORCH, script)
 
 
-def test_where_ranks_wait_for_each_other_in_forward_is_known(with_torch: Run) -> None:
+def test_in_which_times_there_is_waiting_is_known(with_torch: Run) -> None:
     script = """
     import torch.distributed as dist
+    from holdfast.vitals import ALSO_IN_FORWARD, LEFT_OUT, WITH_GRADIENTS
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
     from torch.nn.parallel import DistributedDataParallel
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 
     def layers(): return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-    def waits(net):
+    def waiting(net):
         sgd = torch.optim.SGD(net.parameters(), lr=1e-3)
         assert without_between(train, [ONES], net, (sgd,)) == STEP[1:]
-        return vitals.forward_waits
-    assert not waits(layers())
+        return vitals.waiting
+    assert waiting(layers()) == WITH_GRADIENTS
     sharded = layers()
     fully_shard(sharded[0])
-    assert waits(sharded)
-    assert not waits(layers())
+    assert waiting(sharded) == LEFT_OUT
+    assert waiting(layers()) == WITH_GRADIENTS
+    assert waiting(nn.Sequential(sharded, DistributedDataParallel(nn.Linear(1, 1)))) == WITH_GRADIENTS
 
     # DDP gives all ranks the buffers of rank 0 first; that is no work of the rank's own.
     class Slowly(DistributedDataParallel):
         def _sync_buffers(self):
             time.sleep(0.2)
     before = vitals.times()["forward"].count
-    assert not waits(Slowly(layers()))
+    assert waiting(Slowly(layers())) == WITH_GRADIENTS
     assert max(vitals.times()["forward"].latest_s[-1:]) < 0.1
     assert vitals.times()["forward"].count == before + 1
+
+    # Of a compiled model only the optimizer knows the parameters.
+    torch.compile(lambda x: x, backend="eager")(ONES)
+    sgd = torch.optim.SGD(sharded.parameters(), lr=1e-3)
+    sgd.step()
+    assert vitals.waiting == ALSO_IN_FORWARD
+    torch.optim.SGD(layers().parameters(), lr=1e-3).step()
+    assert vitals.waiting == WITH_GRADIENTS
+    dist.destroy_process_group()
+    """
+    with_torch(BEFORE, TORCH, script)
+
+
+def test_waiting_for_other_ranks_is_not_counted_as_own_work(with_torch: Run) -> None:
+    script = """
+    import os
+    import torch.distributed as dist
+    import torch.distributed._functional_collectives as functional
+
+    def meet():
+        dist.all_reduce(torch.ones(2), async_op=True).wait()  # As torch's own functions do.
+        functional.all_reduce(torch.ones(2), "sum", dist.group.WORLD).sum()  # As DTensors do.
+
+    child = os.fork()
+    dist.init_process_group(
+        "gloo", f"file://{os.getcwd()}/store", rank=int(not child), world_size=2)
+    if not child:
+        for _ in range(3):
+            time.sleep(0.1)
+            meet()
+            time.sleep(0.1)
+            meet()
+        dist.barrier()
+        os._exit(0)
+
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(8, 1)
+        def forward(self, x):
+            time.sleep(0.02)
+            meet()
+            return self.inner(x)
+    net = Late()
+    sgd = torch.optim.SGD(net.parameters(), lr=1e-3)
+    def reduce(gradient):
+        time.sleep(0.03)
+        meet()
+    for _ in range(3):
+        loss = net(ONES).sum()
+        loss.register_hook(reduce)
+        loss.backward()
+        sgd.step()
+    times, own = vitals.times(), vitals.own_times()
+    for name, work_s in (("forward", 0.02), ("backward", 0.03)):
+        assert times[name].count == own[name].count == 3
+        for took_s, own_s in zip(times[name].latest_s, own[name].latest_s):
+            assert took_s > 0.08, (name, took_s)
+            assert work_s <= own_s < took_s - 0.04, (name, took_s, own_s)
+
+    # Of another thread it does not count.
+    before = phases._waits.seconds
+    elsewhere = threading.Thread(target=dist.barrier)
+    elsewhere.start()
+    elsewhere.join()
+    assert phases._waits.seconds == before
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     dist.destroy_process_group()
     """
     with_torch(BEFORE, TORCH, script)
