@@ -79,7 +79,7 @@ class DeviceTimes:
             self._unread.clear()
 
     def wait(self, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call what makes a stream wait for other ranks; if it is this one, that is stamped."""
+        """Call what makes the GPU, or the script that gives it its work, wait for other ranks."""
         timed = self._now
         if timed is None or self._waits_now or not self._is_waited_in(timed):
             return real(*args, **kwargs)
@@ -97,8 +97,7 @@ class DeviceTimes:
             self._now = None
             return False
         try:
-            capturing = self._cuda.is_current_stream_capturing()
-            return not capturing and self._cuda.current_stream() == self.stream
+            return not self._cuda.is_current_stream_capturing()
         except RuntimeError:
             return False
 
@@ -111,6 +110,7 @@ class DeviceTimes:
 
     def _turn(self, phase: int | None) -> None:
         """What was timed ends, and perhaps another phase begins."""
+        self.stream = self._cuda.current_stream()
         event = self._stamp()
         if self._now is not None:
             self._now.ended = event
@@ -118,11 +118,10 @@ class DeviceTimes:
         self._now = None
         if phase is not None:
             self._now = _Timed(phase, event)
-            self.stream = self._cuda.current_stream()
 
     def _stamp(self) -> Any:
         event = self._cuda.Event(enable_timing=True)
-        event.record()
+        event.record(self.stream)
         return event
 
     def _read(self) -> None:

@@ -213,6 +213,8 @@ class Phases:
                 self._reduced = weakref.ref(root.module)
                 return  # It waits for rank 0's buffers before it calls the module that it has.
             hooks.pop(_OUR_HOOK, None)
+            if self._skips:
+                return
             if self._root is None or self._root() is not root:
                 self._root = weakref.ref(root)
                 self._vitals.waiting = self._waiting_in(root)

@@ -17,11 +17,14 @@ import sys
 import time
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 from holdfast.vitals import OWN_WORK, Vitals
 from holdfast.worker.devicetimes import DeviceTimes
 from holdfast.worker.imports import when_imported
+
+_NONE: Final = -1
+"""The backward pass that a thread is in which is in none. With a GPU, torch has threads for them."""
 
 Call = Callable[..., Any]
 
@@ -47,15 +50,17 @@ class Waits:
         module.__dict__["wait_tensor"] = self._wrapped(module.wait_tensor)
 
     def _wrapped(self, real: Call) -> Call:
-        is_compiling = sys.modules["torch"].compiler.is_compiling
+        torch = sys.modules["torch"]
+        is_compiling, backward_pass = torch.compiler.is_compiling, torch._C._current_graph_task_id
 
         @functools.wraps(real)
         def wait(*args: Any, **kwargs: Any) -> Any:
             if is_compiling() or self._within:
                 return real(*args, **kwargs)
-            if self.device is not None:
+            trains = self._trains()
+            if self.device is not None and (trains or backward_pass() != _NONE):
                 return self.device.wait(real, *args, **kwargs)
-            if not self._trains():
+            if self.device is not None or not trains:
                 return real(*args, **kwargs)
             self._within = True
             began = time.monotonic()

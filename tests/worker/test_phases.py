@@ -180,6 +180,9 @@ def test_of_short_steps_only_some_are_followed(with_torch: Run) -> None:
     took = vitals.times()
     assert abs(took["forward"].count - took["optimizer"].count) <= 1
     assert max(took["between"].latest_s) < 0.05, "what was not followed is not booked"
+    own = vitals.own_times()
+    assert abs(own["forward"].count - own["backward"].count) <= 1
+    assert sum(own["forward"].latest_s) <= sum(took["forward"].latest_s)
 
     # Something else begins in the middle of a step: from then on it is followed.
     def evaluate():
