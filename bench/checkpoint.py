@@ -12,9 +12,8 @@ import shutil
 import signal
 import sys
 import tempfile
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 BENCH = Path(__file__).resolve().parent
 sys.path[:0] = [str(BENCH.parent)]  # Also where holdfast is not installed.
@@ -25,6 +24,7 @@ from checkpoints.leftovers import remove_leftovers  # noqa: E402
 from checkpoints.lines import COLUMNS, Line  # noqa: E402
 from checkpoints.setting import Setting  # noqa: E402
 from harness import processes  # noqa: E402
+from harness.lines import report  # noqa: E402
 from harness.report import Report, publish  # noqa: E402
 from harness.setting import say  # noqa: E402
 
@@ -164,34 +164,11 @@ def _measure(name: str, args: argparse.Namespace, scratch: Path, shm: Path) -> l
 def _report(args: argparse.Namespace, scratch: Path, shm: Path) -> Report:
     load = os.getloadavg()[0]
     found = {name: _measure(name, args, scratch, shm) for name in args.names}
-    lines = [line for of_one in found.values() for line in of_one]
-    missed = [line.what for line in lines if line.met is False]
-    judged = sum(line.met is not None for line in lines)
-    notes = [
-        *(f"  {line.what}: {line.told()}" for line in lines),
-        "medians; torch's: the same figure for torch.distributed.checkpoint; others: the share of the"
-        " cores that went to processes that are not the bench's",
-        f"load {load:.2f} at the start, {os.getloadavg()[0]:.2f} at the end",
-        f"{judged - len(missed)} of {judged} goals met"
-        + (f"; missed: {', '.join(missed)}" if missed else ""),
-    ]
-    return Report(
-        mode="checkpoint",
-        columns=COLUMNS,
-        rows=[line.row() for line in lines],
-        notes=notes,
-        results=[{"measure": n, **asdict(line)} for n, of_one in found.items() for line in of_one],
-        summary=_summary(found),
-        passed=not missed,
+    others = (
+        "torch's: the same figure for torch.distributed.checkpoint; others: the share of the cores that"
+        " went to processes that are not the bench's"
     )
-
-
-def _summary(found: dict[str, list[Line]]) -> dict[str, Any]:
-    keys = ("what", "figure", "unit", "at_least", "at_most", "torchs", "seen", "why", "others")
-    return {
-        name: [{key: getattr(line, key) for key in keys} | {"met": line.met} for line in lines]
-        for name, lines in found.items()
-    }
+    return report("checkpoint", found, load, COLUMNS, [others])
 
 
 def main() -> int:

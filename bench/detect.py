@@ -13,7 +13,6 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 BENCH = Path(__file__).resolve().parent
@@ -21,9 +20,9 @@ sys.path[:0] = [str(BENCH.parent)]  # Also where holdfast is not installed.
 
 from detection import calm, cost, hangs, localise, slow, stacks  # noqa: E402
 from detection.jobs import Setting  # noqa: E402
-from detection.lines import COLUMNS, Line  # noqa: E402
 from harness import processes  # noqa: E402
 from harness.launchers import LauncherMissingError  # noqa: E402
+from harness.lines import Line, report  # noqa: E402
 from harness.report import Report, publish  # noqa: E402
 from harness.setting import say  # noqa: E402
 
@@ -80,28 +79,8 @@ def _report(args: argparse.Namespace, folder: Path) -> Report:
     for name in args.names:
         found[name] = MEASURES[name](setting)
         for line in found[name]:
-            say(f"{name}: {'  '.join(line.row())}  ({line.why or line.seen})")
-    lines = [line for of_one in found.values() for line in of_one]
-    missed = [line.what for line in lines if line.met is False]
-    judged = sum(line.met is not None for line in lines)
-    notes = [
-        *(f"  {line.what}: {line.why or line.seen}" for line in lines if line.why or line.seen),
-        f"medians; load {load:.2f} at the start, {os.getloadavg()[0]:.2f} at the end",
-        f"{judged - len(missed)} of {judged} goals met"
-        + (f"; missed: {', '.join(missed)}" if missed else ""),
-    ]
-    return Report(
-        mode="detect",
-        columns=COLUMNS,
-        rows=[line.row() for line in lines],
-        notes=notes,
-        results=[{"measure": n, **asdict(line)} for n, of_one in found.items() for line in of_one],
-        summary={
-            name: [{"what": line.what, "figure": line.figure, "met": line.met} for line in of_one]
-            for name, of_one in found.items()
-        },
-        passed=not missed,
-    )
+            say(f"{name}: {'  '.join(line.row())}  ({line.told()})")
+    return report("detect", found, load)
 
 
 def main() -> int:

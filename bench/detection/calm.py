@@ -10,11 +10,11 @@ from __future__ import annotations
 import time
 
 from harness.job import JobError
+from harness.lines import Line
 from harness.setting import say
 
 from detection import jobs
 from detection.jobs import NODES, RANKS, Setting
-from detection.lines import Line
 from holdfast.core.job import Job as JobState
 
 STEPS, STEPS_QUICK = 10_000, 800

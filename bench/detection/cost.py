@@ -12,10 +12,10 @@ from pathlib import Path
 from statistics import median
 
 from harness.job import GLANCE_EVERY_S, JobError
+from harness.lines import Line
 
 from detection import jobs
 from detection.jobs import Setting
-from detection.lines import Line
 
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "byturns.py"
 RANKS = 2

@@ -16,12 +16,12 @@ from pathlib import Path
 from statistics import median
 
 from harness.job import Job, JobError
+from harness.lines import Line, count
 from harness.marks import Seconds
 from harness.setting import say
 
 from detection import jobs
 from detection.jobs import LIMIT_S, NODES, RANKS, Setting
-from detection.lines import Line, count
 
 WAYS = {
     "stop": "SIGSTOP",

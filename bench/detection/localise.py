@@ -10,8 +10,9 @@ import random
 from collections.abc import Collection, Iterable
 from itertools import combinations, islice
 
+from harness.lines import Line, count
+
 from detection.jobs import Setting
-from detection.lines import Line, count
 from holdfast.core import nodecheck as checks
 from holdfast.messages import nodecheck as records
 from holdfast.messages.units import NodeId

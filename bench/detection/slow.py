@@ -12,10 +12,10 @@ import time
 from typing import Any
 
 from harness.job import Job, JobError
+from harness.lines import Line, count
 
 from detection import jobs
 from detection.jobs import LIMIT_S, NODES, RANKS, Setting
-from detection.lines import Line, count
 
 SLOW_RANK = 2
 WINDOWS_S = 15.0

@@ -6,10 +6,10 @@ import time
 from statistics import median
 
 from harness.job import JobError
+from harness.lines import Line, count
 
 from detection import jobs
 from detection.jobs import Setting
-from detection.lines import Line, count
 from holdfast.messages.wire import AskWhy, Why
 from holdfast.visiting import ask
 
