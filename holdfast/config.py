@@ -15,13 +15,14 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from msgspec import Struct
 
 from holdfast.errors import JobHomeError, UsageError
 from holdfast.faultlist import schedule
 from holdfast.messages.chaos import Injection
+from holdfast.messages.local import Entry
 from holdfast.tls import TlsFiles
 from holdfast.values import (
     _joined,
@@ -47,8 +48,6 @@ from holdfast.values import (
 )
 
 T = TypeVar("T")
-
-Entry = Literal["script", "module", "path", "command"]
 
 PREFIX_TEMPLATE = "[${role_name}${local_rank}]:"
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
