@@ -6,6 +6,7 @@ own doing, from `Checkpointer.restore` down.
 
 from __future__ import annotations
 
+import threading
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
@@ -29,8 +30,13 @@ class OwnMemory:
     def __init__(self, images: Path) -> None:
         self.images = images
 
-    def open(self, checkpointer: str, directory: str, keep: bytes) -> None:
+    def open(
+        self, checkpointer: str, directory: str, keep: bytes, copies: list[threading.Event]
+    ) -> None:
         pass
+
+    def replaced(self, checkpointer: str, copies: list[threading.Event]) -> bool:
+        return False
 
     def saved(self, checkpointer: str, path: Path, state: int, step: int, wish: Wish) -> None:
         image = Image.open(path)

@@ -209,11 +209,16 @@ class AloneLink:
 
     # ---- saving ----
 
-    def open(self, checkpointer: str, directory: str, keep: bytes) -> None:
+    def open(
+        self, checkpointer: str, directory: str, keep: bytes, copies: list[threading.Event]
+    ) -> None:
         order = Open(number=0, checkpointer=checkpointer, directory=directory, keep=keep)
         reply = self._keeper.ask(order)
         if reply.error:
             raise CheckpointError(reply.error)
+
+    def replaced(self, checkpointer: str, copies: list[threading.Event]) -> bool:
+        return False  # Nobody else has these images.
 
     def saved(self, checkpointer: str, path: Path, state: int, step: int, wish: Wish) -> None:
         save = self._begun(checkpointer, step)

@@ -80,6 +80,8 @@ class AsyncWriter:
         """
         if self._closed:
             raise UsageError("AsyncWriter.save: this writer is closed; make another one")
+        if os.getpid() != self._process:
+            raise UsageError("AsyncWriter.save: this process was forked; make a writer of its own")
         at = _absolute(checkpoint_id)
         self._await_copy()
         self._carrying.await_room()

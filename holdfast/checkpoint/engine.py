@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import multiprocessing.util
+import operator
 import os
 import sys
 import threading
@@ -33,6 +34,7 @@ from holdfast.checkpoint.collector import collector_off
 from holdfast.checkpoint.copying import cores
 from holdfast.checkpoint.guard import Guard, after_first_step
 from holdfast.checkpoint.manifest import steps
+from holdfast.checkpoint.names import LAST_STEP
 from holdfast.checkpoint.restore import Stored, captured_entry, load
 from holdfast.checkpoint.slots import BothRead, Slots
 from holdfast.checkpoint.sources import WhenWanted, open_files, set_aside
@@ -52,8 +54,14 @@ class Link(Protocol):
     round: int
     images: Path
 
-    def open(self, checkpointer: str, directory: str, keep: bytes) -> None:
-        """Say that this checkpointer is there."""
+    def open(
+        self, checkpointer: str, directory: str, keep: bytes, copies: list[threading.Event]
+    ) -> None:
+        """Say that this checkpointer is there; `copies` are those that it is making. One that had the
+        same name and the same images has made its last when this returns."""
+
+    def replaced(self, checkpointer: str, copies: list[threading.Event]) -> bool:
+        """Whether another one has that name and those images now."""
 
     def saved(self, checkpointer: str, path: Path, state: int, step: int, wish: Wish) -> None:
         """An image is whole."""
@@ -105,7 +113,7 @@ class Checkpointer:
         overlap: bool = True,
         pickling: bool = False,
     ) -> None:
-        _check(directory, state, memory_every, storage_every)
+        _check(directory, state, memory_every, storage_every, keep)
         self.restored = Restored(0, None)
         self._where = _absolute(directory)
         self._state = state
@@ -117,19 +125,21 @@ class Checkpointer:
         # The same after a restart, and another one for each checkpointer of a script.
         name = self._where or f"memory of {sorted(state)}"
         self._name = hashlib.sha256(name.encode()).hexdigest()[:12]
+        self._copying: list[threading.Event] = []
+        own = keep is not None and not isinstance(keep, retention.Policy)
+        encoded = b"" if keep is None or own else msgspec.json.encode(keep)
+        link.open(self._name, self._where or "", encoded, self._copying)
         self._slots = Slots(link.images, self._name, link.rank)
+        self._process = os.getpid()
+        self._saving = threading.Lock()
         self._optimizers = [o for o in state.values() if isinstance(o, torch.optim.Optimizer)]
         self._guard = Guard(self._optimizers)
         self._layout: Layout | None = None
         self._last: Ticket | None = None
         self._owed = False
         """The last save was for storage and was skipped: the next one goes there in its place."""
-        own = keep is not None and not isinstance(keep, retention.Policy)
-        encoded = b"" if keep is None or own else msgspec.json.encode(keep)
-        link.open(self._name, self._where or "", encoded)
         if self._optimizers:
             after_first_step(self._optimizers, self._make_ready)
-        self._copying: list[threading.Event] = []
         # Before links are closed. Interpreters wait for our threads by themselves, but processes of
         # `multiprocessing` do that late; and nobody may have the checkpointer any more by then.
         multiprocessing.util.Finalize(None, _await_all, (self._copying,), exitpriority=10)
@@ -139,19 +149,24 @@ class Checkpointer:
     def save(self, step: int, to: Tier | None = None, block: bool = False) -> Ticket:
         """Save the state as that of `step`: to memory, to storage, or not at all, as the intervals
         say. `block=True` returns only when the copy is made and nothing of it is overlapped."""
-        _check_step(step)
+        step = _step(step)
+        self._check_usable("save")
         if to not in (None, "memory", "storage"):
             raise UsageError(f"Checkpointer.save: to memory or to storage, not to {to!r}")
         tier = to or self._due(step)
         if tier is None:
             return Ticket.skipped(step, self._waiting, "it is not due")
-        if self._owed:
-            tier = "storage"
         if tier == "storage" and self._where is None:
             raise UsageError("this Checkpointer has no directory; it can only save to memory")
+        with self._saving:
+            return self._save(step, tier, overlap=self._overlap and not block)
+
+    def _save(self, step: int, tier: Tier, overlap: bool) -> Ticket:
+        if self._owed:
+            tier = "storage"
         try:
             with self._link.booked("checkpoint"):
-                ticket = self._copy(step, tier, overlap=self._overlap and not block)
+                ticket = self._copy(step, tier, overlap)
             self._owed = False
         except BothRead as why:
             self._owed = tier == "storage"
@@ -170,6 +185,20 @@ class Checkpointer:
         if self._last is not None and self._last.to is not None:
             last = self._last
             last.storage(timeout_s) if last.to == "storage" else last.memory(timeout_s)
+
+    def _check_usable(self, call: str) -> None:
+        if os.getpid() != self._process:
+            raise UsageError(
+                f"Checkpointer.{call}: this process was forked from the one that made the"
+                " checkpointer, which alone can use it"
+            )
+        if self._link.replaced(self._name, self._copying):
+            what = f"for {self._where}" if self._where else f"with the names {sorted(self._state)}"
+            each = "a directory" if self._where else "names, or a directory,"
+            raise UsageError(
+                f"Checkpointer.{call}: another one was made {what} since; each needs {each} of its"
+                " own"
+            )
 
     def _due(self, step: int) -> Tier | None:
         if self._memory_every is None and self._storage_every is None:
@@ -258,10 +287,16 @@ class Checkpointer:
         assert where is not None
 
         def tidy() -> None:
-            if ticket.storage().outcome == "saved":
+            if ticket.storage().outcome != "saved":
+                return
+            try:
                 storage = open_storage(where)
                 delete = retention.plan(keep, steps(storage), verified=ticket.step)
                 retention.prune(storage, delete, verified=ticket.step)
+            except Exception as error:
+                # The edge of a thread, and of the user's own rule.
+                why = f"{type(error).__name__}: {error}"
+                self._complain(f"old checkpoints stay, because keep failed: {why}")
 
         threading.Thread(target=tidy, name="retention", daemon=True).start()
 
@@ -273,6 +308,7 @@ class Checkpointer:
         All ranks must call it. When there are saved states and none of them verifies, that is an
         error: training does not start over in silence.
         """
+        self._check_usable("restore")
         with self._link.booked("restore"):
             self.restored = self._restore(step)
         self._link.resumed(self.restored.step)
@@ -350,8 +386,19 @@ def _absolute(directory: str | os.PathLike[str] | None) -> str | None:
 
 
 def _check(
-    directory: object, state: object, memory_every: int | None, storage_every: int | None
+    directory: object,
+    state: object,
+    memory_every: int | None,
+    storage_every: int | None,
+    keep: object,
 ) -> None:
+    if directory is not None and not isinstance(directory, str | os.PathLike):
+        raise UsageError(f"Checkpointer: a directory is a path, a URL or None, not {directory!r}")
+    if keep is not None and not callable(keep):
+        raise UsageError(
+            f"Checkpointer: keep is a rule such as KeepLatest(3), or a function of the steps that"
+            f" there are, not {keep!r}"
+        )
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         raise UsageError("Checkpointer: the state is a dict of names and what they stand for")
     for name, entry in state.items():
@@ -367,6 +414,14 @@ def _check(
             raise UsageError(f"Checkpointer: {name} is a number of steps from 1 on, not {every!r}")
 
 
-def _check_step(step: int) -> None:
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise UsageError(f"Checkpointer.save: a step is a whole number from 0 on, not {step!r}")
+def _step(step: int) -> int:
+    """A step, which may be numpy's."""
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if isinstance(step, bool) or not 0 <= number <= LAST_STEP:
+        raise UsageError(
+            f"Checkpointer.save: a step is a whole number from 0 to {LAST_STEP}, not {step!r}"
+        )
+    return number

@@ -23,6 +23,7 @@ METADATA: Final = ".metadata"
 REFUSED: Final = "refused"
 DELETED: Final = "deleted"
 
+LAST_STEP: Final = 10**18 - 1
 _STEP: Final = re.compile(r"step_([0-9]{9}|[1-9][0-9]{9,17})")
 _RANK_FILE: Final = re.compile(r"__([0-9]+)_([0-9]+)\.distcp")
 _JOB: Final = 10**6

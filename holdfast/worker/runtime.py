@@ -34,6 +34,8 @@ class Runtime:
         self.requests = Requests(channel)
         self.store: CoordinatorStore | None = None
         """Made when first asked for; torch needs somebody to hold it."""
+        self.copies: dict[str, list[threading.Event]] = {}
+        """What each checkpointer is copying; of two with one name, the one that was made last."""
         self._page = page
         self.vitals = page.vitals
         self._sections: dict[str, int] = {}

@@ -6,6 +6,7 @@ Outside of `holdfast run` the script gets a keeper of its own (see `holdfast.che
 from __future__ import annotations
 
 import os
+import threading
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
@@ -42,9 +43,17 @@ class AgentLink:
         self.images = Path(worker.images)
         self._worker = worker
 
-    def open(self, checkpointer: str, directory: str, keep: bytes) -> None:
+    def open(
+        self, checkpointer: str, directory: str, keep: bytes, copies: list[threading.Event]
+    ) -> None:
+        for made in self._worker.copies.get(checkpointer, []):
+            made.wait()
+        self._worker.copies[checkpointer] = copies
         message = OpenCheckpointer(checkpointer=checkpointer, directory=directory, keep=keep)
         self._say(message)
+
+    def replaced(self, checkpointer: str, copies: list[threading.Event]) -> bool:
+        return self._worker.copies[checkpointer] is not copies
 
     def saved(self, checkpointer: str, path: Path, state: int, step: int, wish: Wish) -> None:
         message = ImageWhole(

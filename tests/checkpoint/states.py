@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import struct
+import threading
 import traceback
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
@@ -177,8 +178,13 @@ class FakeLink:
         self.aside: list[str] = []
         self.resumed_at: int | None = None
 
-    def open(self, checkpointer: str, directory: str, keep: bytes) -> None:
+    def open(
+        self, checkpointer: str, directory: str, keep: bytes, copies: list[threading.Event]
+    ) -> None:
         self.opened.append((checkpointer, directory, keep))
+
+    def replaced(self, checkpointer: str, copies: list[threading.Event]) -> bool:
+        return False
 
     def saved(self, checkpointer: str, path: Path, state: int, step: int, wish: Wish) -> None:
         seal(path, state)

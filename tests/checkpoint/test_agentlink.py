@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import threading
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from keepers import TOKEN, NewNode, Node
 from states import Rank, check_same, image_of
 
 from holdfast.checkpoint import restore
+from holdfast.checkpoint.engine import Checkpointer
 from holdfast.checkpoint.images import Images
-from holdfast.errors import CheckpointError, NotThere, WireError
+from holdfast.errors import CheckpointError, NotThere, UsageError, WireError
 from holdfast.messages.checkpoints import Holder
-from holdfast.messages.local import REASON_MOST, FromWorker, ImageMissed
+from holdfast.messages.local import REASON_MOST, FromWorker, ImageMissed, ImageWhole
 from holdfast.messages.requests import ImageAt, LocateImage
 from holdfast.messages.units import NodeId
 from holdfast.messages.units import Rank as RankNumber
@@ -32,6 +34,7 @@ class Worker:
     def __init__(self, images: Path) -> None:
         self.round, self.images = 1, str(images)
         self.channel = self.requests = self
+        self.copies: dict[str, list[threading.Event]] = {}
         self.hears = True
         self.said: list[Any] = []
         self.answer = ImageAt(path="")
@@ -39,6 +42,9 @@ class Worker:
     def send(self, message: FromWorker) -> bool:
         self.said.append(message)
         return self.hears
+
+    def section(self, name: str) -> nullcontext[None]:
+        return nullcontext()
 
     def ask(self, request: LocateImage, patience_s: float | None) -> ImageAt:
         self.said.append(request)
@@ -120,3 +126,34 @@ def test_an_agent_that_does_not_hear_is_an_error(worker: Worker) -> None:
     worker.hears = False
     with pytest.raises(CheckpointError, match="does not hear"):
         link(worker).missed("c", 7, "failed", "no memory")
+
+
+@pytest.mark.parametrize(
+    ("directory", "match"), [("d", "made for .*/d"), (None, "names .'model'.")]
+)
+def test_of_two_with_the_same_images_the_one_that_was_made_last_has_them(
+    worker: Worker, directory: str | None, match: str
+) -> None:
+    """Else each would restore what the other has saved."""
+    first = Checkpointer(directory, {"model": torch.zeros(1)}, link=link(worker))
+    other = Checkpointer(None, {"other": torch.zeros(1)}, link=link(worker))
+    first.save(1)
+    second = Checkpointer(directory, {"model": torch.ones(1)}, link=link(worker))
+    with pytest.raises(UsageError, match=match):
+        first.save(2)
+    with pytest.raises(UsageError, match=match):
+        first.restore()
+    second.save(2)
+    other.save(2)
+    assert [one.step for one in worker.said if isinstance(one, ImageWhole)] == [1, 2, 2]
+
+
+def test_images_are_taken_over_once_their_last_copy_is_made(worker: Worker) -> None:
+    copy = threading.Event()
+    link(worker).open("c", "", b"", [copy])
+    taking = threading.Thread(target=link(worker).open, args=("c", "", b"", []))
+    taking.start()
+    taking.join(0.05)
+    assert taking.is_alive()
+    copy.set()
+    taking.join()

@@ -15,14 +15,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy
 import pytest
 import torch
-from states import FakeLink, check_same, flip, offer
+from bodies import save
+from states import FakeLink, check_same, flip, forked, offer
 
 from holdfast.checkpoint.capture import Position, capture
 from holdfast.checkpoint.engine import Checkpointer
 from holdfast.checkpoint.image import Image
 from holdfast.checkpoint.images import Images
+from holdfast.checkpoint.storage import PosixStorage
 from holdfast.checkpoint.tickets import Result
 from holdfast.errors import CheckpointError, UsageError
 from holdfast.messages.requests import SaveSettled
@@ -504,10 +507,15 @@ def test_no_memory_before_the_first_save_is_told(
 # ---- what makes no sense ----
 
 
-@pytest.mark.parametrize("step", [-1, 1.0, "1", None, True])
+@pytest.mark.parametrize("step", [-1, 1.0, "1", None, True, 10**18])
 def test_a_step_is_a_whole_number(link: FakeLink, step: Any) -> None:
     with pytest.raises(UsageError, match="a step is a whole number"):
         Script(link).checkpointer.save(step)
+
+
+def test_a_step_may_be_numpys(link: FakeLink) -> None:
+    Script(link).checkpointer.save(numpy.int64(3)).memory()  # type: ignore[arg-type]
+    assert [(type(step), step) for step, _, _ in link.saves] == [(int, 3)]
 
 
 @pytest.mark.parametrize("to", ["disk", "", 3])
@@ -530,6 +538,7 @@ class OnlySaves:
         ({}, {"storage_every": 3}, "storage_every needs a directory"),
         ({}, {"memory_every": 0}, "memory_every is a number of steps"),
         ({}, {"memory_every": "3"}, "memory_every is a number of steps"),
+        ({}, {"keep": 3}, "keep is a rule"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_at_once(
@@ -593,3 +602,58 @@ def test_to_capture_many_tensors_takes_no_more_python_than_a_few() -> None:
         return python_calls(lambda: capture({"m": tensors}, layout, position))
 
     assert calls(3000) == calls(10)
+
+
+def test_saves_of_several_threads_never_mix(link: FakeLink) -> None:
+    """Each has its image to itself: none is written by two at a time."""
+    state = {"a": torch.zeros(500_000), "b": torch.zeros(500_000)}
+    checkpointer = Checkpointer(None, state, link=link)
+    checkpointer.save(0)
+    inside = threading.Semaphore()
+    start, alone = checkpointer._slots.start, []
+
+    def watched(*args: Any) -> Any:
+        alone.append(inside.acquire(blocking=False))
+        try:
+            return start(*args)
+        finally:
+            inside.release()
+
+    checkpointer._slots.start = watched  # type: ignore[method-assign]
+    threads = [
+        threading.Thread(target=lambda: [checkpointer.save(step) for step in range(1, 20)])
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert alone == [True] * 57
+
+
+def test_a_fork_cannot_write_to_the_images_of_the_process_it_comes_from(link: FakeLink) -> None:
+    checkpointer = Checkpointer(None, {"epoch": 1}, link=link)
+    checkpointer.save(1)
+    before = link.saves[0][2].read_bytes()
+
+    def act() -> None:
+        with pytest.raises(UsageError, match="forked"):
+            checkpointer.save(2)
+        with pytest.raises(UsageError, match="forked"):
+            checkpointer.restore()
+
+    assert os.waitpid(forked(act), 0)[1] == 0
+    assert link.saves[0][2].read_bytes() == before
+
+
+def test_a_rule_of_the_users_own_that_fails_is_told_and_deletes_nothing(
+    link: FakeLink, capsys: Output, tmp_path: Path
+) -> None:
+    link.settled[1, "storage"] = SaveSettled(outcome="saved")
+    save(PosixStorage(tmp_path), 1)
+    checkpointer = Checkpointer(tmp_path, {"epoch": 1}, link=link, keep=lambda steps: steps[7:8][0])
+    checkpointer.save(1)
+    for thread in threading.enumerate():
+        if thread.name == "retention":
+            thread.join()
+    assert "old checkpoints stay, because keep failed: IndexError" in capsys.readouterr().err
