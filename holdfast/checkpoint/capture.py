@@ -24,6 +24,7 @@ import msgspec
 import torch
 from msgspec import Struct
 from msgspec.structs import replace
+from torch.nn.parameter import is_lazy
 
 from holdfast.checkpoint import dcp
 from holdfast.checkpoint.layout import (
@@ -127,7 +128,8 @@ def capture(
         if layout is None or addresses is None:
             addresses = list(map(torch.Tensor.data_ptr, locals_))
             layout = _lay_out(parts, Signature.of(parts.tensors, locals_), addresses)
-    except RuntimeError as error:  # Of a sparse or nested tensor there is no such thing.
+    except (RuntimeError, ValueError) as error:
+        # Of a sparse or nested tensor there is no such thing, nor of a lazy module's before its time.
         _check_tensors(parts)
         raise CheckpointError(f"a tensor cannot be saved: {error}") from error
     if len(layout.items) < len(locals_):
@@ -278,6 +280,8 @@ def _check_tensors(parts: Dismantled) -> None:
 
 
 def _place(tensor: torch.Tensor, name: str) -> Placed:
+    if is_lazy(tensor):
+        raise CheckpointError(f"{name}: has no shape yet; save after the first forward pass")
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     plain = local.layout == torch.strided and not (local.is_quantized or local.is_nested)
     if not plain or local.device.type == "meta" or hasattr(local, "__tensor_flatten__"):

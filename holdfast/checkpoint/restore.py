@@ -2,7 +2,8 @@
 
 Everything is read through verified blocks (`reading`), whether it comes from an image in memory or
 from a file on storage, of this rank or of another. A tensor that the state has already is filled
-where it is; one that it has not is made. Nothing restored ever shares memory with an image.
+where it is; one that it has not is made, and so is one of another shape or of a type that loses
+something, unless a module or an optimizer has it. Nothing restored ever shares memory with an image.
 
 What a rank wants of a tensor and what the stored parts hold need not be cut the same way: each wanted
 region is put together from all parts that overlap it. That is how a state is loaded into a world of
@@ -22,6 +23,7 @@ from typing import Any
 
 import msgspec
 import torch
+from torch.nn.parameter import is_lazy
 
 from holdfast.checkpoint.capture import flattened, unique_names
 from holdfast.checkpoint.copying import raw
@@ -88,7 +90,8 @@ def load(
         if isinstance(entry, torch.optim.Optimizer):
             _ready_optimizer(entry, name, mine.contents)
     live = {name: captured_entry(entry, name) for name, entry in state.items()}
-    loading = _Loading(_by_name(live), stored, mine)
+    loose = {name for name, entry in state.items() if not isinstance(entry, _OF_FIXED_SHAPES)}
+    loading = _Loading(*_by_name(live, loose), stored, mine)
     tree = assemble(_bytes(mine, mine.contents.skeleton), loading.tensor, pickling)
     _check_names(state, live, tree)
     for reading in loading.readings.values():
@@ -116,11 +119,27 @@ def _called(name: str, method: str, call: Callable[[], Any]) -> Any:
         raise CheckpointError(what) from error
 
 
-def _by_name(live: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors that a state has now, each under the name that it would be saved by."""
-    found = [(path, value) for path, value in flattened(live) if isinstance(value, torch.Tensor)]
+_OF_FIXED_SHAPES = (torch.nn.Module, torch.optim.Optimizer)
+
+
+def _by_name(
+    live: dict[str, Any], loose: set[str]
+) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
+    """The tensors that a state has now, each under the name that it would be saved by; and which of
+    them are of entries that take a tensor of any shape and type in their place."""
+    found = [
+        (path, value)
+        for path, value in flattened(live)
+        if isinstance(value, torch.Tensor) and not is_lazy(value)
+    ]
     names = unique_names([path for path, _ in found])
-    return {name: value for name, (_, value) in zip(names, found, strict=True)}
+    tensors = {name: value for name, (_, value) in zip(names, found, strict=True)}
+    replaceable = (
+        name
+        for name, (path, value) in zip(names, found, strict=True)
+        if path[0] in loose and not hasattr(value, "_local_tensor")
+    )
+    return tensors, frozenset(replaceable)
 
 
 def _check_names(state: dict[str, Any], live: dict[str, Any], tree: dict[str, Any]) -> None:
@@ -163,10 +182,15 @@ class _Reading:
 
 class _Loading:
     def __init__(
-        self, live: dict[str, torch.Tensor], stored: Sequence[Stored], mine: Stored
+        self,
+        live: dict[str, torch.Tensor],
+        replaceable: frozenset[str],
+        stored: Sequence[Stored],
+        mine: Stored,
     ) -> None:
         self.readings: dict[int, _Reading] = {}
         self._live = live
+        self._replaceable = replaceable
         self._types = tensor_types()
         self._stored = stored
         self._mine = mine
@@ -188,7 +212,7 @@ class _Loading:
             return live
         names = (item.name, *item.also)
         here = [live for name in names if (live := self._here(name, item)) is not None]
-        targets: list[torch.Tensor] = here or [_make(item)]
+        targets: list[torch.Tensor] = here or [self._made_anew(item, names)]
         filled = set()
         for target in targets:  # More than one: they were tied, and are not any more.
             local: torch.Tensor = getattr(target, "_local_tensor", target)
@@ -215,10 +239,17 @@ class _Loading:
             reading = self.readings[id(stored)] = _Reading(stored.source, [], [])
         return reading
 
+    def _made_anew(self, item: TensorItem, names: tuple[str, ...]) -> torch.Tensor:
+        """A tensor for what is not here, or is another one here; where that one is."""
+        replaced = [self._live[name] for name in names if name in self._live]
+        return _make(item, replaced[0].device if replaced else torch.device("cpu"))
+
     def _here(self, name: str, item: TensorItem) -> torch.Tensor | None:
-        """What goes by that name in the state as it is."""
+        """What goes by that name in the state as it is, and can be filled."""
         live = self._live.get(name)
         if live is None:
+            return None
+        if name in self._replaceable and not _can_hold(live, item):
             return None
         if live.shape != item.shape:
             raise CheckpointError(
@@ -275,10 +306,27 @@ class _Loading:
             reading.wants.append(Want(where, lambda: _memory(local)))
 
 
+def _can_hold(live: torch.Tensor, item: TensorItem) -> bool:
+    """Whether a tensor can become what was saved, to the last bit."""
+    saved = _dtype(item.dtype)
+    if tuple(live.shape) != item.shape:
+        return False
+    if live.dtype is saved:
+        return True
+    try:
+        return bool(torch.promote_types(saved, live.dtype) is live.dtype)
+    except RuntimeError:  # Of some types there is no such thing.
+        return False
+
+
 def _overlapping(tensor: torch.Tensor) -> bool:
-    """Whether elements of it share their memory, as in an expanded one."""
-    dims = zip(tensor.shape, tensor.stride(), strict=True)
-    return any(size > 1 and stride == 0 for size, stride in dims)
+    """Whether elements of it may share their memory, as in an expanded one."""
+    end = 0  # Of what the dimensions so far reach, those with short strides first.
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= end:
+            return True
+        end += stride * (size - 1)
+    return False
 
 
 @cache
@@ -330,11 +378,11 @@ def _overlap(
     return axes if all(start < stop for start, stop in axes) else None
 
 
-def _make(item: TensorItem) -> torch.Tensor:
+def _make(item: TensorItem, device: torch.device) -> torch.Tensor:
     dtype = _dtype(item.dtype)
     if item.strides is not None and item.sizes == item.shape:
-        return torch.empty_strided(item.shape, item.strides, dtype=dtype)
-    return torch.empty(item.shape, dtype=dtype)
+        return torch.empty_strided(item.shape, item.strides, dtype=dtype, device=device)
+    return torch.empty(item.shape, dtype=dtype, device=device)
 
 
 def _offsets(live: Any) -> tuple[int, ...]:

@@ -107,7 +107,8 @@ class _Walk:
 
     @property
     def where(self) -> str:
-        return ".".join(map(str, self._path[:20])) or "the state itself"
+        path = ".".join(map(str, self._path[:20])) or "the state itself"
+        return path.encode(errors="backslashreplace").decode()  # It is to be printed.
 
     def of(self, value: Any) -> Any:
         kind = type(value)

@@ -239,6 +239,7 @@ class Wrapped(torch.Tensor):  # type: ignore[misc]
 
 ODD: dict[str, Callable[[], torch.Tensor]] = {
     "sparse": lambda: torch.eye(2).to_sparse(),
+    "lazy": torch.nn.parameter.UninitializedParameter,
     "sparse rows": lambda: torch.eye(2).to_sparse_csr(),
     "quantized": lambda: torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8),
     "meta": lambda: torch.empty(2, device="meta"),

@@ -154,12 +154,46 @@ def test_other_dtypes_strides_and_views_are_filled_too(shm: Path) -> None:
     assert base[1:4, 1::2].count_nonzero() == 0
 
 
-def test_an_expanded_tensor_gets_a_successor(shm: Path) -> None:
+@pytest.mark.parametrize(
+    "live",
+    [
+        torch.zeros(1, 4).expand(3, 4),
+        torch.zeros(12).as_strided((3, 4), (1, 2)),
+        torch.zeros(2, 4),
+        torch.zeros(0),
+        torch.zeros(3, 4, dtype=torch.int64),
+        torch.zeros(3, 4, dtype=torch.bfloat16),
+        torch.zeros(3, 4, dtype=torch.float8_e5m2),
+    ],
+)
+def test_what_cannot_hold_a_plain_tensor_gets_a_successor(shm: Path, live: torch.Tensor) -> None:
     want = torch.randn(3, 4)
-    live = torch.zeros(1, 4).expand(3, 4)
-    got = load({"s": live}, Rank(shm).save({"s": want}))["s"]
-    check_same(got, want)
+    path = Rank(shm).save({"plain": want, "in": {"dict": want.clone()}, "object": {"t": want}})
+    keeper = Keeps(live)
+    state: dict[str, Any] = {"plain": live, "in": {"dict": live}, "object": keeper}
+    load(state, path)
+    check_same([state["plain"], state["in"]["dict"], keeper.tensor], [want] * 3)
     assert not live.any()
+
+
+class Keeps:
+    """An object of the user's own, with a tensor that may grow."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"t": self.tensor}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.tensor = state["t"]
+
+
+def test_a_lazy_module_is_restored_before_its_time(shm: Path) -> None:
+    saved = torch.nn.Linear(3, 4)
+    module = torch.nn.LazyLinear(4)
+    load({"m": module}, Rank(shm).save({"m": saved.state_dict()}))
+    check_same(module.state_dict(), saved.state_dict())
 
 
 # ---- ties ----
@@ -308,7 +342,7 @@ def test_a_damaged_image_is_refused_whatever_was_wanted_of_it(shm: Path) -> None
 def test_a_dtype_of_a_newer_torch_is_an_error() -> None:
     item = TensorItem("x", "own", "float3_new", (1,), (0,), (1,), Span(0, 0), Span(0, 0))
     with pytest.raises(CheckpointError, match="no dtype float3_new"):
-        restore._make(item)
+        restore._make(item, torch.device("cpu"))
 
 
 # ---- worlds of another size ----

@@ -350,8 +350,9 @@ def test_a_state_that_contains_itself_is_an_error() -> None:
 def test_a_text_that_is_none_is_an_error_that_names_its_key() -> None:
     with pytest.raises(CheckpointError, match=r"^a\.0: .*surrogates"):
         dismantle({"a": ["\ud800"]})
-    with pytest.raises(CheckpointError, match=r"surrogates"):
+    with pytest.raises(CheckpointError, match=r"surrogates") as raised:
         dismantle({"a": {"\ud800": 1}})
+    assert str(raised.value).encode(), "it can be printed"
 
 
 def test_a_tensor_cannot_be_a_key() -> None:
