@@ -15,6 +15,7 @@ from holdfast.checkpoint.images import Images
 from holdfast.checkpoint.replicas import Peer
 from holdfast.checkpoint.restore import Stored
 from holdfast.checkpoint.sources import open_image, open_peers
+from holdfast.checkpoint.tickets import SaveId
 from holdfast.messages.checkpoints import Holder, ImageId, Missed, Tier, Tried, Wish
 from holdfast.messages.requests import SaveSettled, StateFound
 from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber
@@ -38,16 +39,16 @@ class OwnMemory:
     def replaced(self, checkpointer: str, copies: list[threading.Event]) -> bool:
         return False
 
-    def saved(self, checkpointer: str, path: Path, state: int, step: int, wish: Wish) -> None:
+    def saved(self, save: SaveId, path: Path, state: int, wish: Wish) -> None:
         image = Image.open(path)
         if image.seal(state) is None:
             raise RuntimeError(f"{path} cannot be sealed")
         image.close()
 
-    def missed(self, checkpointer: str, step: int, outcome: Missed, reason: str) -> None:
+    def missed(self, save: SaveId, outcome: Missed, reason: str) -> None:
         raise RuntimeError(reason)
 
-    def wait(self, checkpointer: str, step: int, to: Tier, timeout_s: float | None) -> SaveSettled:
+    def wait(self, save: SaveId, to: Tier, timeout_s: float | None) -> SaveSettled:
         return SaveSettled(outcome="saved")
 
     def find(self, checkpointer: str, step: int | None, tried: Tried | None) -> StateFound:

@@ -19,12 +19,13 @@ from pathlib import Path
 
 import msgspec
 
+from holdfast.agent.gathering import Gathered, Gathering
 from holdfast.agent.keeperprocess import KeeperProcess
 from holdfast.agent.processes import ProcessTable
 from holdfast.checkpoint.images import Images
 from holdfast.clock import JobClock
 from holdfast.messages.actions import CheckpointSettled, CommitCheckpoint, WriteShards
-from holdfast.messages.checkpoints import Missed, Sealed, Shard, SnapshotId, Wish
+from holdfast.messages.checkpoints import Missed, Shard, SnapshotId
 from holdfast.messages.events import (
     AnyEvent,
     CheckpointWritten,
@@ -69,15 +70,6 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 @dataclass
-class _Gathering:
-    """A node's ranks on their way to having all the same snapshot."""
-
-    wish: Wish
-    world_size: int
-    sealed: dict[Rank, Sealed] = field(default_factory=dict)
-
-
-@dataclass
 class Keeping:
     node: NodeId
     images: Path
@@ -96,8 +88,9 @@ class Keeping:
     keeper: KeeperProcess = field(init=False)
     _part: Part | None = None
     _checkpointers: dict[str, Open] = field(default_factory=dict)
-    _gathering: dict[tuple[SnapshotId, Wish], _Gathering] = field(default_factory=dict)
-    """A step may be saved to memory, and again to storage before all ranks have sealed the first."""
+    _gathering: Gathering | None = None
+    _blamed: bool = False
+    """Somebody was told in this round that not all ranks save."""
     _sealing: dict[Rank, int] = field(default_factory=dict)
     """How many images of a rank are being sealed."""
     _longest_seal_s: float = 0.0
@@ -136,7 +129,7 @@ class Keeping:
 
     def begin_round(self, part: Part) -> None:
         self._part = part
-        self._gathering.clear()
+        self._gathering, self._blamed = Gathering(part), False
         if self.keeper.pid:
             self._tell_round()
         for image, holder in part.fetch:
@@ -174,58 +167,72 @@ class Keeping:
 
     def whole(self, rank: Rank, message: ImageWhole) -> None:
         """A rank's image is whole."""
-        assert self._part is not None
-        snapshot = SnapshotId(message.checkpointer, StepNumber(message.step), self._part.round)
-        gathering = self._gathering.setdefault(
-            (snapshot, message.wish), _Gathering(message.wish, self._part.world_size)
-        )
+        gathering = self._gathering
+        assert gathering is not None
         self._sealing[rank] = self._sealing.get(rank, 0) + 1
         order = Seal(number=0, path=message.path, state=message.state)
         began = time.monotonic()
 
         def sealed(reply: AnyReply) -> None:
             self._longest_seal_s = max(self._longest_seal_s, time.monotonic() - began)
-            self._sealed(rank, snapshot, gathering, reply)
+            self._sealed(rank, message, gathering, reply)
 
         self.keeper.give(order, sealed)
 
     def _sealed(
-        self, rank: Rank, snapshot: SnapshotId, gathering: _Gathering, reply: AnyReply
+        self, rank: Rank, message: ImageWhole, gathering: Gathering, reply: AnyReply
     ) -> None:
+        snapshot = _snapshot(message, gathering.round)
         sealed = reply.sealed if isinstance(reply, ImageSealed) else None
         if sealed is not None:
-            gathering.sealed[rank] = sealed
-        elif reply.error:
-            self._report_missed(rank, snapshot, "failed", reply.error)
+            all_sealed = gathering.seal(snapshot, sealed, message.wish, message.attempt)
+            if all_sealed is not None:
+                self._report_sealed(snapshot, gathering.world_size, all_sealed)
+            self._give_up_hopeless()
         else:
-            self._report_missed(rank, snapshot, "skipped", "a newer one took its place")
-        part = self._part
-        if part is not None and len(gathering.sealed) == part.slots and sealed is not None:
-            self._gathering.pop((snapshot, gathering.wish), None)
-            self.report(
-                SnapshotsSealed(
-                    at=self.clock.now(),
-                    node=self.node,
-                    snapshot=snapshot,
-                    world_size=gathering.world_size,
-                    ranks=tuple(gathering.sealed.values()),
-                    wish=gathering.wish,
-                )
-            )
+            gathering.miss(snapshot, message.attempt)
+            outcome: Missed = "failed" if reply.error else "skipped"
+            why = reply.error or "a newer one took its place"
+            self._report_missed(rank, snapshot, outcome, why, message.attempt)
         self._sealing[rank] -= 1
         if self._sealing[rank] == 0:
             del self._sealing[rank]
             for act in self._after_seals.pop(rank, []):
                 act()
 
+    def _report_sealed(self, snapshot: SnapshotId, world_size: int, gathered: Gathered) -> None:
+        self.report(
+            SnapshotsSealed(
+                at=self.clock.now(),
+                node=self.node,
+                snapshot=snapshot,
+                world_size=world_size,
+                ranks=tuple(gathered.sealed.values()),
+                wish=gathered.wish,
+                attempt=gathered.attempt,
+            )
+        )
+
     def missed(self, rank: Rank, message: ImageMissed) -> None:
         """A rank has no image of a step that others may have."""
-        assert self._part is not None
-        snapshot = SnapshotId(message.checkpointer, StepNumber(message.step), self._part.round)
-        self._report_missed(rank, snapshot, message.outcome, message.reason)
+        assert self._gathering is not None
+        snapshot = _snapshot(message, self._gathering.round)
+        self._gathering.miss(snapshot, message.attempt)
+        self._report_missed(rank, snapshot, message.outcome, message.reason, message.attempt)
+
+    def _give_up_hopeless(self) -> None:
+        """What only some ranks have saved: nobody shall wait for it, and somebody has to know."""
+        for one in self._gathering.hopeless() if self._gathering is not None else ():
+            self._report_missed(one.rank, one.snapshot, "skipped", one.why, one.attempt)
+            if not self._blamed:
+                self._blamed = True
+                self.tell(
+                    f"step {one.snapshot.step} is not saved: rank {one.rank} has not saved it, and"
+                    f" {one.why}; all ranks have to save the same steps"
+                )
 
     def _report_missed(
-        self, rank: Rank, snapshot: SnapshotId, outcome: Missed, reason: str
+        self, rank: Rank, snapshot: SnapshotId, outcome: Missed, reason: str, attempt: int
     ) -> None:
         self.report(
             SnapshotMissed(
@@ -235,15 +242,25 @@ class Keeping:
                 snapshot=snapshot,
                 outcome=outcome,
                 reason=reason,
+                attempt=attempt,
             )
         )
 
-    def after_seals(self, rank: Rank, act: Callable[[], None]) -> None:
-        """Do something once what the rank saved is sealed: its end must not overtake its save."""
-        if rank not in self._sealing:
+    def ended(self, rank: Rank, well: bool, act: Callable[[], None]) -> None:
+        """A rank has ended. Do something once what it saved is sealed: its end must not overtake its
+        save."""
+        gathering = self._gathering
+
+        def end() -> None:
+            if well and gathering is not None:
+                gathering.end(rank)
+                self._give_up_hopeless()
             act()
+
+        if rank not in self._sealing:
+            end()
             return
-        once = _Once(act)
+        once = _Once(end)
         self._after_seals.setdefault(rank, []).append(once)
         limit_s = max(SEAL_FLOOR_S, SEAL_TIMES * self._longest_seal_s)
         asyncio.get_running_loop().call_later(limit_s, once)
@@ -394,6 +411,10 @@ class Keeping:
         if self.keeper.pid:
             self.keeper.give(FailWrites(number=0, files=files), lambda reply: None)
         return bool(self.keeper.pid)
+
+
+def _snapshot(message: ImageWhole | ImageMissed, round: RoundNumber) -> SnapshotId:
+    return SnapshotId(message.checkpointer, StepNumber(message.step), round)
 
 
 def _same(held: AnyOrder, order: WriteShards | CommitCheckpoint) -> bool:

@@ -42,7 +42,7 @@ class Reporter:
     node: NodeId
     clock: JobClock
     report: Callable[[AnyEvent], None]
-    after_seals: Callable[[Rank, Callable[[], None]], None]
+    ended: Callable[[Rank, bool, Callable[[], None]], None]
     """Do something once what the rank saved is sealed."""
     _round: RoundNumber = RoundNumber(0)
     _nodes: int = 1
@@ -133,4 +133,4 @@ class Reporter:
             raised=worker.raised(),
             log_tail=worker.output.tail(),
         )
-        self.after_seals(worker.rank, lambda: self.report(told))
+        self.ended(worker.rank, ending.exit.code == 0, lambda: self.report(told))

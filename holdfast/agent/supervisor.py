@@ -89,7 +89,7 @@ class Supervisor:
         node, clock, report = self.node, self.clock, self.stream.send
         self._crew = Crew()
         self._witness = Witness(node, self._crew, self.stream.tell)
-        self._reporter = Reporter(node, clock, report, self.keeping.after_seals)
+        self._reporter = Reporter(node, clock, report, self.keeping.ended)
         self._watch = Watch(self.hang_terms, self._reporter.stalled)
         self.courier = Courier(node, clock, report, self._crew.reply)
         self._injector = Injector(

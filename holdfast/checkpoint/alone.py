@@ -17,7 +17,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
@@ -31,6 +30,7 @@ import msgspec
 from msgspec import Struct
 
 from holdfast.checkpoint.restore import Stored as StoredState
+from holdfast.checkpoint.tickets import SaveId
 from holdfast.errors import CheckpointError, RequestTimeout
 from holdfast.imagehome import ImageHome
 from holdfast.messages.checkpoints import (
@@ -158,13 +158,15 @@ class _Sealed(Struct):
 class _Save:
     """A step that was saved, or was to be."""
 
-    checkpointer: str
-    step: int
-    name: str
-    """What all ranks call it."""
+    id: SaveId
     settled: dict[Tier, Future[SaveSettled]] = field(
         default_factory=lambda: {"memory": Future(), "storage": Future()}
     )
+
+    @property
+    def name(self) -> str:
+        """What all ranks call it."""
+        return f"save/{self.id.checkpointer}/{self.id.step}/{self.id.attempt}"
 
     def settle(self, to: Tier, outcome: Outcome, reason: str = "") -> None:
         if not self.settled[to].done():
@@ -187,8 +189,7 @@ class AloneLink:
         self.images = self._home.path
         self._keeper = OwnKeeper(self.images)
         self._lock = threading.Lock()
-        self._counted: Counter[tuple[str, int]] = Counter()
-        self._saves: dict[tuple[str, int], _Save] = {}
+        self._saves: dict[SaveId, _Save] = {}
         self._threads: list[threading.Thread] = []
         self._finds = 0
         self._refused: tuple[str, ...] = ()
@@ -202,7 +203,7 @@ class AloneLink:
         until = time.monotonic() + PEERS_PATIENCE_S
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
-        if self._counted and not any(thread.is_alive() for thread in self._threads):
+        if self._saves and not any(thread.is_alive() for thread in self._threads):
             self._meeting.part()
         self._keeper.close()
         self._home.remove()
@@ -220,25 +221,21 @@ class AloneLink:
     def replaced(self, checkpointer: str, copies: list[threading.Event]) -> bool:
         return False  # Nobody else has these images.
 
-    def saved(self, checkpointer: str, path: Path, state: int, step: int, wish: Wish) -> None:
-        save = self._begun(checkpointer, step)
-        self._go_on(lambda before: self._carry_through(save, path, state, wish, before))
+    def saved(self, save: SaveId, path: Path, state: int, wish: Wish) -> None:
+        begun = self._begun(save)
+        self._go_on(lambda before: self._carry_through(begun, path, state, wish, before))
 
-    def missed(self, checkpointer: str, step: int, outcome: Missed, reason: str) -> None:
-        save = self._begun(checkpointer, step)
-        save.settle_both(outcome, reason)
-        self._go_on(lambda before: self._tell_missed(save, outcome, reason, before))
+    def missed(self, save: SaveId, outcome: Missed, reason: str) -> None:
+        begun = self._begun(save)
+        begun.settle_both(outcome, reason)
+        self._go_on(lambda before: self._tell_missed(begun, outcome, reason, before))
 
-    def _begun(self, checkpointer: str, step: int) -> _Save:
+    def _begun(self, save: SaveId) -> _Save:
         with self._lock:
-            self._counted[checkpointer, step] += 1
-            name = f"save/{checkpointer}/{step}/{self._counted[checkpointer, step]}"
-            save = _Save(checkpointer, step, name)
-            self._saves.pop((checkpointer, step), None)
-            self._saves[checkpointer, step] = save
+            self._saves[save] = _Save(save)
             while len(self._saves) > KEPT_SAVES:
                 del self._saves[next(iter(self._saves))]
-        return save
+            return self._saves[save]
 
     def _go_on(self, act: Callable[[Callable[[], None]], None]) -> None:
         """Do it beside training; it is given a way to wait for what was begun before."""
@@ -294,10 +291,12 @@ class AloneLink:
                 self._store(save, alike=len({one.shared for one in told}) == 1)
 
     def _store(self, save: _Save, alike: bool) -> None:
-        snapshot = SnapshotId(save.checkpointer, StepNumber(save.step), RoundNumber(self.round))
+        snapshot = SnapshotId(
+            save.id.checkpointer, StepNumber(save.id.step), RoundNumber(self.round)
+        )
         outcome, reason = self._store_all(save.name, snapshot, alike)
         if outcome != "saved" and self.rank == 0:
-            print(f"[holdfast] step {save.step} is not on storage: {reason}", file=sys.stderr)
+            print(f"[holdfast] step {save.id.step} is not on storage: {reason}", file=sys.stderr)
         save.settle("storage", outcome, reason)
 
     def _store_all(self, name: str, snapshot: SnapshotId, alike: bool) -> tuple[Outcome, str]:
@@ -331,15 +330,15 @@ class AloneLink:
             return kind(number=0, error=str(error))
         return answer
 
-    def wait(self, checkpointer: str, step: int, to: Tier, timeout_s: float | None) -> SaveSettled:
+    def wait(self, save: SaveId, to: Tier, timeout_s: float | None) -> SaveSettled:
         with self._lock:
-            save = self._saves.get((checkpointer, step))
-        if save is None:
-            raise CheckpointError(f"step {step} was saved too long ago; nobody remembers")
+            begun = self._saves.get(save)
+        if begun is None:
+            raise CheckpointError(f"step {save.step} was saved too long ago; nobody remembers")
         try:
-            return save.settled[to].result(timeout_s)
+            return begun.settled[to].result(timeout_s)
         except NotYet:
-            raise RequestTimeout(f"step {step} is not saved to {to} yet") from None
+            raise RequestTimeout(f"step {save.step} is not saved to {to} yet") from None
 
     # ---- restoring ----
 

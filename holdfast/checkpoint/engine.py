@@ -39,7 +39,7 @@ from holdfast.checkpoint.restore import Stored, captured_entry, load
 from holdfast.checkpoint.slots import BothRead, Slots
 from holdfast.checkpoint.sources import WhenWanted, open_files, set_aside
 from holdfast.checkpoint.storage import open_storage
-from holdfast.checkpoint.tickets import Ticket
+from holdfast.checkpoint.tickets import SaveId, Ticket
 from holdfast.errors import CheckpointError, HoldfastError, Refused, UsageError
 from holdfast.messages.checkpoints import Holder, ImageId, Missed, SnapshotId, Tier, Tried, Wish
 from holdfast.messages.requests import SaveSettled, StateFound
@@ -63,15 +63,13 @@ class Link(Protocol):
     def replaced(self, checkpointer: str, copies: list[threading.Event]) -> bool:
         """Whether another one has that name and those images now."""
 
-    def saved(self, checkpointer: str, path: Path, state: int, step: int, wish: Wish) -> None:
+    def saved(self, save: SaveId, path: Path, state: int, wish: Wish) -> None:
         """An image is whole."""
 
-    def missed(self, checkpointer: str, step: int, outcome: Missed, reason: str) -> None:
+    def missed(self, save: SaveId, outcome: Missed, reason: str) -> None:
         """There will be no image of that step of this rank."""
 
-    def wait(
-        self, checkpointer: str, step: int, to: Tier, timeout_s: float | None
-    ) -> SaveSettled: ...
+    def wait(self, save: SaveId, to: Tier, timeout_s: float | None) -> SaveSettled: ...
 
     def find(self, checkpointer: str, step: int | None, tried: Tried | None) -> StateFound: ...
 
@@ -136,6 +134,8 @@ class Checkpointer:
         self._guard = Guard(self._optimizers)
         self._layout: Layout | None = None
         self._last: Ticket | None = None
+        self._newest = -1
+        self._repeats = 0
         self._owed = False
         """The last save was for storage and was skipped: the next one goes there in its place."""
         if self._optimizers:
@@ -155,26 +155,36 @@ class Checkpointer:
             raise UsageError(f"Checkpointer.save: to memory or to storage, not to {to!r}")
         tier = to or self._due(step)
         if tier is None:
-            return Ticket.skipped(step, self._waiting, "it is not due")
+            save = SaveId(self._name, step, 0)
+            return Ticket.skipped(save, self._link, "it is not due")
         if tier == "storage" and self._where is None:
             raise UsageError("this Checkpointer has no directory; it can only save to memory")
         with self._saving:
-            return self._save(step, tier, overlap=self._overlap and not block)
+            save = SaveId(self._name, step, self._attempt(step))
+            return self._save(save, tier, overlap=self._overlap and not block)
 
-    def _save(self, step: int, tier: Tier, overlap: bool) -> Ticket:
+    def _attempt(self, step: int) -> int:
+        """A number that grows each time a step is saved that may have been saved before."""
+        if step > self._newest:
+            self._newest = step
+            return 1
+        self._repeats += 1
+        return 1 + self._repeats
+
+    def _save(self, save: SaveId, tier: Tier, overlap: bool) -> Ticket:
         if self._owed:
             tier = "storage"
         try:
             with self._link.booked("checkpoint"):
-                ticket = self._copy(step, tier, overlap)
+                ticket = self._copy(save, tier, overlap)
             self._owed = False
         except BothRead as why:
             self._owed = tier == "storage"
-            ticket = Ticket.skipped(step, self._waiting, str(why))
-            self._tell_missed(step, "skipped", str(why))
+            ticket = Ticket.skipped(save, self._link, str(why))
+            self._tell_missed(save, "skipped", str(why))
         except (HoldfastError, OSError) as error:
-            ticket = Ticket.failed(step, tier, self._waiting, error)
-            self._missed(step, error)
+            ticket = Ticket.failed(save, tier, self._link, error)
+            self._missed(save, error)
         self._last = ticket
         if tier == "storage" and self._keep is not None and self._link.rank == 0:
             self._tidy_after(ticket)
@@ -213,38 +223,38 @@ class Checkpointer:
         if self._last is not None and self._last.to is not None:
             self._last.await_copy()
 
-    def _copy(self, step: int, tier: Tier, overlap: bool) -> Ticket:
+    def _copy(self, save: SaveId, tier: Tier, overlap: bool) -> Ticket:
         self._await_copy()
         wish: Wish = "never" if self._where is None else "now" if tier == "storage" else "if needed"
 
         def finished(path: Path, state: int) -> None:
-            self._link.saved(self._name, path, state, step, wish)
+            self._link.saved(save, path, state, wish)
 
         with collector_off():
-            captured = self._capture(step)
+            captured = self._capture(save.step)
             guarded = self._guard.guarded(captured) if overlap else frozenset()
-            position = self._position(step)
+            position = self._position(save.step)
             copy = self._slots.start(captured, position, guarded, overlap, finished)
         self._guard.watch(copy)
         ended = threading.Event()
         self._copying[:] = [ended]
-        copy.done.add_done_callback(lambda done: self._check_copy(step, done, ended))
-        return Ticket(step, tier, copy.done, self._waiting)
+        copy.done.add_done_callback(lambda done: self._check_copy(save, done, ended))
+        return Ticket(save, tier, copy.done, self._link)
 
-    def _check_copy(self, step: int, done: Future[int], ended: threading.Event) -> None:
+    def _check_copy(self, save: SaveId, done: Future[int], ended: threading.Event) -> None:
         error = done.exception()
         if error is not None:
-            self._missed(step, error)
+            self._missed(save, error)
         ended.set()
 
-    def _missed(self, step: int, error: BaseException) -> None:
+    def _missed(self, save: SaveId, error: BaseException) -> None:
         """Training goes on without that one; the others shall not wait for it."""
-        self._complain(f"step {step} was not saved: {error}")
-        self._tell_missed(step, "failed", str(error))
+        self._complain(f"step {save.step} was not saved: {error}")
+        self._tell_missed(save, "failed", str(error))
 
-    def _tell_missed(self, step: int, outcome: Missed, reason: str) -> None:
+    def _tell_missed(self, save: SaveId, outcome: Missed, reason: str) -> None:
         try:
-            self._link.missed(self._name, step, outcome, reason)
+            self._link.missed(save, outcome, reason)
         except (HoldfastError, OSError) as why:
             self._complain(f"nobody could be told: {why}")
 
@@ -271,10 +281,6 @@ class Checkpointer:
         error = made.exception()
         if error is not None:
             self._complain(f"there may be no memory for snapshots: {error}")
-
-    @property
-    def _waiting(self) -> _Waiting:
-        return _Waiting(self._link, self._name)
 
     def _complain(self, text: str) -> None:
         print(f"[holdfast] rank {self._link.rank}: {text}", file=sys.stderr, flush=True)
@@ -362,15 +368,6 @@ class Checkpointer:
             return self._link.open_image(image, holder, until)
 
         return WhenWanted(len(found.holders), open_image)
-
-
-class _Waiting:
-    def __init__(self, link: Link, checkpointer: str) -> None:
-        self._link = link
-        self._checkpointer = checkpointer
-
-    def wait(self, step: int, to: Tier, timeout_s: float | None) -> SaveSettled:
-        return self._link.wait(self._checkpointer, step, to, timeout_s)
 
 
 def _await_all(copies: list[threading.Event]) -> None:

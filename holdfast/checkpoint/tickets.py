@@ -20,32 +20,42 @@ class Result(Struct, frozen=True):
     reason: str = ""
 
 
+class SaveId(Struct, frozen=True):
+    """One save, as all ranks call it."""
+
+    checkpointer: str
+    step: int
+    attempt: int
+    """Of two saves of that step in one round, the later has the higher number."""
+
+
 class Waiting(Protocol):
-    def wait(self, step: int, to: Tier, timeout_s: float | None) -> SaveSettled: ...
+    def wait(self, save: SaveId, to: Tier, timeout_s: float | None) -> SaveSettled: ...
 
 
 class Ticket:
     """One save. Nothing has to be done with it."""
 
     def __init__(
-        self, step: int, to: Tier | None, copied: Future[int], link: Waiting, reason: str = ""
+        self, save: SaveId, to: Tier | None, copied: Future[int], link: Waiting, reason: str = ""
     ) -> None:
-        self.step = step
+        self.step = save.step
         self.to = to
         """Where it was meant to go; None: nowhere, and `reason` says why."""
+        self._save = save
         self._copied = copied
         self._link = link
         self._reason = reason
 
     @classmethod
-    def skipped(cls, step: int, link: Waiting, reason: str) -> Ticket:
-        return cls(step, None, Future(), link, reason)
+    def skipped(cls, save: SaveId, link: Waiting, reason: str) -> Ticket:
+        return cls(save, None, Future(), link, reason)
 
     @classmethod
-    def failed(cls, step: int, to: Tier, link: Waiting, error: Exception) -> Ticket:
+    def failed(cls, save: SaveId, to: Tier, link: Waiting, error: Exception) -> Ticket:
         copied: Future[int] = Future()
         copied.set_exception(error)
-        return cls(step, to, copied, link)
+        return cls(save, to, copied, link)
 
     def memory(self, timeout_s: float | None = None) -> Result:
         """Wait until all ranks have this snapshot in memory."""
@@ -77,7 +87,7 @@ class Ticket:
             return Result("skipped", None, self._reason)
         try:
             self._copied.result(timeout_s)
-            settled = self._link.wait(self.step, to, timeout_s)
+            settled = self._link.wait(self._save, to, timeout_s)
         except (RequestTimeout, NotYet):
             return Result("pending")
         except (HoldfastError, OSError) as error:

@@ -77,7 +77,7 @@ def on_state_asked(job: Job, event: Asked, now: Time) -> list[AnyAction]:
     commits.forget(job.commits, asker)
     if isinstance(request, AwaitSave):
         settled = commits.await_save(job.commits, asker, request, event.round)
-        known = [(asker, settled)] if settled is not None else []
+        known = [(asker, settled)] if settled is not None else _given_up(job).answers
         return [*requests.answer(job.desk, known), *requests.times_up(job.desk, now)]
     assert isinstance(request, FindState)
     taken = restoring.find(job.commits, event.rank, asker, request, _present(job), reach(job))
@@ -102,8 +102,19 @@ def take_in(job: Job, taken: Taken, now: Time) -> list[AnyAction]:
 
 
 def on_rank_ended(job: Job, now: Time) -> list[AnyAction]:
-    """A rank ended with 0: nobody who restores waits for it."""
-    return take_in(job, restoring.rank_ended(job.commits, _present(job), reach(job)), now)
+    """A rank ended with 0: nobody who restores waits for it, nor for what it has not saved."""
+    restored = restoring.rank_ended(job.commits, _present(job), reach(job))
+    return [*take_in(job, restored, now), *take_in(job, _given_up(job), now)]
+
+
+def _given_up(job: Job) -> Taken:
+    """What is in vain to wait for, because all ranks of a node have ended without it. Where only some
+    have, the node's agent tells."""
+    if not commits.waited_for(job.commits) or job.to_finish == len(job.ranks):
+        return Taken()
+    present = set(_present(job).values())
+    silent = [rank for rank, state in job.ranks.items() if state.node not in present]
+    return commits.given_up(job.commits, silent)
 
 
 def finish(job: Job, now: Time) -> list[AnyAction]:

@@ -32,6 +32,8 @@ class Snapshot(Struct):
     """The different digests of what all ranks should have alike."""
     sealed_by: dict[NodeId, int] = field(default_factory=dict)
     """Who told such digests, and of how many ranks."""
+    attempt: int = 1
+    """The last at it that was heard of."""
     counts: bool = False
     sent: bool = False
     """It was put on its way to storage."""
@@ -89,6 +91,18 @@ class Wait(Struct, frozen=True):
     step: int
     round: RoundNumber
     to: Tier
+    attempt: int = 1
+
+
+class Outcome(Struct, frozen=True):
+    """How a save went, and which attempt at it."""
+
+    settled: SaveSettled
+    attempt: int
+
+    def answers(self, attempt: int) -> bool:
+        """Whether that is what somebody wants to know. What is saved stays so."""
+        return self.settled.outcome == "saved" or attempt <= self.attempt
 
 
 class Book(Struct):
@@ -110,9 +124,11 @@ class Book(Struct):
     """What does not count of it, and why."""
     failures: int = 0
     """How many in a row could not be written."""
-    outcomes: dict[str, SaveSettled] = field(default_factory=dict)
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
     """By tier, step and round; those of the round in force are of use."""
     waits: dict[Asker, Wait] = field(default_factory=dict)
+    scattered: RoundNumber | None = None
+    """The last round in which a snapshot was given up that only some nodes had saved."""
     search: Search | None = None
 
 

@@ -17,13 +17,14 @@ word of them changes nothing. What is restored is for `restoring` to say.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from holdfast.core.commitbook import (
     KEPT_OUTCOMES,
     KEPT_SNAPSHOTS,
     Book,
     Commits,
+    Outcome,
     Reach,
     Snapshot,
     Taken,
@@ -40,6 +41,7 @@ from holdfast.messages.actions import (
     WriteShards,
 )
 from holdfast.messages.checkpoints import (
+    WISHES,
     Holder,
     ImageId,
     Sealed,
@@ -59,6 +61,7 @@ from holdfast.messages.units import NodeId, Rank, RoundNumber
 
 SHARDS_TOLD = 2000
 """In one message."""
+TIERS: tuple[Tier, ...] = ("memory", "storage")
 
 # ---- snapshots ----------------------------------------------------------------------------------
 
@@ -66,20 +69,19 @@ SHARDS_TOLD = 2000
 def sealed(commits: Commits, event: SnapshotsSealed) -> Taken:
     """A node's ranks have their images of a step."""
     book = commits.book(event.snapshot.checkpointer)
-    snapshot, taken = _snapshot(book, event.snapshot, event.world_size), Taken()
+    taken = Taken()
+    snapshot = _snapshot(book, event.snapshot, event.world_size, taken)
     if snapshot is None:
         return taken
+    snapshot.attempt = max(snapshot.attempt, event.attempt)
     for one in event.ranks:
         _note_sealed(snapshot, one, event.node)
     snapshot.sealed_by[event.node] = len(event.ranks)
-    snapshot.wish = max(snapshot.wish, event.wish, key=_WISHES.index)
+    snapshot.wish = max(snapshot.wish, event.wish, key=WISHES.index)
     if event.wish == "now" and not snapshot.stored:
         snapshot.sent = False  # It may have been saved again, because it could not be written.
     _reckon(book, snapshot, taken)
     return taken
-
-
-_WISHES: tuple[Wish, ...] = ("never", "if needed", "now")
 
 
 def _note_sealed(snapshot: Snapshot, one: Sealed, node: NodeId) -> None:
@@ -90,7 +92,7 @@ def _note_sealed(snapshot: Snapshot, one: Sealed, node: NodeId) -> None:
         snapshot.shared.append(one.shared)
 
 
-def _snapshot(book: Book, id: SnapshotId, world_size: int) -> Snapshot | None:
+def _snapshot(book: Book, id: SnapshotId, world_size: int, taken: Taken) -> Snapshot | None:
     """The snapshot of that name; None when history has gone past it."""
     for snapshot in book.snapshots:
         if snapshot.id == id:
@@ -103,7 +105,22 @@ def _snapshot(book: Book, id: SnapshotId, world_size: int) -> Snapshot | None:
     spare = [s for s in book.snapshots if s.id not in needed]
     for old in spare[: max(0, len(book.snapshots) - KEPT_SNAPSHOTS)]:
         book.snapshots.remove(old)
+        if not old.counts and old.id.round == id.round:
+            _scatter(book, old, taken)
     return book.snapshots[-1]
+
+
+def _scatter(book: Book, snapshot: Snapshot, taken: Taken) -> None:
+    """Only some nodes have saved it, and newer ones since: nothing comes of it. That is no accident,
+    so it is told once a round."""
+    lacking = next(r for r in range(snapshot.world_size) if not snapshot.holders.get(Rank(r)))
+    why = f"rank {lacking} has not saved it; all ranks have to save the same steps"
+    for tier in TIERS:
+        skipped = SaveSettled(outcome="skipped", reason=why)
+        _settle_save(book, tier, snapshot.id, skipped, taken, snapshot.attempt)
+    if book.scattered != snapshot.id.round:
+        book.scattered = snapshot.id.round
+        taken.failed.append((snapshot.id, why))
 
 
 def _reckon(book: Book, snapshot: Snapshot, taken: Taken) -> None:
@@ -148,11 +165,17 @@ def _passed(book: Book, wait: Wait) -> bool:
 def missed(commits: Commits, event: SnapshotMissed) -> Taken:
     """A rank has no image of a step, so nothing comes of it; nobody shall wait for it."""
     book, taken = commits.book(event.snapshot.checkpointer), Taken()
-    if any(s.id == event.snapshot and s.counts for s in book.snapshots):
-        return taken  # It was saved before, and again since; what there is stays.
     settled = SaveSettled(outcome=event.outcome, reason=f"rank {event.rank}: {event.reason}")
-    _settle_save(book, "memory", event.snapshot, settled, taken)
-    _settle_save(book, "storage", event.snapshot, settled, taken)
+    id = event.snapshot
+    counting = next((s for s in book.snapshots if s.id == id and s.counts), None)
+    if counting is None:
+        _settle_save(book, "memory", id, settled, taken, event.attempt)
+        _settle_save(book, "storage", id, settled, taken, event.attempt)
+    elif event.attempt > counting.attempt:
+        # It was saved before, and again since; what there is stays.
+        counting.attempt = event.attempt
+        if id not in on_their_way(book):
+            _settle_save(book, "storage", id, settled, taken)
     return taken
 
 
@@ -161,7 +184,7 @@ def held(commits: Commits, event: ImagesHeld) -> Taken:
     taken = Taken()
     for image in event.images:
         book = commits.book(image.snapshot.checkpointer)
-        snapshot = _snapshot(book, image.snapshot, image.world_size)
+        snapshot = _snapshot(book, image.snapshot, image.world_size, taken)
         if snapshot is not None:
             holders = snapshot.holders.setdefault(image.rank, [])
             if event.node not in holders:
@@ -299,7 +322,7 @@ def _write_wanted(book: Book, taken: Taken) -> None:
         _settle_save(book, "storage", id, skipped, taken)
 
 
-def _newest(book: Book, wishes: Iterable[Wish] = _WISHES) -> Snapshot | None:
+def _newest(book: Book, wishes: Iterable[Wish] = WISHES) -> Snapshot | None:
     """The newest snapshot that counts and is all there, of those with such a wish."""
     alive = [s for s in book.snapshots if s.counts and s.alive and s.wish in wishes]
     return max(alive, key=lambda s: age(s.id), default=None)
@@ -432,12 +455,36 @@ def await_save(
     """How that save went; None: it is not known yet, and the asker waits."""
     book = commits.book(request.checkpointer)
     known = book.outcomes.get(_outcome_key(request.to, request.step, round))
-    wait = Wait(request.step, round, request.to)
-    if known is None and _passed(book, wait):
+    if known is not None and known.answers(request.attempt):
+        return known.settled
+    wait = Wait(request.step, round, request.to, request.attempt)
+    if _passed(book, wait):
         return _PASSED
-    if known is None:
-        book.waits[asker] = wait
-    return known
+    book.waits[asker] = wait
+    return None
+
+
+def waited_for(commits: Commits) -> bool:
+    """Whether anybody waits for a save."""
+    return any(book.waits for book in commits.books.values())
+
+
+def given_up(commits: Commits, silent: Collection[Rank]) -> Taken:
+    """These ranks have ended, and their nodes have told all that they saved: nobody waits for what
+    they have not."""
+    taken = Taken()
+    for book in commits.books.values():
+        for wait in dict.fromkeys(book.waits.values()):
+            found = [
+                s for s in book.snapshots if (s.id.step, s.id.round) == (wait.step, wait.round)
+            ]
+            holders = found[0].holders if found else {}
+            lacking = next((rank for rank in silent if not holders.get(rank)), None)
+            if lacking is not None and not any(s.counts for s in found):
+                why = f"rank {lacking} ended without saving it"
+                skipped = SaveSettled(outcome="skipped", reason=why)
+                _answer_waits(book, wait, skipped, taken)
+    return taken
 
 
 def forget(commits: Commits, asker: Asker) -> None:
@@ -450,14 +497,26 @@ def _outcome_key(to: Tier, step: int, round: RoundNumber) -> str:
     return f"{to}/{step}/{round}"
 
 
-def _settle_save(book: Book, to: Tier, id: SnapshotId, settled: SaveSettled, taken: Taken) -> None:
-    book.outcomes[_outcome_key(to, id.step, id.round)] = settled
+def _settle_save(
+    book: Book, to: Tier, id: SnapshotId, settled: SaveSettled, taken: Taken, attempt: int = 0
+) -> None:
+    """Say how a save went; the last attempt at it, unless told which."""
+    attempt = attempt or max((s.attempt for s in book.snapshots if s.id == id), default=1)
+    key, outcome = _outcome_key(to, id.step, id.round), Outcome(settled, attempt)
+    known = book.outcomes.pop(key, outcome)
+    book.outcomes[key] = known if known.answers(attempt + 1) else outcome
     while len(book.outcomes) > KEPT_OUTCOMES:
         del book.outcomes[next(iter(book.outcomes))]
-    for asker, wait in list(book.waits.items()):
-        if wait == Wait(id.step, id.round, to):
-            del book.waits[asker]
-            taken.answers.append((asker, settled))
+    for wait in dict.fromkeys(book.waits.values()):
+        same = (wait.step, wait.round, wait.to) == (id.step, id.round, to)
+        if same and outcome.answers(wait.attempt):
+            _answer_waits(book, wait, settled, taken)
+
+
+def _answer_waits(book: Book, wait: Wait, settled: SaveSettled, taken: Taken) -> None:
+    for asker in [asker for asker, one in book.waits.items() if one == wait]:
+        del book.waits[asker]
+        taken.answers.append((asker, settled))
 
 
 def validate(commits: Commits) -> None:

@@ -6,7 +6,7 @@ another snapshot, and the two are never mixed.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
 
@@ -18,7 +18,10 @@ CheckpointerId = Annotated[str, Meta(pattern="^[0-9A-Za-z_]{1,64}$")]
 Tier = Literal["memory", "storage"]
 Wish = Literal["never", "if needed", "now"]
 """Whether a snapshot is to go to storage: never, when a fault makes it worth while, or at once."""
-
+WISHES: Final[tuple[Wish, ...]] = ("never", "if needed", "now")
+"""In their order: where ranks differ, the last one counts."""
+Attempt = Annotated[int, Meta(ge=1)]
+"""Of two saves of one step in one round, the later has the higher number, on all ranks alike."""
 
 Missed = Literal["skipped", "failed"]
 """Why there is no image: it was not worth while, or did not work."""

@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from holdfast.messages.chaos import Injection, Outcome
 from holdfast.messages.checkpoints import (
+    Attempt,
     CheckpointerId,
     ImageId,
     Missed,
@@ -210,6 +211,7 @@ class SnapshotsSealed(Event, frozen=True, kw_only=True):
     world_size: int
     ranks: tuple[Sealed, ...]
     wish: Wish
+    attempt: Attempt = 1
 
 
 class ImagesHeld(Event, frozen=True, kw_only=True):
@@ -238,6 +240,7 @@ class SnapshotMissed(Event, frozen=True, kw_only=True):
     snapshot: SnapshotId
     outcome: Missed
     reason: str
+    attempt: Attempt = 1
 
 
 class CheckpointWritten(Event, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from holdfast.messages.checkpoints import CheckpointerId, Missed, Wish
+from holdfast.messages.checkpoints import Attempt, CheckpointerId, Missed, Wish
 from holdfast.messages.records import Raised
 from holdfast.messages.requests import AnyAnswer, Lane, Number, ScriptRequest
 
@@ -139,6 +139,7 @@ class ImageWhole(Local, frozen=True, kw_only=True):
     state: int
     step: int
     wish: Wish
+    attempt: Attempt = 1
 
 
 class ImageMissed(Local, frozen=True, kw_only=True):
@@ -148,6 +149,7 @@ class ImageMissed(Local, frozen=True, kw_only=True):
     step: int
     outcome: Missed
     reason: Annotated[str, Meta(max_length=REASON_MOST)]
+    attempt: Attempt = 1
 
 
 class Ask(Local, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from holdfast.messages.checkpoints import CheckpointerId, Holder, ImageId, Tier, Tried
+from holdfast.messages.checkpoints import Attempt, CheckpointerId, Holder, ImageId, Tier, Tried
 from holdfast.messages.timings import Finding
 from holdfast.messages.units import RoundNumber, Seconds, StepNumber
 
@@ -137,6 +137,7 @@ class AwaitSave(Request, frozen=True, kw_only=True):
     step: int
     to: Tier
     timeout_s: Seconds | None = None
+    attempt: Attempt = 1
 
 
 class AwaitStragglers(Request, frozen=True, kw_only=True):

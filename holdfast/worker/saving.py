@@ -16,6 +16,7 @@ from holdfast.checkpoint.alone import AloneLink
 from holdfast.checkpoint.replicas import Peer
 from holdfast.checkpoint.restore import Stored
 from holdfast.checkpoint.sources import open_image, open_peers
+from holdfast.checkpoint.tickets import SaveId
 from holdfast.errors import CheckpointError
 from holdfast.messages.checkpoints import Holder, ImageId, Missed, Tier, Tried, Wish
 from holdfast.messages.local import REASON_MOST, ImageMissed, ImageWhole, OpenCheckpointer
@@ -55,15 +56,25 @@ class AgentLink:
     def replaced(self, checkpointer: str, copies: list[threading.Event]) -> bool:
         return self._worker.copies[checkpointer] is not copies
 
-    def saved(self, checkpointer: str, path: Path, state: int, step: int, wish: Wish) -> None:
+    def saved(self, save: SaveId, path: Path, state: int, wish: Wish) -> None:
         message = ImageWhole(
-            checkpointer=checkpointer, path=str(path), state=state, step=step, wish=wish
+            checkpointer=save.checkpointer,
+            path=str(path),
+            state=state,
+            step=save.step,
+            wish=wish,
+            attempt=save.attempt,
         )
         self._say(message)
 
-    def missed(self, checkpointer: str, step: int, outcome: Missed, reason: str) -> None:
-        reason = reason[:REASON_MOST]
-        message = ImageMissed(checkpointer=checkpointer, step=step, outcome=outcome, reason=reason)
+    def missed(self, save: SaveId, outcome: Missed, reason: str) -> None:
+        message = ImageMissed(
+            checkpointer=save.checkpointer,
+            step=save.step,
+            outcome=outcome,
+            reason=reason[:REASON_MOST],
+            attempt=save.attempt,
+        )
         self._say(message)
 
     def _say(self, message: OpenCheckpointer | ImageWhole | ImageMissed) -> None:
@@ -73,8 +84,14 @@ class AgentLink:
                 " all its files"
             )
 
-    def wait(self, checkpointer: str, step: int, to: Tier, timeout_s: float | None) -> SaveSettled:
-        request = AwaitSave(checkpointer=checkpointer, step=step, to=to, timeout_s=timeout_s)
+    def wait(self, save: SaveId, to: Tier, timeout_s: float | None) -> SaveSettled:
+        request = AwaitSave(
+            checkpointer=save.checkpointer,
+            step=save.step,
+            to=to,
+            timeout_s=timeout_s,
+            attempt=save.attempt,
+        )
         patience_s = None if timeout_s is None else timeout_s + SLACK_S
         answer = self._worker.requests.ask(request, patience_s)
         assert isinstance(answer, SaveSettled)

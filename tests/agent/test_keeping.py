@@ -187,11 +187,31 @@ class Stage:
         assert (await keeper.next(BeginRound)).ranks == tuple(range(slots))
         return keeper
 
-    def whole(self, rank: int, step: int = 7, wish: Wish = "now", state: int = 2) -> None:
+    def whole(
+        self, rank: int, step: int = 7, wish: Wish = "now", state: int = 2, attempt: int = 1
+    ) -> None:
         self.keeping.whole(
             Rank(rank),
-            ImageWhole(checkpointer=C, path=f"/i{rank}", state=state, step=step, wish=wish),
+            ImageWhole(
+                checkpointer=C,
+                path=f"/i{rank}",
+                state=state,
+                step=step,
+                wish=wish,
+                attempt=attempt,
+            ),
         )
+
+    async def seal(self, keeper: FakeKeeper, rank: int, step: int, wish: Wish = "now") -> None:
+        self.whole(rank, step, wish)
+        keeper.say(sealed_by(await keeper.next(Seal)))
+        sealed = asyncio.Event()
+        self.keeping.ended(Rank(rank), False, sealed.set)
+        await asyncio.wait_for(sealed.wait(), LIMIT_S)
+
+    async def seal_all(self, keeper: FakeKeeper, step: int) -> None:
+        for rank in (0, 1):
+            await self.seal(keeper, rank, step)
 
     def close(self) -> None:
         asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
@@ -319,19 +339,102 @@ def test_a_rank_that_has_no_image_is_told_of_with_its_reason(play: Play) -> None
     play(scene)
 
 
-def test_a_step_saved_for_memory_and_again_for_storage_is_told_of_twice(play: Play) -> None:
+def test_a_step_saved_for_memory_and_again_for_storage_goes_to_storage(play: Play) -> None:
     """One rank may be through with both before another has the first."""
 
     async def scene(stage: Stage) -> None:
         keeper = await stage.open()
         for rank in (0, 1):
             stage.whole(rank, wish="if needed")
-            stage.whole(rank, wish="now", state=4)
+            stage.whole(rank, wish="now", state=4, attempt=2)
         orders = [await keeper.next(Seal) for _ in range(4)]
         for order in orders:
             keeper.say(sealed_by(order))
-        events = await stage.reported(SnapshotsSealed, 2)
-        assert [event.wish for event in events] == ["if needed", "now"]
+        (event,) = await stage.reported(SnapshotsSealed)
+        assert (event.wish, event.attempt) == ("now", 2)
+        for step in (8, 9):
+            await stage.seal_all(keeper, step)
+        assert stage.said == []
+        assert not any(isinstance(event, SnapshotMissed) for event in stage.reports)
+
+    play(scene)
+
+
+def test_ranks_that_differ_in_where_to_save_still_have_a_snapshot(play: Play) -> None:
+    """One may have been held up before, and make good for it."""
+
+    async def scene(stage: Stage) -> None:
+        keeper = await stage.open()
+        await stage.seal(keeper, 0, 7, "if needed")
+        await stage.seal(keeper, 1, 7, "now")
+        (event,) = await stage.reported(SnapshotsSealed)
+        assert event.wish == "now"
+
+    play(scene)
+
+
+def test_a_step_that_only_some_ranks_save_is_told_when_its_image_is_gone(play: Play) -> None:
+    async def scene(stage: Stage) -> None:
+        keeper = await stage.open()
+        for step in (7, 8, 9, 10):
+            await stage.seal(keeper, 0, step)
+        missed = await stage.reported(SnapshotMissed, 2)
+        assert [(one.rank, one.snapshot.step, one.outcome) for one in missed] == [
+            (1, 7, "skipped"),
+            (1, 8, "skipped"),
+        ]
+        (told,) = stage.said
+        assert "step 7 is not saved: rank 1 has not saved it" in told
+        assert "all ranks have to save the same steps" in told
+        await stage.seal(keeper, 1, 10)
+        await stage.reported(SnapshotsSealed)
+
+    play(scene)
+
+
+@pytest.mark.parametrize("first", ["save", "end"])
+def test_nobody_waits_for_a_step_that_a_rank_has_not_saved_before_its_end(
+    play: Play, first: str
+) -> None:
+    async def scene(stage: Stage) -> None:
+        keeper = await stage.open()
+        acts = [lambda: stage.seal(keeper, 0, 7), lambda: asyncio.sleep(0, end())]
+
+        def end() -> None:
+            stage.keeping.ended(Rank(1), True, lambda: stage._report("exited"))  # type: ignore[arg-type]
+
+        for act in acts if first == "save" else reversed(acts):
+            await act()
+        (missed,) = await stage.reported(SnapshotMissed)
+        assert (missed.rank, missed.snapshot, missed.reason) == (1, SNAPSHOT, "ended without it")
+        assert "rank 1 has not saved it" in stage.said[0]
+        if first == "save":
+            assert stage.reports == [missed, "exited"], "the end overtook that"
+
+    play(scene)
+
+
+def test_a_rank_that_dies_is_not_blamed_for_what_it_has_not_saved(play: Play) -> None:
+    async def scene(stage: Stage) -> None:
+        keeper = await stage.open()
+        await stage.seal(keeper, 0, 7)
+        stage.keeping.ended(Rank(1), False, lambda: stage._report("exited"))  # type: ignore[arg-type]
+        assert (stage.reports, stage.said) == (["exited"], [])
+
+    play(scene)
+
+
+def test_a_rank_that_told_why_it_has_no_image_is_not_blamed(play: Play) -> None:
+    async def scene(stage: Stage) -> None:
+        keeper = await stage.open()
+        message = ImageMissed(checkpointer=C, step=7, outcome="skipped", reason="both are read")
+        stage.keeping.missed(Rank(1), message)
+        await stage.seal(keeper, 0, 7)
+        for step in (8, 9, 10):
+            await stage.seal_all(keeper, step)
+        assert len(await stage.reported(SnapshotMissed)) == 1
+        assert stage.said == []
+        assert len(stage.keeping._gathering._gathered) <= 3  # type: ignore[union-attr]
 
     play(scene)
 
@@ -341,8 +444,8 @@ def test_the_end_of_a_rank_does_not_overtake_its_save(play: Play) -> None:
         keeper = await stage.open(slots=1)
         stage.whole(0)
         order = await keeper.next(Seal)
-        stage.keeping.after_seals(Rank(0), lambda: stage._report("exited"))  # type: ignore[arg-type]
-        stage.keeping.after_seals(Rank(1), lambda: stage._report("other"))  # type: ignore[arg-type]
+        stage.keeping.ended(Rank(0), True, lambda: stage._report("exited"))  # type: ignore[arg-type]
+        stage.keeping.ended(Rank(1), True, lambda: stage._report("other"))  # type: ignore[arg-type]
         assert stage.reports == ["other"]
         keeper.say(sealed_by(order))
         await stage.reported(str, 2)
@@ -360,7 +463,7 @@ def test_a_keeper_that_never_answers_does_not_hide_the_end_of_a_rank(
         keeper = await stage.open(slots=1)
         stage.whole(0)
         order = await keeper.next(Seal)
-        stage.keeping.after_seals(Rank(0), lambda: stage._report("exited"))  # type: ignore[arg-type]
+        stage.keeping.ended(Rank(0), True, lambda: stage._report("exited"))  # type: ignore[arg-type]
         await stage.reported(str)
         keeper.say(sealed_by(order))
         await stage.reported(SnapshotsSealed)
@@ -667,7 +770,7 @@ def test_an_order_that_kills_keepers_is_answered_with_an_error_and_others_go_on(
         assert written.error == "3 keepers died of it"
         await keeper.next(Look)
         assert not any(isinstance(order, Seal | Write) for order in keeper.told)
-        stage.keeping.after_seals(Rank(0), lambda: stage._report("exited"))  # type: ignore[arg-type]
+        stage.keeping.ended(Rank(0), True, lambda: stage._report("exited"))  # type: ignore[arg-type]
         assert "exited" in stage.reports
 
     play(scene)

@@ -23,6 +23,7 @@ from holdfast.checkpoint.capture import Captured, Layout, Position, capture
 from holdfast.checkpoint.image import Image
 from holdfast.checkpoint.slots import Copy, Slots
 from holdfast.checkpoint.sources import open_image
+from holdfast.checkpoint.tickets import SaveId
 from holdfast.messages.checkpoints import Holder, ImageId, Missed, SnapshotId, Tier, Tried, Wish
 from holdfast.messages.requests import SaveSettled, StateFound
 from holdfast.messages.units import NodeId, RoundNumber, StepNumber
@@ -186,20 +187,20 @@ class FakeLink:
     def replaced(self, checkpointer: str, copies: list[threading.Event]) -> bool:
         return False
 
-    def saved(self, checkpointer: str, path: Path, state: int, step: int, wish: Wish) -> None:
+    def saved(self, save: SaveId, path: Path, state: int, wish: Wish) -> None:
         seal(path, state)
-        self.saves.append((step, wish, path))
-        self.settled[step, "memory"] = SaveSettled(outcome="saved")
+        self.saves.append((save.step, wish, path))
+        self.settled[save.step, "memory"] = SaveSettled(outcome="saved")
 
-    def missed(self, checkpointer: str, step: int, outcome: Missed, reason: str) -> None:
-        self.missing.append((step, outcome, reason))
+    def missed(self, save: SaveId, outcome: Missed, reason: str) -> None:
+        self.missing.append((save.step, outcome, reason))
 
-    def wait(self, checkpointer: str, step: int, to: Tier, timeout_s: float | None) -> SaveSettled:
+    def wait(self, save: SaveId, to: Tier, timeout_s: float | None) -> SaveSettled:
         from holdfast.errors import RequestTimeout
 
-        if (step, to) not in self.settled:
+        if (save.step, to) not in self.settled:
             raise RequestTimeout("not yet")
-        return self.settled[step, to]
+        return self.settled[save.step, to]
 
     def find(self, checkpointer: str, step: int | None, tried: Tried | None) -> StateFound:
         if tried is not None:

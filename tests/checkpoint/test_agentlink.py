@@ -16,6 +16,7 @@ from states import Rank, check_same, image_of
 from holdfast.checkpoint import restore
 from holdfast.checkpoint.engine import Checkpointer
 from holdfast.checkpoint.images import Images
+from holdfast.checkpoint.tickets import SaveId
 from holdfast.errors import CheckpointError, NotThere, UsageError, WireError
 from holdfast.messages.checkpoints import Holder
 from holdfast.messages.local import REASON_MOST, FromWorker, ImageMissed, ImageWhole
@@ -114,10 +115,14 @@ def test_an_image_that_cannot_be_had_is_an_error_that_a_restore_understands(
 
 
 def test_a_step_without_an_image_is_told_with_a_reason_of_any_length(worker: Worker) -> None:
-    link(worker).missed("c", 7, "failed", "no " * 1000)
+    link(worker).missed(SaveId("c", 7, 2), "failed", "no " * 1000)
     (message,) = worker.said
     assert message == ImageMissed(
-        checkpointer="c", step=7, outcome="failed", reason=("no " * 1000)[:REASON_MOST]
+        checkpointer="c",
+        step=7,
+        outcome="failed",
+        reason=("no " * 1000)[:REASON_MOST],
+        attempt=2,
     )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=FromWorker) == message
 
@@ -125,7 +130,7 @@ def test_a_step_without_an_image_is_told_with_a_reason_of_any_length(worker: Wor
 def test_an_agent_that_does_not_hear_is_an_error(worker: Worker) -> None:
     worker.hears = False
     with pytest.raises(CheckpointError, match="does not hear"):
-        link(worker).missed("c", 7, "failed", "no memory")
+        link(worker).missed(SaveId("c", 7, 2), "failed", "no memory")
 
 
 @pytest.mark.parametrize(

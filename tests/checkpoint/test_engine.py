@@ -633,7 +633,7 @@ def test_saves_of_several_threads_never_mix(link: FakeLink) -> None:
 
 def test_a_fork_cannot_write_to_the_images_of_the_process_it_comes_from(link: FakeLink) -> None:
     checkpointer = Checkpointer(None, {"epoch": 1}, link=link)
-    checkpointer.save(1)
+    checkpointer.save(1).memory()
     before = link.saves[0][2].read_bytes()
 
     def act() -> None:

@@ -46,6 +46,7 @@ from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber, Time
 
 C = "c"
 SAVED = SaveSettled(outcome="saved")
+FAILED = SaveSettled(outcome="failed", reason="rank 2: no memory")
 NOW = Time(1.0)
 TIERS: tuple[Tier, ...] = ("memory", "storage")
 
@@ -90,7 +91,13 @@ class Scene:
     # ---- what nodes say ----
 
     def seal(
-        self, node: str, step: int, wish: Wish = "now", round: int = 0, shared: bytes = b"s"
+        self,
+        node: str,
+        step: int,
+        wish: Wish = "now",
+        round: int = 0,
+        shared: bytes = b"s",
+        attempt: int = 1,
     ) -> Taken:
         event = SnapshotsSealed(
             at=NOW,
@@ -99,12 +106,13 @@ class Scene:
             world_size=self.size,
             ranks=tuple(Sealed(Rank(rank), shared) for rank in self.ranks[node]),
             wish=wish,
+            attempt=attempt,
         )
         return self.took(commits.sealed(self.state, event))
 
-    def save(self, step: int, wish: Wish = "now") -> Taken:
+    def save(self, step: int, wish: Wish = "now", attempt: int = 1) -> Taken:
         """All nodes seal that step; what came of the last one."""
-        return [self.seal(node, step, wish) for node in self.ranks][-1]
+        return [self.seal(node, step, wish, attempt=attempt) for node in self.ranks][-1]
 
     def hold(self, node: str, step: int, ranks: Iterable[int], round: int = 0) -> Taken:
         id = snapshot_id(step, round or self.round)
@@ -132,7 +140,12 @@ class Scene:
         return self.took(commits.node_gone(self.state, NodeId(node)))
 
     def missed(
-        self, rank: int, step: int, outcome: Missed = "failed", why: str = "no memory"
+        self,
+        rank: int,
+        step: int,
+        outcome: Missed = "failed",
+        why: str = "no memory",
+        attempt: int = 1,
     ) -> Taken:
         node = next(node for node, ranks in self.ranks.items() if rank in ranks)
         event = SnapshotMissed(
@@ -142,6 +155,7 @@ class Scene:
             snapshot=snapshot_id(step, self.round),
             outcome=outcome,
             reason=why,
+            attempt=attempt,
         )
         return self.took(commits.missed(self.state, event))
 
@@ -173,8 +187,8 @@ class Scene:
 
     # ---- what ranks ask ----
 
-    def wait(self, rank: int, step: int, to: Tier) -> SaveSettled | None:
-        request = AwaitSave(checkpointer=C, step=step, to=to)
+    def wait(self, rank: int, step: int, to: Tier, attempt: int = 1) -> SaveSettled | None:
+        request = AwaitSave(checkpointer=C, step=step, to=to, attempt=attempt)
         round = RoundNumber(self.round)
         return commits.await_save(self.state, f"{rank}/{to}/{step}", request, round)
 
@@ -391,6 +405,64 @@ def test_a_missed_step_may_be_saved_again_and_counts_then(two: Scene) -> None:
     assert [two.wait(0, 10, to) for to in TIERS] == [SAVED, None]
     two.write(10)
     assert two.wait(0, 10, "storage") == SAVED
+
+
+def test_who_saves_a_step_again_does_not_hear_how_it_went_before(two: Scene) -> None:
+    two.seal("a", 10)
+    two.missed(2, 10)
+    assert two.wait(0, 10, "memory") == FAILED
+    assert [two.wait(0, 10, to, attempt=2) for to in TIERS] == [None, None]
+    assert two.missed(1, 10, why="late word of the first").answers == []
+    taken = two.save(10, attempt=2)
+    assert taken.answers == [("0/memory/10", SAVED)]
+    two.wrote("a", 10, error="disk full")
+    assert two.wait(1, 10, "storage", attempt=2) == SaveSettled(
+        outcome="failed", reason="disk full"
+    )
+    assert two.wait(1, 10, "storage", attempt=3) is None
+    two.save(10, attempt=3)
+    assert [answer for _, answer in two.write(10).answers] == [SAVED]
+
+
+def test_a_second_attempt_that_fails_is_told_though_the_first_counts(two: Scene) -> None:
+    two.save(10, "if needed")
+    assert two.wait(0, 10, "storage", attempt=2) is None
+    assert two.missed(2, 10, attempt=2).answers == [("0/storage/10", FAILED)]
+    assert two.wait(1, 10, "memory", attempt=2) == SAVED
+
+
+def test_a_second_attempt_that_fails_leaves_alone_what_is_being_written(two: Scene) -> None:
+    two.save(10)
+    assert two.wait(0, 10, "storage", attempt=2) is None
+    assert two.missed(2, 10, attempt=2).answers == []
+    assert two.write(10).answers == [("0/storage/10", SAVED)]
+
+
+def test_what_only_some_nodes_save_is_told_once_and_nobody_waits_for_it(two: Scene) -> None:
+    assert two.wait(0, 1, "storage") is None
+    taken = [two.seal("a", step) for step in range(1, 8)]
+    failed = [one for each in taken for one in each.failed]
+    why = "rank 2 has not saved it; all ranks have to save the same steps"
+    assert failed == [(snapshot_id(1), why)]
+    answers = [one for each in taken for one in each.answers]
+    assert answers == [("0/storage/1", SaveSettled(outcome="skipped", reason=why))]
+    assert two.wait(0, 2, "memory") == SaveSettled(outcome="skipped", reason=why)
+    two.breaks()
+    for step in range(1, 8):
+        taken.append(two.seal("a", step))
+    assert sum(len(one.failed) for one in taken) == 2, "once a round"
+
+
+def test_nobody_waits_for_what_a_rank_has_not_saved_before_its_end(two: Scene) -> None:
+    two.seal("a", 10)
+    assert two.wait(0, 10, "storage") is None
+    assert two.wait(1, 11, "memory") is None
+    skipped = SaveSettled(outcome="skipped", reason="rank 2 ended without saving it")
+    answers = commits.given_up(two.state, [Rank(2)]).answers
+    assert answers == [("0/storage/10", skipped), ("1/memory/11", skipped)]
+    two.save(12)
+    assert two.wait(0, 12, "storage") is None
+    assert commits.given_up(two.state, [Rank(2)]) == Taken(), "that one counts"
 
 
 # ---- to storage ---------------------------------------------------------------------------------

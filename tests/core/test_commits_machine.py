@@ -92,6 +92,7 @@ class CommitsMachine(RuleBasedStateMachine):
         self.round = 0
         self.sizes: dict[int, int] = {}
         self.asked = 0
+        self.attempt = 1
         self.begin_round([self.new_node() for _ in range(nodes)])
 
     def new_node(self) -> NodeId:
@@ -180,8 +181,10 @@ class CommitsMachine(RuleBasedStateMachine):
         self.heard.append(event)
         self.took(taken)
         if isinstance(event, SnapshotMissed) and not stale:
+            book = self.state.book(event.snapshot.checkpointer)
             waiting = [id for id, _ in self.waits.values()]
-            assert event.snapshot not in waiting, "somebody waits for what nobody has"
+            on_its_way = event.snapshot in commitbook.on_their_way(book)
+            assert on_its_way or event.snapshot not in waiting, "somebody waits for what nobody has"
 
     def admitted(self, event: Told) -> bool:
         """As the job does: it hears nothing of nodes that are no members any more."""
@@ -197,7 +200,9 @@ class CommitsMachine(RuleBasedStateMachine):
         if isinstance(event, SnapshotsSealed):
             return self.past(event.snapshot)
         if isinstance(event, SnapshotMissed):
-            return event.snapshot in self.counting(event.snapshot.checkpointer)
+            known = self.state.book(event.snapshot.checkpointer).snapshots
+            counting = [s for s in known if s.counts and s.id == event.snapshot]
+            return bool(counting) and event.attempt <= counting[0].attempt
         writing = self.state.book(event.snapshot.checkpointer).writing
         return writing is None or writing.snapshot != event.snapshot
 
@@ -206,9 +211,6 @@ class CommitsMachine(RuleBasedStateMachine):
         newest = [s.id for s in book.snapshots if s.counts and s.alive]
         known = [s.id for s in book.snapshots]
         return id not in known and any(other.round > id.round for other in newest)
-
-    def counting(self, book: str) -> list[SnapshotId]:
-        return [s.id for s in self.state.book(book).snapshots if s.counts]
 
     def note_saved(self, id: SnapshotId) -> None:
         book = self.state.book(id.checkpointer)
@@ -248,7 +250,7 @@ class CommitsMachine(RuleBasedStateMachine):
                 )
             )
 
-    def miss(self, rank: Rank, id: SnapshotId, outcome: Missed) -> None:
+    def miss(self, rank: Rank, id: SnapshotId, outcome: Missed, attempt: int = 1) -> None:
         self.bag.append(
             SnapshotMissed(
                 at=NOW,
@@ -257,6 +259,7 @@ class CommitsMachine(RuleBasedStateMachine):
                 snapshot=id,
                 outcome=outcome,
                 reason="no memory",
+                attempt=attempt,
             )
         )
 
@@ -265,7 +268,8 @@ class CommitsMachine(RuleBasedStateMachine):
         """A step is saved once more, and a rank fails; what it had of it may be there or not."""
         id = self.id(book, self.step[book])
         if any(image[0] == id for image in self.sealed):
-            self.miss(Rank(number % len(self.world)), id, outcome)
+            self.attempt += 1
+            self.miss(Rank(number % len(self.world)), id, outcome, self.attempt)
 
     def keep(self, node: NodeId, image: Image) -> None:
         id, rank = image
