@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import socket
 
@@ -51,6 +52,12 @@ class Mapping:
         """Unmap. Views taken from it must have been released before."""
         self.view.release()
         self._libc.munmap(ctypes.c_void_p(self.address), ctypes.c_size_t(self._size_bytes))
+
+
+def open_many_files() -> None:
+    """Let this process have as many open as it may."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def keep_alive(connection: socket.socket, every_s: float = 1.0) -> None:

@@ -7,9 +7,12 @@ A connection carries one request:
     Pull      give me these blocks ──▶ Sending, then raw bytes; or Missing
     More      after that: and these ──▶ raw bytes
 
-and any may be answered by Declined. A push is one request that decides and any number of parts that
-only carry, so the answer to it is never stuck behind gigabytes. Whoever restores from an image reads
-it block by block, and asks for more until it has enough.
+and any may be answered by Declined. Before the answer to a push or a pull may come Queued, now and
+then, for as long as others are served first.
+
+A push is one request that decides and any number of parts that only carry, so the answer to it is never
+stuck behind gigabytes. Whoever restores from an image reads it block by block, and asks for more until
+it has enough.
 
 The outline of an image travels under a digest of its own: a flipped bit in it would file good bytes
 under a wrong step.
@@ -30,7 +33,7 @@ from holdfast.checkpoint.shelf import Outline
 from holdfast.errors import BadFrame, HoldfastError, NotThere, StorageError, WireError
 from holdfast.messages.checkpoints import ImageId
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 
 Number = Annotated[int, Meta(ge=0, le=1 << 53)]
 Stretch = tuple[Number, Number]
@@ -91,6 +94,10 @@ class Sending(Struct, frozen=True, kw_only=True, tag=True):
     outline: bytes
 
 
+class Queued(Struct, frozen=True, kw_only=True, tag=True):
+    """Others are served first; the answer will come."""
+
+
 class Missing(Struct, frozen=True, kw_only=True, tag=True):
     """That image is not here."""
 
@@ -101,7 +108,7 @@ class Declined(Struct, frozen=True, kw_only=True, tag=True):
 
 
 Request = Push | Part | Pull
-Reply = Go | Arrived | Kept | Sending | Missing | Declined
+Reply = Go | Arrived | Kept | Sending | Missing | Declined | Queued
 
 # ---- images ----
 

@@ -4,6 +4,10 @@ A thread accepts, and each connection has a thread. A stranger has a few seconds
 show the job's token; whoever does not is closed without a word. When too many strangers wait, the one
 that has waited longest goes, so that silent ones cannot keep a peer out.
 
+Only so many peers are served at once: a whole world that restores may ask one node for its images. The
+others wait for their turn, and are told so now and then; whoever has left is noticed by that. The parts
+of a push need no turn, as the push has one.
+
 An image becomes visible only when all of it has been verified. Until then it is a place that is
 dropped when anything goes wrong: the sender dies, its bytes change, memory is full.
 """
@@ -33,6 +37,7 @@ from holdfast.checkpoint.replicamessages import (
     Part,
     Pull,
     Push,
+    Queued,
     Request,
     Sending,
     blocks_in,
@@ -53,7 +58,8 @@ HELLO_LIMIT_S: Final = 5.0
 HELLO_BYTES: Final = 1 << 12
 """All that a stranger may make us keep."""
 MOST_STRANGERS: Final = 32
-MOST_PEERS: Final = 256
+SERVED_AT_ONCE: Final = 256
+MOST_WAITING: Final = 4096
 _BREATH_S: Final = 0.1
 
 
@@ -78,6 +84,8 @@ class ReplicaServer:
         self._peers: set[Connection] = set()
         self._threads: set[threading.Thread] = set()
         self._incoming: dict[str, Incoming] = {}
+        self._turns = threading.Semaphore(SERVED_AT_ONCE)
+        self._waiting = 0
         self._closing = threading.Event()
         self._door = threading.Thread(target=self._accept, name="replicas", daemon=True)
 
@@ -98,6 +106,7 @@ class ReplicaServer:
             threads = list(self._threads)
             for connection in (*self._strangers, *self._peers):
                 connection.cut()
+            self._turns.release(self._waiting + 1)
         for thread in threads:
             thread.join()
 
@@ -164,14 +173,34 @@ class ReplicaServer:
     def _answer(self, connection: Connection) -> None:
         requests = FrameDecoder[Request](Request)  # type: ignore[arg-type]
         request = connection.receive(requests, self._stall_s)
-        if len(self._peers) > MOST_PEERS:
-            connection.send(declined(WireError(f"{MOST_PEERS} connections are open already")))
-        elif isinstance(request, Push):
-            self._keep(connection, request)
-        elif isinstance(request, Part):
+        if isinstance(request, Part):
             self._take(connection, request)
-        elif isinstance(request, Pull):
-            self._give(connection, request)
+            return
+        self._await_turn(connection)
+        try:
+            if isinstance(request, Push):
+                self._keep(connection, request)
+            else:
+                self._give(connection, request)
+        finally:
+            self._turns.release()
+
+    def _await_turn(self, connection: Connection) -> None:
+        if self._turns.acquire(blocking=False):
+            return
+        with self._lock:
+            self._waiting += 1
+            many = self._waiting
+        try:
+            if many > MOST_WAITING:
+                connection.send(declined(WireError(f"{MOST_WAITING} others wait already")))
+                raise WireError("too many wait already")
+            connection.send(Queued())
+            while not self._turns.acquire(timeout=self._stall_s / 2):
+                connection.send(Queued())
+        finally:
+            with self._lock:
+                self._waiting -= 1
 
     def _keep(self, connection: Connection, push: Push) -> None:
         try:

@@ -29,6 +29,7 @@ from holdfast.checkpoint.replicamessages import (
     Go,
     Hello,
     Kept,
+    Queued,
     Reply,
     Sending,
     error_in,
@@ -118,9 +119,13 @@ class Connection:
         return messages[0]
 
     def expect(self, kind: type[R], limit_s: float | None = None) -> R:
-        """The answer, if it is of that kind; else the error that it stands for is raised."""
+        """The answer, if it is of that kind; else the error that it stands for is raised. The time
+        begins anew whenever the peer says that others are served first."""
         replies = FrameDecoder[Reply](Reply)  # type: ignore[arg-type]
-        reply = self.receive(replies, self.stall_s if limit_s is None else limit_s)
+        limit_s = self.stall_s if limit_s is None else limit_s
+        reply = self.receive(replies, limit_s)
+        while isinstance(reply, Queued):
+            reply = self.receive(replies, limit_s)
         if isinstance(reply, kind):
             return reply
         raise error_in(reply, self.peer)

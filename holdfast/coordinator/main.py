@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 import signal
 import socket
 from dataclasses import dataclass
@@ -44,8 +43,7 @@ def run_coordinator(orders: CoordinatorOrders) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     kernel.unblock_signals()
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    kernel.open_many_files()
     return asyncio.run(_run(orders))
 
 

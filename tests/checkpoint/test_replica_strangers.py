@@ -7,7 +7,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from keepers import (
+    LARGE,
     TOKEN,
     NewNode,
     Node,
@@ -44,6 +45,7 @@ from holdfast.checkpoint.replicamessages import (
     unsealed,
 )
 from holdfast.checkpoint.replicas import Limits, Peer, push
+from holdfast.checkpoint.replicawire import Connection
 from holdfast.checkpoint.shelf import Outline
 from holdfast.checkpoint.transfer import shares
 from holdfast.errors import BadFrame, WireError
@@ -147,12 +149,63 @@ def test_silent_strangers_do_not_keep_peers_out(here: Node, there: Node) -> None
             stranger.close()
 
 
-def test_no_more_peers_than_allowed(
-    here: Node, there: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(replicaserver, "MOST_PEERS", 0)
-    with pytest.raises(WireError, match="connections are open"):
-        push(there.peer, TOKEN, None, here.shelf.put(an_image(), 1000))
+@contextmanager
+def asking(peer: Peer, image: ImageId) -> Iterator[Connection]:
+    """Somebody who wants an image."""
+    with connected(peer) as connection:
+        connection.send(Hello(protocol=PROTOCOL, token=TOKEN))
+        connection.send(Pull(image=image, blocks=()))
+        yield connection
+
+
+@pytest.fixture
+def busy(new_node: NewNode, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    """A node that serves one at a time, and has one to serve."""
+    monkeypatch.setattr(replicaserver, "SERVED_AT_ONCE", 1)
+    node = new_node(stall_s=0.6)
+    node.shelf.put(an_image(), 1000)
+    with asking(node.peer, an_image()) as first:
+        first.expect(Sending)
+        yield node
+
+
+def test_others_wait_for_their_turn_however_long_it_takes(busy: Node) -> None:
+    with asking(busy.peer, an_image()) as second:
+        second.stall_s = 0.5
+        began = time.monotonic()
+        second.expect(Sending)  # Once the first, which asks for nothing more, is given up.
+        assert time.monotonic() - began > 0.5
+
+
+def test_a_push_waits_for_its_turn_and_its_parts_need_none(here: Node, busy: Node) -> None:
+    push(busy.peer, TOKEN, None, here.shelf.put(an_image(8), LARGE), Limits(stall_s=0.5))
+    assert an_image(8) in busy.shelf.images
+
+
+def test_whoever_leaves_while_it_waits_takes_no_turn(busy: Node) -> None:
+    with asking(busy.peer, an_image()):
+        until(lambda: busy.server._waiting == 1, "one waits")
+    until(lambda: busy.server._waiting == 0, "it is noticed that it left")
+    with asking(busy.peer, an_image()) as third:
+        third.expect(Sending)
+
+
+def test_only_so_many_wait(busy: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicaserver, "MOST_WAITING", 0)
+    with (
+        asking(busy.peer, an_image()) as second,
+        pytest.raises(WireError, match="others wait already"),
+    ):
+        second.expect(Sending)
+
+
+def test_a_server_that_closes_keeps_nobody_waiting(new_node: NewNode, busy: Node) -> None:
+    busy.server._stall_s = 100.0
+    with asking(busy.peer, an_image()) as second:
+        until(lambda: busy.server._waiting == 1, "one waits")
+        busy.server.close()
+        with pytest.raises(WireError):
+            second.expect(Sending)
 
 
 # ---- peers that break the rules ----

@@ -27,6 +27,7 @@ def run_keeper(control: socket.socket) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _yield_to_training()
+    kernel.open_many_files()  # A whole world may ask one node for its images.
     begin = msgspec.msgpack.decode(control.recv(PACKET_BYTES), type=Begin)
     keeper = Keeper(begin, control)
     keeper.run()
