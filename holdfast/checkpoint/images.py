@@ -42,11 +42,12 @@ def _copy_stem(id: ImageId) -> str:
 
 
 class _Place(Place):
-    image: Image | None = None
+    image: Image
+    fd: int
 
     @property
-    def view(self) -> memoryview | None:
-        return None if self.image is None else self.image.body[: self.size]
+    def view(self) -> memoryview:
+        return self.image.body[: self.size]
 
 
 class _Held(Held):
@@ -175,7 +176,7 @@ class Images:
             image = self._room(outline.id, outline.size)
         fd = os.open(image.path, os.O_RDWR | os.O_CLOEXEC)
         o = outline
-        return _Place(o.id, fd, image.body_at, o.size, o.digests, o.contents, image)
+        return _Place(o.id, o.size, o.digests, o.contents, image, fd)
 
     def _room(self, id: ImageId, size: int) -> Image:
         stem = _copy_stem(id)
@@ -200,7 +201,6 @@ class Images:
 
     def complete(self, place: Place) -> Held:
         assert isinstance(place, _Place)
-        assert place.image is not None
         id = place.id
         record = Record(
             checkpointer=id.snapshot.checkpointer,
@@ -216,11 +216,10 @@ class Images:
         self._filling.discard(place.image.path)
         self._received(id)
         p = place
-        return _Held(id, p.fd, p.body_at, p.size, p.digests, p.contents, p.image)
+        return _Held(id, p.fd, p.image.body_at, p.size, p.digests, p.contents, p.image)
 
     def drop(self, place: Place) -> None:
         assert isinstance(place, _Place)
-        assert place.image is not None
         os.close(place.fd)
         place.image.path.unlink(missing_ok=True)
         self._filling.discard(place.image.path)

@@ -49,19 +49,17 @@ class Held(Struct):
 
 
 class Place(Struct):
-    """Room for an image that is on its way in. A shelf may have a subclass that knows more."""
+    """Room for an image that is on its way in. A shelf has a subclass that knows where it is."""
 
     id: ImageId
-    fd: int
-    body_at: int
     size: int
     digests: bytes
     contents: Span
 
     @property
-    def view(self) -> memoryview | None:
-        """The body, where a shelf has it mapped and its memory is there."""
-        return None
+    def view(self) -> memoryview:
+        """The body, mapped; its memory is there."""
+        raise NotImplementedError
 
 
 class Shelf(Protocol):
@@ -74,8 +72,8 @@ class Shelf(Protocol):
         """The caller has done with it."""
 
     def place(self, outline: Outline) -> Place:
-        """Make room; StorageError or OSError when there is none. A file that is used again, and is
-        mapped already, is filled twice as fast."""
+        """Make room; StorageError or OSError when there is none. Memory that is used again is filled
+        twice as fast."""
 
     def complete(self, place: Place) -> Held:
         """All of it is there and verified: from now on it can be found. The caller releases it. If

@@ -5,10 +5,8 @@ on a connection and in a thread of its own. Two rules keep that safe. Every bloc
 connection and no other: what was verified is never written again. And a place is settled, complete or
 given up, only once the last connection that might write to it has left.
 
-Bytes are hashed while they are still in the processor's cache. Where the shelf has the place mapped
-and its memory is there already, they are received straight into it. Else they pass through a buffer
-and are written to the file: that beats a fresh mapping, in which each page is a fault and is cleared
-first, and a file system that is full says so, while a mapping of it kills the process.
+Bytes are received straight into the place, whose memory is there already, and hashed while they are
+still in the processor's cache.
 
 What is wrong with one connection is wrong with the whole image: the first error counts, cuts the
 others off at once, and is what the caller hears.
@@ -16,7 +14,6 @@ others off at once, and is what the caller hears.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,7 +30,6 @@ from holdfast.errors import (
     Cancelled,
     HoldfastError,
     Refused,
-    StorageError,
     WireError,
 )
 
@@ -97,8 +93,6 @@ class Incoming:
             return True
         except HoldfastError as error:
             self.fail(error)
-        except OSError as error:
-            self.fail(StorageError(f"an image cannot be written to memory: {error.strerror}"))
         finally:
             with self._changed:
                 self._writers -= 1
@@ -141,18 +135,16 @@ class Incoming:
             self._writers += 1
 
     def _take(self, connection: Connection, blocks: Sequence[int]) -> None:
-        place, mapped, buffer = self.place, self.place.view, memoryview(bytearray(CHUNK_BYTES))
+        place = self.place
         for block in blocks:
             hashed = xxhash.xxh3_128()
             end = min((block + 1) * BLOCK_BYTES, place.size)
             for at in range(block * BLOCK_BYTES, end, CHUNK_BYTES):
                 length = min(CHUNK_BYTES, end - at)
                 # Released at once: who unmaps the place later must find nothing that points there.
-                with buffer[:length] if mapped is None else mapped[at : at + length] as chunk:
+                with place.view as body, body[at : at + length] as chunk:
                     connection.fill(chunk)
                     hashed.update(chunk)
-                    if mapped is None:
-                        _write(place.fd, chunk, place.body_at + at)
             if hashed.digest() != digest_of(place.digests, block):
                 raise Refused(f"{name_of(place)}: block {block} changed while it was sent")
             with self._changed:
@@ -170,9 +162,3 @@ def shares(blocks: Sequence[int], streams: int) -> list[Sequence[int]]:
     count = max(1, min(streams, len(blocks) // LEAST_SHARE))
     bounds = [len(blocks) * index // count for index in range(count + 1)]
     return [blocks[bounds[i] : bounds[i + 1]] for i in range(count)]
-
-
-def _write(fd: int, data: memoryview, at: int) -> None:
-    while data:
-        written = os.pwrite(fd, data, at)
-        data, at = data[written:], at + written

@@ -84,11 +84,13 @@ def until(condition: Callable[[], bool], what: str, limit_s: float = 10) -> None
 
 
 class MappedPlace(Place):
-    mapping: Any = None
+    fd: int
+    mapping: Any
 
     @property
-    def view(self) -> memoryview | None:
-        return None if self.mapping is None else memoryview(self.mapping)[self.body_at :]
+    def view(self) -> memoryview:
+        with memoryview(self.mapping) as all_of_it:
+            return all_of_it[BODY_AT:]
 
 
 class MemoryShelf:
@@ -96,8 +98,6 @@ class MemoryShelf:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.allocate = True
-        self.mapped = False
         self.trouble: StorageError | OSError | None = None
         self.images: dict[ImageId, Held] = {}
         self.placed = self.completed = self.dropped = self.lent = 0
@@ -120,43 +120,42 @@ class MemoryShelf:
             path = self.folder / f"{outline.id.rank}.{self.placed}"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         end = BODY_AT + outline.size
-        os.ftruncate(fd, end)
-        if self.allocate:
+        try:
             os.posix_fallocate(fd, 0, end)
-        place = MappedPlace(
-            outline.id, fd, BODY_AT, outline.size, outline.digests, outline.contents
-        )
-        if self.mapped:
-            place.mapping = mmap.mmap(fd, end)
-        return place
+        except OSError:
+            self.dropped += 1
+            os.close(fd)
+            raise
+        mapping, o = mmap.mmap(fd, end), outline
+        return MappedPlace(o.id, o.size, o.digests, o.contents, fd, mapping)
 
     def complete(self, place: Place) -> Held:
-        self._unmap(place)
+        fd = self._unmapped(place)
         with self._lock:
             self.completed += 1
             self.lent += 1
-            held = Held(*(getattr(place, name) for name in Held.__struct_fields__))
+            held = Held(place.id, fd, BODY_AT, place.size, place.digests, place.contents)
             self.images[place.id] = held
             return held
 
     def drop(self, place: Place) -> None:
-        self._unmap(place)
-        os.close(place.fd)
+        os.close(self._unmapped(place))
         with self._lock:
             self.dropped += 1
 
-    def _unmap(self, place: Place) -> None:
+    def _unmapped(self, place: Place) -> int:
         """Fails if anything still points into the mapping."""
         assert isinstance(place, MappedPlace)
-        if place.mapping is not None:
-            place.mapping.close()
+        place.mapping.close()
+        return place.fd
 
     def put(self, id: ImageId, size: int = SMALL) -> Held:
         """An image of a rank of this node."""
         bytes_of_it = memoryview(a_body(id, size))
         contents = Span(size - 100, 100)
         place = self.place(Outline(id, size, block_digests(bytes_of_it), contents))
-        assert os.pwrite(place.fd, bytes_of_it, BODY_AT) == size
+        with place.view as view:
+            view[:] = bytes_of_it
         held = self.complete(place)
         self.release(held)
         return held

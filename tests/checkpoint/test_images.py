@@ -49,7 +49,7 @@ def own(directory: Path, slot: int, step: int, rank: int = 0, round: int = 1) ->
 def receive(images: Images, step: int, rank: int = 0, round: int = 1, body: bytes = BODY) -> None:
     """A copy of another node's image, as it comes in."""
     place = images.place(outline(step, rank, round, body))
-    os.pwrite(place.fd, body, place.body_at)
+    place.view[: len(body)] = body
     images.release(images.complete(place))
 
 
@@ -175,7 +175,7 @@ def test_a_copy_is_found_only_once_it_is_complete(shm: Path) -> None:
     images = Images(shm, told.append)
     place = images.place(outline(10))
     assert images.find(an_image(10)) is None
-    os.pwrite(place.fd, BODY, place.body_at)
+    place.view[: len(BODY)] = BODY
     assert (images.find(an_image(10)), told) == (None, [])
     images.release(images.complete(place))
     held = images.find(an_image(10))
@@ -252,7 +252,7 @@ def test_what_is_being_filled_stays_mapped(shm: Path) -> None:
     images = Images(shm)
     place = images.place(outline(10))
     assert steps(images) == []
-    os.pwrite(place.fd, BODY, place.body_at)
+    place.view[: len(BODY)] = BODY
     images.release(images.complete(place))
     assert steps(images) == [10]
 

@@ -62,13 +62,9 @@ def test_zeros_under_the_right_step_are_never_taken_for_an_image(
     assert there.shelf.dropped == 2
 
 
-@pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("at", [100, BLOCK_BYTES, BLOCK_BYTES + 99])
-def test_a_byte_that_flips_on_the_way_there_is_found(
-    here: Node, there: Node, at: int, mapped: bool
-) -> None:
+def test_a_byte_that_flips_on_the_way_there_is_found(here: Node, there: Node, at: int) -> None:
     held = here.shelf.put(an_image(), LARGE)
-    there.shelf.mapped = mapped
 
     def meddle(index: int, up: bool, before: int, data: bytes) -> bytes:
         return flip(data, 200 + at - before) if up and index == 1 else data
@@ -260,17 +256,11 @@ def small_memory(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
 
 
-@pytest.mark.parametrize("allocate", [True, False])
-def test_memory_that_runs_out_on_the_way_is_survived(
-    here: Node, there: Node, small_memory: Path, allocate: bool
-) -> None:
-    there.shelf.folder, there.shelf.allocate = small_memory, allocate
+def test_memory_that_runs_out_is_survived(here: Node, there: Node, small_memory: Path) -> None:
+    there.shelf.folder = small_memory
     large, small = here.shelf.put(an_image(step=7), LARGE), here.shelf.put(an_image(step=8), SMALL)
-    if allocate:
-        there.shelf.trouble = OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(StorageError, match="No space left"):
         push(there.peer, TOKEN, None, large)
-    there.shelf.trouble = None
     for name in os.listdir(small_memory):
         os.unlink(small_memory / name)
     push(there.peer, TOKEN, None, small)

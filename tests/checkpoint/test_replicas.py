@@ -51,17 +51,6 @@ def test_what_is_pulled_is_there_byte_for_byte(here: Node, there: Node, size: in
     here.shelf.release(copy)
 
 
-def test_memory_that_is_mapped_already_is_received_into(here: Node, there: Node) -> None:
-    here.shelf.mapped = there.shelf.mapped = True
-    held = here.shelf.put(an_image(), LARGE)
-    push(there.peer, TOKEN, None, held)
-    assert body(there.shelf.images[an_image()]) == body(held)
-    other = there.shelf.put(an_image(step=8), LARGE)
-    copy = pull(there.peer, TOKEN, None, an_image(step=8), here.shelf)
-    assert body(copy) == body(other)
-    here.shelf.release(copy)
-
-
 @pytest.mark.parametrize("streams", [1, 2, 4])
 def test_any_number_of_connections_brings_the_same(here: Node, there: Node, streams: int) -> None:
     held = here.shelf.put(an_image(), 8 * BLOCK_BYTES + 1)
