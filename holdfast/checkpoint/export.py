@@ -141,15 +141,13 @@ def _tensors(state: Any) -> tuple[dict[str, Any], int]:
     """All tensors by their dotted names, and how many values are none."""
     import torch
 
-    from holdfast.checkpoint.capture import flattened
+    from holdfast.checkpoint.capture import flattened, unique_names
 
-    found, others = {}, 0
-    for path, value in flattened(state):
-        if isinstance(value, torch.Tensor):
-            found[".".join(map(str, path))] = value
-        else:
-            others += 1
-    return found, others
+    every = list(flattened(state))
+    found = [(path, value) for path, value in every if isinstance(value, torch.Tensor)]
+    names = unique_names([path for path, _ in found])
+    tensors = dict(zip(names, (value for _, value in found), strict=True))
+    return tensors, len(every) - len(tensors)
 
 
 def _save_all(state: Any, path: Path, step: int) -> tuple[int, int]:

@@ -343,15 +343,25 @@ def assemble(skeleton: bytes, tensor: Callable[[int], Any], pickling: bool = Fal
         if code == _PICKLE:
             if not pickling:
                 raise CheckpointError(
-                    "the state has a pickled object in it; allow it with pickling=True"
+                    "the state has a pickled object in it; allow it with pickling=True, or with"
+                    " --pickle at the command line"
                 )
-            return pickle.loads(data)
+            return _unpickled(data)
         if code not in _COMPOUNDS:
             raise CheckpointError(f"a newer Holdfast wrote this: what is a {code}?")
         return _COMPOUNDS[code](decoder.decode(data))
 
     decoder = msgspec.msgpack.Decoder(ext_hook=hook)
     return decoder.decode(skeleton)
+
+
+def _unpickled(data: memoryview) -> Any:
+    try:
+        return pickle.loads(data)
+    except Exception as error:
+        # The edge of whatever the object does when it is unpickled.
+        why = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"an object that was pickled cannot be had here: {why}") from error
 
 
 def _ordered(content: Any) -> OrderedDict[Any, Any]:

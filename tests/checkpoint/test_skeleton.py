@@ -335,6 +335,15 @@ def test_pickling_must_be_allowed_on_both_sides() -> None:
         assemble(dismantle(state, pickling=True).skeleton, lambda number: None)
 
 
+def test_what_cannot_be_unpickled_is_an_error_that_says_why() -> None:
+    class Gone:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return int, ("no number",)
+
+    with pytest.raises(CheckpointError, match=r"cannot be had here: ValueError.*no number"):
+        there_and_back({"a": Gone()}, pickling=True)
+
+
 def test_what_cannot_be_pickled_either_is_named() -> None:
     with pytest.raises(CheckpointError, match=r"^a: cannot be pickled either"):
         dismantle({"a": lambda: 1}, pickling=True)

@@ -19,6 +19,7 @@ from torch import Tensor
 from holdfast.checkpoint import plain
 from holdfast.checkpoint.capture import Captured, Position, capture
 from holdfast.checkpoint.commit import commit
+from holdfast.checkpoint.export import _save_tensors
 from holdfast.checkpoint.layout import Contents, Span
 from holdfast.checkpoint.manifest import refuse
 from holdfast.checkpoint.names import MANIFEST, rank_file, step_directory
@@ -268,6 +269,14 @@ def test_export_of_the_newest_for_programs(root: Path, tmp_path: Path, capsys: O
         "left_out": 0,
     }
     assert_same(torch.load(target, weights_only=True), state_of(300)["model"])
+
+
+def test_tensors_whose_dotted_names_are_the_same_are_all_exported(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    tensors = {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}, 1: torch.ones(2), "1": SHARED}
+    _save_tensors({"x": tensors}, tmp_path / "all.safetensors", 1)
+    found = safetensors.load_file(tmp_path / "all.safetensors")
+    assert sorted(tensor.numel() for tensor in found.values()) == [1, 1, 2, SHARED.numel()]
 
 
 def test_export_to_safetensors(root: Path, tmp_path: Path, capsys: Output) -> None:
