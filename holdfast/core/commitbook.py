@@ -130,6 +130,8 @@ class Book(Struct):
     scattered: RoundNumber | None = None
     """The last round in which a snapshot was given up that only some nodes had saved."""
     search: Search | None = None
+    agreed: bool = False
+    """The ranks of this round know what they restored, or that there was nothing."""
 
 
 class Commits(Struct):

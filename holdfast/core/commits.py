@@ -137,8 +137,10 @@ def _count(book: Book, snapshot: Snapshot, taken: Taken) -> None:
     snapshot.counts = True
     _settle_save(book, "memory", snapshot.id, SaveSettled(outcome="saved"), taken)
     for other in list(book.snapshots):
-        # History went on from an older step, or a node never had this one.
-        outdated = other.id.round < snapshot.id.round or not other.counts
+        # History went on from an older step, or a node never had this one. But a script may save
+        # before it restores: then what it wants to go back to is still of an older round.
+        past = book.agreed or other.id.step <= snapshot.id.step
+        outdated = (past and other.id.round < snapshot.id.round) or not other.counts
         if outdated and age(other.id) < age(snapshot.id) and other.id not in on_their_way(book):
             book.snapshots.remove(other)
     for asker, wait in list(book.waits.items()):
@@ -443,7 +445,7 @@ def round_over(commits: Commits) -> None:
     for book in commits.books.values():
         book.waits.clear()
         book.outcomes.clear()
-        book.search = None
+        book.search, book.agreed = None, False
 
 
 # ---- waiting for a save -------------------------------------------------------------------------

@@ -93,7 +93,7 @@ def _go_on(
         found = StateFound(where="loaded")
         _forget_newer(book, loaded)
     _answer_all(search, taken, lambda rank: found)
-    book.search = None
+    book.search, book.agreed = None, True
 
 
 def _forget_newer(book: Book, loaded: Candidate) -> None:

@@ -465,6 +465,17 @@ def test_nobody_waits_for_what_a_rank_has_not_saved_before_its_end(two: Scene) -
     assert commits.given_up(two.state, [Rank(2)]) == Taken(), "that one counts"
 
 
+def test_a_save_before_the_restore_takes_nothing_away(two: Scene) -> None:
+    """Some scripts save their first state before they ask whether there is a newer one."""
+    two.save(10, "never")
+    two.breaks()
+    two.save(0, "never")
+    assert offered(two.ask_all()) == ("memory", 10)
+    assert two.ask_all(Tried()).where == "loaded"
+    two.save(11, "never")
+    assert [s.id.step for s in two.book.snapshots if s.id.round == 1] == []
+
+
 # ---- to storage ---------------------------------------------------------------------------------
 
 
