@@ -78,6 +78,7 @@ LONG = timedelta(days=365)
 PEERS_PATIENCE_S = 600.0
 """At the script's end, for what other ranks have to write; they may have died."""
 PART_S = 30.0
+LOOK_EVERY_S = 1.0
 KEPT_SAVES = 1000
 
 Outcome = Literal["saved", "skipped", "failed"]
@@ -172,9 +173,12 @@ class _Save:
         if not self.settled[to].done():
             self.settled[to].set_result(SaveSettled(outcome=outcome, reason=reason))
 
-    def settle_both(self, outcome: Outcome, reason: str) -> None:
+    def settle_both(self, outcome: Outcome, reason: str) -> bool:
+        """Whether anything of it was not settled yet."""
+        open_ = not all(one.done() for one in self.settled.values())
         self.settle("memory", outcome, reason)
         self.settle("storage", outcome, reason)
+        return open_
 
 
 class AloneLink:
@@ -202,9 +206,10 @@ class AloneLink:
         """At the script's end: finish what was begun."""
         until = time.monotonic() + PEERS_PATIENCE_S
         for thread in self._threads:
-            thread.join(max(0.0, until - time.monotonic()))
-        if self._saves and not any(thread.is_alive() for thread in self._threads):
-            self._meeting.part()
+            while thread.is_alive() and time.monotonic() < until and not self._given_up():
+                thread.join(min(LOOK_EVERY_S, max(0.0, until - time.monotonic())))
+        if not any(thread.is_alive() for thread in self._threads):
+            self._meeting.part(await_others=bool(self._saves))
         self._keeper.close()
         self._home.remove()
 
@@ -335,10 +340,31 @@ class AloneLink:
             begun = self._saves.get(save)
         if begun is None:
             raise CheckpointError(f"step {save.step} was saved too long ago; nobody remembers")
-        try:
-            return begun.settled[to].result(timeout_s)
-        except NotYet:
-            raise RequestTimeout(f"step {save.step} is not saved to {to} yet") from None
+        until = time.monotonic() + (LONG.total_seconds() if timeout_s is None else timeout_s)
+        while True:
+            try:
+                left_s = max(0.0, until - time.monotonic())
+                return begun.settled[to].result(min(left_s, LOOK_EVERY_S))
+            except NotYet:
+                if time.monotonic() >= until:
+                    raise RequestTimeout(f"step {save.step} is not saved to {to} yet") from None
+                self._given_up()
+
+    def _given_up(self) -> bool:
+        """Whether a rank has left without having saved what others have: then nothing comes of it,
+        nor of anything after it."""
+        awaited = self._saves_meeting.awaited
+        rank = self._meeting.gone(awaited) if awaited else None
+        if rank is None:
+            return False
+        with self._lock:
+            saves = list(self._saves.values())
+        why = f"rank {rank} ended without it; all ranks have to save the same steps"
+        lost = [save for save in saves if save.settle_both("failed", why)]
+        if lost:
+            what = f"step {lost[0].id.step} and what came after it were not saved"
+            print(f"[holdfast] rank {self.rank}: {what}: {why}", file=sys.stderr, flush=True)
+        return True
 
     # ---- restoring ----
 
@@ -402,6 +428,8 @@ class _Meeting:
     def __init__(self, store: Any, prefix: str, rank: int, world_size: int) -> None:
         self._store = store
         """None in a world of one."""
+        self.awaited: list[str] = []
+        """What somebody waits for here, of each rank."""
         self._prefix = prefix
         self._rank = rank
         self._world_size = world_size
@@ -425,22 +453,36 @@ class _Meeting:
     def tell(self, name: str, mine: Any) -> None:
         if self._store is not None:
             with _reached():
-                self._store.set(f"{self._prefix}/{name}/{self._rank}", _encoder.encode(mine))
+                self._store.set(self._key(name, self._rank), _encoder.encode(mine))
 
     def tell_all(self, name: str, mine: Any, limit: timedelta = LONG) -> list[Any]:
         """What every rank says under that name, in the order of ranks."""
         if self._store is None:
             return [mine]
         self.tell(name, mine)
-        keys = [f"{self._prefix}/{name}/{rank}" for rank in range(self._world_size)]
+        keys = [self._key(name, rank) for rank in range(self._world_size)]
         with _reached():
+            self.awaited = keys
             self._store.wait(keys, limit)
+            self.awaited = []
             return [msgspec.msgpack.decode(self._store.get(key)) for key in keys]
 
-    def part(self) -> None:
-        """Rank 0 may have the store: it must not go before the others have heard the last word."""
+    def _key(self, name: str, rank: int) -> str:
+        return f"{self._prefix}/{name}/{rank}"
+
+    def gone(self, keys: list[str]) -> int | None:
+        """A rank that has left without having told what is awaited of it."""
+        with _reached():
+            for rank, key in enumerate(keys):
+                if self._store.check([self._key("bye", rank)]) and not self._store.check([key]):
+                    return rank
+        return None
+
+    def part(self, await_others: bool) -> None:
+        """Say that nothing more is to come. Rank 0 may have the store: it must not go before the
+        others have heard the last word."""
         with suppress(CheckpointError):
-            if self._rank == 0:
+            if self._rank == 0 and await_others:
                 self.tell_all("bye", None, timedelta(seconds=PART_S))
             else:
                 self.tell("bye", None)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import multiprocessing.util
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -64,6 +65,7 @@ class AsyncWriter:
         self._layout: Layout | None = None
         self._copy: Copy | None = None
         self._saves = 0
+        self._saving = threading.Lock()
         self._closed = False
         # As atexit would, but also where this is a process of `multiprocessing`; and not in a fork.
         self._last_call = multiprocessing.util.Finalize(None, self._at_exit, exitpriority=0)
@@ -83,6 +85,10 @@ class AsyncWriter:
         if os.getpid() != self._process:
             raise UsageError("AsyncWriter.save: this process was forked; make a writer of its own")
         at = _absolute(checkpoint_id)
+        with self._saving:
+            return self._save(state_dict, at)
+
+    def _save(self, state_dict: dict[str, Any], at: str) -> Future[str]:
         self._await_copy()
         self._carrying.await_room()
         self._saves += 1

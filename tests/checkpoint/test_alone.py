@@ -364,6 +364,17 @@ def test_a_rank_that_restores_still_tells_the_others_what_it_missed(tmp_path: Pa
     run_world(2, act)
 
 
+def test_nobody_waits_for_a_rank_that_ended_without_saving(tmp_path: Path) -> None:
+    def act(rank: int) -> None:
+        checkpointer = Checkpointer(tmp_path, {"a": 1})
+        if rank == 0:
+            result = checkpointer.save(1).storage(PATIENCE_S)
+            assert result.outcome == "failed"
+            assert result.reason.startswith("rank 1 ended without it")
+
+    run_world(2, act)
+
+
 def test_what_is_damaged_for_one_rank_is_refused_by_all(tmp_path: Path) -> None:
     def save(rank: int) -> None:
         state = {"a": torch.full((5,), rank)}
