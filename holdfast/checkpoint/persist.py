@@ -105,7 +105,8 @@ def _refuse_if_taken(storage: Storage, step: int) -> None:
     if found.state == "complete" and found.manifest is not None:
         raise StepTaken(
             f"{storage.where(step_directory(step))}: step {step} was committed in round"
-            f" {found.manifest.round} already; it is not written again"
+            f" {found.manifest.round} already, and is not written again; move it away, or save"
+            " elsewhere, to have this one"
         )
 
 
