@@ -46,6 +46,8 @@ class Ticket:
         self._copied = copied
         self._link = link
         self._reason = reason
+        self._known: dict[Tier, Result] = {}
+        """What was heard once stays so; nobody else remembers it for ever."""
 
     @classmethod
     def skipped(cls, save: SaveId, link: Waiting, reason: str) -> Ticket:
@@ -85,6 +87,14 @@ class Ticket:
     def _wait(self, to: Tier, timeout_s: float | None) -> Result:
         if self.to is None:
             return Result("skipped", None, self._reason)
+        if to not in self._known:
+            result = self._asked(to, timeout_s)
+            if result.outcome == "pending":
+                return result
+            self._known[to] = result
+        return self._known[to]
+
+    def _asked(self, to: Tier, timeout_s: float | None) -> Result:
         try:
             self._copied.result(timeout_s)
             settled = self._link.wait(self._save, to, timeout_s)

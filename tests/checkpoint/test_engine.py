@@ -343,6 +343,13 @@ def test_without_a_directory_a_snapshot_is_never_for_storage(link: FakeLink) -> 
 # ---- tickets ----
 
 
+def test_a_ticket_remembers_what_it_was_told(link: FakeLink) -> None:
+    ticket = Script(link).checkpointer.save(1)
+    assert ticket.memory() == Result("saved", "memory")
+    link.settled[1, "memory"] = SaveSettled(outcome="skipped", reason="it is too long ago")
+    assert (ticket.memory(), ticket.result) == (Result("saved", "memory"),) * 2
+
+
 def test_a_ticket_tells_how_far_a_save_got(link: FakeLink) -> None:
     ticket = Script(link, directory="d").checkpointer.save(1, block=True)
     assert ticket.memory() == Result("saved", "memory")
