@@ -2,7 +2,8 @@
 
 Everything is taken from outside and within a limit: stacks by py-spy, the process's state from the
 kernel, what the vitals say, the last lines of the log. Only the flight recorder needs the worker's
-help; the thread that beats writes it to a file, unless something holds the interpreter's lock.
+help; the thread that beats writes it to a file, unless something holds the interpreter's lock. Where
+py-spy may not look, the worker is asked for its stacks too.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.diagnosis import flight, stacks
-from holdfast.diagnosis.stacks import Stacks
+from holdfast.diagnosis.stacks import Stacks, Subject
 from holdfast.errors import HoldfastError
 from holdfast.messages.evidence import Collective, RankEvidence, fit
 from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber
@@ -39,21 +41,38 @@ class Examined:
     stepped_at: float
     flight: Path
     log_tail: str
+    stacks_fd: int | None = None
+    """What it writes its stacks to when it is asked for them; None when it cannot be."""
 
 
 async def examine(
     node: NodeId, round: RoundNumber, workers: Sequence[Examined], limit_s: float
 ) -> list[RankEvidence]:
     """All that can be seen of these workers within the limit."""
+    now = time.monotonic()
+    signs = {worker.rank: worker.vitals.read() for worker in workers}
     for worker in workers:
         with contextlib.suppress(OSError):
             worker.flight.unlink(missing_ok=True)
         worker.vitals.want_dump()
-    found, _ = await asyncio.gather(
-        stacks.collect([worker.pid for worker in workers], limit_s),
-        _await_dumps(workers, min(DUMP_LIMIT_S, limit_s)),
-    )
-    return [fit(_evidence(node, round, worker, found)) for worker in workers]
+    with contextlib.ExitStack() as files:
+        subjects = [_subject(worker, signs[worker.rank], files) for worker in workers]
+        found, _ = await asyncio.gather(
+            stacks.collect(subjects, limit_s),
+            _await_dumps(workers, min(DUMP_LIMIT_S, limit_s)),
+        )
+    return [
+        fit(_evidence(node, round, worker, signs[worker.rank], now, found[worker.pid]))
+        for worker in workers
+    ]
+
+
+def _subject(worker: Examined, signs: Signs, files: contextlib.ExitStack) -> Subject:
+    """Its file for stacks stays open, also if it ends meanwhile."""
+    told = None if worker.stacks_fd is None else os.dup(worker.stacks_fd)
+    if told is not None:
+        files.callback(os.close, told)
+    return Subject(worker.pid, signs.thread, told)
 
 
 async def _await_dumps(workers: Sequence[Examined], limit_s: float) -> None:
@@ -63,12 +82,9 @@ async def _await_dumps(workers: Sequence[Examined], limit_s: float) -> None:
 
 
 def _evidence(
-    node: NodeId, round: RoundNumber, worker: Examined, found: Mapping[int, Stacks]
+    node: NodeId, round: RoundNumber, worker: Examined, signs: Signs, now: float, seen: Stacks
 ) -> RankEvidence:
-    now = time.monotonic()
-    signs = _signs(worker.vitals)
-    beat_at = signs.beat_at if signs is not None else 0.0
-    seen = found[worker.pid]
+    """What its vitals said at that time, before anybody had paused it to look at it."""
     collectives, missing = _collectives(worker.flight)
     return RankEvidence(
         node=node,
@@ -77,8 +93,8 @@ def _evidence(
         pid=worker.pid,
         process_state=seen.state,
         step=worker.step,
-        sections=tuple(s.name for s in signs.sections if s.own) if signs is not None else (),
-        beat_age_s=max(0.0, now - beat_at) if beat_at else None,
+        sections=tuple(section.name for section in signs.sections if section.own),
+        beat_age_s=max(0.0, now - signs.beat_at) if signs.beat_at else None,
         since_step_s=max(0.0, now - worker.stepped_at) if worker.stepped_at else None,
         stacks=seen.threads,
         stack_source=seen.source,
@@ -86,13 +102,6 @@ def _evidence(
         log_tail=worker.log_tail,
         missing=(*seen.missing, *missing),
     )
-
-
-def _signs(vitals: Vitals) -> Signs | None:
-    try:
-        return vitals.read()
-    except ValueError:  # Its process ended while we looked, and they were closed.
-        return None
 
 
 def _collectives(path: Path) -> tuple[tuple[Collective, ...] | None, tuple[str, ...]]:

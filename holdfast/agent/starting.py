@@ -90,6 +90,7 @@ class Starter:
         assert standby.process is not None
         output = self._output(part, local_rank)
         worker = self._worker(part, local_rank, standby.process, standby, output)
+        worker.stacks_fd = os.memfd_create("holdfast-stacks", os.MFD_CLOEXEC)
         minder.expect(worker)
         assign = Assign(
             env=self._environment(part, local_rank),
@@ -100,7 +101,7 @@ class Starter:
             flight=str(worker.flight),
         )
         store = [self.port.fileno()] if worker.rank == 0 else []
-        standby.assign(assign, [STDIN, *output.writers(), *store])
+        standby.assign(assign, [STDIN, *output.writers(), worker.stacks_fd, *store])
         output.handed_over()
         minder.follow(worker)
 

@@ -60,6 +60,8 @@ class Worker:
     error_file: Path
     flight: Path
     """Where it writes its flight recorder."""
+    stacks_fd: int | None = None
+    """The memory file that it writes its stacks to, where nobody else may look at them."""
     stepped: bool = False
     """It has finished its first step."""
     _oom_kills: int = field(default_factory=oom.kill_count)
@@ -114,6 +116,7 @@ class Worker:
             step=StepNumber(page.step),
             stepped_at=page.last_at,
             flight=self.flight,
+            stacks_fd=self.stacks_fd,
             log_tail=self.output.tail(),
         )
 
@@ -185,5 +188,8 @@ class Worker:
 
     def close(self) -> None:
         self.output.close()
+        if self.stacks_fd is not None:
+            os.close(self.stacks_fd)
+            self.stacks_fd = None
         if self.standby is not None:
             self.standby.close()

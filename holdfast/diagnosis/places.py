@@ -21,8 +21,9 @@ Stance = Literal["waits", "elsewhere", "unclear"]
 KERNEL = "kernel"
 """The file of a frame that is a system call."""
 
-OLD_BEAT_S = 2.0
-"""An interpreter whose beat is older than this has not let another thread run for that long."""
+OLD_BEAT_S = 1.25
+"""An interpreter whose beat is older than this has not let another thread run for that long. No rank
+that hangs is looked at sooner."""
 
 _VERBS = {
     # Up to Python 3.10 time.sleep is a select without files.
@@ -61,9 +62,9 @@ _TRANSPARENT = re.compile(
 
 
 def main_thread(stacks: Sequence[ThreadStack]) -> ThreadStack | None:
-    """The thread that trains; for want of its name the first."""
-    named = (thread for thread in stacks if thread.name == "MainThread")
-    return next(named, stacks[0] if stacks else None)
+    """The thread that trains: the one that is known to, or the main one; else the first."""
+    likely = sorted(stacks, key=lambda thread: (not thread.trains, thread.name != "MainThread"))
+    return likely[0] if likely else None
 
 
 def telling_thread(evidence: RankEvidence) -> ThreadStack | None:

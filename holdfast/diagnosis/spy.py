@@ -64,7 +64,14 @@ def executable() -> str | None:
 
 
 async def look(
-    spy: str, pid: int, limit_s: float, calls: Mapping[int, str], *, pause: bool, native: bool
+    spy: str,
+    pid: int,
+    limit_s: float,
+    calls: Mapping[int, str],
+    *,
+    trainer: int,
+    pause: bool,
+    native: bool,
 ) -> Look:
     """Run py-spy on a process; whatever happens, it is gone after that time."""
     how = ["--native"] if native else [] if pause else ["--nonblocking"]
@@ -76,18 +83,21 @@ async def look(
         return Look(problem=f"py-spy took longer than {limit_s:.1f} s")
     out, err = ran
     try:
-        return Look(threads=parse(out, pid, calls))
+        return Look(threads=parse(out, pid, calls, trainer))
     except (msgspec.DecodeError, UnicodeDecodeError):
         return Look(problem=_complaint(err))
 
 
-def parse(output: bytes, pid: int, calls: Mapping[int, str]) -> tuple[ThreadStack, ...]:
-    """py-spy's JSON; to each thread the system call that it is in, if that is known."""
+def parse(
+    output: bytes, pid: int, calls: Mapping[int, str], trainer: int = 0
+) -> tuple[ThreadStack, ...]:
+    """py-spy's JSON; to each thread the system call that it is in, if that is known. The trainer is
+    the number of the thread that trains, 0 when that is the main one."""
     threads = msgspec.json.decode(output, type=list[_SpyThread])
-    return tuple(_thread(thread, pid, calls) for thread in threads)
+    return tuple(_thread(thread, pid, calls, trainer or pid) for thread in threads)
 
 
-def _thread(thread: _SpyThread, pid: int, calls: Mapping[int, str]) -> ThreadStack:
+def _thread(thread: _SpyThread, pid: int, calls: Mapping[int, str], trainer: int) -> ThreadStack:
     named_main = thread.thread_name == "MainThread"
     # Before Python 3.11 py-spy knows a thread's number only if it may pause the process.
     number = thread.os_thread_id or (pid if named_main else 0)
@@ -101,13 +111,15 @@ def _thread(thread: _SpyThread, pid: int, calls: Mapping[int, str]) -> ThreadSta
         name="MainThread" if number == pid else thread.thread_name or f"thread {number}",
         active=call == RUNNING if call else thread.active,
         holds_gil=thread.owns_gil,
+        trains=number == trainer,
         frames=cut([*(entered if call not in ("", RUNNING) else []), *frames]),
     )
 
 
 def _complaint(err: bytes) -> str:
     """The line in which py-spy says what is wrong."""
-    lines = [line.strip() for line in err.decode("utf-8", "replace").splitlines() if line.strip()]
+    said = err.decode("utf-8", "replace").partition("Stack backtrace:")[0]
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
     causes = [line for line in lines if line[:2].rstrip(":").isdigit()]
     return f"py-spy: {(causes or lines or ['it said nothing'])[-1 if causes else 0][:200]}"
 

@@ -27,6 +27,17 @@ _UNPAUSABLE = {"T", "D", "Z", "X"}
 
 
 @dataclass(frozen=True)
+class Subject:
+    """A process to look at."""
+
+    pid: int
+    trainer: int = 0
+    """The kernel's number of the thread that trains; 0 when that is the main one."""
+    told: int | None = None
+    """The file that it writes to when it is asked (see `faulthandling`); None when it is not armed."""
+
+
+@dataclass(frozen=True)
 class Stacks:
     """Where one process stands."""
 
@@ -50,61 +61,64 @@ class _Clock:
         return max(0.0, self.deadline - time.monotonic())
 
 
-async def collect(
-    pids: Iterable[int], limit_s: float, told: Mapping[int, int] | None = None
-) -> dict[int, Stacks]:
-    """The stacks of these processes.
-
-    `told` has, for processes that were armed (see `faulthandling`), the file that they write to.
-    """
+async def collect(subjects: Iterable[Subject], limit_s: float) -> dict[int, Stacks]:
+    """The stacks of these processes, by their pids."""
     clock = _Clock(time.monotonic() + limit_s)
-    states = {pid: proc.process_state(pid) for pid in pids}
-    looks = [_python(pid, state, clock, told or {}) for pid, state in states.items()]
+    of = {subject.pid: subject for subject in subjects}
+    states = {pid: proc.process_state(pid) for pid in of}
+    looks = [_python(of[pid], state, clock) for pid, state in states.items()]
     found = dict(zip(states, await asyncio.gather(*looks), strict=True))
     wanted = _wanting_native(found)
-    await asyncio.gather(*[_native(pid, found, clock) for pid in wanted])
+    await asyncio.gather(*[_native(of[pid], found, clock) for pid in wanted])
     return found
 
 
-async def _python(pid: int, state: ProcessState, clock: _Clock, told: Mapping[int, int]) -> Stacks:
+async def _python(subject: Subject, state: ProcessState, clock: _Clock) -> Stacks:
     """The Python stack of one process, by py-spy or as it tells itself."""
     if state in ("Z", "X"):
         return Stacks(state, missing=("stack: the process is dead",))
-    executable = spy.executable()
+    executable, pid = spy.executable(), subject.pid
     if executable is None:
-        return await _tell(pid, state, clock, told, "py-spy is not installed")
+        return await _tell(subject, state, clock, "py-spy is not installed")
     async with clock.turns:
         calls = _system_calls(pid)
         # One that runs must be paused for a true picture; any other is looked at as it stands.
         for pause in (True, False) if state == "R" else (False,):
             # Half of the time, so that there is some left for what comes if it is in vain.
             limit_s = clock.left_s / 2
-            seen = await spy.look(executable, pid, limit_s, calls, pause=pause, native=False)
+            seen = await spy.look(
+                executable,
+                pid,
+                limit_s,
+                calls,
+                trainer=subject.trainer,
+                pause=pause,
+                native=False,
+            )
             if seen.threads:
                 return Stacks(_calmer(pid, state), "py-spy python only", seen.threads)
-    return await _tell(pid, state, clock, told, seen.problem)
+    return await _tell(subject, state, clock, seen.problem)
 
 
-async def _tell(
-    pid: int, state: ProcessState, clock: _Clock, told: Mapping[int, int], why: str
-) -> Stacks:
-    if pid not in told:
+async def _tell(subject: Subject, state: ProcessState, clock: _Clock, why: str) -> Stacks:
+    if subject.told is None:
         return Stacks(state, missing=(f"stack: {why}",))
-    text = await faulthandling.ask(pid, told[pid], clock.left_s)
+    text = await faulthandling.ask(subject.pid, subject.told, clock.left_s)
     threads = faulthandling.parse(text)
     if not threads:
         return Stacks(state, missing=(f"stack: {why}; the process did not answer either",))
     return Stacks(state, "faulthandler", threads, (f"native stack: {why}",))
 
 
-async def _native(pid: int, found: dict[int, Stacks], clock: _Clock) -> None:
+async def _native(subject: Subject, found: dict[int, Stacks], clock: _Clock) -> None:
     """Replace a Python stack by one with native frames, if there is time for it."""
+    pid = subject.pid
     async with clock.turns:
         if clock.left_s < clock.native_s:
             found[pid] = replace(found[pid], missing=("native stack: no time was left",))
             return
         began = time.monotonic()
-        seen = await _paused_look(pid, clock)
+        seen = await _paused_look(subject, clock)
     if seen.threads:
         clock.native_s = time.monotonic() - began
         found[pid] = Stacks(found[pid].state, "py-spy", seen.threads)
@@ -112,9 +126,9 @@ async def _native(pid: int, found: dict[int, Stacks], clock: _Clock) -> None:
         found[pid] = replace(found[pid], missing=(f"native stack: {seen.problem}",))
 
 
-async def _paused_look(pid: int, clock: _Clock) -> spy.Look:
+async def _paused_look(subject: Subject, clock: _Clock) -> spy.Look:
     """A look that pauses the process, and makes sure that it goes on."""
-    executable = spy.executable()
+    executable, pid = spy.executable(), subject.pid
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -123,7 +137,15 @@ async def _paused_look(pid: int, clock: _Clock) -> spy.Look:
     try:
         if executable is not None:
             calls = _system_calls(pid)
-            seen = await spy.look(executable, pid, clock.left_s, calls, pause=True, native=True)
+            seen = await spy.look(
+                executable,
+                pid,
+                clock.left_s,
+                calls,
+                trainer=subject.trainer,
+                pause=True,
+                native=True,
+            )
         return seen
     finally:
         if not seen.threads:

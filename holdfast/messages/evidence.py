@@ -49,6 +49,8 @@ class ThreadStack(Struct, frozen=True, kw_only=True):
     active: bool = False
     """Whether it was on a CPU."""
     holds_gil: bool = False
+    trains: bool = False
+    """It is known to be the one that takes the training steps."""
     frames: Annotated[tuple[Frame, ...], Meta(max_length=MAX_FRAMES)] = ()
     """The innermost first."""
 
@@ -139,9 +141,11 @@ def fit(evidence: RankEvidence) -> RankEvidence:
 
 
 def _smaller(evidence: RankEvidence, threads: int, frames: int) -> tuple[ThreadStack, ...]:
-    """The main thread and those that do something first; the rest as far as there is room."""
+    """The thread that trains, the main one and those that do something first; the rest as far as
+    there is room."""
     wanted = sorted(
-        evidence.stacks, key=lambda t: (t.name != "MainThread", not t.holds_gil, not t.active)
+        evidence.stacks,
+        key=lambda t: (not t.trains, t.name != "MainThread", not t.holds_gil, not t.active),
     )
     return tuple(
         msgspec.structs.replace(

@@ -61,7 +61,8 @@ class Standing(Local, frozen=True, kw_only=True):
 
 
 class Assign(Local, frozen=True, kw_only=True):
-    """Agent to a process: become this rank. With it: stdin, stdout and stderr."""
+    """Agent to a process: become this rank. With it: stdin, stdout and stderr, a file for its stacks,
+    and for rank 0 its store's socket."""
 
     env: dict[str, str]
     entry: Entry

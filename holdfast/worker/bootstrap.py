@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from holdfast.diagnosis import flight
+from holdfast.diagnosis import faulthandling, flight
 from holdfast.kernel import PR_SET_PDEATHSIG, prctl
 from holdfast.messages.local import (
     Assign,
@@ -50,7 +50,7 @@ def become_worker(control_fd: int, page_fd: int, rehearse: bool) -> int:
     if rehearse:
         rehearsal.rehearse()
         channel.send(Standing())
-    packet, fds = channel.receive(max_fds=4)
+    packet, fds = channel.receive(max_fds=5)
     if not packet:
         os._exit(0)
     assign = _decoder.decode(packet)
@@ -73,8 +73,8 @@ def become_worker(control_fd: int, page_fd: int, rehearse: bool) -> int:
         look_for_traps()
 
     Pulse(page.vitals, lambda: _dump_flight(assign.flight), each_beat).start()
-    if len(fds) > 3:
-        hooks.host_store(move_up(fds[3]), int(assign.env["MASTER_PORT"]))
+    if len(fds) > 4:
+        hooks.host_store(move_up(fds[4]), int(assign.env["MASTER_PORT"]))
     _, name, *arguments = sys.argv
     program = Program(entry=assign.entry, script=name, args=tuple(arguments))
     channel.send(Began(at=time.monotonic()))
@@ -98,6 +98,8 @@ def _take_over(assign: Assign, fds: list[int]) -> None:
     for target, fd in enumerate(fds[:3]):
         os.dup2(fd, target)
         os.close(fd)
+    faulthandling.arm(move_up(fds[3]))
+    faulthandling.allow_tracing(assign.agent_pid)
     _open_streams()
     os.environ.update(assign.env)
     rehearsal.reseed()

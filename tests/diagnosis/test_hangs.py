@@ -18,7 +18,7 @@ import pytest
 from puppets import wait_for
 
 from holdfast.diagnosis import flight, proc
-from holdfast.diagnosis.stacks import collect
+from holdfast.diagnosis.stacks import Subject, collect
 from holdfast.diagnosis.verdict import judge
 from holdfast.messages.evidence import RankEvidence, fit
 from holdfast.messages.units import NodeId, Rank, RoundNumber
@@ -71,7 +71,7 @@ def stage() -> Iterator[Stage]:
 def gather(pids: list[int], folder: Path) -> list[RankEvidence]:
     """What an agent would gather, and send."""
     ages = [time.time() - (folder / f"beat_{rank}").stat().st_mtime for rank in RANKS]
-    found = asyncio.run(collect(pids, 2.0))
+    found = asyncio.run(collect([Subject(pid) for pid in pids], 2.0))
     (folder / "ask").touch()
     alive = [r for r in RANKS if found[pids[r]].state != "T" and ages[r] < 1.0]
     wait_for(lambda: all((folder / f"dump_{r}").exists() for r in alive), "the dumps")

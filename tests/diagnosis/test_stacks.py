@@ -13,7 +13,7 @@ from puppets import Puppet, puppet_of
 
 from holdfast.diagnosis import faulthandling, proc, spy
 from holdfast.diagnosis.places import main_thread, stance, user_frame, verb
-from holdfast.diagnosis.stacks import Stacks, collect
+from holdfast.diagnosis.stacks import Stacks, Subject, collect
 
 SLEEPS = "import time\ndef load_batch():\n    here()\n    time.sleep(60)\nload_batch()"
 READS = "import os\ndef load_batch():\n    here()\n    os.read(0, 1)\nload_batch()"
@@ -45,7 +45,8 @@ def look(
     """The stacks, and that it took no longer than it may and left everybody as they were."""
     before = [proc.process_state(each.pid) for each in puppets]
     began = time.monotonic()
-    found = asyncio.run(collect([each.pid for each in puppets], limit_s, told))
+    subjects = [Subject(each.pid, told=(told or {}).get(each.pid)) for each in puppets]
+    found = asyncio.run(collect(subjects, limit_s))
     assert time.monotonic() - began < limit_s + 1.0
     for each, state in zip(puppets, before, strict=True):
         now = proc.process_state(each.pid)
@@ -104,7 +105,7 @@ def test_a_dead_process_is_said_to_be_dead() -> None:
     gone = puppet_of("here()")
     gone.arrive()
     gone.end()
-    found = asyncio.run(collect([gone.pid], 1.0))
+    found = asyncio.run(collect([Subject(gone.pid)], 1.0))
     assert found[gone.pid].state == "X"
     assert found[gone.pid].missing == ("stack: the process is dead",)
 
@@ -137,7 +138,16 @@ def test_without_time_nothing_is_left_running(puppet: Callable[..., Puppet]) -> 
 
 
 SLOW_SPY = "#!/bin/sh\ntrap '' TERM INT\nwhile :; do sleep 1; done\n"
-FORBIDDEN_SPY = "#!/bin/sh\necho 'Permission Denied: Try running again' >&2\nexit 1\n"
+FORBIDDEN_SPY = """#!/bin/sh
+cat >&2 <<END
+Error: Failed to open
+Caused by:
+    0: Permission Denied
+Stack backtrace:
+  10: main
+END
+exit 1
+"""
 TALKING_SPY = "#!/bin/sh\necho '[{\"frames\": 5}]'\n"
 
 
@@ -184,3 +194,19 @@ def test_a_thread_without_a_number_is_known_by_its_name() -> None:
 
 def test_a_worker_may_allow_its_agent_to_look() -> None:
     faulthandling.allow_tracing(os.getpid())
+
+
+def test_the_thread_that_trains_is_the_one_that_is_told_of(puppet: Callable[..., Puppet]) -> None:
+    in_thread = """
+        import threading, time
+        def train():
+            here()
+            time.sleep(60)
+        threading.Thread(target=train).start()
+    """
+    training = puppet(in_thread)
+    other = next(int(n) for n in os.listdir(f"/proc/{training.pid}/task") if int(n) != training.pid)
+    found = asyncio.run(collect([Subject(training.pid, trainer=other)], 5.0))[training.pid]
+    assert place(found) == "sleeps in train"
+    (unknown,) = look(training)
+    assert "train" not in place(unknown)

@@ -27,6 +27,7 @@ from test_verdict import (
     rank,
 )
 
+from holdfast.core.deadlines import HANG_BASE_S
 from holdfast.diagnosis.verdict import judge
 from holdfast.messages.evidence import (
     Collective,
@@ -98,7 +99,7 @@ def healthy_rank(
         stack,
         collectives=log_of(each, False, pairs, in_pair, number),
         process_state=state,
-        beat_age_s=draw(st.sampled_from([None, 0.1, 1.5])),
+        beat_age_s=draw(st.sampled_from([None, 0.1, 1.2])),
     )
 
 
@@ -117,7 +118,7 @@ def guilty_rank(draw: st.DrawFn, each: int, kind: str, pairs: bool, number: int)
     }.get(kind, draw(st.sampled_from([ASLEEP, IN_KERNEL])))
     states = {"stopped": "T", "dead": "X", "stuck": "D", "computing": "R"}
     more["process_state"] = states.get(kind, "S")
-    more["beat_age_s"] = 30.0 if kind in ("gil", "stopped") else 0.1
+    more["beat_age_s"] = HANG_BASE_S if kind in ("gil", "stopped") else 0.1
     return rank(each, stack if kind != "dead" else (), holds_gil=kind == "gil", **more)
 
 

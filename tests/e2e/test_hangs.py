@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
+import textwrap
 
 import pytest
 
@@ -283,6 +285,29 @@ def test_without_detection_a_hung_rank_is_left_alone_and_why_tells_where_it_is(r
     job = run.peek()
     assert job is not None
     assert (job.incidents, job.membership.round) == ([], 1)
+
+
+WITHOUT_PTRACE = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(24, 19, 0, 0, 0)  # Nobody from here on gets CAP_SYS_PTRACE.
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+def test_where_nobody_may_look_at_a_rank_it_tells_itself_where_it_is(run: Run) -> None:
+    hidden = "import ctypes; ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # Not dumpable.\n"
+    command = (sys.executable, "-c", WITHOUT_PTRACE, sys.executable, "-m", "holdfast", "run")
+    run.train(script=hidden + textwrap.dedent(BARE), command=command)
+    until_warm(run)
+    hang(run, 1)
+    assert until_hang(run, 1).rank == 1
+    told = why(run, "--incident", "1")
+    assert f"rank 1: is in train.py:{line_of(run, 'sleep')} (work)" in told
+    seen = json.loads((run.job_home / "incidents" / "1" / "rank_1.json").read_bytes())
+    assert seen["stack_source"] == "faulthandler"
+    assert any("Permission denied" in reason for reason in seen["missing"])
+    run.end()
+    assert run.code() == 0
 
 
 def test_the_same_hang_again_and_again_ends_the_job_and_says_where(run: Run) -> None:
