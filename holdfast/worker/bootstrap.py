@@ -12,6 +12,7 @@ import io
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -82,11 +83,20 @@ def become_worker(control_fd: int, page_fd: int, rehearse: bool) -> int:
         code = script.run(program, lambda raised: channel.send(Died(raised=raised)))
     except SystemExit as leaving:
         if leaving.code in (None, 0):
-            channel.send(Done())
+            _be_done(worker)
         raise
     if code == 0:
-        channel.send(Done())
+        _be_done(worker)
     return code
+
+
+def _be_done(worker: Runtime) -> None:
+    """The script is over. If its main thread has not trained, another one may, as Python would let it:
+    then it is over with that one."""
+    vitals = worker.vitals
+    if not vitals.read().steps or vitals.trainer != threading.get_ident():
+        threading._shutdown()  # type: ignore[attr-defined]
+    worker.channel.send(Done())
 
 
 def _take_over(assign: Assign, fds: list[int]) -> None:

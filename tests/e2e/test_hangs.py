@@ -287,6 +287,22 @@ def test_without_detection_a_hung_rank_is_left_alone_and_why_tells_where_it_is(r
     assert (job.incidents, job.membership.round) == ([], 1)
 
 
+def test_a_rank_that_trains_in_a_thread_is_seen_there(run: Run) -> None:
+    lines = BARE.splitlines()
+    first = next(n for n, line in enumerate(lines) if "while not" in line)
+    loop = [f"    {line}" for line in lines[first:] if line]
+    thread = ["    threading.Thread(target=train).start()"]
+    script = [*lines[:first], "    def train():", "        global step", *loop, *thread]
+    run.train(script="\n".join(script).replace("import os,", "import os, threading,"))
+    until_warm(run)
+    hang(run, 1)
+    incident = until_hang(run, 1)
+    assert incident.rank == 1
+    assert f"sleeps in train.py:{line_of(run, 'sleep')} (work); rank 0 waits" in incident.detail
+    run.end()
+    assert run.code() == 0
+
+
 WITHOUT_PTRACE = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(24, 19, 0, 0, 0)  # Nobody from here on gets CAP_SYS_PTRACE.
@@ -346,6 +362,27 @@ def test_a_rank_that_hangs_after_its_script_ended_is_ended_and_has_finished(run:
     job = run.peek()
     assert job is not None
     assert job.incidents == []
+
+
+def test_a_script_that_trains_in_a_thread_is_over_with_that_thread(run: Run) -> None:
+    run.env["HOLDFAST_ENDING_LIMIT"] = "0.3"
+    script = """
+        import threading, time
+        import holdfast
+
+        def train():
+            for step in range(1, 101):
+                time.sleep(0.01)
+                holdfast.progress(step)
+
+        threading.Thread(target=train).start()
+    """
+    run.train(script=script)
+    assert run.code() == 0
+    assert "hangs after its script has ended" not in run.err
+    job = run.peek()
+    assert job is not None
+    assert [rank.step for rank in job.ranks.values()] == [100, 100]
 
 
 def test_a_rank_that_raised_and_does_not_end_is_ended_and_its_error_told(run: Run) -> None:
