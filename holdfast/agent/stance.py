@@ -3,7 +3,8 @@
 What its vitals say comes from within; from outside the kernel tells whether the process is stopped,
 and what its training thread did since the last look: processor time, bytes read and written. So a
 backward pass that computes is told from one that waits for the others' gradients, and a save to slow
-storage, however it is made, from a rank that does nothing.
+storage, however it is made, from a rank that does nothing: it moves bytes now and then, or the kernel
+lets nobody disturb it until the storage has answered (state D).
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class Lately:
 
     cpu_share: float = 0.0
     moved: bool = False
+    """It has read or written something: since the last look, or in the later half of its silence."""
 
 
 def lately(before: Effort, now: Effort, seconds: float) -> Lately:
@@ -48,8 +50,8 @@ def kind(state: str, signs: Signs, did: Lately, now: float, for_s: float) -> Sta
     """How a rank stands that gave no sign of progress for so long."""
     if state == "T":
         return "stopped"
-    if state == "t":
-        return "busy"  # Somebody looks at it with a debugger.
+    if state in ("t", "D"):
+        return "busy"  # Somebody looks at it with a debugger; or storage does not answer.
     if now - signs.beat_at > max(OLD_BEAT_S, for_s / 2):
         return "gil"
     computes = signs.in_backward and did.cpu_share > BUSY_SHARE

@@ -105,6 +105,8 @@ class Watched:
     looked_at: float = 0.0
     effort: Effort = field(default_factory=Effort)
     """How much it had done when it was last looked at."""
+    moved_at: float = 0.0
+    """When it was last seen to read or write between two marks."""
     counts: dict[str, int] = field(default_factory=dict)
     """Of each phase, how many had ended when its timings were last told."""
     own_counts: dict[str, int] = field(default_factory=dict)
@@ -257,7 +259,11 @@ class Watch:
     def _lately(self, one: Watched, signs: Signs, now: float) -> Lately:
         before, since = one.effort, one.looked_at
         one.effort, one.looked_at = self._outside.effort(one.pid, signs.thread), now
-        return stance.lately(before, one.effort, now - since)
+        did = stance.lately(before, one.effort, now - since)
+        if did.moved and since >= signs.mark_at:
+            one.moved_at = now
+        moved = did.moved or one.moved_at > (signs.mark_at + now) / 2
+        return Lately(did.cpu_share, moved)
 
     # ---- deadlines ----
 

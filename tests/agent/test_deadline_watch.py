@@ -306,6 +306,36 @@ def test_a_beat_that_is_late_once_is_no_lock() -> None:
     assert scene.kinds() == {0: "gil"}
 
 
+def test_one_that_writes_now_and_then_is_busy_between_two_writes() -> None:
+    """As to a slow storage: longer and longer apart, but it goes on."""
+    scene = Scene()
+    scene.train()
+    scene.run(LOOK_EVERY_S)
+    for mega, gap_s in enumerate((0.2, 0.4, 0.5, 0.7, 1.0, 1.5, 2.0), 1):
+        scene.outside.efforts[1000] = Effort(moved_bytes=mega << 20)
+        scene.run(gap_s)
+    assert {kind for stalls in scene.told for kind in [s.kind for s in stalls]} == {"busy"}
+    scene.run(8)
+    assert scene.kinds() == {0: "still"}, "it does not write any more"
+
+
+def test_what_was_written_before_it_fell_silent_does_not_make_it_busy() -> None:
+    scene = Scene()
+    scene.train()
+    scene.outside.efforts[1000] = Effort(moved_bytes=1 << 20)
+    scene.run(LIMIT_S + 0.1)
+    assert scene.kinds() == {0: "still"}
+
+
+def test_a_rank_whose_storage_does_not_answer_is_busy() -> None:
+    scene = Scene()
+    scene.train()
+    scene.outside.states[1000] = "D"
+    scene.beating[0] = False
+    scene.run(LIMIT_S + 0.1)
+    assert scene.kinds() == {0: "busy"}
+
+
 def test_a_rank_that_somebody_looks_at_with_a_debugger_is_busy() -> None:
     scene = Scene()
     scene.train()
