@@ -18,7 +18,9 @@ import os
 import signal
 import socket
 import ssl
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from msgspec import Struct
 
@@ -43,7 +45,7 @@ from holdfast.messages.events import (
     VerdictReached,
 )
 from holdfast.messages.evidence import RankEvidence, Verdict
-from holdfast.messages.records import Terms
+from holdfast.messages.records import Incident, Terms
 from holdfast.messages.units import NodeId, Time
 from holdfast.messages.wire import Ack, AskFault, Hello, Refused, Sent, Visit, Welcome, Why
 
@@ -93,6 +95,7 @@ class Coordinator:
         self._closed: asyncio.Future[int] = loop.create_future()
         self._parted: asyncio.Future[None] = loop.create_future()
         if restarted is not None:
+            self._told = self._told_before()
             self._post(Arrival(restarted))
         server = await loop.create_server(lambda: Stream(self), sock=listener, ssl=tls)
         watching = asyncio.ensure_future(self._watch_silence())
@@ -242,10 +245,13 @@ class Coordinator:
 
     def _tell_incidents(self) -> None:
         assert self.job is not None
-        incidents = self.job.incidents
-        while self._told < len(incidents) and incidents[self._told].closed_at is not None:
-            log.info("%s", report.incident_line(incidents[self._told]))
+        for incident in _over(self.job.incidents[self._told :]):
+            log.info("%s", report.incident_line(incident))
             self._told += 1
+
+    def _told_before(self) -> int:
+        """How many incidents the coordinator before this one has told of."""
+        return len(_over(self.job.incidents)) if self.job is not None else 0
 
     # ---- streams ----
 
@@ -310,6 +316,11 @@ class Coordinator:
             stream.transport.close()
         if self._streams:
             await asyncio.wait({self._parted}, timeout=LAST_LIMIT_S)
+
+
+def _over(incidents: Sequence[Incident]) -> list[Incident]:
+    """Those before the first that is not over: they are told of in their order."""
+    return list(takewhile(lambda incident: incident.closed_at is not None, incidents))
 
 
 def _die() -> None:

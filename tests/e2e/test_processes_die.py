@@ -208,6 +208,25 @@ def test_a_rank_and_the_coordinator_killed_together_are_both_back(run: Run) -> N
     assert incident["rank"] == 0
 
 
+def test_a_coordinator_that_is_back_does_not_tell_again_of_what_is_over(run: Run) -> None:
+    run.train()
+    for number in (1, 2):
+        run.until_stepping(round=number)
+        run.kill_rank(number - 1)
+        run.until(
+            lambda job, n=number: len(job.incidents) == n and job.incidents[-1].closed_at,
+            f"the end of incident {number}",
+        )
+        coordinator = run.coordinator()
+        run.kill(coordinator)
+        wait_for(lambda was=coordinator: run.coordinator() != was, "another coordinator")
+    run.until_stepping(round=3)
+    run.end()
+    assert run.code() == 0
+    told = [line for line in run.own_lines if line.startswith("[holdfast] rank")]
+    assert len(told) == len(set(told)) <= 2, "each once, if its coordinator lived to tell of it"
+
+
 def test_a_coordinator_killed_at_the_very_end_loses_no_exit_code(run: Run) -> None:
     run.train(args=["30"])
     run.until_stepping()
