@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     said = {word: [str(text)] for word in _WORDS if (text := getattr(given, word)) is not None}
     if given.force:
         said["force"] = ["1"]
-    asked = injection(given.fault, said, "holdfast chaos")
+    asked = injection(given.fault, said, f"job {given.job}")
     taken = ask(find(given.job), AskFault(injection=asked), FaultTaken, tls_given(given)).taken
     if given.json:
         print_json(msgspec.to_builtins(taken))

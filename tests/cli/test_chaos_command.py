@@ -110,7 +110,7 @@ def test_of_a_job_that_is_not_there_one_is_told(
     assert "no job nobody" in text
     code, text = say("nobody", "kil")
     assert code == 2
-    assert "did you mean kill?" in text
+    assert text == "holdfast chaos: job nobody: no fault is called kil; did you mean kill?\n"
     code, text = say("nobody")
     assert code == 2
     assert "FAULT" in text
