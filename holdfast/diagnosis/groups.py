@@ -39,7 +39,8 @@ def _headline(scene: Scene, members: Sequence[RankEvidence]) -> str:
     fronts = [front for front in scene.fronts if set(ranks) <= set(front.waiting)]
     if fronts and scene.stances[first.rank] != "elsewhere":
         return wording.waits(ranks, fronts[0])
-    return f"{wording.rank_list(ranks)}: {wording.doing(first)}"
+    doing = wording.doing(first) if len(members) == 1 else wording.plural(wording.doing(first))
+    return f"{wording.rank_list(ranks)}: {doing}"
 
 
 def _fullest(members: Iterable[RankEvidence]) -> tuple[Frame, ...]:

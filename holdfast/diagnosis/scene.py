@@ -11,6 +11,9 @@ from holdfast.diagnosis.fronts import Front, find_fronts
 from holdfast.diagnosis.places import OLD_BEAT_S, Stance, main_thread, stance, thread_stance, verb
 from holdfast.messages.evidence import Frame, RankEvidence
 
+JUST_S = 1.0
+"""Who finished a step so lately does not hang: nobody is called hung so soon."""
+
 
 @dataclass(frozen=True)
 class Scene:
@@ -47,6 +50,13 @@ class Scene:
         """Whether its main thread waits for something, whatever that is."""
         main = main_thread(self.seen[rank].stacks)
         return main is not None and verb(main) == "waits"
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether every rank that was seen has just finished a step. Looks at ranks that move do not
+        fit together: each is of another moment."""
+        steps = [each.since_step_s for each in self.seen.values()]
+        return all(since_s is not None and since_s < JUST_S for since_s in steps)
 
     @property
     def absent(self) -> list[int]:

@@ -109,6 +109,8 @@ def _unknown(scene: Scene) -> _Finding:
     """What can be said when nobody can be named."""
     if not scene.seen:
         return _Finding((), because="unknown: nothing is known of any rank")
+    if scene.is_moving:
+        return _Finding((), because="unknown: all ranks finish steps, and nobody holds them up")
     if any(front.behind for front in scene.fronts):
         circle = "unknown: ranks wait for each other in a circle, or in what no recorder notes"
         return _Finding((), because=circle)

@@ -62,7 +62,7 @@ def accused(evidence: Iterable[tuple[RankEvidence, str]]) -> str:
     for each, what in evidence:
         alike.setdefault((each.node, what), []).append(each.rank)
     clauses = [
-        f"{rank_list(ranks)} on {node} {what if len(ranks) == 1 else _plural(what)}"
+        f"{rank_list(ranks)} on {node} {what if len(ranks) == 1 else plural(what)}"
         for (node, what), ranks in alike.items()
     ]
     return _joined(clauses)
@@ -111,7 +111,7 @@ def _joined(clauses: Sequence[str]) -> str:
     return "; ".join(shown)
 
 
-def _plural(what: str) -> str:
+def plural(what: str) -> str:
     first, _, rest = what.partition(" ")
     plural = {"is": "are", "has": "have"}.get(first, first.removesuffix("s"))
     return f"{plural} {rest}"

@@ -371,3 +371,14 @@ def test_ranks_are_told_briefly() -> None:
     assert rank_list([3]) == "rank 3"
     assert rank_list([2, 0, 1, 5, 7, 8]) == "ranks 0–2, 5, 7, 8"
     assert rank_list(range(4096)) == "ranks 0–4095"
+
+
+def test_of_a_job_that_moves_nothing_is_concluded_from_looks_at_different_moments() -> None:
+    """Two were still in an operation when their recorders were read, but not when they were seen."""
+    behind = [rank(r, IN_REDUCER, collectives=BEFORE, since_step_s=0.1) for r in (0, 1)]
+    moved_on = (noted(412), noted(411, "completed"))
+    ahead = [rank(r, ASLEEP, collectives=moved_on, since_step_s=0.02) for r in (2, 3)]
+    verdict = judge([*behind, *ahead], 4)
+    assert verdict.guilty == ()
+    assert verdict.sentence.startswith("unknown: all ranks finish steps, and nobody holds them up")
+    assert verdict.groups[1].headline == "ranks 2, 3: sleep in loader.py:88 (load_batch)"
