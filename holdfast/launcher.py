@@ -6,6 +6,7 @@ could bring it down; and should one of its children die, it is the one that star
 
     coordinator died    it is started again on the same listening socket, which never closed
     agent died          what its workers left is ended, a new agent joins the job
+    one was stopped     (SIGSTOP) and nobody continues it: it is killed, and so started again
     launcher died       the kernel tells the agent, which ends everything; the coordinator dies too
 
 Whoever of the two dies, the other one adopts and ends all descendants, so that no process of a job
@@ -48,6 +49,12 @@ log = logging.getLogger("holdfast")
 FEW_S = 60.0
 MANY = 5
 TELL_AFTER_S = 3.0
+STOPPED_LIMIT_S = 15.0
+"""Whoever stopped an agent or a coordinator has so long to continue it."""
+STOPPED_LIMIT = "HOLDFAST_STOPPED_LIMIT"
+"""In the environment: another limit in seconds, for tests."""
+LATE_S = 1.0
+"""A launcher whose turn comes so much too late was not running itself."""
 JOB_FILE_LIMIT_S = 5.0
 JOB_FILE_LOOK_S = 0.02
 
@@ -62,8 +69,11 @@ class Child:
     run: Callable[[], int]
     pid: int = 0
     deaths: list[float] = field(default_factory=list)
+    stopped_at: float | None = None
+    """When it was stopped, if it still is."""
 
     def start(self) -> None:
+        self.stopped_at = None
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
@@ -83,6 +93,16 @@ class Child:
         except BaseException:  # The edge of the process: the launcher starts another one.
             log.exception("the %s fell over an error of its own", self.name)
         return EXIT_BROKEN
+
+    def note_stops(self) -> None:
+        """See whether it was stopped or continued."""
+        how = os.WSTOPPED | os.WCONTINUED | os.WNOHANG
+        try:
+            while (change := os.waitid(os.P_PID, self.pid, how)) is not None:
+                stopped = change.si_code == os.CLD_STOPPED
+                self.stopped_at = time.monotonic() if stopped else None
+        except ChildProcessError:  # It has ended.
+            self.stopped_at = None
 
     def too_often(self) -> bool:
         """Note a death; True when that happens again and again."""
@@ -127,10 +147,13 @@ class Launcher:
 
     def _wait(self) -> int:
         while True:
-            got = signal.sigwait(self.signals | {signal.SIGCHLD})
+            got = self._next_signal()
             if got != signal.SIGCHLD:
                 _signal(self.agent.pid, signal.Signals(got))
+                _signal(self.agent.pid, signal.SIGCONT)
                 continue
+            for child in self._children():
+                child.note_stops()
             gone = {pid: os.waitstatus_to_exitcode(status) for pid, status in _ended()}
             code = None
             if self.coordinator is not None and self.coordinator.pid in gone:
@@ -139,6 +162,32 @@ class Launcher:
                 code = self._agent_ended(gone[self.agent.pid])
             if code is not None:
                 return code
+
+    def _next_signal(self) -> int:
+        """The next that comes; meanwhile a child that stays stopped for too long is killed."""
+        wanted = self.signals | {signal.SIGCHLD}
+        limit_s = float(os.environ.get(STOPPED_LIMIT, STOPPED_LIMIT_S))
+        while since := [c.stopped_at for c in self._children() if c.stopped_at is not None]:
+            due = min(since) + limit_s
+            got = signal.sigtimedwait(wanted, max(0.0, due - time.monotonic()))
+            if got is not None:
+                return got.si_signo
+            self._kill_stopped(due, time.monotonic())
+        return signal.sigwait(wanted)
+
+    def _kill_stopped(self, due: float, now: float) -> None:
+        for child in self._children():
+            if child.stopped_at is None:
+                continue
+            if now > due + LATE_S:  # We were stopped ourselves: perhaps all are to go on.
+                child.stopped_at = now
+            else:
+                log.warning("the %s is stopped and nobody continues it; it is ended", child.name)
+                child.stopped_at = None
+                _signal(child.pid, signal.SIGKILL)
+
+    def _children(self) -> list[Child]:
+        return [self.agent, *([self.coordinator] if self.coordinator is not None else [])]
 
     def _coordinator_ended(self, coordinator: Child, code: int) -> int | None:
         """The job's exit code, or None when there is still somebody to wait for."""

@@ -98,7 +98,8 @@ FAULTS: Final[dict[FaultName, About]] = {
     "kill-agent": About("node", "SIGKILL for the node's agent; its ranks die with it"),
     "stop-agent": About(
         "node",
-        "SIGSTOP for the node's agent, and SIGCONT V seconds later; with 0 never",
+        "SIGSTOP for the node's agent, and SIGCONT V seconds later; with 0 never, and its launcher"
+        " ends one that stays stopped for 15 s",
         Value("seconds", 10, 0, 3600),
     ),
     "kill-keeper": About("node", "SIGKILL for the node's keeper"),

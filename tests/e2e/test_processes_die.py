@@ -227,6 +227,57 @@ def test_a_coordinator_that_is_back_does_not_tell_again_of_what_is_over(run: Run
     assert len(told) == len(set(told)) <= 2, "each once, if its coordinator lived to tell of it"
 
 
+def test_an_agent_that_stays_stopped_is_ended_and_another_one_joins(run: Run) -> None:
+    run.env["HOLDFAST_STOPPED_LIMIT"] = "0.5"
+    run.train()
+    run.until_stepping()
+    stopped = run.agent()
+    run.kill(stopped, signal.SIGSTOP)
+    wait_for(lambda: gone(stopped), "the end of the stopped agent")
+    run.until_stepping(round=2)
+    assert run.agent() != stopped
+    run.end()
+    assert run.code() == 0
+    assert "the agent is stopped and nobody continues it" in run.err
+
+
+def test_a_coordinator_that_stays_stopped_is_started_again(run: Run) -> None:
+    run.env["HOLDFAST_STOPPED_LIMIT"] = "0.5"
+    run.train()
+    run.until_stepping()
+    stopped = run.coordinator()
+    run.kill(stopped, signal.SIGSTOP)
+    wait_for(lambda: gone(stopped) and run.coordinator(), "another coordinator")
+    run.kill_rank(1)
+    run.until_stepping(round=2)
+    run.end()
+    assert run.code() == 0
+
+
+def test_an_agent_that_is_continued_in_time_goes_on(run: Run) -> None:
+    run.env["HOLDFAST_STOPPED_LIMIT"] = "2"
+    run.train()
+    run.until_stepping()
+    agent, kept = run.agent(), run.folder / "step_0"
+    run.kill(agent, signal.SIGSTOP)
+    stopped_at = int(kept.read_text())
+    wait_for(lambda: int(kept.read_text()) > stopped_at + 10, "steps of its ranks meanwhile")
+    run.kill(agent, signal.SIGCONT)
+    run.until(lambda job: job.highest > stopped_at + 300, "steps after the limit")
+    assert run.agent() == agent
+    run.end()
+    assert run.code() == 0
+
+
+def test_a_job_whose_agent_is_stopped_can_be_ended_by_hand(run: Run) -> None:
+    run.train()
+    run.until_stepping()
+    run.kill(run.agent(), signal.SIGSTOP)
+    run.kill(run.pid, signal.SIGINT)
+    assert run.code() == 1
+    run.assert_nobody_left()
+
+
 def test_a_coordinator_killed_at_the_very_end_loses_no_exit_code(run: Run) -> None:
     run.train(args=["30"])
     run.until_stepping()
