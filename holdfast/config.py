@@ -30,6 +30,7 @@ from holdfast.values import (
     as_said,
     comma_list,
     directory,
+    factor,
     job_name,
     key_values,
     line_filters,
@@ -43,6 +44,7 @@ from holdfast.values import (
     signal_names,
     standby_count,
     stream_masks,
+    time_limit,
     whole_number,
     yes_or_no,
 )
@@ -229,11 +231,13 @@ def run_settings(given: Given, command: Sequence[str]) -> RunSettings:
 def _hangs(given: Given) -> HangSettings:
     return HangSettings(
         detect="no_hang_detection" not in given,
-        initial_rank_heartbeat_timeout=given.take("initial_rank_heartbeat_timeout", seconds, None),
-        rank_heartbeat_timeout=given.take("rank_heartbeat_timeout", seconds, None),
-        rank_out_of_section_timeout=given.take("rank_out_of_section_timeout", seconds, None),
+        initial_rank_heartbeat_timeout=given.take(
+            "initial_rank_heartbeat_timeout", time_limit, None
+        ),
+        rank_heartbeat_timeout=given.take("rank_heartbeat_timeout", time_limit, None),
+        rank_out_of_section_timeout=given.take("rank_out_of_section_timeout", time_limit, None),
         rank_section_timeouts=given.take("rank_section_timeouts", section_timeouts, {}),
-        safety_factor=given.take("safety_factor", seconds, None),
+        safety_factor=given.take("safety_factor", factor, None),
     )
 
 

@@ -38,6 +38,25 @@ def seconds(text: str, flag: str) -> float:
     return value
 
 
+def time_limit(text: str, flag: str) -> float:
+    """Seconds, and not none of them: that would be no time to do anything in."""
+    value = seconds(text, flag)
+    if value == 0:
+        raise UsageError(f"{flag} {text}: more than 0 seconds are needed")
+    return value
+
+
+def factor(text: str, flag: str) -> float:
+    """How many times as much."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 1 <= value < math.inf:
+        raise UsageError(f"{flag} {text}: a number, 1 or more, is needed")
+    return value
+
+
 def yes_or_no(text: str, flag: str) -> bool:
     word = text.strip().lower()
     if word in ("1", "true", "t", "yes", "y"):
@@ -158,7 +177,7 @@ def section_timeouts(text: str, flag: str) -> dict[str, float]:
         name, colon, limit = pair.rpartition(":")
         if not colon or not name:
             raise UsageError(f"{flag} {text}: write NAME:SECONDS, separated by commas")
-        found[name.strip()] = seconds(limit, flag)
+        found[name.strip()] = time_limit(limit, flag)
     return found
 
 

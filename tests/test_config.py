@@ -232,3 +232,17 @@ def test_an_error_of_usage_is_one_printable_line(text: str) -> None:
 def test_errors_end_a_process_with_the_codes_of_the_tree() -> None:
     codes = [error.exit_code for error in (HoldfastError, UsageError, JobHomeError)]
     assert codes == [1, 2, 2]
+
+
+@pytest.mark.parametrize("text", ["0", "0.0", "-1", "nan", "inf", "", "none"])
+def test_a_limit_that_leaves_no_time_is_none(text: str) -> None:
+    with pytest.raises(UsageError, match="--rank-heartbeat-timeout"):
+        values.time_limit(text, "--rank-heartbeat-timeout")
+    with pytest.raises(UsageError, match="--rank-section-timeouts"):
+        values.section_timeouts(f"evaluation:{text}", "--rank-section-timeouts")
+
+
+@pytest.mark.parametrize("text", ["0", "0.9", "-3", "nan", "inf", "x"])
+def test_less_than_was_seen_is_no_factor(text: str) -> None:
+    with pytest.raises(UsageError, match="1 or more"):
+        values.factor(text, "--safety-factor")

@@ -126,12 +126,7 @@ def _settings(arguments: argparse.Namespace) -> HealthSettings:
 
 
 def _positive(text: str | None, flag: str) -> float | None:
-    if text is None:
-        return None
-    number = values.seconds(text, flag)
-    if number == 0:
-        raise UsageError(f"{flag} {text}: more than 0 seconds are needed")
-    return number
+    return None if text is None else values.time_limit(text, flag)
 
 
 def _refuse_if_missing(name: str) -> None:
