@@ -26,7 +26,7 @@ from holdfast.agent.crew import Crew
 from holdfast.agent.keeping import Keeping
 from holdfast.agent.processes import Exit
 from holdfast.agent.reporting import Reporter
-from holdfast.agent.standbys import Pool
+from holdfast.agent.standbys import Pool, Standby
 from holdfast.agent.watch import Watch
 from holdfast.agent.worker import Worker
 from holdfast.clock import JobClock
@@ -85,6 +85,8 @@ class Relay:
         worker.process.on_exit = lambda end: self._exited(worker, end)
         if worker.standby is None:  # A command does not say that it began.
             self._began(worker, time.monotonic())
+        else:
+            self._see(worker, worker.standby)  # It may never begin.
 
     # ---- what it says ----
 
@@ -113,9 +115,13 @@ class Relay:
     def _began(self, worker: Worker, at: float) -> None:
         self.reporter.began(worker, at)
         if worker.standby is not None:
-            self.watch.add(worker.rank, worker.process.pid, worker.standby.page.vitals)
+            self._see(worker, worker.standby)
         if self._timer is None:
             self._look_later()
+
+    def _see(self, worker: Worker, standby: Standby) -> None:
+        """Watch it from now on."""
+        self.watch.add(worker.rank, worker.process.pid, standby.page.vitals)
 
     def _stepped(self, worker: Worker) -> None:
         self.reporter.progressed([worker])

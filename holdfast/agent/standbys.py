@@ -323,6 +323,8 @@ class Pool:
             socket.send_fds(self._socket, [_encoder.encode(message)], list(fds))
         except OSError:
             log.debug("the nursery is gone; its pidfd will say so")
+        if self._nursery is not None:
+            self._nursery.send(signal.SIGCONT)  # Should somebody have stopped it.
 
     def _hear_nursery(self) -> None:
         assert self._socket is not None

@@ -227,6 +227,31 @@ def test_a_coordinator_that_is_back_does_not_tell_again_of_what_is_over(run: Run
     assert len(told) == len(set(told)) <= 2, "each once, if its coordinator lived to tell of it"
 
 
+def test_standbys_that_somebody_stopped_are_found_when_they_get_ranks(run: Run) -> None:
+    run.train()
+    for pid in run.until_standbys(2):
+        run.kill(pid, signal.SIGSTOP)
+    run.kill_rank(1)
+    run.until_stepping(round=2)
+    run.end()
+    assert run.code() == 0
+    assert [incident["kind"] for incident in run.ask("incidents")] == ["signal", "hang"]
+    assert "are stopped (SIGSTOP)" in run.err
+
+
+def test_a_nursery_that_somebody_stopped_still_forks(run: Run) -> None:
+    run.train()
+    standbys = run.until_standbys(2)
+    run.kill(run.nursery(), signal.SIGSTOP)
+    for pid in standbys:
+        run.kill(pid)
+    wait_for(lambda: all(gone(pid) for pid in standbys), "the end of the standbys")
+    run.kill_rank(1)
+    run.until_stepping(round=2)
+    run.end()
+    assert run.code() == 0
+
+
 def test_an_agent_that_stays_stopped_is_ended_and_another_one_joins(run: Run) -> None:
     run.env["HOLDFAST_STOPPED_LIMIT"] = "0.5"
     run.train()
