@@ -299,6 +299,7 @@ def test_a_rank_that_trains_in_a_thread_is_seen_there(run: Run) -> None:
     incident = until_hang(run, 1)
     assert incident.rank == 1
     assert f"sleeps in train.py:{line_of(run, 'sleep')} (work); rank 0 waits" in incident.detail
+    until_warm(run, round=2)
     run.end()
     assert run.code() == 0
 
@@ -322,6 +323,7 @@ def test_where_nobody_may_look_at_a_rank_it_tells_itself_where_it_is(run: Run) -
     seen = json.loads((run.job_home / "incidents" / "1" / "rank_1.json").read_bytes())
     assert seen["stack_source"] == "faulthandler"
     assert any("Permission denied" in reason for reason in seen["missing"])
+    until_warm(run, round=2)
     run.end()
     assert run.code() == 0
 
