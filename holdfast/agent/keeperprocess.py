@@ -90,6 +90,8 @@ class KeeperProcess:
         self._orders[self._next] = _Order(numbered, answered)
         self._next += 1
         self._send(numbered)
+        if self._process is not None:
+            self._process.send(signal.SIGCONT)  # Should somebody have stopped it.
 
     def open_orders(self) -> list[AnyOrder]:
         """What is not answered yet."""

@@ -384,6 +384,17 @@ def kill_coordinator(run: Training) -> None:
     wait_for(lambda: run.coordinator() != coordinator, "another coordinator")
 
 
+def test_a_keeper_that_somebody_stopped_goes_on_with_the_next_save(tmp_path: Path) -> None:
+    with trainings(tmp_path) as make:
+        run = make()
+        run.go(trainer(SAVE_EACH, then=HOLD_AT_8), 10, nproc=1)
+        run.held("eight", 1)
+        run.kill(run.keeper(), signal.SIGSTOP)
+        run.let_go("eight")
+        assert run.code(20.0) == 0
+        assert run.intact()[-1] == 10
+
+
 def test_a_snapshot_counts_although_the_keeper_died_while_it_was_sealed(orphaned: Orphaned) -> None:
     assert orphaned.run.notes(0, "saved")[0][0] == "1"
     assert orphaned.run.restored(0) == [(0, "None"), (8, "memory"), (10, "memory")]
