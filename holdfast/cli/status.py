@@ -41,12 +41,16 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _rank(rank: dict[str, Any] | None) -> tuple[str, ...]:
-    """Its speed is that beside the best rank, and in words if it is a straggler."""
+    """Its speed is that beside the best rank, and in words if it is a straggler; beside its own best
+    if there is no other rank, or if that is why it is one."""
     if rank is None:
         return ("-", "-", "-", "-")
-    score = rank["score"] if rank["score"] is not None else rank["own_score"]
-    speed = "-" if score is None else f"{score:.2f}"
-    slow = " slow" if rank["straggler"] else ""
+    score, own = rank["score"], rank["own_score"]
+    if score is None or rank["straggler"] == "individual":
+        speed = "-" if own is None else f"{own:.2f} of its best"
+    else:
+        speed = f"{score:.2f}"
+    slow = ", slow" if rank["straggler"] else ""
     return (str(rank["rank"]), str(rank["pid"]), str(rank["step"]), f"{speed}{slow}")
 
 

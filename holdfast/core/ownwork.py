@@ -17,11 +17,12 @@ only three things can be relied on:
     long for forward and backward scores 0.5, though its backward is the shortest of all), and also if
     only a part that has nothing to do with compute is slow, like data.
 
-    Where no rank measures forward, the hidden work is taken to be the shortest time that any rank
-    reports, the same for all.
+    What a script does between those passes, or where no rank measures forward, is taken to be the
+    shortest time that any rank reports, the same for all.
 
-Hidden work has a weight in the score and no speed of its own: it goes as fast as the forward pass, or
-as the best when there is none. If a rank is slow in nothing but a section that waits, all ranks
+Hidden work has a weight in the score and no speed of its own: that of passes goes as fast as the
+forward pass, and what is more than a few times as long as that is the network's and nobody's; all other
+goes as the best. If a rank is slow in nothing but a section that waits, all ranks
 report the same times, and nobody can tell from these who it is.
 
 A score is the time that the rank's work would have taken at the best speed, divided by the time that
@@ -33,14 +34,20 @@ a good one.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import Literal
 
 from msgspec import Struct
 
-from holdfast.messages.timings import FORWARD, STEP, Timing
+from holdfast.messages.timings import BACKWARD, FORWARD, OPTIMIZER, STEP, Timing
 from holdfast.messages.units import Rank, Seconds
 
 MIN_SAMPLES = 5
 """Below that, the median of a section is not looked at."""
+FORWARDS_AT_MOST = 3.0
+"""So many times a forward pass a backward pass may take, with activations computed again."""
+
+
+Hidden = Literal["", "by forward", "by the best"]
 
 
 class Sample(Struct):
@@ -67,8 +74,8 @@ class Work(Struct, frozen=True):
 
     median_s: Seconds
     count: int
-    hidden: bool = False
-    """Estimated; its speed is that of the forward pass."""
+    hidden: Hidden = ""
+    """How it was estimated, if it was: by the forward pass, whose speed it has; or by the best."""
 
     def weight_s(self) -> Seconds:
         return self.median_s * self.count
@@ -89,10 +96,16 @@ def own_work(window: Mapping[Rank, Sections]) -> dict[Rank, Works]:
     parts = {rank: _parts(sections) for rank, sections in window.items()}
     waiting = {name for each in parts.values() for name, part in each.items() if part.waits}
     seen = {rank: _seen(each, waiting) for rank, each in parts.items()}
+    told = {name for each in parts.values() for name in each}
+    passes = {BACKWARD, OPTIMIZER} & told or {STEP}  # A step that is told whole has them in it.
     for name in sorted(waiting):
         medians = {rank: p[name].median_s() for rank, p in parts.items() if name in p}
-        for rank, median in _hidden(medians, seen).items():
-            seen[rank][name] = Work(median, parts[rank][name].count, hidden=True)
+        shortest = min(medians.values())
+        estimates = _by_forward(medians, seen) if name in passes else {}
+        for rank in medians:
+            hidden: Hidden = "by forward" if rank in estimates else "by the best"
+            median = estimates.get(rank, shortest)
+            seen[rank][name] = Work(median, parts[rank][name].count, hidden)
     return seen
 
 
@@ -112,16 +125,12 @@ def _seen(parts: Sections, waiting: set[str]) -> Works:
     return {name: Work(part.median_s(), part.count) for name, part in visible.items()}
 
 
-def _hidden(medians: dict[Rank, Seconds], seen: Mapping[Rank, Works]) -> dict[Rank, Seconds]:
-    """The work of each rank in a section that waits."""
+def _by_forward(medians: dict[Rank, Seconds], seen: Mapping[Rank, Works]) -> dict[Rank, Seconds]:
+    """The work in a section that waits, of each rank that measures forward."""
     forward = {rank: seen[rank][FORWARD].median_s for rank in medians if FORWARD in seen[rank]}
     forward = {rank: median for rank, median in forward.items() if median > 0}
     proportion = min((medians[rank] / each for rank, each in forward.items()), default=0.0)
-    shortest = min(medians.values())
-    return {
-        rank: min(forward[rank] * proportion, median) if rank in forward else shortest
-        for rank, median in medians.items()
-    }
+    return {rank: min(each * proportion, medians[rank]) for rank, each in forward.items()}
 
 
 def best_of(works: Collection[Works]) -> dict[str, Seconds]:
@@ -145,7 +154,10 @@ def score(works: Works, best: Mapping[str, Seconds]) -> Score | None:
         return None
     for name, work in works.items():
         if work.hidden:
-            ratios[name] = ratios.get(FORWARD, 1.0)
+            ratios[name] = 1.0
+        if work.hidden == "by forward" and FORWARD in ratios and work.median_s > 0:
+            compute = min(1.0, FORWARDS_AT_MOST * works[FORWARD].median_s / work.median_s)
+            ratios[name] -= (1.0 - ratios[FORWARD]) * compute
     total = sum(works[name].weight_s() for name in ratios)
     if total <= 0:
         return None

@@ -52,7 +52,7 @@ def _ranks(job: Job) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
     scores = stragglers.scores(job.stragglers)
     for number, rank in job.ranks.items():
-        score = scores.get(number, stragglers.RankScores(None, None, False))
+        score = scores.get(number, stragglers.RankScores(None, None))
         shown = {
             "rank": number,
             "pid": rank.pid,

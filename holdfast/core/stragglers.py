@@ -66,7 +66,8 @@ class RankScores(Struct, frozen=True):
 
     relative: float | None
     individual: float | None
-    straggler: bool
+    straggler: Kind | None = None
+    """Beside whom it is slow, if it is."""
 
 
 class Stragglers(Struct):
@@ -110,7 +111,7 @@ def scores(state: Stragglers) -> dict[Rank, RankScores]:
         rank: RankScores(
             each.relative.now.score if each.relative.now is not None else None,
             each.individual.now.score if each.individual.now is not None else None,
-            each.relative.flagged or each.individual.flagged,
+            next((kind for kind, track in _tracks(each) if track.flagged), None),
         )
         for rank, each in state.ranks.items()
     }

@@ -10,7 +10,7 @@ from holdfast.messages.units import Rank, Seconds, StepNumber
 
 STEP = "step"
 """The section that is the whole step; all others are parts of it."""
-FORWARD = "forward"
+FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 
 Kind = Literal["relative", "individual"]
 """Slow beside the other ranks, or slow beside what the same rank once did."""

@@ -51,16 +51,22 @@ def test_nothing_is_said_about_what_is_not_known(shown: Shown) -> None:
 
 
 def test_slow_ranks_are_marked(shown: Shown) -> None:
-    ranks = [{"score": 0.994}, {"score": 0.512, "straggler": True}]
+    ranks = [{"score": 0.994}, {"score": 0.512, "own_score": 0.6, "straggler": "relative"}]
     _, _, *rows = shown({"ranks": ranks})
-    assert [row.split("\t")[-1] for row in rows] == ["0.99", "0.51 slow"]
+    assert [row.split("\t")[-1] for row in rows] == ["0.99", "0.51, slow"]
 
 
 def test_a_rank_that_nobody_can_be_compared_with_is_shown_beside_its_own_best(
     shown: Shown,
 ) -> None:
-    _, _, row, _ = shown({"ranks": [{"own_score": 0.7, "straggler": True}, {}]})
-    assert row.split("\t")[-1] == "0.70 slow"
+    _, _, row, _ = shown({"ranks": [{"own_score": 0.7}, {}]})
+    assert row.split("\t")[-1] == "0.70 of its best"
+
+
+def test_a_rank_that_is_slower_than_it_was_is_shown_so(shown: Shown) -> None:
+    slower = {"score": 1.0, "own_score": 0.6, "straggler": "individual"}
+    _, _, row, _ = shown({"ranks": [slower, {}]})
+    assert row.split("\t")[-1] == "0.60 of its best, slow"
 
 
 def test_checkpoints_are_told_in_a_line(shown: Shown) -> None:

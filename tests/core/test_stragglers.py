@@ -18,7 +18,7 @@ from holdfast.messages.timings import Finding, RankTimings, Timing
 from holdfast.messages.units import Rank, StepNumber
 
 REPORT_STEPS = 10
-WAITING = {"backward", "optimizer"}
+WAITING = {"backward", "optimizer", "between", "step"}
 
 
 class Model(Struct):
@@ -185,6 +185,22 @@ def test_a_rank_that_is_slow_only_where_all_wait_is_found_when_waiting_is_measur
     assert train(state, ranks, 60) == []
 
 
+@pytest.mark.parametrize("own", ["", "own-"])
+def test_what_a_script_does_between_the_passes_is_not_as_fast_as_its_forward_pass(own: str) -> None:
+    """A model of a moment, in a script that takes its time: it says little about the rank."""
+    model = Model(data=0.0, forward=0.001, backward=0.002, optimizer=0.0005)
+    sections = f"{own}forward {own}backward {own}optimizer between step"
+    noisy = [works({"compute": 1.8}, model), works({}, model)]
+    state = world(2)
+    assert train(state, [{**r, "between": 1.0} for r in noisy], 60, sections=sections) == []
+    assert relative(state) == pytest.approx([1.0, 1.0], abs=0.02)
+    dragged = works({"forward": 1000.0}, model)
+    state = world(2)
+    ranks = [{**dragged, "between": 1.0}, {**works({}, model), "between": 1.0}]
+    assert [f.rank for f in train(state, ranks, 30, sections=sections)] == [0]
+    assert relative(state)[0] == pytest.approx(0.5, abs=0.05)
+
+
 def test_a_straggler_that_recovers_is_one_no_more() -> None:
     slow = [works(), works(), works({"compute": 2.0})]
     state = world(3)
@@ -260,14 +276,14 @@ def test_one_lucky_window_is_nobodys_best() -> None:
 def test_a_single_rank_has_no_relative_score_but_an_individual_one() -> None:
     state = world(1)
     train(state, [works()], 40)
-    assert slowness.scores(state) == {0: RankScores(None, pytest.approx(1.0), False)}
+    assert slowness.scores(state) == {0: RankScores(None, pytest.approx(1.0))}
     assert [f.kind for f in train(state, [works({"compute": 2.0})], 30)] == ["individual"]
 
 
 def test_before_the_first_window_nothing_is_known() -> None:
     state = world(2)
     slowness.take(state, reports([works()] * 2, steps=7), StepNumber(7))
-    assert slowness.scores(state) == {r: RankScores(None, None, False) for r in range(2)}
+    assert slowness.scores(state) == {r: RankScores(None, None) for r in range(2)}
     assert slowness.take(Stragglers(), reports([works()]), StepNumber(9)) == []
 
 
@@ -373,7 +389,7 @@ def test_a_new_round_begins_afresh_and_ends_what_was_found() -> None:
     ended = slowness.renew(state, {Rank(r): f"h{r}" for r in range(2)}, StepNumber(40))
     assert [(f.rank, f.kind, f.began, f.step) for f in ended] == [(2, "relative", False, 40)]
     slowness.validate(state)
-    assert slowness.scores(state) == {r: RankScores(None, None, False) for r in range(2)}
+    assert slowness.scores(state) == {r: RankScores(None, None) for r in range(2)}
 
 
 @pytest.mark.parametrize(
