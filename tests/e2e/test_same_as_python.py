@@ -40,10 +40,17 @@ LOOK = r"""
                len(gc.callbacks)],
     }
     import asyncio, json, locale, logging, os, random, resource, signal, stat, threading, warnings
+    def threads():
+        # Threads of the process; the one that beats for Holdfast names itself, and is not the script's.
+        tasks = os.listdir("/proc/self/task")
+        names = [open(f"/proc/self/task/{task}/comm").read().strip() for task in tasks]
+        if os.environ["SEEN"] != "plain" and "holdfast-pulse" not in names:
+            return None
+        return len([name for name in names if name != "holdfast-pulse"])
     def tasks():
-        # Threads of the process; the one that beats for Holdfast is named, and not the script's.
-        names = [open(f"/proc/self/task/{t}/comm").read() for t in os.listdir("/proc/self/task")]
-        return len([name for name in names if name.strip() != "holdfast-pulse"])
+        while (count := threads()) is None:
+            os.sched_yield()
+        return count
     def kind(fd):
         mode = os.fstat(fd).st_mode
         return next(n for n in ("ISREG ISCHR ISFIFO ISSOCK ISDIR").split()
