@@ -96,8 +96,7 @@ def own_work(window: Mapping[Rank, Sections]) -> dict[Rank, Works]:
     parts = {rank: _parts(sections) for rank, sections in window.items()}
     waiting = {name for each in parts.values() for name, part in each.items() if part.waits}
     seen = {rank: _seen(each, waiting) for rank, each in parts.items()}
-    told = {name for each in parts.values() for name in each}
-    passes = {BACKWARD, OPTIMIZER} & told or {STEP}  # A step that is told whole has them in it.
+    passes = {BACKWARD, OPTIMIZER, STEP}
     for name in sorted(waiting):
         medians = {rank: p[name].median_s() for rank, p in parts.items() if name in p}
         shortest = min(medians.values())
@@ -110,10 +109,12 @@ def own_work(window: Mapping[Rank, Sections]) -> dict[Rank, Works]:
 
 
 def _parts(sections: Sections) -> Sections:
-    """The sections that make up a step; what no section covers counts as one that waits."""
+    """The sections that make up a step. Where its passes are not told, they are in what no section
+    covers, which counts as one that waits."""
     enough = {name: s for name, s in sections.items() if s.count >= MIN_SAMPLES}
     parts = {name: s for name, s in enough.items() if name != STEP}
-    if (step := enough.get(STEP)) is not None:
+    step = enough.get(STEP)
+    if step is not None and not {BACKWARD, OPTIMIZER} & parts.keys():
         rest = step.total_s - sum(s.total_s for name, s in sections.items() if name != STEP)
         if rest > 0:
             parts[STEP] = Sample(step.count, rest, rest, waits=True)
