@@ -22,8 +22,8 @@ only three things can be relied on:
 
 Hidden work has a weight in the score and no speed of its own: that of passes goes as fast as the
 forward pass, and what is more than a few times as long as that is the network's and nobody's; all other
-goes as the best. If a rank is slow in nothing but a section that waits, all ranks
-report the same times, and nobody can tell from these who it is.
+goes as fast as the best. If a rank is slow in nothing but a section that waits, all ranks report the
+same times, and nobody can tell from these who it is.
 
 A score is the time that the rank's work would have taken at the best speed, divided by the time that
 it took: the mean of the sections' ratios, weighted by time. Weights are counts times medians, so one
