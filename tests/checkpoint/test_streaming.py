@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 from hypothesis import example, given
@@ -50,23 +51,34 @@ def test_all_of_it_is_copied_and_nothing_else_is_touched(
 def test_other_threads_run_meanwhile() -> None:
     source, target = bytearray(64 << 20), bytearray(64 << 20)
     source[:: 1 << 12] = b"x" * (len(source) >> 12)
-    began, over, turns = threading.Event(), threading.Event(), 0
+    calls, within, seen = 0, False, threading.Event()
 
     def copy() -> None:
-        began.set()
-        for _ in range(10):
+        nonlocal calls, within
+        while not seen.is_set():
+            calls, within = calls + 1, True
             streaming.copy(address(target), address(source), len(source))
-        over.set()
+            within = False
 
     copying = threading.Thread(target=copy)
     copying.start()
-    began.wait()
-    while not over.is_set():
-        turns += 1
-        time.sleep(0)
-    copying.join()
-    assert turns > 10
+    try:
+        assert wait_for_turns(lambda: (calls, within)), "nobody had a turn while it copied"
+    finally:
+        seen.set()
+        copying.join()
     assert target == source
+
+
+def wait_for_turns(look: Callable[[], tuple[int, bool]], most_s: float = 10.0) -> bool:
+    """Whether this thread gets many turns during one and the same call."""
+    until, turns, call = time.monotonic() + most_s, 0, 0
+    while turns < 100 and time.monotonic() < until:
+        time.sleep(0)  # With one lock for all, the other thread would have it now.
+        now, within = look()
+        turns = turns + 1 if within and now == call else 0
+        call = now
+    return turns == 100
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="there is code only for x86-64")
