@@ -235,8 +235,10 @@ def test_standbys_that_somebody_stopped_are_found_when_they_get_ranks(run: Run) 
     run.until_stepping(round=2)
     run.end()
     assert run.code() == 0
-    assert [incident["kind"] for incident in run.ask("incidents")] == ["signal", "hang"]
-    assert "are stopped (SIGSTOP)" in run.err
+    first, *others = run.ask("incidents")
+    assert first["kind"] == "signal"
+    assert {other["kind"] for other in others} == {"hang"}
+    assert "stopped" in run.err, "with or without a closer look, which may come too late to be told"
 
 
 def test_a_nursery_that_somebody_stopped_still_forks(run: Run) -> None:
