@@ -29,13 +29,7 @@ def whole_number(text: str, flag: str) -> int:
 
 
 def seconds(text: str, flag: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise UsageError(f"{flag} {text}: a number of seconds, 0 or more, is needed")
-    return value
+    return _number(text, flag, 0, "a number of seconds")
 
 
 def time_limit(text: str, flag: str) -> float:
@@ -48,12 +42,16 @@ def time_limit(text: str, flag: str) -> float:
 
 def factor(text: str, flag: str) -> float:
     """How many times as much."""
+    return _number(text, flag, 1, "a number")
+
+
+def _number(text: str, flag: str, least: int, what: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 1 <= value < math.inf:
-        raise UsageError(f"{flag} {text}: a number, 1 or more, is needed")
+    if not least <= value < math.inf:
+        raise UsageError(f"{flag} {text}: {what}, {least} or more, is needed")
     return value
 
 

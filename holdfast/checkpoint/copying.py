@@ -44,8 +44,6 @@ _FORBIDDEN = (errno.EPERM, errno.ENOSYS)
 Task = Callable[[], None]
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-_libc.memcpy.restype = ctypes.c_void_p
 _libc.process_vm_readv.argtypes = [
     ctypes.c_int,
     *(ctypes.c_void_p, ctypes.c_ulong),
@@ -262,7 +260,7 @@ class _Batch:
             done = _libc.process_vm_readv(os.getpid(), to, count, where, count, 0)
             if done < 0 and ctypes.get_errno() in _FORBIDDEN:
                 for at in range(0, words, 2):
-                    _libc.memcpy(target[at], source[at], target[at + 1])
+                    streaming.copy(target[at], source[at], target[at + 1])
             elif done != size:
                 why = os.strerror(ctypes.get_errno()) if done < 0 else f"{done} of {size} bytes"
                 raise CheckpointError(f"small tensors cannot be copied: {why}")

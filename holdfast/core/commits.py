@@ -115,8 +115,8 @@ def _scatter(book: Book, snapshot: Snapshot, taken: Taken) -> None:
     so it is told once a round."""
     lacking = next(r for r in range(snapshot.world_size) if not snapshot.holders.get(Rank(r)))
     why = f"rank {lacking} has not saved it; all ranks have to save the same steps"
+    skipped = SaveSettled(outcome="skipped", reason=why)
     for tier in TIERS:
-        skipped = SaveSettled(outcome="skipped", reason=why)
         _settle_save(book, tier, snapshot.id, skipped, taken, snapshot.attempt)
     if book.scattered != snapshot.id.round:
         book.scattered = snapshot.id.round
@@ -171,8 +171,8 @@ def missed(commits: Commits, event: SnapshotMissed) -> Taken:
     id = event.snapshot
     counting = next((s for s in book.snapshots if s.id == id and s.counts), None)
     if counting is None:
-        _settle_save(book, "memory", id, settled, taken, event.attempt)
-        _settle_save(book, "storage", id, settled, taken, event.attempt)
+        for tier in TIERS:
+            _settle_save(book, tier, id, settled, taken, event.attempt)
     elif event.attempt > counting.attempt:
         # It was saved before, and again since; what there is stays.
         counting.attempt = event.attempt

@@ -43,6 +43,8 @@ from holdfast.messages.units import Rank, Seconds
 
 MIN_SAMPLES = 5
 """Below that, the median of a section is not looked at."""
+PASSES = {BACKWARD, OPTIMIZER}
+"""Work in proportion to that of the forward pass."""
 FORWARDS_AT_MOST = 3.0
 """So many times a forward pass a backward pass may take, with activations computed again."""
 
@@ -96,11 +98,10 @@ def own_work(window: Mapping[Rank, Sections]) -> dict[Rank, Works]:
     parts = {rank: _parts(sections) for rank, sections in window.items()}
     waiting = {name for each in parts.values() for name, part in each.items() if part.waits}
     seen = {rank: _seen(each, waiting) for rank, each in parts.items()}
-    passes = {BACKWARD, OPTIMIZER, STEP}
     for name in sorted(waiting):
         medians = {rank: p[name].median_s() for rank, p in parts.items() if name in p}
         shortest = min(medians.values())
-        estimates = _by_forward(medians, seen) if name in passes else {}
+        estimates = _by_forward(medians, seen) if name in PASSES or name == STEP else {}
         for rank in medians:
             hidden: Hidden = "by forward" if rank in estimates else "by the best"
             median = estimates.get(rank, shortest)
@@ -114,7 +115,7 @@ def _parts(sections: Sections) -> Sections:
     enough = {name: s for name, s in sections.items() if s.count >= MIN_SAMPLES}
     parts = {name: s for name, s in enough.items() if name != STEP}
     step = enough.get(STEP)
-    if step is not None and not {BACKWARD, OPTIMIZER} & parts.keys():
+    if step is not None and not PASSES & parts.keys():
         rest = step.total_s - sum(s.total_s for name, s in sections.items() if name != STEP)
         if rest > 0:
             parts[STEP] = Sample(step.count, rest, rest, waits=True)

@@ -57,11 +57,11 @@ class Waits:
         def wait(*args: Any, **kwargs: Any) -> Any:
             if is_compiling() or self._within:
                 return real(*args, **kwargs)
-            trains = self._trains()
-            if self.device is not None and (trains or backward_pass() != _NONE):
-                return self.device.wait(real, *args, **kwargs)
-            if self.device is not None or not trains:
+            device = self.device
+            if not (self._trains() or (device is not None and backward_pass() != _NONE)):
                 return real(*args, **kwargs)
+            if device is not None:
+                return device.wait(real, *args, **kwargs)
             self._within = True
             began = time.monotonic()
             try:

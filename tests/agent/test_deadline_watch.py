@@ -327,19 +327,11 @@ def test_what_was_written_before_it_fell_silent_does_not_make_it_busy() -> None:
     assert scene.kinds() == {0: "still"}
 
 
-def test_a_rank_whose_storage_does_not_answer_is_busy() -> None:
+@pytest.mark.parametrize("state", ["D", "t"], ids=["storage", "debugger"])
+def test_a_rank_whose_storage_does_not_answer_or_that_is_debugged_is_busy(state: str) -> None:
     scene = Scene()
     scene.train()
-    scene.outside.states[1000] = "D"
-    scene.beating[0] = False
-    scene.run(LIMIT_S + 0.1)
-    assert scene.kinds() == {0: "busy"}
-
-
-def test_a_rank_that_somebody_looks_at_with_a_debugger_is_busy() -> None:
-    scene = Scene()
-    scene.train()
-    scene.outside.states[1000] = "t"
+    scene.outside.states[1000] = state
     scene.beating[0] = False
     scene.run(LIMIT_S + 0.1)
     assert scene.kinds() == {0: "busy"}
