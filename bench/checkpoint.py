@@ -28,7 +28,7 @@ from harness.lines import report  # noqa: E402
 from harness.report import Report, publish  # noqa: E402
 from harness.setting import say  # noqa: E402
 
-from holdfast.imagehome import ImageHome, clear_abandoned  # noqa: E402
+from holdfast.checkpoint.memory.image_home import ImageHome, clear_abandoned  # noqa: E402
 
 MEASURES = {
     "save": "checkpoints.saving:repeat",

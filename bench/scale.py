@@ -26,12 +26,12 @@ from typing import Any, cast
 
 from msgspec import Struct
 
-from holdfast import framing
 from holdfast.messages.actions import StartWorkers, StopWorkers
 from holdfast.messages.events import AnyEvent, NodeJoined, NodeReady, WorkerExited
 from holdfast.messages.records import NodeSpec, RankProgress, Terms
 from holdfast.messages.units import NodeId, Rank, RoundNumber, Time
 from holdfast.messages.wire import PROTOCOL, Beat, FromCoordinator, Hello, Sent, Welcome
+from holdfast.wire import framing
 
 CONNECTING_AT_ONCE = 256
 IDLE_S = 10.0

@@ -13,9 +13,9 @@ import sys
 import atheris
 
 with atheris.instrument_imports():
-    from holdfast import framing
     from holdfast.errors import WireError
     from holdfast.messages.wire import FromAgent, FromCoordinator
+    from holdfast.wire import framing
 
 LIMIT_BYTES = 1 << 14
 

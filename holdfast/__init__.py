@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from holdfast.checkpoint.retention import KeepAll as KeepAll
-    from holdfast.checkpoint.retention import KeepEvery as KeepEvery
-    from holdfast.checkpoint.retention import KeepLatest as KeepLatest
+    from holdfast.checkpoint.storage.retention import KeepAll as KeepAll
+    from holdfast.checkpoint.storage.retention import KeepEvery as KeepEvery
+    from holdfast.checkpoint.storage.retention import KeepLatest as KeepLatest
     from holdfast.worker.api import Tally as Tally
     from holdfast.worker.api import barrier as barrier
     from holdfast.worker.api import exclude_this_node as exclude_this_node
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from holdfast.worker.api import stop_job as stop_job
     from holdfast.worker.api import store as store
     from holdfast.worker.api import vote as vote
-    from holdfast.worker.saving import Checkpointer as Checkpointer
+    from holdfast.worker.checkpointer import Checkpointer as Checkpointer
 
 _LAZY = {
-    "Checkpointer": "holdfast.worker.saving",
-    "KeepAll": "holdfast.checkpoint.retention",
-    "KeepEvery": "holdfast.checkpoint.retention",
-    "KeepLatest": "holdfast.checkpoint.retention",
+    "Checkpointer": "holdfast.worker.checkpointer",
+    "KeepAll": "holdfast.checkpoint.storage.retention",
+    "KeepEvery": "holdfast.checkpoint.storage.retention",
+    "KeepLatest": "holdfast.checkpoint.storage.retention",
     "Tally": "holdfast.worker.api",
     "barrier": "holdfast.worker.api",
     "exclude_this_node": "holdfast.worker.api",

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from holdfast import config
+from holdfast.config import settings as config
 from holdfast.errors import JobError, JobHomeError
 
 

@@ -21,24 +21,9 @@ PACKAGE = Path(__file__).parent.parent / "holdfast"
 LEAVES = {"errors", "kernel"}
 """Modules that import nothing of ours; anybody may import them."""
 
-SHELLS = {"coordinator", "agent", "worker", "launcher"}
+SHELLS = {"coordinator", "agent", "worker", "launch"}
 
-TOOLS = {
-    "framing",
-    "packets",
-    "page",
-    "clock",
-    "config",
-    "values",
-    "jobhome",
-    "tls",
-    "imagehome",
-    "vitals",
-    "visiting",
-    "faultlist",
-    "memorybox",
-    "traparea",
-}
+TOOLS = {"wire", "shm", "config", "clock", "cgroups", "jobhome"}
 """Small parts that shells are made of."""
 
 RULES: dict[str, set[str]] = {
@@ -46,20 +31,12 @@ RULES: dict[str, set[str]] = {
     "kernel": set(),
     "messages": set(),
     "core": {"messages", "errors"},
-    "framing": {"errors"},
-    "packets": {"messages", "errors"},
-    "vitals": set(),
-    "page": {"kernel", "vitals", "traparea"},
-    "traparea": set(),
-    "memorybox": set(),
-    "faultlist": {"messages", "errors"},
+    "wire": {"messages", "errors", "config", "jobhome"},
+    "shm": {"kernel"},
+    "cgroups": set(),
     "clock": {"messages"},
-    "config": {"errors", "messages", "tls", "values", "faultlist"},
-    "values": {"errors"},
-    "tls": {"errors"},
+    "config": {"errors", "messages", "wire"},
     "jobhome": {"errors", "config"},
-    "imagehome": set(),
-    "visiting": {"messages", "errors", "framing", "config", "jobhome", "tls"},
     "coordinator": {"messages", "core", "diagnosis", *LEAVES, *TOOLS},
     "agent": {
         "messages",
@@ -72,7 +49,7 @@ RULES: dict[str, set[str]] = {
         *TOOLS,
     },
     "worker": {"messages", "checkpoint", "diagnosis", *LEAVES, *TOOLS},
-    "launcher": {"coordinator", "agent", "messages", "core", *LEAVES, *TOOLS},
+    "launch": {"coordinator", "agent", "checkpoint", "messages", "core", *LEAVES, *TOOLS},
     "platforms": {"errors", "config"},
     "checkpoint": {"messages", *LEAVES, *TOOLS},
     "health": {"messages", *LEAVES, *TOOLS},
@@ -81,7 +58,7 @@ RULES: dict[str, set[str]] = {
     "sim": {"coordinator", "core", "messages", "errors"},
     # The commands that look at a job read its journal; nothing else of a shell is theirs to use.
     "cli": {
-        *("launcher", "coordinator", "sim", "core", "messages"),
+        *("launch", "coordinator", "sim", "core", "messages"),
         *("checkpoint", "diagnosis", "health"),
         *LEAVES,
         *TOOLS,
@@ -129,7 +106,7 @@ def test_a_module_imports_only_what_its_part_may(path: Path) -> None:
 
 def test_nothing_but_the_command_line_and_the_launcher_may_import_a_shell() -> None:
     may = {part for part, allowed in RULES.items() if allowed & (SHELLS - {part})}
-    assert may == {"cli", "launcher", "sim", "__init__"}
+    assert may == {"cli", "launch", "sim", "__init__"}
 
 
 OF_SHELLS = {
@@ -142,7 +119,7 @@ OF_SHELLS = {
 def test_of_a_shell_others_import_only_the_journal_and_its_front_door(part: str) -> None:
     for path in MODULES:
         if part_of(path) == part:
-            shells = {n for n in imported_by(path) if n.split(".")[1] in SHELLS - {"launcher"}}
+            shells = {n for n in imported_by(path) if n.split(".")[1] in SHELLS - {"launch"}}
             modules = {name for name in shells if name.count(".") == 2}
             assert modules <= OF_SHELLS[part], path
 
@@ -211,7 +188,7 @@ def test_help_costs_at_most_0_15_s(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["launcher", "agent.main", "coordinator.main", "cli.run", "cli.status"]
+    "module", ["launch.process", "agent.main", "coordinator.main", "cli.run", "cli.status"]
 )
 def test_nobody_but_a_worker_imports_torch(module: str) -> None:
     assert "torch" not in modules_after(f"import holdfast.{module}")

@@ -10,11 +10,11 @@ import threading
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
-from holdfast.checkpoint.image import Image
-from holdfast.checkpoint.images import Images
-from holdfast.checkpoint.replicas import Peer
-from holdfast.checkpoint.restore import Stored
-from holdfast.checkpoint.sources import open_image, open_peers
+from holdfast.checkpoint.memory.image import Image
+from holdfast.checkpoint.memory.images import Images
+from holdfast.checkpoint.replicas.copies import Peer
+from holdfast.checkpoint.restore.load import Stored
+from holdfast.checkpoint.restore.sources import open_image, open_peers
 from holdfast.checkpoint.tickets import SaveId
 from holdfast.messages.checkpoints import Holder, ImageId, Missed, Tier, Tried, Wish
 from holdfast.messages.requests import SaveSettled, StateFound

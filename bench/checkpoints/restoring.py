@@ -27,9 +27,9 @@ from checkpoints.saving import BOTH_IMAGES, TENSORS
 from checkpoints.setting import Setting
 from checkpoints.timing import alternate, took, wait_for_shared_memory
 from checkpoints.yardsticks import Memory, receive_bytes
-from holdfast.checkpoint.engine import Checkpointer
-from holdfast.checkpoint.images import Images
-from holdfast.checkpoint.replicaserver import ReplicaServer
+from holdfast.checkpoint.checkpointer import Checkpointer
+from holdfast.checkpoint.memory.images import Images
+from holdfast.checkpoint.replicas.server import ReplicaServer
 
 WARM = 3
 STREAMS = (1, 4)

@@ -13,7 +13,7 @@ from itertools import combinations, islice
 from harness.lines import Line, count
 
 from detection.jobs import Setting
-from holdfast.core import nodecheck as checks
+from holdfast.core.nodecheck import trials as checks
 from holdfast.messages import nodecheck as records
 from holdfast.messages.units import NodeId
 

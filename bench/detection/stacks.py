@@ -11,7 +11,7 @@ from harness.lines import Line, count
 from detection import jobs
 from detection.jobs import Setting
 from holdfast.messages.wire import AskWhy, Why
-from holdfast.visiting import ask
+from holdfast.wire.visitors import ask
 
 RANKS = 8
 AT_MOST_S = 1.5

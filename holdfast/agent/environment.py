@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from holdfast.config import RunSettings
+from holdfast.config.settings import RunSettings
 from holdfast.messages.records import Part
 
 

@@ -19,18 +19,18 @@ from typing import Any
 
 from holdfast import kernel
 from holdfast.agent.environment import node_environment
-from holdfast.agent.fitness import FitnessWatch, watching
-from holdfast.agent.keeping import Keeping
-from holdfast.agent.leaving import Leaving
+from holdfast.agent.health_monitor import FitnessWatch, watching
+from holdfast.agent.nodecheck import Tester
 from holdfast.agent.output import Console
 from holdfast.agent.processes import ProcessTable
+from holdfast.agent.shutdown import Leaving
+from holdfast.agent.snapshots import Keeping
 from holdfast.agent.standbys import Pool
 from holdfast.agent.starting import Starter
 from holdfast.agent.stream import CoordinatorStream, Turned
 from holdfast.agent.supervisor import Supervisor
-from holdfast.agent.testing import Tester
 from holdfast.clock import JobClock
-from holdfast.config import RunSettings
+from holdfast.config.settings import RunSettings
 from holdfast.core.deadlines import JOIN_LIMIT_S
 from holdfast.jobhome import JobHome
 from holdfast.messages.events import HealthFound, NodeJoined, NodeWarm
@@ -39,7 +39,7 @@ from holdfast.messages.health import Result
 from holdfast.messages.records import NodeSpec, Terms
 from holdfast.messages.units import NodeId
 from holdfast.platforms import topology
-from holdfast.tls import client_context
+from holdfast.wire.tls import client_context
 
 log = logging.getLogger("holdfast.agent")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from holdfast.memorybox import PREFIX
+from holdfast.cgroups import PREFIX
 
 
 def kill_count(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from string import Template
 
-from holdfast.config import RunSettings
+from holdfast.config.settings import RunSettings
 
 log = logging.getLogger("holdfast.agent")
 

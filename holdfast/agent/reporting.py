@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from holdfast.agent.watch import Watch
+from holdfast.agent.stall_detector import Watch
 from holdfast.agent.worker import Ending, Worker
 from holdfast.clock import JobClock
 from holdfast.messages.events import (

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.agent.mailbox import Mailbox
+from holdfast.agent.outbox import Mailbox
 from holdfast.agent.processes import Exit, Process, ProcessTable, spawn
 from holdfast.messages.local import (
     NOT_FORKABLE,
@@ -36,8 +36,8 @@ from holdfast.messages.local import (
     Test,
     Warm,
 )
-from holdfast.packets import Joiner, packets_of
-from holdfast.page import ProgressPage, create_page
+from holdfast.shm.rank_page import ProgressPage, create_page
+from holdfast.wire.packets import Joiner, packets_of
 
 log = logging.getLogger("holdfast.agent")
 

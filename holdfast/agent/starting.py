@@ -22,7 +22,7 @@ from holdfast.agent.ports import StorePort
 from holdfast.agent.processes import Process, ProcessTable, spawn
 from holdfast.agent.standbys import Pool, Standby
 from holdfast.agent.worker import Worker
-from holdfast.config import RunSettings
+from holdfast.config.settings import RunSettings
 from holdfast.messages.local import Assign
 from holdfast.messages.records import Part
 from holdfast.messages.units import Rank

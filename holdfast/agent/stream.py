@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from holdfast import framing, kernel
+from holdfast import kernel
 from holdfast.clock import JobClock
 from holdfast.errors import WireError
 from holdfast.messages.actions import NodeAction
@@ -33,6 +33,7 @@ from holdfast.messages.wire import (
     Testimony,
     Welcome,
 )
+from holdfast.wire import framing
 
 log = logging.getLogger("holdfast.agent")
 

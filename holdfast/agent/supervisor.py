@@ -18,19 +18,19 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.agent.chaos import Injector
-from holdfast.agent.courier import Courier
-from holdfast.agent.crew import Crew
-from holdfast.agent.keeping import Keeping
+from holdfast.agent.fault_injector import Injector
+from holdfast.agent.nodecheck import Tester
 from holdfast.agent.processes import ProcessTable
-from holdfast.agent.relay import Relay
 from holdfast.agent.reporting import Reporter
+from holdfast.agent.requests import Courier
+from holdfast.agent.snapshots import Keeping
+from holdfast.agent.stall_detector import Watch
 from holdfast.agent.standbys import Pool
 from holdfast.agent.starting import Starter
 from holdfast.agent.stream import CoordinatorStream
 from holdfast.agent.testimony import Witness
-from holdfast.agent.testing import Tester
-from holdfast.agent.watch import Watch
+from holdfast.agent.worker_monitor import Relay
+from holdfast.agent.workers import Crew
 from holdfast.clock import JobClock
 from holdfast.messages.actions import (
     Answered,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from holdfast.agent.crew import Crew
-from holdfast.agent.examiner import examine
+from holdfast.agent.evidence import examine
+from holdfast.agent.workers import Crew
 from holdfast.messages.units import NodeId, RoundNumber, Seconds
 from holdfast.messages.wire import Testimony
 

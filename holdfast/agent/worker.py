@@ -18,9 +18,10 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from holdfast.agent import errorfile, oom
-from holdfast.agent.chaos import Target
-from holdfast.agent.examiner import Examined
+from holdfast.agent import error_file as errorfile
+from holdfast.agent import oom
+from holdfast.agent.evidence import Examined
+from holdfast.agent.fault_injector import Target
 from holdfast.agent.output import Output
 from holdfast.agent.processes import Exit, Process
 from holdfast.agent.standbys import Standby

@@ -10,12 +10,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from holdfast.checkpoint.asyncwriter import AsyncWriter as AsyncWriter
-    from holdfast.checkpoint.asyncwriter import async_save as async_save
+    from holdfast.checkpoint.async_save.writer import AsyncWriter as AsyncWriter
+    from holdfast.checkpoint.async_save.writer import async_save as async_save
 
 _LAZY = {
-    "AsyncWriter": "holdfast.checkpoint.asyncwriter",
-    "async_save": "holdfast.checkpoint.asyncwriter",
+    "AsyncWriter": "holdfast.checkpoint.async_save.writer",
+    "async_save": "holdfast.checkpoint.async_save.writer",
 }
 
 __all__ = ["AsyncWriter", "async_save"]

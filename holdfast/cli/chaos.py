@@ -9,11 +9,11 @@ import msgspec
 
 from holdfast.cli.tlsflags import add_tls_flags, tls_given
 from holdfast.cli.view import Parser, print_json
-from holdfast.faultlist import injection
+from holdfast.config.faults import injection
 from holdfast.jobhome import find
 from holdfast.messages.chaos import FAULTS, About
 from holdfast.messages.wire import AskFault, FaultTaken
-from holdfast.visiting import ask
+from holdfast.wire.visitors import ask
 
 ABOUT = """\
 Have a fault happen to a running job, to see what the job does about it.

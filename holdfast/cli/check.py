@@ -16,8 +16,9 @@ from typing import Any, get_args
 
 import msgspec
 
-from holdfast import config, values
 from holdfast.cli.view import Parser, print_json, print_table
+from holdfast.config import settings as config
+from holdfast.config import values
 from holdfast.errors import UsageError
 from holdfast.health import baseline as baselines
 from holdfast.health.catalogue import Check, chosen

@@ -13,9 +13,9 @@ from holdfast.cli.view import Parser, print_json, print_table
 from holdfast.errors import NotThere, UsageError
 
 if TYPE_CHECKING:
-    from holdfast.checkpoint.manifest import StepFound
-    from holdfast.checkpoint.storage import Readable
-    from holdfast.checkpoint.verify import Refusal
+    from holdfast.checkpoint.storage.backends import Readable
+    from holdfast.checkpoint.storage.manifest import StepFound
+    from holdfast.checkpoint.storage.verify import Refusal
 
 ABOUT = """\
 usage: holdfast ckpt ls|verify|export DIR ...
@@ -58,7 +58,7 @@ def _parser(command: str, about: str) -> Parser:
 
 
 def _open(where: str) -> Readable:
-    from holdfast.checkpoint.plain import open_either
+    from holdfast.checkpoint.async_save.directory import open_either
 
     return open_either(where)
 
@@ -68,7 +68,7 @@ def _open(where: str) -> Readable:
 
 def _ls(argv: Sequence[str]) -> int:
     arguments = _parser("ls", "Which checkpoints there are, newest first.").parse_args(argv)
-    from holdfast.checkpoint.manifest import steps
+    from holdfast.checkpoint.storage.manifest import steps
 
     rows = [_row(one) for one in steps(_open(arguments.dir))]
     if arguments.json:
@@ -125,7 +125,7 @@ def _verify(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--step", type=int, metavar="N", help="this step alone; else all")
     arguments = parser.parse_args(argv)
-    from holdfast.checkpoint.manifest import find_step, steps
+    from holdfast.checkpoint.storage.manifest import find_step, steps
 
     storage = _open(arguments.dir)
     found = steps(storage) if arguments.step is None else [find_step(storage, arguments.step)]
@@ -140,7 +140,7 @@ def _verify(argv: Sequence[str]) -> int:
 
 
 def _verified(storage: Readable, found: StepFound, quiet: bool) -> dict[str, Any]:
-    from holdfast.checkpoint.verify import Refusal, verify
+    from holdfast.checkpoint.storage.verify import Refusal, verify
 
     size = found.manifest.total_bytes if found.manifest else 0
     if found.state == "refused" and found.manifest is None:
@@ -187,7 +187,7 @@ def _export(argv: Sequence[str]) -> int:
         help="unpickle objects that the script saved with pickling=True; they may run any code",
     )
     arguments = parser.parse_args(argv)
-    from holdfast.checkpoint.export import check_target, export
+    from holdfast.checkpoint.storage.export import check_target, export
 
     target = Path(arguments.to)
     check_target(target, arguments.force)
@@ -215,7 +215,7 @@ def _export(argv: Sequence[str]) -> int:
 
 
 def _complete(storage: Readable, where: str, step: int | None) -> StepFound:
-    from holdfast.checkpoint.manifest import find_step, steps
+    from holdfast.checkpoint.storage.manifest import find_step, steps
 
     found = steps(storage) if step is None else [find_step(storage, step)]
     complete = [one for one in found if one.state == "complete"]

@@ -8,15 +8,16 @@ import secrets
 import time
 from collections.abc import Sequence
 
-from holdfast import jobhome, launcher
+from holdfast import jobhome
 from holdfast.cli.tlsflags import add_tls_flags, tls_given
 from holdfast.cli.view import Parser, tell_end
+from holdfast.config.values import job_name
 from holdfast.coordinator.journal import replay
 from holdfast.coordinator.main import CoordinatorOrders, run_coordinator
 from holdfast.errors import JobHomeError, UsageError
 from holdfast.jobhome import JobHome
-from holdfast.tls import TlsFiles
-from holdfast.values import job_name
+from holdfast.launch import process as launcher
+from holdfast.wire.tls import TlsFiles
 
 ABOUT = """\
 Run the coordinator of a job alone. Nodes join it with

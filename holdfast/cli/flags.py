@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 from holdfast.errors import UsageError
 
 if TYPE_CHECKING:
-    from holdfast.config import RunSettings, Said
+    from holdfast.config.settings import RunSettings, Said
 
 
 class Flag(NamedTuple):
@@ -172,7 +172,7 @@ def parse_run(argv: Sequence[str]) -> RunSettings:
         raise UsageError(_unknown(unknown[0]))
     spoken: dict[str, object] = vars(parsed)
 
-    from holdfast import config
+    from holdfast.config import settings as config
 
     command = [str(word) for word in _listed(spoken.get("command"))]
     given = config.Given({**_from_environment(os.environ), **_from_flags(spoken)})
@@ -240,7 +240,7 @@ def _listed(value: object) -> list[object]:
 
 
 def _from_flags(spoken: Mapping[str, object]) -> dict[str, Said]:
-    from holdfast.config import Said
+    from holdfast.config.settings import Said
 
     said: dict[str, Said] = {}
     for flag in flags():
@@ -253,8 +253,8 @@ def _from_flags(spoken: Mapping[str, object]) -> dict[str, Said]:
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Said]:
     """torchrun's variables. An empty one counts as not set, and 0 switches nothing on."""
-    from holdfast.config import Said
-    from holdfast.values import yes_or_no
+    from holdfast.config.settings import Said
+    from holdfast.config.values import yes_or_no
 
     said: dict[str, Said] = {}
     for flag in flags():

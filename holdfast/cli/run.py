@@ -18,7 +18,7 @@ def main(argv: Sequence[str]) -> int:
     for warning in settings.warnings:
         print(f"holdfast run: {warning}", file=sys.stderr)
 
-    from holdfast import launcher
+    from holdfast.launch import process as launcher
 
     logging.basicConfig(
         format="[holdfast] %(message)s",

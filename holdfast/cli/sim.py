@@ -15,8 +15,8 @@ from holdfast.errors import UsageError
 from holdfast.sim import report
 from holdfast.sim.clock import START
 from holdfast.sim.cluster import Cluster, Settings
-from holdfast.sim.faults import SCHEDULES
 from holdfast.sim.invariants import Check, Violated
+from holdfast.sim.rates import SCHEDULES
 from holdfast.sim.shapes import chaos
 
 ABOUT = """\

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from holdfast.errors import UsageError
-from holdfast.tls import TlsFiles
+from holdfast.wire.tls import TlsFiles
 
 
 def add_tls_flags(parser: argparse.ArgumentParser, about: str = "as for `holdfast run`") -> None:

@@ -13,7 +13,7 @@ from holdfast.errors import JobError
 from holdfast.jobhome import JobHome, find
 from holdfast.messages.evidence import StackGroup
 from holdfast.messages.wire import AskWhy, Why
-from holdfast.visiting import ask
+from holdfast.wire.visitors import ask
 
 FRAMES_SHOWN = 12
 

@@ -22,7 +22,7 @@ from msgspec import Struct
 
 from holdfast.core import job as jobs
 from holdfast.core.job import Job
-from holdfast.core.ledger import Span
+from holdfast.core.ledger.books import Span
 from holdfast.errors import JournalCorrupt, JournalError
 from holdfast.messages.events import AnyEvent, JobOpened
 from holdfast.messages.units import NodeId, Time

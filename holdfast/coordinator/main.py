@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 from holdfast import kernel
 from holdfast.clock import JobClock
-from holdfast.coordinator.inquests import Inquests
+from holdfast.coordinator.diagnosis import Inquests
 from holdfast.coordinator.journal import Journal, replay
 from holdfast.coordinator.server import Coordinator
 from holdfast.jobhome import JobHome
 from holdfast.messages.events import CoordinatorRestarted
 from holdfast.messages.records import Terms
 from holdfast.messages.units import Time
-from holdfast.tls import TlsFiles, server_context
+from holdfast.wire.tls import TlsFiles, server_context
 
 log = logging.getLogger("holdfast.coordinator")
 

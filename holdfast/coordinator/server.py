@@ -25,12 +25,13 @@ from itertools import takewhile
 from msgspec import Struct
 
 from holdfast.clock import JobClock
-from holdfast.coordinator.askers import Askers
-from holdfast.coordinator.inquests import Inquests, fitting
+from holdfast.coordinator.diagnosis import Inquests, fitting
+from holdfast.coordinator.fault_requests import Askers
 from holdfast.coordinator.journal import Entry, Journal, Snapshot
 from holdfast.coordinator.stream import Stream
-from holdfast.core import chaos, report
 from holdfast.core import job as jobs
+from holdfast.core import report
+from holdfast.core.chaos import plans as chaos
 from holdfast.core.deadlines import Silence
 from holdfast.core.job import Job
 from holdfast.kernel import keep_alive

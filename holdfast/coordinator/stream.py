@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, cast
 
 from msgspec import Struct
 
-from holdfast import framing
 from holdfast.errors import WireError, WrongProtocol, WrongToken
 from holdfast.messages.units import NodeId
 from holdfast.messages.wire import (
@@ -27,6 +26,7 @@ from holdfast.messages.wire import (
     Testimony,
     Visit,
 )
+from holdfast.wire import framing
 
 if TYPE_CHECKING:
     from holdfast.coordinator.server import Coordinator

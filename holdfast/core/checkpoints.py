@@ -6,9 +6,11 @@ which waits until the last checkpoint is written.
 
 from __future__ import annotations
 
-from holdfast.core import commits, requests, restoring
-from holdfast.core.commitbook import Taken
+from holdfast.core.commits import restoring
+from holdfast.core.commits import rules as commits
+from holdfast.core.commits.state import Taken
 from holdfast.core.repair import finish_job, reach
+from holdfast.core.requests import desk as requests
 from holdfast.core.state import Job
 from holdfast.messages.actions import AnyAction
 from holdfast.messages.checkpoints import SnapshotId

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.core import chaos, hangs
-from holdfast.core.chaos import Plan
+from holdfast.core.chaos import plans as chaos
+from holdfast.core.chaos.plans import Plan
+from holdfast.core.hangs import rules as hangs
 from holdfast.core.state import Job
 from holdfast.messages.actions import AnyAction, Inject
 from holdfast.messages.chaos import FAULTS, Done, Outcome, Trap, sentence

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.core import checking
+from holdfast.core.nodecheck import schedule as checking
 from holdfast.core.repair import can_do_without, go_on_checking, note_unfit, send_off
 from holdfast.core.state import Job
 from holdfast.messages.actions import AnyAction

@@ -21,10 +21,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from holdfast.core import chaos, checking, commits, drills, hangs, requests, stragglers
-from holdfast.core import ledger as books
-from holdfast.core import membership as rounds
-from holdfast.core import recovery as faults
+from holdfast.core import drills
+from holdfast.core.chaos import plans as chaos
 from holdfast.core.checkpoints import (
     on_checkpoint_written,
     on_held,
@@ -33,8 +31,13 @@ from holdfast.core.checkpoints import (
     on_shards_written,
     on_stored_found,
 )
+from holdfast.core.commits import rules as commits
 from holdfast.core.drills import on_fault_asked, on_fault_told
 from holdfast.core.fitness import on_health, on_tested
+from holdfast.core.hangs import rules as hangs
+from holdfast.core.ledger import books
+from holdfast.core.membership import rounds
+from holdfast.core.nodecheck import schedule as checking
 from holdfast.core.nodes import (
     on_joined,
     on_leaving,
@@ -46,10 +49,13 @@ from holdfast.core.nodes import (
     on_tick,
     on_warm,
 )
-from holdfast.core.requests import Desk
+from holdfast.core.recovery import rules as faults
+from holdfast.core.requests import desk as requests
+from holdfast.core.requests.desk import Desk
 from holdfast.core.scripts import attendance, on_asked, on_exclude_asked, on_stop_asked
 from holdfast.core.standstill import on_stalled, on_verdict
 from holdfast.core.state import Job, opened
+from holdfast.core.stragglers import windows as stragglers
 from holdfast.core.workers import on_exited, on_progress, on_started
 from holdfast.messages.actions import AnyAction
 from holdfast.messages.events import (

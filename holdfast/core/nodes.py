@@ -6,11 +6,12 @@ missed. One that comes back later finds itself fenced, and joins as another node
 
 from __future__ import annotations
 
-from holdfast.core import checking, commits, requests
-from holdfast.core import membership as rounds
-from holdfast.core import recovery as faults
 from holdfast.core.checkpoints import take_in
+from holdfast.core.commits import rules as commits
 from holdfast.core.deadlines import RECONNECT_AFTER_RESTART_S, RECONNECT_S
+from holdfast.core.membership import rounds
+from holdfast.core.nodecheck import schedule as checking
+from holdfast.core.recovery import rules as faults
 from holdfast.core.repair import (
     break_round,
     close_job,
@@ -25,6 +26,7 @@ from holdfast.core.repair import (
     start_node,
     stop_node,
 )
+from holdfast.core.requests import desk as requests
 from holdfast.core.state import Absence, Job
 from holdfast.core.workers import all_progressed
 from holdfast.messages.actions import AnyAction, CloseJob, Finish, Prepare

@@ -13,15 +13,21 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from holdfast.core import chaos, checking, commitbook, commits, hangs, requests, stragglers
-from holdfast.core import ledger as books
-from holdfast.core import membership as rounds
-from holdfast.core import recovery as faults
-from holdfast.core.cliques import placement
+from holdfast.core.chaos import plans as chaos
+from holdfast.core.commits import rules as commits
+from holdfast.core.commits import state as commitbook
+from holdfast.core.commits.replica_placement import placement
 from holdfast.core.deadlines import JOIN_LIMIT_S
-from holdfast.core.recovery import Fault, Stop
-from holdfast.core.requests import Desk
+from holdfast.core.hangs import rules as hangs
+from holdfast.core.ledger import books
+from holdfast.core.membership import rounds
+from holdfast.core.nodecheck import schedule as checking
+from holdfast.core.recovery import rules as faults
+from holdfast.core.recovery.rules import Fault, Stop
+from holdfast.core.requests import desk as requests
+from holdfast.core.requests.desk import Desk
 from holdfast.core.state import Job, RankState
+from holdfast.core.stragglers import windows as stragglers
 from holdfast.messages.actions import (
     AnyAction,
     CloseJob,

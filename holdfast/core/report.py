@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-from holdfast.core import drills, stragglers
-from holdfast.core import ledger as books
+from holdfast.core import drills
 from holdfast.core.job import Job
-from holdfast.core.ledger import Span
-from holdfast.core.recovery import subject
+from holdfast.core.ledger import books
+from holdfast.core.ledger.books import Span
+from holdfast.core.recovery.rules import subject
+from holdfast.core.stragglers import windows as stragglers
 from holdfast.messages.exits import EXIT_DO_NOT_REQUEUE, EXIT_TRY_AGAIN
 from holdfast.messages.records import Cause, Incident
 from holdfast.messages.units import Seconds, Time

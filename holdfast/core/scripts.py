@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from holdfast.core import requests
 from holdfast.core.checkpoints import on_state_asked
-from holdfast.core.meetings import Attendance
 from holdfast.core.repair import finish_job, send_off
+from holdfast.core.requests import desk as requests
+from holdfast.core.requests.barriers import Attendance
 from holdfast.core.slowness import on_stragglers_asked
 from holdfast.core.state import Job, rank_in_force
 from holdfast.messages.actions import AnyAction

@@ -6,9 +6,10 @@ that want to know, and, if the user wants that and a spare waits, the end of the
 
 from __future__ import annotations
 
-from holdfast.core import requests, stragglers
 from holdfast.core.repair import send_off
+from holdfast.core.requests import desk as requests
 from holdfast.core.state import Job, rank_in_force
+from holdfast.core.stragglers import windows as stragglers
 from holdfast.messages.actions import AnyAction
 from holdfast.messages.events import Asked, Progress
 from holdfast.messages.exits import EXIT_DO_NOT_REQUEUE

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from holdfast.core import hangs
-from holdfast.core import recovery as faults
+from holdfast.core.hangs import rules as hangs
+from holdfast.core.recovery import rules as faults
 from holdfast.core.repair import break_round
 from holdfast.core.state import Job
 from holdfast.messages.actions import AnyAction

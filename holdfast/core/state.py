@@ -6,17 +6,17 @@ from typing import Literal
 
 from msgspec import Struct, field
 
-from holdfast.core import chaos
-from holdfast.core.chaos import Chaos
-from holdfast.core.checking import Checking
-from holdfast.core.commitbook import Commits
+from holdfast.core.chaos import plans as chaos
+from holdfast.core.chaos.plans import Chaos
+from holdfast.core.commits.state import Commits
 from holdfast.core.deadlines import StopGrace, StopPatience
-from holdfast.core.hangs import Hangs
-from holdfast.core.ledger import Ledger
-from holdfast.core.membership import Membership
-from holdfast.core.recovery import Fault, Recovery
-from holdfast.core.requests import Desk
-from holdfast.core.stragglers import Stragglers
+from holdfast.core.hangs.rules import Hangs
+from holdfast.core.ledger.books import Ledger
+from holdfast.core.membership.rounds import Membership
+from holdfast.core.nodecheck.schedule import Checking
+from holdfast.core.recovery.rules import Fault, Recovery
+from holdfast.core.requests.desk import Desk
+from holdfast.core.stragglers.windows import Stragglers
 from holdfast.messages.events import JobOpened
 from holdfast.messages.records import Ended, Incident, Terms
 from holdfast.messages.timings import Finding

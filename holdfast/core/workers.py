@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from holdfast.core import hangs, requests
-from holdfast.core import ledger as books
-from holdfast.core import recovery as faults
 from holdfast.core.checkpoints import finish, on_rank_ended
+from holdfast.core.hangs import rules as hangs
+from holdfast.core.ledger import books
+from holdfast.core.recovery import rules as faults
 from holdfast.core.repair import break_round, grow
+from holdfast.core.requests import desk as requests
 from holdfast.core.scripts import attendance
 from holdfast.core.slowness import on_timings
 from holdfast.core.state import Job, Pace, RankState, rank_in_force

@@ -24,8 +24,8 @@ from holdfast.health.baseline import Baseline
 from holdfast.health.catalogue import COSTLY, Check, checks_of, chosen
 from holdfast.health.exchange import Question
 from holdfast.health.finding import SEVERITY, Finding
-from holdfast.health.lanes import Lane
 from holdfast.health.node import boot_id
+from holdfast.health.probes import Lane
 from holdfast.health.settings import HealthSettings
 from holdfast.messages.health import Result, Verdict
 

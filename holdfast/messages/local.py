@@ -170,7 +170,7 @@ class Reply(Local, frozen=True, kw_only=True):
 
 
 class Piece(Local, frozen=True, kw_only=True):
-    """Either way: part of a message that is too large for a packet (see `holdfast.packets`)."""
+    """Either way: part of a message that is too large for a packet (see `holdfast.wire.packets`)."""
 
     index: int
     of: int

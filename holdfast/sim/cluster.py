@@ -16,17 +16,17 @@ from typing import IO
 import msgspec
 
 from holdfast.core.deadlines import Silence
-from holdfast.core.seating import choose
+from holdfast.core.membership.seating import choose
 from holdfast.messages.actions import AnyAction, Finish
 from holdfast.messages.records import Terms
 from holdfast.messages.units import NodeId, Seconds
 from holdfast.sim.agent import SimAgent
 from holdfast.sim.clock import START, SimClock
 from holdfast.sim.coordinator import SimCoordinator
-from holdfast.sim.faults import SCHEDULES, Chance
+from holdfast.sim.faults import Mishaps
 from holdfast.sim.invariants import Check, Watch
-from holdfast.sim.mishaps import Mishaps
 from holdfast.sim.network import SILENCE_S, Network, Stream
+from holdfast.sim.rates import SCHEDULES, Chance
 from holdfast.sim.training import Script, SimRound, Training
 
 COARSE_FROM = 200

@@ -1,206 +1,252 @@
-"""How often what goes wrong.
+"""Makes faults happen: each kind of fault is a function that does it to one host.
 
-Rates are per node and hour. `default` is a large cluster as operators have described theirs: a job on
-16,384 GPUs (2,048 nodes of 8) is interrupted every 1.8 hours, so one node interrupts it every 3,700
-hours; about half of that is software or single GPUs (a worker dies), the other half takes the node.
-Broken streams, slow nodes and short pauses come on top and need not interrupt anything. `chaos` is no
-cluster anybody has: it exists to find bugs in minutes of simulated time.
+When they happen is drawn here too: for each kind one stream of moments for the whole cluster, each
+with a host picked at random, which is the same as one for each host and much cheaper.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from random import Random
-from typing import Literal
+import signal
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from holdfast.messages.units import Seconds
+from holdfast.messages.actions import Finish
+from holdfast.messages.events import ExcludeAsked
+from holdfast.messages.records import Raised
+from holdfast.messages.units import Rank
+from holdfast.sim.coordinator import CrashPoint
+from holdfast.sim.rates import FaultName
+from holdfast.sim.training import SimRound
 
-FaultName = Literal[
-    "signal",
-    "exception",
-    "oom",
-    "exit",
-    "agent",
-    "host",
-    "switch",
-    "pause",
-    "cut",
-    "reset",
-    "slow",
-    "flap",
-    "leave",
-    "exclude",
-]
+if TYPE_CHECKING:
+    from holdfast.sim.agent import SimAgent
+    from holdfast.sim.cluster import Cluster, Host
 
+CASCADE_AT_MOST = 256
+"""Of more ranks than that, only some are seen to fail: the others hang until they are stopped."""
 
-@dataclass(frozen=True)
-class Schedule:
-    """One fault schedule. Durations are (shortest, longest), drawn uniformly."""
-
-    rates: dict[FaultName, float]
-    """Per node and hour."""
-    coordinator_crashes: float
-    """Per hour."""
-    crash_at_close: float
-    """How likely the coordinator dies between writing the job's last event and acting on it."""
-    bad_hosts: float
-    """Share of hosts on which workers die again and again."""
-    bad_host_rate: float
-    """How often a bad host fails, per hour."""
-    cascade: float
-    """Share of worker deaths after which all other ranks fail in their collective too."""
-    away_s: tuple[Seconds, Seconds]
-    """How long a crashed host is away."""
-    pause_s: tuple[Seconds, Seconds]
-    cut_s: tuple[Seconds, Seconds]
-    slow_s: tuple[Seconds, Seconds]
-    down_s: tuple[Seconds, Seconds]
-    """How long a crashed coordinator is away."""
-    hiccups: float
-    """Share of messages that are late by up to a second."""
-    return_excluded: float
-    """How likely an excluded host tries to come in again."""
-
-
-BATCH_S: Seconds = 0.0005
-"""How long arrivals gather before the coordinator takes them in together."""
-
-PER_NODE_HOUR = 1.0 / (1.8 * 2048)
-
-_DEFAULT = Schedule(
-    rates={
-        "signal": 0.22 * PER_NODE_HOUR,
-        "exception": 0.20 * PER_NODE_HOUR,
-        "oom": 0.03 * PER_NODE_HOUR,
-        "exit": 0.05 * PER_NODE_HOUR,
-        "agent": 0.05 * PER_NODE_HOUR,
-        "host": 0.30 * PER_NODE_HOUR,
-        "switch": 0.001 * PER_NODE_HOUR,
-        "pause": 0.04 * PER_NODE_HOUR,
-        "cut": 0.04 * PER_NODE_HOUR,
-        "reset": 4.0 * PER_NODE_HOUR,
-        "slow": 0.2 * PER_NODE_HOUR,
-        "flap": 0.01 * PER_NODE_HOUR,
-        "leave": 0.05 * PER_NODE_HOUR,
-        "exclude": 0.01 * PER_NODE_HOUR,
-    },
-    coordinator_crashes=1 / 12,
-    crash_at_close=0.0,
-    bad_hosts=0.0001,
-    bad_host_rate=0.2,
-    cascade=0.05,
-    away_s=(300.0, 7200.0),
-    pause_s=(0.5, 120.0),
-    cut_s=(0.5, 120.0),
-    slow_s=(60.0, 1800.0),
-    down_s=(0.5, 30.0),
-    hiccups=0.0005,
-    return_excluded=0.0,
+_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGTERM)
+_ERRORS = (
+    ("RuntimeError", "CUDA error: an illegal memory access was encountered", "train.py:88"),
+    ("ValueError", "loss is nan", "train.py:120"),
+    ("OSError", "[Errno 5] Input/output error", "data.py:31"),
+)
+_CRASH_POINTS: tuple[CrashPoint, ...] = (
+    "before the journal",
+    "after the journal",
+    "half-way through the actions",
 )
 
-_HEAVY = Schedule(
-    rates={name: 10 * rate for name, rate in _DEFAULT.rates.items()},
-    coordinator_crashes=2.0,
-    crash_at_close=0.1,
-    bad_hosts=0.001,
-    bad_host_rate=1.0,
-    cascade=0.2,
-    away_s=(60.0, 1800.0),
-    pause_s=(0.5, 120.0),
-    cut_s=(0.5, 120.0),
-    slow_s=(60.0, 1800.0),
-    down_s=(0.5, 60.0),
-    hiccups=0.002,
-    return_excluded=0.2,
-)
 
-_NONE = Schedule(
-    rates={},
-    coordinator_crashes=0.0,
-    crash_at_close=0.0,
-    bad_hosts=0.0,
-    bad_host_rate=0.0,
-    cascade=0.0,
-    away_s=(1.0, 1.0),
-    pause_s=(1.0, 1.0),
-    cut_s=(1.0, 1.0),
-    slow_s=(1.0, 1.0),
-    down_s=(1.0, 1.0),
-    hiccups=0.0,
-    return_excluded=0.0,
-)
-
-_CHAOS = Schedule(
-    rates={
-        "signal": 15.0,
-        "exception": 6.0,
-        "oom": 3.0,
-        "exit": 3.0,
-        "agent": 12.0,
-        "host": 8.0,
-        "switch": 3.0,
-        "pause": 15.0,
-        "cut": 15.0,
-        "reset": 60.0,
-        "slow": 10.0,
-        "flap": 5.0,
-        "leave": 6.0,
-        "exclude": 1.5,
-    },
-    coordinator_crashes=60.0,
-    crash_at_close=0.2,
-    bad_hosts=0.05,
-    bad_host_rate=60.0,
-    cascade=0.5,
-    away_s=(0.1, 20.0),
-    pause_s=(0.05, 20.0),
-    cut_s=(0.05, 20.0),
-    slow_s=(1.0, 30.0),
-    down_s=(0.01, 8.0),
-    hiccups=0.02,
-    return_excluded=0.7,
-)
-
-SCHEDULES: dict[str, Schedule] = {
-    "default": _DEFAULT,
-    "heavy": _HEAVY,
-    "none": _NONE,
-    "chaos": _CHAOS,
-}
+def raised(type: str, message: str, where: str) -> Raised:
+    return Raised(type=type, message=message, where=where, traceback=f"{type}: {message}")
 
 
-class Chance:
-    """Every duration that is left to chance, from the run's one source of it."""
+class Mishaps:
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.rng = cluster.rng
+        self.schedule = cluster.schedule
+        self.over = False
+        self.counts: dict[str, int] = {}
+        self._kinds: dict[FaultName, Callable[[Host, SimAgent], None]] = {
+            "signal": self._signal,
+            "exception": self._exception,
+            "oom": self._oom,
+            "exit": self._exit,
+            "agent": self._agent,
+            "host": self._host,
+            "switch": self._switch,
+            "pause": self._pause,
+            "cut": self._cut,
+            "reset": self._reset,
+            "slow": self._slow,
+            "flap": self._flap,
+            "leave": self._leave,
+            "exclude": self._exclude,
+        }
 
-    def __init__(self, rng: Random, schedule: Schedule) -> None:
-        self._rng = rng
-        self._schedule = schedule
+    def plan(self) -> None:
+        """Draw the first fault of each kind; each draws its next."""
+        for name in self._kinds:
+            self._plan_next(name)
+        if self.schedule.coordinator_crashes:
+            self._plan_crash()
+        for host in self.cluster.hosts:
+            if self.rng.random() < self.schedule.bad_hosts:
+                self._plan_bad(host)
 
-    def start_s(self, warm: bool) -> Seconds:
-        """From the order until the scripts run: standbys are there, or not yet."""
-        return self._rng.uniform(0.02, 0.12) if warm else self._rng.uniform(2.0, 9.0)
+    def _plan_next(self, name: FaultName) -> None:
+        rate = self.schedule.rates.get(name, 0.0) * len(self.cluster.hosts)
+        if rate > 0:
+            self.cluster.clock.after(self.rng.expovariate(rate / 3600), self._strike, name)
 
-    def warm_up_s(self) -> Seconds:
-        return self._rng.uniform(3.0, 10.0)
+    def _strike(self, name: FaultName) -> None:
+        if self.over:
+            return
+        host = self.rng.choice(self.cluster.hosts)
+        if host.agent is not None and not host.agent.dead:
+            self.counts[name] = self.counts.get(name, 0) + 1
+            self.cluster.log.fault(self.cluster.clock.now, name, host.agent.node)
+            self._kinds[name](host, host.agent)
+        self._plan_next(name)
 
-    def stop_s(self, grace_s: Seconds) -> tuple[Seconds, bool]:
-        """How long workers take to end, and whether one took its time to end by itself."""
-        draw = self._rng.random()
-        if draw < 0.001:
-            return grace_s, False
-        if draw < 0.05:
-            took_s = self._rng.uniform(0.1, 2.0)
-            return min(took_s, grace_s), took_s < grace_s
-        return self._rng.uniform(0.002, 0.05), False
+    def _plan_crash(self) -> None:
+        mean_s = 3600 / self.schedule.coordinator_crashes
+        self.cluster.clock.after(self.rng.expovariate(1 / mean_s), self._crash_coordinator)
 
-    def batch_s(self) -> Seconds:
-        """How long arrivals wait for the coordinator: it is quick, or has a bad moment."""
-        if self._rng.random() < self._schedule.hiccups:
-            return self._rng.uniform(0.01, 0.6)
-        return BATCH_S
+    def _crash_coordinator(self) -> None:
+        if self.over:
+            return
+        point = self.rng.choice(_CRASH_POINTS)
+        self.counts["coordinator"] = self.counts.get("coordinator", 0) + 1
+        self.cluster.log.fault(self.cluster.clock.now, f"coordinator, {point}", "")
+        self.cluster.coordinator.crash(point)
+        self._plan_crash()
 
-    def away_s(self) -> Seconds:
-        return self._rng.uniform(*self._schedule.away_s)
+    def _plan_bad(self, host: Host) -> None:
+        mean_s = 3600 / self.schedule.bad_host_rate
+        self.cluster.clock.after(self.rng.expovariate(1 / mean_s), self._bad_again, host)
 
-    def coordinator_down_s(self) -> Seconds:
-        return self._rng.uniform(*self._schedule.down_s)
+    def _bad_again(self, host: Host) -> None:
+        if self.over:
+            return
+        if host.agent is not None:
+            self._kill(host.agent, sign=signal.SIGBUS)
+        self._plan_bad(host)
+
+    # ---- workers ----
+
+    def _kill(
+        self,
+        agent: SimAgent,
+        code: int | None = None,
+        sign: int | None = None,
+        oom: bool = False,
+        error: Raised | None = None,
+    ) -> None:
+        training = self.cluster.training
+        if not agent.workers or (sign is None and training.highest_now() == 0):
+            return  # A script that fails before its first step ends the job: once is enough.
+        round = agent.running
+        rank = self.rng.choice(list(agent.workers))
+        agent.worker_dies(rank, code=code, signal=sign, oom=oom, raised=error)
+        if round is not None and self.rng.random() < self.schedule.cascade:
+            self.cascade(round)
+
+    def cascade(self, round: SimRound) -> None:
+        """The other ranks fail in the collective that they shared with the one that is gone."""
+        left = CASCADE_AT_MOST
+        error = raised("RuntimeError", "[gloo] Connection closed by peer", "ddp.py:7")
+        for agent in round.members.values():
+            if agent.running is not round:
+                continue
+            for rank in agent.workers:
+                delay_s = self.rng.uniform(0.001, 0.8)
+                agent.later(delay_s, self._fail_in_wake, agent, round, rank, error)
+                left -= 1
+                if left == 0:
+                    return
+
+    def _fail_in_wake(self, agent: SimAgent, round: SimRound, rank: Rank, error: Raised) -> None:
+        if agent.running is round:
+            agent.worker_dies(rank, code=1, raised=error)
+
+    def _signal(self, host: Host, agent: SimAgent) -> None:
+        self._kill(agent, sign=self.rng.choice(_SIGNALS))
+
+    def _exception(self, host: Host, agent: SimAgent) -> None:
+        self._kill(agent, code=1, error=raised(*self.rng.choice(_ERRORS)))
+
+    def _oom(self, host: Host, agent: SimAgent) -> None:
+        self._kill(agent, sign=signal.SIGKILL, oom=True)
+
+    def _exit(self, host: Host, agent: SimAgent) -> None:
+        self._kill(agent, code=self.rng.choice((2, 3, 134, 201)))
+
+    def bug(self, round: SimRound) -> None:
+        """The script raises at a certain step, whatever the round."""
+        wanted = Rank(self.cluster.training.script.bug_rank % round.size)
+        for agent in round.members.values():
+            if agent.running is round and wanted in agent.workers:
+                self.cluster.watch.bug_struck()
+                agent.worker_dies(wanted, code=1, raised=raised("KeyError", "7", "model.py:3"))
+                return
+
+    def done(self, round: SimRound) -> None:
+        """The script is at its end: all ranks exit with 0, not all at once."""
+        for agent in round.members.values():
+            if agent.running is round:
+                for rank in list(agent.workers):
+                    agent.later(self.rng.uniform(0.0, 0.5), self._exit_well, agent, round, rank)
+
+    def _exit_well(self, agent: SimAgent, round: SimRound, rank: Rank) -> None:
+        if agent.running is round and agent.stopping is None:
+            agent.worker_dies(rank, code=0)
+
+    # ---- nodes ----
+
+    def _agent(self, host: Host, agent: SimAgent) -> None:
+        agent.die()
+        self.cluster.come_back(host, self.cluster.chance.away_s())
+
+    def _host(self, host: Host, agent: SimAgent) -> None:
+        agent.die(silently=True)
+        self.cluster.come_back(host, self.cluster.chance.away_s())
+
+    def _switch(self, host: Host, agent: SimAgent) -> None:
+        """All hosts of a switch are cut off at the same moment, some for good."""
+        until_s = self.rng.uniform(*self.schedule.cut_s)
+        for other in self.cluster.hosts:
+            if other.switch == host.switch and other.agent is not None:
+                if self.rng.random() < 0.3:
+                    self._host(other, other.agent)
+                else:
+                    self.cluster.cut(other, until_s, whole=True)
+
+    def _pause(self, host: Host, agent: SimAgent) -> None:
+        self.cluster.pause(agent, self.rng.uniform(*self.schedule.pause_s))
+
+    def _cut(self, host: Host, agent: SimAgent) -> None:
+        whole = self.rng.random() < 0.5
+        self.cluster.cut(host, self.rng.uniform(*self.schedule.cut_s), whole)
+
+    def _reset(self, host: Host, agent: SimAgent) -> None:
+        if agent.stream is not None:
+            self.cluster.network.reset(agent.stream)
+
+    def _slow(self, host: Host, agent: SimAgent) -> None:
+        self.cluster.training.slow_down(agent, self.rng.uniform(1.1, 4.0))
+        lasts_s = self.rng.uniform(*self.schedule.slow_s)
+        self.cluster.clock.after(lasts_s, self.cluster.training.slow_down, agent, None)
+
+    def _flap(self, host: Host, agent: SimAgent) -> None:
+        """Gone and back, several times in a row."""
+        self._flap_again(host, self.rng.randrange(2, 6))
+
+    def _flap_again(self, host: Host, times: int) -> None:
+        if self.over or times == 0:
+            return
+        if host.agent is not None and not host.agent.dead:
+            host.agent.die()
+            self.cluster.come_back(host, self.rng.uniform(0.05, 2.0))
+        self.cluster.clock.after(self.rng.uniform(0.5, 6.0), self._flap_again, host, times - 1)
+
+    def _leave(self, host: Host, agent: SimAgent) -> None:
+        """Preemption: SIGTERM, and some time later the host is gone, whatever it did."""
+        agent.later(0.0, agent.told_to_leave, "preempted")
+        self.cluster.clock.after(self.rng.uniform(5.0, 60.0), self._preempt, host, agent)
+
+    def _preempt(self, host: Host, agent: SimAgent) -> None:
+        if not agent.dead:
+            agent.die(silently=True)
+            self.cluster.come_back(host, self.cluster.chance.away_s())
+
+    def _exclude(self, host: Host, agent: SimAgent) -> None:
+        if not agent.workers or isinstance(agent.stopping, Finish):
+            return
+        rank = next(iter(agent.workers))
+        event = ExcludeAsked(
+            at=agent.at(), node=agent.node, round=agent.round, rank=rank, reason="ECC errors"
+        )
+        agent.later(0.0, agent.say, event)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from holdfast.core import job as jobs
-from holdfast.core import ledger as books
 from holdfast.core.job import Job
-from holdfast.core.recovery import SAME_LIMIT, STUCK_LIMIT
+from holdfast.core.ledger import books
+from holdfast.core.recovery.rules import SAME_LIMIT, STUCK_LIMIT
 from holdfast.messages.actions import AnyAction, Finish, StartWorkers, StopWorkers
 from holdfast.messages.events import AnyEvent, Tick
 from holdfast.messages.records import Part, World

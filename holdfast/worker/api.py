@@ -23,7 +23,7 @@ from holdfast.worker import runtime
 from holdfast.worker.requests import SLACK_S
 
 if TYPE_CHECKING:
-    from holdfast.worker.torchstore import CoordinatorStore
+    from holdfast.worker.torch_store import CoordinatorStore
 
 
 def progress(step: int) -> None:
@@ -91,7 +91,7 @@ def store() -> CoordinatorStore:
     """
     worker = _worker("store")
     if worker.store is None:
-        from holdfast.worker.torchstore import CoordinatorStore  # This imports torch.
+        from holdfast.worker.torch_store import CoordinatorStore  # This imports torch.
 
         worker.store = CoordinatorStore(worker.requests)
     return worker.store

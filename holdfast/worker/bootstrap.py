@@ -31,13 +31,24 @@ from holdfast.messages.local import (
     ToWorker,
     TrapSprung,
 )
-from holdfast.page import ProgressPage
-from holdfast.vitals import Times
-from holdfast.worker import hooks, rehearsal, runtime, saves, script, selftest
+from holdfast.shm.rank_page import ProgressPage
+from holdfast.shm.vital_signs import Times
+from holdfast.worker import (
+    node_test as selftest,
+)
+from holdfast.worker import (
+    rehearsal,
+    runtime,
+    script,
+)
+from holdfast.worker import (
+    torch_save_hooks as saves,
+)
 from holdfast.worker.channel import Channel, move_up
-from holdfast.worker.phases import Phases
-from holdfast.worker.pulse import Pulse
+from holdfast.worker.heartbeat import Pulse
 from holdfast.worker.runtime import Runtime
+from holdfast.worker.torch_hooks import steps as hooks
+from holdfast.worker.torch_hooks.phases import Phases
 
 _decoder = msgspec.msgpack.Decoder(ToWorker)
 _NEVER = Times(0, 0.0, ())
@@ -127,7 +138,7 @@ def _trap_finder(worker: Runtime, page: ProgressPage, phases: Phases) -> Callabl
             return
         seen = count
         if worker.traps is None:
-            from holdfast.worker.traps import Traps
+            from holdfast.worker.injected_faults import Traps
 
             worker.traps = Traps(
                 page.traps,

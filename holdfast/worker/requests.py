@@ -41,7 +41,7 @@ from holdfast.messages.requests import (
     ScriptRequest,
     is_large,
 )
-from holdfast.packets import Joiner, packets_of
+from holdfast.wire.packets import Joiner, packets_of
 from holdfast.worker.channel import Channel
 
 PATIENCE_S = 300.0

@@ -13,15 +13,15 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from holdfast.messages.local import Stepped
-from holdfast.page import ProgressPage
-from holdfast.vitals import BETWEEN, MOST_SECTIONS, PHASES, WARM_UP_DEVICE
+from holdfast.shm.rank_page import ProgressPage
+from holdfast.shm.vital_signs import BETWEEN, MOST_SECTIONS, PHASES, WARM_UP_DEVICE
 from holdfast.worker.channel import Channel
-from holdfast.worker.pulse import uses_device
+from holdfast.worker.heartbeat import uses_device
 from holdfast.worker.requests import Requests
 
 if TYPE_CHECKING:
-    from holdfast.worker.torchstore import CoordinatorStore
-    from holdfast.worker.traps import Traps
+    from holdfast.worker.injected_faults import Traps
+    from holdfast.worker.torch_store import CoordinatorStore
 
 
 class Runtime:

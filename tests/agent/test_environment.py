@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.agent.environment import node_environment, rank_environment
 from holdfast.cli.flags import parse_run
-from holdfast.config import RunSettings
+from holdfast.config.settings import RunSettings
 from holdfast.messages.records import Part
 from holdfast.messages.units import Rank, RoundNumber
 

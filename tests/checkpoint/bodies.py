@@ -8,15 +8,26 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
-from holdfast.checkpoint import dcp, digests, layout, persist, rankfile, verify
-from holdfast.checkpoint.commit import AlreadyCommitted, Committed, commit
-from holdfast.checkpoint.layout import Contents, Extent, Kind, Span, TensorItem, ValueItem, aligned
-from holdfast.checkpoint.manifest import steps
-from holdfast.checkpoint.names import rank_file, step_directory
-from holdfast.checkpoint.persist import extents_of, write_file
-from holdfast.checkpoint.rankfile import FileRecord
-from holdfast.checkpoint.retention import KeepLatest, Pruned, plan, prune
-from holdfast.checkpoint.storage import Storage
+from holdfast.checkpoint.dcp import records as dcp
+from holdfast.checkpoint.state import layout
+from holdfast.checkpoint.state.layout import (
+    Contents,
+    Extent,
+    Kind,
+    Span,
+    TensorItem,
+    ValueItem,
+    aligned,
+)
+from holdfast.checkpoint.storage import digests, persist, verify
+from holdfast.checkpoint.storage import rank_file as rankfile
+from holdfast.checkpoint.storage.backends import Storage
+from holdfast.checkpoint.storage.commit import AlreadyCommitted, Committed, commit
+from holdfast.checkpoint.storage.manifest import steps
+from holdfast.checkpoint.storage.names import rank_file, step_directory
+from holdfast.checkpoint.storage.persist import extents_of, write_file
+from holdfast.checkpoint.storage.rank_file import FileRecord
+from holdfast.checkpoint.storage.retention import KeepLatest, Pruned, plan, prune
 from holdfast.errors import StepTaken
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from keepers import NewNode, Node, keepers
 
-from holdfast.tls import TlsFiles
+from holdfast.wire.tls import TlsFiles
 
 
 @pytest.fixture(autouse=True)

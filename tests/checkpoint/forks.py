@@ -19,7 +19,7 @@ CUSTOMIZE = """
 import errno, os, signal, time
 from pathlib import Path
 if "HOLDFAST_TEST_DISK" in os.environ:
-    from holdfast.checkpoint.disk import Disk
+    from holdfast.checkpoint.storage.disk import Disk
     control, names, calls = Path(os.environ["HOLDFAST_TEST_DISK"]), {}, [0]
     def told(what, name):
         return what in (said := control.read_text()) and said.partition(":")[2] in name
@@ -194,7 +194,7 @@ def main() -> None:
     import torch.distributed.checkpoint.state_dict
     import torch.distributed.fsdp  # noqa: F401
 
-    import holdfast.checkpoint.asyncwriter  # noqa: F401
+    import holdfast.checkpoint.async_save.writer  # noqa: F401
 
     for line in sys.stdin:
         request = json.loads(line)

@@ -20,21 +20,19 @@ from typing import Any
 
 import pytest
 
-from holdfast.checkpoint import (
-    digests,
-    layout,
-    peersource,
-    reading,
-    replicas,
-    replicaserver,
-    transfer,
-)
-from holdfast.checkpoint.digests import block_digests
-from holdfast.checkpoint.layout import BLOCK_BYTES, Span
-from holdfast.checkpoint.replicas import Limits, Peer
-from holdfast.checkpoint.replicaserver import ReplicaServer
-from holdfast.checkpoint.replicawire import Connection
-from holdfast.checkpoint.shelf import Held, Outline, Place
+from holdfast.checkpoint.memory.image_store import Held, Outline, Place
+from holdfast.checkpoint.replicas import copies as replicas
+from holdfast.checkpoint.replicas import server as replicaserver
+from holdfast.checkpoint.replicas import transfer
+from holdfast.checkpoint.replicas.connection import Connection
+from holdfast.checkpoint.replicas.copies import Limits, Peer
+from holdfast.checkpoint.replicas.server import ReplicaServer
+from holdfast.checkpoint.restore import peer_source as peersource
+from holdfast.checkpoint.restore import verified_read as reading
+from holdfast.checkpoint.state import layout
+from holdfast.checkpoint.state.layout import BLOCK_BYTES, Span
+from holdfast.checkpoint.storage import digests
+from holdfast.checkpoint.storage.digests import block_digests
 from holdfast.errors import StorageError
 from holdfast.messages.checkpoints import ImageId, SnapshotId
 from holdfast.messages.units import Rank, RoundNumber, StepNumber

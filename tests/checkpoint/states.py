@@ -18,11 +18,14 @@ import numpy
 import pytest
 import torch
 
-from holdfast.checkpoint import digests, layout, reading, restore
-from holdfast.checkpoint.capture import Captured, Layout, Position, capture
-from holdfast.checkpoint.image import Image
-from holdfast.checkpoint.slots import Copy, Slots
-from holdfast.checkpoint.sources import open_image
+from holdfast.checkpoint.memory.image import Image
+from holdfast.checkpoint.memory.slots import Copy, Slots
+from holdfast.checkpoint.restore import verified_read as reading
+from holdfast.checkpoint.restore.load import load as restore
+from holdfast.checkpoint.restore.sources import open_image
+from holdfast.checkpoint.state import layout
+from holdfast.checkpoint.state.capture import Captured, Layout, Position, capture
+from holdfast.checkpoint.storage import digests
 from holdfast.checkpoint.tickets import SaveId
 from holdfast.messages.checkpoints import Holder, ImageId, Missed, SnapshotId, Tier, Tried, Wish
 from holdfast.messages.requests import SaveSettled, StateFound

@@ -13,9 +13,9 @@ import torch
 from keepers import TOKEN, NewNode, Node
 from states import Rank, check_same, image_of
 
-from holdfast.checkpoint import restore
-from holdfast.checkpoint.engine import Checkpointer
-from holdfast.checkpoint.images import Images
+from holdfast.checkpoint.checkpointer import Checkpointer
+from holdfast.checkpoint.memory.images import Images
+from holdfast.checkpoint.restore import load as restore
 from holdfast.checkpoint.tickets import SaveId
 from holdfast.errors import CheckpointError, NotThere, UsageError, WireError
 from holdfast.messages.checkpoints import Holder
@@ -23,8 +23,8 @@ from holdfast.messages.local import REASON_MOST, FromWorker, ImageMissed, ImageW
 from holdfast.messages.requests import ImageAt, LocateImage
 from holdfast.messages.units import NodeId
 from holdfast.messages.units import Rank as RankNumber
-from holdfast.tls import TlsFiles, server_context
-from holdfast.worker.saving import AgentLink
+from holdfast.wire.tls import TlsFiles, server_context
+from holdfast.worker.checkpointer import AgentLink
 
 STATE = {"large": torch.arange(70_000.0), "small": torch.ones(3), "plain": [1, "two"]}
 

@@ -26,13 +26,14 @@ import torch.distributed.checkpoint as dcp
 from forks import Forks, disk_control
 
 import holdfast.checkpoint
-from holdfast.checkpoint import asyncwriter, capture
-from holdfast.checkpoint.asyncwriter import AsyncWriter, async_save
-from holdfast.checkpoint.manifest import decoded, steps
-from holdfast.checkpoint.meeting import Meeting, Part, Verdict, matter
-from holdfast.checkpoint.names import MANIFEST
-from holdfast.checkpoint.storage import open_storage
-from holdfast.checkpoint.verify import verify
+from holdfast.checkpoint.async_save import writer as asyncwriter
+from holdfast.checkpoint.async_save.writer import AsyncWriter, async_save
+from holdfast.checkpoint.state import capture
+from holdfast.checkpoint.storage.backends import open_storage
+from holdfast.checkpoint.storage.manifest import decoded, steps
+from holdfast.checkpoint.storage.names import MANIFEST
+from holdfast.checkpoint.storage.verify import verify
+from holdfast.checkpoint.store_meeting import Meeting, Part, Verdict, matter
 from holdfast.errors import CheckpointError, UsageError
 from holdfast.messages.checkpoints import Shard
 from holdfast.messages.units import Rank

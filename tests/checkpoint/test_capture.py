@@ -13,9 +13,9 @@ import torch
 from states import Rank as RankOf
 from states import check_same, load, round_trip
 
-from holdfast.checkpoint import capture as module
-from holdfast.checkpoint.capture import Captured, Position, capture, flattened, unique_names
-from holdfast.checkpoint.layout import ALIGNMENT, Contents
+from holdfast.checkpoint.state import capture as module
+from holdfast.checkpoint.state.capture import Captured, Position, capture, flattened, unique_names
+from holdfast.checkpoint.state.layout import ALIGNMENT, Contents
 from holdfast.errors import CheckpointError
 
 POSITION = Position(step=7, round=2, rank=0, world_size=1)

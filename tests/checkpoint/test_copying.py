@@ -18,11 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from states import Rank, bits, check_same, load, round_trip
 
-from holdfast.checkpoint import copying
-from holdfast.checkpoint.capture import Captured, Position, capture
-from holdfast.checkpoint.copying import LARGE_BYTES, Copier, run_all
-from holdfast.checkpoint.dcp import ELEMENT_BYTES
-from holdfast.checkpoint.image import Image
+from holdfast.checkpoint.dcp.records import ELEMENT_BYTES
+from holdfast.checkpoint.memory import copying
+from holdfast.checkpoint.memory.copying import LARGE_BYTES, Copier, run_all
+from holdfast.checkpoint.memory.image import Image
+from holdfast.checkpoint.state.capture import Captured, Position, capture
 from holdfast.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

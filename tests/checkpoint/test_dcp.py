@@ -22,11 +22,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from holdfast.checkpoint import opcodes as op
-from holdfast.checkpoint.dcp import ELEMENT_BYTES, element_bytes, tensor_header, value_bytes
-from holdfast.checkpoint.dcp_foreign import Place, read_metadata
-from holdfast.checkpoint.dcp_metadata import File, metadata
-from holdfast.checkpoint.layout import (
+from holdfast.checkpoint.dcp import opcodes as op
+from holdfast.checkpoint.dcp.foreign import Place, read_metadata
+from holdfast.checkpoint.dcp.metadata import File, metadata
+from holdfast.checkpoint.dcp.records import ELEMENT_BYTES, element_bytes, tensor_header, value_bytes
+from holdfast.checkpoint.state.layout import (
     ALIGNMENT,
     Contents,
     Extent,
@@ -473,10 +473,10 @@ def test_a_torch_without_the_newer_fields_and_classes_reads_it(directory: Path) 
 def test_none_of_it_needs_torch() -> None:
     code = """
 import sys
-from holdfast.checkpoint.dcp import tensor_header, value_bytes
-from holdfast.checkpoint.dcp_metadata import metadata
-from holdfast.checkpoint.dcp_foreign import read_metadata
-from holdfast.checkpoint.layout import *
+from holdfast.checkpoint.dcp.records import tensor_header, value_bytes
+from holdfast.checkpoint.dcp.metadata import metadata
+from holdfast.checkpoint.dcp.foreign import read_metadata
+from holdfast.checkpoint.state.layout import *
 framed = Span(0, len(tensor_header("bfloat16", (2, 3))) + 12)
 item = TensorItem("w", "own", "bfloat16", (2, 3), (0, 0), (2, 3), framed, Span(framed.end - 12, 12))
 value = ValueItem("v", Span(framed.end, len(value_bytes({"a": 1}))))

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from keepers import TOKEN, Node, an_image, between, body, small_blocks, until
 
-from holdfast.checkpoint.images import Images
 from holdfast.checkpoint.keeper.exchange import Exchange
-from holdfast.checkpoint.replicas import Peer
+from holdfast.checkpoint.memory.images import Images
+from holdfast.checkpoint.replicas.copies import Peer
 from holdfast.errors import Cancelled, NotThere, WireError
 from holdfast.messages.checkpoints import Holder
 from holdfast.messages.units import NodeId, Rank

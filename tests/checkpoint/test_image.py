@@ -20,8 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from states import Rank, check_same, child, flip, load, seal
 
-from holdfast.checkpoint.image import Image, Record
-from holdfast.checkpoint.layout import Span
+from holdfast.checkpoint.memory.image import Image, Record
+from holdfast.checkpoint.state.layout import Span
 from holdfast.errors import Refused, StorageError
 
 PAGE = 4096

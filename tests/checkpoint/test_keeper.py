@@ -18,13 +18,13 @@ import pytest
 import torch
 from states import CHECKPOINTER, Rank, check_same, image_of, load
 
-from holdfast.checkpoint.image import Image
-from holdfast.checkpoint.images import Images
-from holdfast.checkpoint.manifest import refuse
-from holdfast.checkpoint.storage import PosixStorage
-from holdfast.checkpoint.verify import verify
+from holdfast.checkpoint.memory.image import Image
+from holdfast.checkpoint.memory.images import Images
+from holdfast.checkpoint.storage.backends import PosixStorage
+from holdfast.checkpoint.storage.manifest import refuse
+from holdfast.checkpoint.storage.verify import verify
 from holdfast.messages.checkpoints import Holder, ImageId, Shard, SnapshotId, StoredStep
-from holdfast.messages.keeping import (
+from holdfast.messages.keeper import (
     AnyOrder,
     Begin,
     BeginRound,
@@ -45,7 +45,7 @@ from holdfast.messages.keeping import (
 )
 from holdfast.messages.local import PACKET_BYTES, Piece
 from holdfast.messages.requests import MAX_MESSAGE_BYTES
-from holdfast.packets import Joiner, packets_of
+from holdfast.wire.packets import Joiner, packets_of
 
 PATIENCE_S = 30.0
 """For what comes in milliseconds, where the machine is not busy."""

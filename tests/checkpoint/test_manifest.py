@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from holdfast.checkpoint import commit as commits
-from holdfast.checkpoint.commit import AlreadyCommitted, Committed, commit
-from holdfast.checkpoint.manifest import (
+from holdfast.checkpoint.storage import commit as commits
+from holdfast.checkpoint.storage.backends import PosixStorage
+from holdfast.checkpoint.storage.commit import AlreadyCommitted, Committed, commit
+from holdfast.checkpoint.storage.manifest import (
     decoded,
     encoded,
     find_step,
@@ -23,10 +24,9 @@ from holdfast.checkpoint.manifest import (
     refuse,
     steps,
 )
-from holdfast.checkpoint.names import MANIFEST
-from holdfast.checkpoint.rankfile import FileRecord
-from holdfast.checkpoint.storage import PosixStorage
-from holdfast.checkpoint.verify import verify
+from holdfast.checkpoint.storage.names import MANIFEST
+from holdfast.checkpoint.storage.rank_file import FileRecord
+from holdfast.checkpoint.storage.verify import verify
 from holdfast.errors import CheckpointError, NotThere, Refused, StorageError
 
 STEP = "step_000000500"

@@ -11,13 +11,13 @@ from faulty import FaultyDisk, no_space
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.checkpoint import persist
-from holdfast.checkpoint.digests import block_digests
-from holdfast.checkpoint.layout import BLOCK_BYTES, Contents, Extent, Span, TensorItem
-from holdfast.checkpoint.names import MANIFEST
-from holdfast.checkpoint.persist import extents_of, slices, write_file
-from holdfast.checkpoint.rankfile import open_file, place, read_trailer
-from holdfast.checkpoint.storage import PosixStorage
+from holdfast.checkpoint.state.layout import BLOCK_BYTES, Contents, Extent, Span, TensorItem
+from holdfast.checkpoint.storage import persist
+from holdfast.checkpoint.storage.backends import PosixStorage
+from holdfast.checkpoint.storage.digests import block_digests
+from holdfast.checkpoint.storage.names import MANIFEST
+from holdfast.checkpoint.storage.persist import extents_of, slices, write_file
+from holdfast.checkpoint.storage.rank_file import open_file, place, read_trailer
 from holdfast.errors import Refused, StepTaken, StorageError
 
 WHERE = ("step_000000500", "__0_1.distcp")

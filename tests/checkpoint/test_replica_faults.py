@@ -29,21 +29,11 @@ from keepers import (
     until,
 )
 
-from holdfast import framing
-from holdfast.checkpoint.layout import BLOCK_BYTES, Span
-from holdfast.checkpoint.replicamessages import (
-    PROTOCOL,
-    Hello,
-    Push,
-    sealed,
-)
-from holdfast.checkpoint.replicas import (
-    Limits,
-    Peer,
-    pull,
-    push,
-)
+from holdfast.checkpoint.replicas.copies import Limits, Peer, pull, push
+from holdfast.checkpoint.replicas.messages import PROTOCOL, Hello, Push, sealed
+from holdfast.checkpoint.state.layout import BLOCK_BYTES, Span
 from holdfast.errors import Refused, StorageError, WireError
+from holdfast.wire import framing
 
 # ---- bytes that are not what they should be ----
 
@@ -193,9 +183,9 @@ def test_a_peer_that_listens_and_says_nothing_is_given_up(here: Node) -> None:
 
 PUSHING = """
 import os, sys
-from holdfast.checkpoint.layout import Span
-from holdfast.checkpoint.replicas import Connection, Peer, push
-from holdfast.checkpoint.shelf import Held
+from holdfast.checkpoint.state.layout import Span
+from holdfast.checkpoint.replicas.copies import Connection, Peer, push
+from holdfast.checkpoint.memory.image_store import Held
 from holdfast.messages.checkpoints import ImageId, SnapshotId
 whole = Connection.send_part
 def half(self, held, at, end):

@@ -26,10 +26,11 @@ from keepers import (
     until,
 )
 
-from holdfast import framing
-from holdfast.checkpoint import replicaserver
-from holdfast.checkpoint.layout import BLOCK_BYTES, Span
-from holdfast.checkpoint.replicamessages import (
+from holdfast.checkpoint.memory.image_store import Outline
+from holdfast.checkpoint.replicas import server as replicaserver
+from holdfast.checkpoint.replicas.connection import Connection
+from holdfast.checkpoint.replicas.copies import Limits, Peer, push
+from holdfast.checkpoint.replicas.messages import (
     PROTOCOL,
     Arrived,
     Go,
@@ -44,12 +45,11 @@ from holdfast.checkpoint.replicamessages import (
     stretches,
     unsealed,
 )
-from holdfast.checkpoint.replicas import Limits, Peer, push
-from holdfast.checkpoint.replicawire import Connection
-from holdfast.checkpoint.shelf import Outline
-from holdfast.checkpoint.transfer import shares
+from holdfast.checkpoint.replicas.transfer import shares
+from holdfast.checkpoint.state.layout import BLOCK_BYTES, Span
 from holdfast.errors import BadFrame, WireError
 from holdfast.messages.checkpoints import ImageId, SnapshotId
+from holdfast.wire import framing
 
 # ---- strangers ----
 

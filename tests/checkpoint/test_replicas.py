@@ -23,12 +23,12 @@ from keepers import (
     until,
 )
 
-from holdfast.checkpoint.digests import block_digests
-from holdfast.checkpoint.layout import BLOCK_BYTES
-from holdfast.checkpoint.replicas import Limits, pull, push
-from holdfast.checkpoint.transfer import Transfer
+from holdfast.checkpoint.replicas.copies import Limits, pull, push
+from holdfast.checkpoint.replicas.transfer import Transfer
+from holdfast.checkpoint.state.layout import BLOCK_BYTES
+from holdfast.checkpoint.storage.digests import block_digests
 from holdfast.errors import Cancelled, NotThere, Refused, WireError
-from holdfast.tls import TlsFiles, client_context, server_context
+from holdfast.wire.tls import TlsFiles, client_context, server_context
 
 # ---- copies ----
 

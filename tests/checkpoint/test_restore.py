@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from states import Rank, bits, check_same, flip, load, round_trip
 
-from holdfast.checkpoint import restore
-from holdfast.checkpoint.image import Image
-from holdfast.checkpoint.layout import Contents, Extent, Span, TensorItem
-from holdfast.checkpoint.reading import PIECE_BYTES
-from holdfast.checkpoint.restore import Stored
+from holdfast.checkpoint.memory.image import Image
+from holdfast.checkpoint.restore import load as restore
+from holdfast.checkpoint.restore.load import Stored
+from holdfast.checkpoint.restore.verified_read import PIECE_BYTES
+from holdfast.checkpoint.state.layout import Contents, Extent, Span, TensorItem
 from holdfast.errors import CheckpointError, Refused
 
 LARGE = PIECE_BYTES // 4 + 100
@@ -352,7 +352,7 @@ class Memory:
     """A source that is bytes in memory, and never damaged."""
 
     def __init__(self, data: bytes) -> None:
-        from holdfast.checkpoint.digests import block_digests
+        from holdfast.checkpoint.storage.digests import block_digests
 
         self.name, self.size, self.data = "memory", len(data), data
         self.digests = block_digests(memoryview(data))
@@ -367,7 +367,7 @@ def sharded(whole: torch.Tensor, cuts: list[tuple[slice, ...]]) -> list[Stored]:
     """One rank for each cut, whose state is that part of one tensor."""
     import msgspec
 
-    from holdfast.checkpoint.skeleton import dismantle
+    from holdfast.checkpoint.state.skeleton import dismantle
 
     skeleton = dismantle({"t": whole}).skeleton
     found = []

@@ -13,9 +13,10 @@ from faulty import FaultyDisk, broken, dies, in_child
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.manifest import StepFound, find_step, refuse, steps
-from holdfast.checkpoint.names import MANIFEST
-from holdfast.checkpoint.retention import (
+from holdfast.checkpoint.storage.backends import PosixStorage
+from holdfast.checkpoint.storage.manifest import StepFound, find_step, refuse, steps
+from holdfast.checkpoint.storage.names import MANIFEST
+from holdfast.checkpoint.storage.retention import (
     KeepAll,
     KeepEvery,
     KeepLatest,
@@ -23,8 +24,7 @@ from holdfast.checkpoint.retention import (
     plan,
     prune,
 )
-from holdfast.checkpoint.storage import PosixStorage
-from holdfast.checkpoint.verify import verify
+from holdfast.checkpoint.storage.verify import verify
 from holdfast.errors import StorageError, UsageError
 
 STEP = "step_000000100"

@@ -20,8 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from states import SPECIAL_FLOATS, check_same
 
-from holdfast.checkpoint.capture import flattened
-from holdfast.checkpoint.skeleton import assemble, dismantle
+from holdfast.checkpoint.state.capture import flattened
+from holdfast.checkpoint.state.skeleton import assemble, dismantle
 from holdfast.errors import CheckpointError
 
 
@@ -379,7 +379,7 @@ def test_what_a_newer_one_wrote_is_refused() -> None:
 def test_it_needs_neither_torch_nor_numpy() -> None:
     script = """
 import sys
-from holdfast.checkpoint.skeleton import assemble, dismantle
+from holdfast.checkpoint.state.skeleton import assemble, dismantle
 state = {"a": [1, (2.5, {3})], 1.5: b"x"}
 assert assemble(dismantle(state).skeleton, None) == state
 assert "torch" not in sys.modules and "numpy" not in sys.modules

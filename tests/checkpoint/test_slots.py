@@ -13,11 +13,11 @@ import pytest
 import torch
 from states import CHECKPOINTER, Rank, check_same, load, seal
 
-from holdfast.checkpoint.capture import Position
-from holdfast.checkpoint.copying import LARGE_BYTES, Copier
-from holdfast.checkpoint.image import Image
-from holdfast.checkpoint.images import Images, image_path
-from holdfast.checkpoint.slots import BothRead, Copy
+from holdfast.checkpoint.memory.copying import LARGE_BYTES, Copier
+from holdfast.checkpoint.memory.image import Image
+from holdfast.checkpoint.memory.images import Images, image_path
+from holdfast.checkpoint.memory.slots import BothRead, Copy
+from holdfast.checkpoint.state.capture import Position
 from holdfast.errors import CheckpointError, StorageError
 
 

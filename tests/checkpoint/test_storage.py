@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from faulty import FaultyDisk, Machine, RecordingDisk, broken, crashes, dies, in_child, no_space
 
-from holdfast.checkpoint import names
-from holdfast.checkpoint.disk import Disk
-from holdfast.checkpoint.storage import PosixStorage, open_storage, read_whole
+from holdfast.checkpoint.storage import names
+from holdfast.checkpoint.storage.backends import PosixStorage, open_storage, read_whole
+from holdfast.checkpoint.storage.disk import Disk
 from holdfast.errors import NotThere, StorageError
 
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from holdfast.checkpoint import streaming
+from holdfast.checkpoint.memory import streaming
 
 ROOM = 64
 """Bytes on each side that have to stay as they are."""

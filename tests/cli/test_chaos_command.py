@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from holdfast.cli import flags
 from holdfast.cli.main import main
+from holdfast.config.faults import schedule
 from holdfast.errors import UsageError
-from holdfast.faultlist import schedule
 from holdfast.messages.chaos import FAULT_NAMES, MOST_AT_ONCE, Injection
 
 FLAG = "--chaos"

@@ -16,16 +16,16 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from holdfast.checkpoint import plain
-from holdfast.checkpoint.capture import Captured, Position, capture
-from holdfast.checkpoint.commit import commit
-from holdfast.checkpoint.export import _save_tensors
-from holdfast.checkpoint.layout import Contents, Span
-from holdfast.checkpoint.manifest import refuse
-from holdfast.checkpoint.names import MANIFEST, rank_file, step_directory
-from holdfast.checkpoint.persist import extents_of, write_file
-from holdfast.checkpoint.rankfile import FileRecord, RankFile
-from holdfast.checkpoint.storage import PosixStorage, Storage
+from holdfast.checkpoint.async_save import directory as plain
+from holdfast.checkpoint.state.capture import Captured, Position, capture
+from holdfast.checkpoint.state.layout import Contents, Span
+from holdfast.checkpoint.storage.backends import PosixStorage, Storage
+from holdfast.checkpoint.storage.commit import commit
+from holdfast.checkpoint.storage.export import _save_tensors
+from holdfast.checkpoint.storage.manifest import refuse
+from holdfast.checkpoint.storage.names import MANIFEST, rank_file, step_directory
+from holdfast.checkpoint.storage.persist import extents_of, write_file
+from holdfast.checkpoint.storage.rank_file import FileRecord, RankFile
 from holdfast.cli.main import main
 
 SHARED = torch.arange(100_000, dtype=torch.float32).reshape(100, 1000)
@@ -421,7 +421,7 @@ import sys
 from holdfast.cli.main import main
 assert main(["ckpt", "ls", {str(root)!r}]) == 0
 assert main(["ckpt", "verify", {str(root)!r}, "--step", "300"]) == 0
-import holdfast.checkpoint.retention, holdfast.checkpoint.persist
+import holdfast.checkpoint.storage.retention, holdfast.checkpoint.storage.persist
 assert "torch" not in sys.modules and "numpy" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli.flags import flags, parse_run
-from holdfast.config import RunSettings
+from holdfast.config.settings import RunSettings
 from holdfast.errors import UsageError
 
 
@@ -385,7 +385,7 @@ def test_the_help_loads_neither_torch_nor_msgspec() -> None:
         "from holdfast.cli.flags import parse_run\n"
         "try: parse_run(['--help'])\n"
         "except SystemExit: pass\n"
-        "sys.exit(bool({'torch', 'msgspec', 'holdfast.config'} & set(sys.modules)))\n"
+        "sys.exit(bool({'torch', 'msgspec', 'holdfast.config.settings'} & set(sys.modules)))\n"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, check=False)

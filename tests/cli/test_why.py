@@ -11,12 +11,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from holdfast import framing
 from holdfast.cli.main import main
 from holdfast.jobhome import JobHome, create
 from holdfast.messages.evidence import Frame, RankEvidence, StackGroup, Verdict
 from holdfast.messages.units import NodeId, Rank, RoundNumber
 from holdfast.messages.wire import AskWhy, FromAgent, Refused, Visit, Why
+from holdfast.wire import framing
 
 FRAMES = tuple(Frame(file="train.py", line=n, function=f"f{n}") for n in range(1, 16))
 GROUPS = (

@@ -13,10 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast import framing
 from holdfast.clock import JobClock
 from holdfast.coordinator import stream as streams
-from holdfast.coordinator.inquests import Inquests
+from holdfast.coordinator.diagnosis import Inquests
 from holdfast.coordinator.journal import Journal, replay
 from holdfast.coordinator.server import Coordinator
 from holdfast.core.job import Job
@@ -35,6 +34,7 @@ from holdfast.messages.events import (
 from holdfast.messages.records import NodeSpec, RankProgress, Terms
 from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber, Time
 from holdfast.messages.wire import PROTOCOL, Ack, FromCoordinator, Hello, Refused, Sent, Welcome
+from holdfast.wire import framing
 
 TOKEN = "a-token"
 LIMIT_S = 10.0

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from holdfast.core import job as jobs
-from holdfast.core import ledger as books
 from holdfast.core.job import Job
+from holdfast.core.ledger import books
 from holdfast.messages.actions import AnyAction
 from holdfast.messages.events import (
     AnyEvent,

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from test_job_machine import JobMachine
 
-from holdfast.core import chaos, drills, report
-from holdfast.core.chaos import LOOKAHEAD, Chaos
+from holdfast.core import drills, report
+from holdfast.core.chaos import plans as chaos
+from holdfast.core.chaos.plans import LOOKAHEAD, Chaos
 from holdfast.messages.actions import AnyAction, Inject, StartWorkers
 from holdfast.messages.chaos import FAULT_NAMES, FAULTS, Injection, Trap, complaint
 from holdfast.messages.events import CoordinatorRestarted, FaultAsked, FaultTold

@@ -6,9 +6,10 @@ import pytest
 from driver import Driver, encoded, kinds, replayed, revived
 from lab import TOOK_S, Lab, ordered, sent_away, started
 
-from holdfast.core import checking, report
 from holdfast.core import job as jobs
+from holdfast.core import report
 from holdfast.core.deadlines import RECONNECT_AFTER_RESTART_S
+from holdfast.core.nodecheck import schedule as checking
 from holdfast.messages.actions import Finish
 from holdfast.messages.events import CoordinatorRestarted, NodeWarm, StreamEnded
 from holdfast.messages.exits import EXIT_DO_NOT_REQUEUE, EXIT_TRY_AGAIN

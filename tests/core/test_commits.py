@@ -9,10 +9,11 @@ import msgspec
 import pytest
 from driver import Driver
 
-from holdfast import framing
-from holdfast.checkpoint.names import rank_file
-from holdfast.core import commitbook, commits, restoring
-from holdfast.core.commitbook import Commits, Taken
+from holdfast.checkpoint.storage.names import rank_file
+from holdfast.core.commits import restoring
+from holdfast.core.commits import rules as commits
+from holdfast.core.commits import state as commitbook
+from holdfast.core.commits.state import Commits, Taken
 from holdfast.messages.actions import (
     Answered,
     AnyAction,
@@ -43,6 +44,7 @@ from holdfast.messages.events import (
 )
 from holdfast.messages.requests import AnyRequest, AwaitSave, FindState, SaveSettled, StateFound
 from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber, Time
+from holdfast.wire import framing
 
 C = "c"
 SAVED = SaveSettled(outcome="saved")

@@ -18,8 +18,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from test_commits import NOW, TIERS, revived, shard, snapshot_id
 from test_job_machine import JobMachine, picks
 
-from holdfast.core import commitbook, commits, restoring
-from holdfast.core.commitbook import Commits, Taken
+from holdfast.core.commits import restoring
+from holdfast.core.commits import rules as commits
+from holdfast.core.commits import state as commitbook
+from holdfast.core.commits.state import Commits, Taken
 from holdfast.messages.actions import (
     Answered,
     AnyAction,

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from holdfast.core import job as jobs
-from holdfast.core import ledger as books
-from holdfast.core import report, seating
+from holdfast.core import report
+from holdfast.core.ledger import books
+from holdfast.core.membership import seating
 from holdfast.messages import actions as orders
 from holdfast.messages.actions import AnyAction, CloseJob, Finish, StartWorkers, StopWorkers
 from holdfast.messages.events import (

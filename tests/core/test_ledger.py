@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.core import ledger as books
-from holdfast.core.ledger import Ledger
+from holdfast.core.ledger import books
+from holdfast.core.ledger.books import Ledger
 from holdfast.messages.records import Cause, RankProgress
 from holdfast.messages.units import Rank, RoundNumber, StepNumber, Time
 

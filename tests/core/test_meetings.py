@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from test_store import Askers, answers, put, wait
 
 from holdfast.core import job as jobs
-from holdfast.core import meetings
-from holdfast.core.meetings import Attendance, Meetings
+from holdfast.core.requests import barriers as meetings
+from holdfast.core.requests.barriers import Attendance, Meetings
 from holdfast.messages.requests import (
     MAX_LISTED,
     AnyRequest,

@@ -9,8 +9,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
-from holdfast.core import membership as rounds
-from holdfast.core.membership import Membership
+from holdfast.core.membership import rounds
+from holdfast.core.membership.rounds import Membership
 from holdfast.messages.records import Terms, World
 from holdfast.messages.units import NodeId, RoundNumber, Time
 

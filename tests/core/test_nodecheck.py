@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Struct, field
 
-from holdfast.core import nodecheck as checks
-from holdfast.core.nodecheck import MOST_ROUNDS, SEARCH_ROUNDS, NodeCheck, Round
-from holdfast.core.nodeevidence import Trial
+from holdfast.core.nodecheck import trials as checks
+from holdfast.core.nodecheck.evidence import Trial
+from holdfast.core.nodecheck.trials import MOST_ROUNDS, SEARCH_ROUNDS, NodeCheck, Round
 from holdfast.messages import nodecheck as records
 from holdfast.messages.units import NodeId
 

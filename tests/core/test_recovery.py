@@ -9,8 +9,8 @@ from driver import WAKE, raised
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.core import recovery as faults
-from holdfast.core.recovery import Again, Fault, Recovery, Stop
+from holdfast.core.recovery import rules as faults
+from holdfast.core.recovery.rules import Again, Fault, Recovery, Stop
 from holdfast.messages.events import WorkerExited
 from holdfast.messages.records import RankProgress, Terms
 from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber, Time

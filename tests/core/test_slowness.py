@@ -7,8 +7,9 @@ from typing import Any
 
 from driver import Driver, encoded, kinds, revived
 
-from holdfast.core import report, stragglers
+from holdfast.core import report
 from holdfast.core.slowness import KEPT_FINDINGS
+from holdfast.core.stragglers import windows as stragglers
 from holdfast.messages.actions import Answered, AnyAction, Finish
 from holdfast.messages.events import Asked, Progress
 from holdfast.messages.exits import EXIT_DO_NOT_REQUEUE

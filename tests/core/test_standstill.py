@@ -9,8 +9,8 @@ from driver import Driver, encoded, kinds, revived
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.core import hangs
-from holdfast.core.hangs import FORGIVE_S, Hang, Hangs
+from holdfast.core.hangs import rules as hangs
+from holdfast.core.hangs.rules import FORGIVE_S, Hang, Hangs
 from holdfast.core.job import handle, validate
 from holdfast.messages.actions import AnyAction, StartWorkers, StopWorkers
 from holdfast.messages.events import Progress, RanksStalled, VerdictReached

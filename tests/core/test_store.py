@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from holdfast.core import job as jobs
-from holdfast.core import store as keys
-from holdfast.core.store import MAX_STORE_BYTES, Store, Taken
+from holdfast.core.requests import store as keys
+from holdfast.core.requests.store import MAX_STORE_BYTES, Store, Taken
 from holdfast.messages.actions import Answered
 from holdfast.messages.events import Asked, CoordinatorRestarted
 from holdfast.messages.requests import (

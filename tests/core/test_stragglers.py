@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Struct
 
-from holdfast.core import stragglers as slowness
-from holdfast.core.stragglers import RankScores, Stragglers
+from holdfast.core.stragglers import windows as slowness
+from holdfast.core.stragglers.windows import RankScores, Stragglers
 from holdfast.messages.timings import Finding, RankTimings, Timing
 from holdfast.messages.units import Rank, StepNumber
 

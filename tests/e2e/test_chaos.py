@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from holdfast import memorybox
+from holdfast import cgroups as memorybox
 from holdfast.cli.main import main
 
 from .harness import TRAINER, Run, wait_for

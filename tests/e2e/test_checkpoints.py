@@ -24,11 +24,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.checkpoint.image import Image
-from holdfast.checkpoint.layout import Contents
-from holdfast.checkpoint.manifest import steps
-from holdfast.checkpoint.storage import open_storage
-from holdfast.checkpoint.verify import verify
+from holdfast.checkpoint.memory.image import Image
+from holdfast.checkpoint.state.layout import Contents
+from holdfast.checkpoint.storage.backends import open_storage
+from holdfast.checkpoint.storage.manifest import steps
+from holdfast.checkpoint.storage.verify import verify
 
 from .harness import Run, cmdline, gone, wait_for
 
@@ -249,7 +249,7 @@ def finished(run: Training, code: int = 0) -> Training:
 
 NO_STORAGE = """
     if life > 1:
-        import holdfast.checkpoint.engine as engine
+        import holdfast.checkpoint.checkpointer as engine
         def never(where):
             raise AssertionError("storage was read")
         engine.open_storage = never
@@ -655,7 +655,7 @@ def test_a_job_whose_last_checkpoint_cannot_be_written_ends_with_1_and_the_reaso
 
 TWO_CHECKPOINTERS = """
     from pathlib import Path
-    from holdfast.checkpoint.image import Image
+    from holdfast.checkpoint.memory.image import Image
     from holdfast.worker import runtime
 
     own = {"value": 0}

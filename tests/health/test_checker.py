@@ -20,7 +20,8 @@ import pytest
 from fakenode import FakeNode
 
 from holdfast.errors import UsageError
-from holdfast.health import lanes, probe
+from holdfast.health import probe
+from holdfast.health import probes as lanes
 from holdfast.health.baseline import Baseline, load, save
 from holdfast.health.catalogue import KINDS, WITH_SUBJECT
 from holdfast.health.checker import Checker, worst_verdict

@@ -7,7 +7,7 @@ the short tests below each say the same in the core's own words.
 import pytest
 
 from holdfast.core import job as jobs
-from holdfast.core import seating
+from holdfast.core.membership import seating
 from holdfast.core.repair import ALSO_AT_MOST
 from holdfast.messages.actions import StartWorkers, StopWorkers
 from holdfast.messages.events import (

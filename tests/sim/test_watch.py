@@ -4,8 +4,8 @@ import pytest
 from msgspec.structs import replace
 
 from holdfast.core import job as jobs
-from holdfast.core import membership as rounds
 from holdfast.core import nodes, repair, workers
+from holdfast.core.membership import rounds
 from holdfast.messages.events import NodeResumed
 from holdfast.sim.cluster import Cluster
 from holdfast.sim.invariants import Violated

@@ -13,8 +13,8 @@ Run = Callable[..., str]
 
 BEFORE = """
 import sys, threading, time
-from holdfast.vitals import PHASES, VITALS_BYTES, Vitals
-from holdfast.worker.phases import Phases
+from holdfast.shm.vital_signs import PHASES, VITALS_BYTES, Vitals
+from holdfast.worker.torch_hooks.phases import Phases
 
 class Recorded(Vitals):
     def __init__(self):
@@ -221,7 +221,7 @@ def test_of_short_steps_only_some_are_followed(with_torch: Run) -> None:
 def test_in_which_times_there_is_waiting_is_known(with_torch: Run) -> None:
     script = """
     import torch.distributed as dist
-    from holdfast.vitals import ALSO_IN_FORWARD, LEFT_OUT, WITH_GRADIENTS
+    from holdfast.shm.vital_signs import ALSO_IN_FORWARD, LEFT_OUT, WITH_GRADIENTS
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
     from torch.nn.parallel import DistributedDataParallel
     store = dist.HashStore()

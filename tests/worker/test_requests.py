@@ -39,7 +39,7 @@ from holdfast.messages.requests import (
     Total,
     Values,
 )
-from holdfast.packets import Joiner, packets_of
+from holdfast.wire.packets import Joiner, packets_of
 from holdfast.worker import runtime
 from holdfast.worker.channel import Channel
 from holdfast.worker.requests import Requests

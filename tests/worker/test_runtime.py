@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.page import ProgressPage, create_page
-from holdfast.vitals import BETWEEN, DATA, MOST_SECTIONS
+from holdfast.shm.rank_page import ProgressPage, create_page
+from holdfast.shm.vital_signs import BETWEEN, DATA, MOST_SECTIONS
 from holdfast.worker.channel import Channel
 from holdfast.worker.runtime import Runtime
 

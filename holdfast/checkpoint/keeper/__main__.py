@@ -14,7 +14,7 @@ import msgspec
 
 from holdfast import kernel
 from holdfast.checkpoint.keeper.orders import Keeper
-from holdfast.messages.keeping import Begin
+from holdfast.messages.keeper import Begin
 from holdfast.messages.local import PACKET_BYTES
 
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}

@@ -15,13 +15,13 @@ import threading
 from concurrent.futures import Future
 from pathlib import Path
 
-from holdfast.checkpoint import replicas
-from holdfast.checkpoint.images import Images
-from holdfast.checkpoint.replicas import Peer
-from holdfast.checkpoint.transfer import Transfer
+from holdfast.checkpoint.memory.images import Images
+from holdfast.checkpoint.replicas import copies as replicas
+from holdfast.checkpoint.replicas.copies import Peer
+from holdfast.checkpoint.replicas.transfer import Transfer
 from holdfast.errors import HoldfastError
 from holdfast.messages.checkpoints import Holder, ImageId
-from holdfast.tls import TlsFiles, client_context
+from holdfast.wire.tls import TlsFiles, client_context
 
 log = logging.getLogger("holdfast.keeper")
 

@@ -19,16 +19,16 @@ from typing import Any, NoReturn
 import msgspec
 from msgspec import Struct
 
-from holdfast.checkpoint.digests import digest
-from holdfast.checkpoint.images import Images, id_of
 from holdfast.checkpoint.keeper.exchange import Exchange
-from holdfast.checkpoint.keeper.filing import Filing
-from holdfast.checkpoint.keeper.movement import Movement
-from holdfast.checkpoint.layout import Contents
-from holdfast.checkpoint.replicaserver import ReplicaServer
+from holdfast.checkpoint.keeper.files import Filing
+from holdfast.checkpoint.keeper.progress import Movement
+from holdfast.checkpoint.memory.images import Images, id_of
+from holdfast.checkpoint.replicas.server import ReplicaServer
+from holdfast.checkpoint.state.layout import Contents
+from holdfast.checkpoint.storage.digests import digest
 from holdfast.errors import HoldfastError
 from holdfast.messages.checkpoints import ImageId, Sealed
-from holdfast.messages.keeping import (
+from holdfast.messages.keeper import (
     AnyOrder,
     AnyReply,
     Begin,
@@ -51,8 +51,8 @@ from holdfast.messages.keeping import (
 )
 from holdfast.messages.local import PACKET_BYTES, Piece
 from holdfast.messages.units import Rank
-from holdfast.packets import Joiner, packets_of
-from holdfast.tls import TlsFiles, server_context
+from holdfast.wire.packets import Joiner, packets_of
+from holdfast.wire.tls import TlsFiles, server_context
 
 log = logging.getLogger("holdfast.keeper")
 

@@ -1,0 +1,1 @@
+"""`torch.distributed.checkpoint.async_save` with a shorter stall."""

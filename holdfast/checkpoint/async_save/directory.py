@@ -1,0 +1,125 @@
+"""A checkpoint that is a directory by itself, at a path that a script chose.
+
+That is how `torch.distributed.checkpoint` has it, and whoever saves there again replaces what there
+was. Nothing of the old one is given up before all of the new one is durable:
+
+    the ranks' files, under names that no earlier save has used
+    .metadata            replaced at one stroke: from here on torch's readers find the new one
+    holdfast.json        replaced likewise, for our own
+    the old files        removed
+
+So a death anywhere on the way leaves one of the two, whole. Files that torch's own writers left there
+are not ours to remove.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Final
+
+from holdfast.checkpoint.dcp import metadata as dcp_metadata
+from holdfast.checkpoint.storage import names
+from holdfast.checkpoint.storage.backends import (
+    Entry,
+    Readable,
+    Reader,
+    Storage,
+    open_storage,
+    read_whole,
+)
+from holdfast.checkpoint.storage.commit import check_records, leftovers, read_back
+from holdfast.checkpoint.storage.manifest import MOST_BYTES, decoded, encoded, make_manifest
+from holdfast.checkpoint.storage.names import MANIFEST, METADATA, rank_file, step_directory
+from holdfast.checkpoint.storage.rank_file import FileRecord
+from holdfast.errors import CheckpointError, UsageError
+
+_OF_ROUND: Final = re.compile(r"\.?__[0-9]+_([0-9]+)\.distcp")
+
+
+def parent_and_name(at: str) -> tuple[str, str]:
+    """The directory or URL that a checkpoint is in, and what it is called there."""
+    parent, _, name = at.rstrip("/").rpartition("/")
+    if not name or name in (".", "..") or parent.endswith(":/"):
+        raise UsageError(f"{at!r} names no directory that a checkpoint could be")
+    return parent or "/", name
+
+
+def opened(at: str) -> tuple[Storage, str]:
+    """Where a checkpoint is to be: a storage, and a directory there."""
+    parent, name = parent_and_name(at)
+    return open_storage(parent), name
+
+
+def replace(
+    at: str, whose: tuple[int, int, int], files: Sequence[FileRecord], *, job: str = ""
+) -> str:
+    """Make a checkpoint of these files, of that step, round and world, in place of the one that is
+    there; why leftovers of that could not be removed, if so."""
+    storage, directory = opened(at)
+    step, round, world_size = whose
+    ordered = tuple(sorted(files, key=lambda file: file.rank))
+    check_records(round, world_size, ordered)
+    metadata = dcp_metadata.metadata(read_back(storage, directory, whose, ordered))
+    manifest = make_manifest(job, step, round, ordered, metadata, time.time())
+    storage.write(f"{directory}/{METADATA}", [metadata])
+    storage.write(f"{directory}/{MANIFEST}", [encoded(manifest)])
+    try:
+        _tidy(storage, directory, round, {METADATA, *(file.name for file in ordered)})
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def _tidy(storage: Storage, directory: str, round: int, keep: set[str]) -> None:
+    """Remove what earlier saves left. One of a later round may be on its way."""
+    found = leftovers(storage, directory, keep)
+    old = [n for n in found if not (match := _OF_ROUND.match(n)) or int(match[1]) <= round]
+    if old:
+        storage.remove(directory, old)
+
+
+class _AsStep:
+    """Such a directory as the only step of another one, for readers that know steps."""
+
+    def __init__(self, storage: Readable, step: int) -> None:
+        self._storage = storage
+        self._directory = step_directory(step)
+
+    def where(self, path: str) -> str:
+        return self._storage.where(self._inside(path))
+
+    def open(self, path: str) -> AbstractContextManager[Reader]:
+        return self._storage.open(self._inside(path))
+
+    def entries(self, directory: str) -> list[Entry]:
+        if directory:
+            return self._storage.entries(self._inside(directory))
+        return [Entry(self._directory, "directory")]
+
+    def _inside(self, path: str) -> str:
+        return path.removeprefix(self._directory).lstrip("/")
+
+
+def open_either(where: str) -> Readable:
+    """What there is to read: a directory with a checkpoint of each step, or one that is one."""
+    storage = open_storage(where)
+    if all(entry.name != MANIFEST for entry in storage.entries("")):
+        return storage
+    manifest = decoded(read_whole(storage, MANIFEST, MOST_BYTES), storage.where(MANIFEST))
+    return _AsStep(storage, manifest.step)
+
+
+def discard(at: str, rank: int, round: int) -> None:
+    """Remove what a rank wrote for a save that came to nothing."""
+    storage, directory = opened(at)
+    file = rank_file(rank, round)
+    mine = [
+        entry.name
+        for entry in storage.entries(directory)
+        if entry.name == file or (names.is_partial(entry.name) and f".{file}." in entry.name)
+    ]
+    if mine:
+        storage.remove(directory, mine)

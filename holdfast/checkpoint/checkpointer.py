@@ -1,0 +1,424 @@
+"""What a script calls: save, restore, and tickets that tell how it went.
+
+    ckpt = holdfast.Checkpointer("checkpoints", {"model": model, "optim": optim})
+    step = ckpt.restore()
+    ...
+    ckpt.save(step)
+
+A save copies the state into shared memory and returns; what becomes of the copy is for others to do
+and to say. A save that fails does not raise into training: its ticket says so, and so does the
+terminal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing.util
+import operator
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import torch
+
+from holdfast.checkpoint.memory.collector import collector_off
+from holdfast.checkpoint.memory.copying import cores
+from holdfast.checkpoint.memory.slots import BothRead, Slots
+from holdfast.checkpoint.restore.load import Stored, captured_entry, load
+from holdfast.checkpoint.restore.sources import WhenWanted, open_files, set_aside
+from holdfast.checkpoint.state.capture import Captured, Layout, Position, capture
+from holdfast.checkpoint.state.guard import Guard, after_first_step
+from holdfast.checkpoint.storage import retention
+from holdfast.checkpoint.storage.backends import open_storage
+from holdfast.checkpoint.storage.manifest import steps
+from holdfast.checkpoint.storage.names import LAST_STEP
+from holdfast.checkpoint.tickets import SaveId, Ticket
+from holdfast.errors import CheckpointError, HoldfastError, Refused, UsageError
+from holdfast.messages.checkpoints import Holder, ImageId, Missed, SnapshotId, Tier, Tried, Wish
+from holdfast.messages.requests import SaveSettled, StateFound
+from holdfast.messages.units import Rank, RoundNumber, StepNumber
+
+
+class Link(Protocol):
+    """Whoever looks after this rank's images: an agent, or a keeper of our own."""
+
+    rank: int
+    world_size: int
+    round: int
+    images: Path
+
+    def open(
+        self, checkpointer: str, directory: str, keep: bytes, copies: list[threading.Event]
+    ) -> None:
+        """Say that this checkpointer is there; `copies` are those that it is making. One that had the
+        same name and the same images has made its last when this returns."""
+
+    def replaced(self, checkpointer: str, copies: list[threading.Event]) -> bool:
+        """Whether another one has that name and those images now."""
+
+    def saved(self, save: SaveId, path: Path, state: int, wish: Wish) -> None:
+        """An image is whole."""
+
+    def missed(self, save: SaveId, outcome: Missed, reason: str) -> None:
+        """There will be no image of that step of this rank."""
+
+    def wait(self, save: SaveId, to: Tier, timeout_s: float | None) -> SaveSettled: ...
+
+    def find(self, checkpointer: str, step: int | None, tried: Tried | None) -> StateFound: ...
+
+    def open_image(self, image: ImageId, holder: Holder, until: ExitStack) -> Stored:
+        """A rank's image, wherever it is."""
+
+    def booked(self, what: str) -> AbstractContextManager[None]:
+        """Time that is neither training nor lost."""
+
+    def resumed(self, step: int) -> None:
+        """Training goes on from that step."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was restored, and what was not."""
+
+    step: int
+    where: Tier | None
+    """None: there was nothing to restore."""
+    refused: tuple[str, ...] = ()
+
+
+class Checkpointer:
+    """Saves and restores a state: anything with state_dict and load_state_dict, or plain values.
+
+    Values in `state` that have no load_state_dict are replaced in it by `restore`.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | None,
+        state: dict[str, Any],
+        *,
+        link: Link,
+        memory_every: int | None = None,
+        storage_every: int | None = None,
+        keep: retention.Keep | None = None,
+        overlap: bool = True,
+        pickling: bool = False,
+    ) -> None:
+        _check(directory, state, memory_every, storage_every, keep)
+        self.restored = Restored(0, None)
+        self._where = _absolute(directory)
+        self._state = state
+        self._link = link
+        self._memory_every, self._storage_every = memory_every, storage_every
+        self._keep = keep
+        self._overlap = overlap
+        self._pickling = pickling
+        # The same after a restart, and another one for each checkpointer of a script.
+        name = self._where or f"memory of {sorted(state)}"
+        self._name = hashlib.sha256(name.encode()).hexdigest()[:12]
+        self._copying: list[threading.Event] = []
+        own = keep is not None and not isinstance(keep, retention.Policy)
+        encoded = b"" if keep is None or own else msgspec.json.encode(keep)
+        link.open(self._name, self._where or "", encoded, self._copying)
+        self._slots = Slots(link.images, self._name, link.rank)
+        self._process = os.getpid()
+        self._saving = threading.Lock()
+        self._optimizers = [o for o in state.values() if isinstance(o, torch.optim.Optimizer)]
+        self._guard = Guard(self._optimizers)
+        self._layout: Layout | None = None
+        self._last: Ticket | None = None
+        self._newest = -1
+        self._repeats = 0
+        self._owed = False
+        """The last save was for storage and was skipped: the next one goes there in its place."""
+        if self._optimizers:
+            after_first_step(self._optimizers, self._make_ready)
+        # Before links are closed. Interpreters wait for our threads by themselves, but processes of
+        # `multiprocessing` do that late; and nobody may have the checkpointer any more by then.
+        multiprocessing.util.Finalize(None, _await_all, (self._copying,), exitpriority=10)
+
+    # ---- saving ----
+
+    def save(self, step: int, to: Tier | None = None, block: bool = False) -> Ticket:
+        """Save the state as that of `step`: to memory, to storage, or not at all, as the intervals
+        say. `block=True` returns only when the copy is made and nothing of it is overlapped."""
+        step = _step(step)
+        self._check_usable("save")
+        if to not in (None, "memory", "storage"):
+            raise UsageError(f"Checkpointer.save: to memory or to storage, not to {to!r}")
+        tier = to or self._due(step)
+        if tier is None:
+            save = SaveId(self._name, step, 0)
+            return Ticket.skipped(save, self._link, "it is not due")
+        if tier == "storage" and self._where is None:
+            raise UsageError("this Checkpointer has no directory; it can only save to memory")
+        with self._saving:
+            save = SaveId(self._name, step, self._attempt(step))
+            return self._save(save, tier, overlap=self._overlap and not block)
+
+    def _attempt(self, step: int) -> int:
+        """A number that grows each time a step is saved that may have been saved before."""
+        if step > self._newest:
+            self._newest = step
+            return 1
+        self._repeats += 1
+        return 1 + self._repeats
+
+    def _save(self, save: SaveId, tier: Tier, overlap: bool) -> Ticket:
+        if self._owed:
+            tier = "storage"
+        try:
+            with self._link.booked("checkpoint"):
+                ticket = self._copy(save, tier, overlap)
+            self._owed = False
+        except BothRead as why:
+            self._owed = tier == "storage"
+            ticket = Ticket.skipped(save, self._link, str(why))
+            self._tell_missed(save, "skipped", str(why))
+        except (HoldfastError, OSError) as error:
+            ticket = Ticket.failed(save, tier, self._link, error)
+            self._missed(save, error)
+        self._last = ticket
+        if tier == "storage" and self._keep is not None and self._link.rank == 0:
+            self._tidy_after(ticket)
+        return ticket
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return when the last save is where it was meant to go, or has failed."""
+        if self._last is not None and self._last.to is not None:
+            last = self._last
+            last.storage(timeout_s) if last.to == "storage" else last.memory(timeout_s)
+
+    def _check_usable(self, call: str) -> None:
+        if os.getpid() != self._process:
+            raise UsageError(
+                f"Checkpointer.{call}: this process was forked from the one that made the"
+                " checkpointer, which alone can use it"
+            )
+        if self._link.replaced(self._name, self._copying):
+            what = f"for {self._where}" if self._where else f"with the names {sorted(self._state)}"
+            each = "a directory" if self._where else "names, or a directory,"
+            raise UsageError(
+                f"Checkpointer.{call}: another one was made {what} since; each needs {each} of its"
+                " own"
+            )
+
+    def _due(self, step: int) -> Tier | None:
+        if self._memory_every is None and self._storage_every is None:
+            return "memory" if self._where is None else "storage"
+        if self._storage_every is not None and step % self._storage_every == 0:
+            return "storage"
+        if self._memory_every is not None and step % self._memory_every == 0:
+            return "memory"
+        return None
+
+    def _await_copy(self) -> None:
+        if self._last is not None and self._last.to is not None:
+            self._last.await_copy()
+
+    def _copy(self, save: SaveId, tier: Tier, overlap: bool) -> Ticket:
+        self._await_copy()
+        wish: Wish = "never" if self._where is None else "now" if tier == "storage" else "if needed"
+
+        def finished(path: Path, state: int) -> None:
+            self._link.saved(save, path, state, wish)
+
+        with collector_off():
+            captured = self._capture(save.step)
+            guarded = self._guard.guarded(captured) if overlap else frozenset()
+            position = self._position(save.step)
+            copy = self._slots.start(captured, position, guarded, overlap, finished)
+        self._guard.watch(copy)
+        ended = threading.Event()
+        self._copying[:] = [ended]
+        copy.done.add_done_callback(lambda done: self._check_copy(save, done, ended))
+        return Ticket(save, tier, copy.done, self._link)
+
+    def _check_copy(self, save: SaveId, done: Future[int], ended: threading.Event) -> None:
+        error = done.exception()
+        if error is not None:
+            self._missed(save, error)
+        ended.set()
+
+    def _missed(self, save: SaveId, error: BaseException) -> None:
+        """Training goes on without that one; the others shall not wait for it."""
+        self._complain(f"step {save.step} was not saved: {error}")
+        self._tell_missed(save, "failed", str(error))
+
+    def _tell_missed(self, save: SaveId, outcome: Missed, reason: str) -> None:
+        try:
+            self._link.missed(save, outcome, reason)
+        except (HoldfastError, OSError) as why:
+            self._complain(f"nobody could be told: {why}")
+
+    def _capture(self, step: int) -> Captured:
+        state = {name: captured_entry(entry, name) for name, entry in self._state.items()}
+        captured = capture(state, self._layout, self._position(step), self._pickling)
+        self._layout = captured.layout
+        return captured
+
+    def _position(self, step: int) -> Position:
+        return Position(step, self._link.round, self._link.rank, self._link.world_size)
+
+    def _make_ready(self) -> None:
+        """Memory for the first save, while training goes on."""
+        try:
+            with collector_off():
+                made = self._slots.make_ready(self._capture(0))
+        except CheckpointError as error:
+            self._complain(str(error))
+            return
+        made.add_done_callback(self._check_ready)
+
+    def _check_ready(self, made: Future[None]) -> None:
+        error = made.exception()
+        if error is not None:
+            self._complain(f"there may be no memory for snapshots: {error}")
+
+    def _complain(self, text: str) -> None:
+        print(f"[holdfast] rank {self._link.rank}: {text}", file=sys.stderr, flush=True)
+
+    def _tidy_after(self, ticket: Ticket) -> None:
+        """The user's own rule for what stays can only be asked here."""
+        if isinstance(self._keep, retention.Policy) or self._keep is None:
+            return
+        keep, where = self._keep, self._where
+        assert where is not None
+
+        def tidy() -> None:
+            if ticket.storage().outcome != "saved":
+                return
+            try:
+                storage = open_storage(where)
+                delete = retention.plan(keep, steps(storage), verified=ticket.step)
+                retention.prune(storage, delete, verified=ticket.step)
+            except Exception as error:
+                # The edge of a thread, and of the user's own rule.
+                why = f"{type(error).__name__}: {error}"
+                self._complain(f"old checkpoints stay, because keep failed: {why}")
+
+        threading.Thread(target=tidy, name="retention", daemon=True).start()
+
+    # ---- restoring ----
+
+    def restore(self, step: int | None = None) -> int:
+        """Make the state the newest one that verifies on all ranks; its step, 0 when there is none.
+
+        All ranks must call it. When there are saved states and none of them verifies, that is an
+        error: training does not start over in silence.
+        """
+        self._check_usable("restore")
+        with self._link.booked("restore"):
+            self.restored = self._restore(step)
+        self._link.resumed(self.restored.step)
+        if self._link.rank == 0 and self.restored.where is not None:
+            refused = "".join(f"\n[holdfast]   refused: {why}" for why in self.restored.refused)
+            what = f"restored step {self.restored.step} from {self.restored.where}"
+            print(f"[holdfast] {what}{refused}", file=sys.stderr, flush=True)
+        if self.restored.where is not None:
+            self._make_ready()
+        return self.restored.step
+
+    def _restore(self, step: int | None) -> Restored:
+        found = self._link.find(self._name, step, None)
+        refused: tuple[str, ...] = ()
+        while found.where in ("memory", "storage"):
+            refused = found.refused
+            error = self._try(found)
+            tried = Tried((str(error) or type(error).__name__)[:1000] if error is not None else "")
+            answer = self._link.find(self._name, step, tried)
+            if answer.where == "loaded":
+                return Restored(found.step, found.where, refused)
+            if found.where == "storage" and isinstance(error, Refused) and self._where is not None:
+                # Not before: the others were reading it.
+                set_aside(open_storage(self._where), found.step)
+            found = answer
+        if found.refused or step is not None:
+            listed = "".join(f"\n  {why}" for why in found.refused) or f" step {step} is not there"
+            raise CheckpointError(f"nothing that was saved can be restored:{listed}")
+        return Restored(0, None)
+
+    def _try(self, found: StateFound) -> HoldfastError | OSError | None:
+        """Load what was found; why that did not work, if it did not."""
+        try:
+            with ExitStack() as until:
+                stored = self._stored(found, until)
+                with ThreadPoolExecutor(cores(), "restore") as threads, collector_off():
+                    load(self._state, stored, self._link.rank, threads, self._pickling)
+        except (HoldfastError, OSError) as error:
+            return error
+        return None
+
+    def _stored(self, found: StateFound, until: ExitStack) -> Sequence[Stored]:
+        if found.where == "storage":
+            assert self._where is not None
+            return open_files(open_storage(self._where), found.step, until)
+        snapshot = SnapshotId(self._name, StepNumber(found.step), RoundNumber(found.round))
+
+        def open_image(index: int) -> Stored:
+            holder = found.holders[index]
+            image = ImageId(snapshot, Rank(holder.rank), found.world_size)
+            return self._link.open_image(image, holder, until)
+
+        return WhenWanted(len(found.holders), open_image)
+
+
+def _await_all(copies: list[threading.Event]) -> None:
+    for ended in copies:
+        ended.wait()
+
+
+def _absolute(directory: str | os.PathLike[str] | None) -> str | None:
+    if directory is None:
+        return None
+    text = os.fspath(directory)
+    return text if "://" in text else os.path.abspath(text)
+
+
+def _check(
+    directory: object,
+    state: object,
+    memory_every: int | None,
+    storage_every: int | None,
+    keep: object,
+) -> None:
+    if directory is not None and not isinstance(directory, str | os.PathLike):
+        raise UsageError(f"Checkpointer: a directory is a path, a URL or None, not {directory!r}")
+    if keep is not None and not callable(keep):
+        raise UsageError(
+            f"Checkpointer: keep is a rule such as KeepLatest(3), or a function of the steps that"
+            f" there are, not {keep!r}"
+        )
+    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+        raise UsageError("Checkpointer: the state is a dict of names and what they stand for")
+    for name, entry in state.items():
+        if hasattr(entry, "state_dict") != hasattr(entry, "load_state_dict"):
+            raise UsageError(
+                f"Checkpointer: {name!r} has only one of state_dict and load_state_dict; what is"
+                " saved by the one is restored by the other"
+            )
+    if directory is None and storage_every is not None:
+        raise UsageError("Checkpointer: storage_every needs a directory")
+    for name, every in (("memory_every", memory_every), ("storage_every", storage_every)):
+        if every is not None and (not isinstance(every, int) or every < 1):
+            raise UsageError(f"Checkpointer: {name} is a number of steps from 1 on, not {every!r}")
+
+
+def _step(step: int) -> int:
+    """A step, which may be numpy's."""
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if isinstance(step, bool) or not 0 <= number <= LAST_STEP:
+        raise UsageError(
+            f"Checkpointer.save: a step is a whole number from 0 to {LAST_STEP}, not {step!r}"
+        )
+    return number

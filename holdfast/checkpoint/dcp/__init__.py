@@ -1,0 +1,1 @@
+"""The file format of `torch.distributed.checkpoint`, read and written without torch."""

@@ -1,0 +1,248 @@
+"""The `.metadata` file of a checkpoint: what is where, as `torch.distributed.checkpoint` has it.
+
+It is a pickle of torch's `Metadata`, written without torch. It lists each tensor with its dtype, its
+shape and the chunks it consists of, each value, and for each of these the file and the bytes of it
+that hold it. A reader with another number of ranks takes from the chunks what it needs.
+
+Objects are made by calling their class with the arguments that it has had since torch 2.3, never by
+setting fields: what a newer torch has added then gets the default of that torch, and nothing that an
+older one lacks is named. What does not change (names, sizes) is written once and referred to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from math import prod
+from typing import Final, NamedTuple
+
+from holdfast.checkpoint.dcp import opcodes as op
+from holdfast.checkpoint.dcp.records import element_bytes
+from holdfast.checkpoint.state.layout import Contents, Extent, Kind, Span, TensorItem
+from holdfast.errors import CheckpointError
+
+File = tuple[str, Contents, Sequence[Extent]]
+"""Its path in the checkpoint's directory, what its body holds, and what of the body is in it."""
+
+Sizes = tuple[int, ...]
+Path = tuple[str | int, ...]
+
+FORMAT_VERSION: Final = "1.0.0"
+"""What torch calls the format, since it has a name for it."""
+_BATCH: Final = 1000
+"""So many entries are put into a dict at once, as pickle itself does."""
+
+_MODULE: Final = "torch.distributed.checkpoint.metadata"
+_CLASSES: Final = (
+    op.named(_MODULE, "Metadata"),
+    op.named(_MODULE, "TensorStorageMetadata"),
+    op.named(_MODULE, "TensorProperties"),
+    op.named(_MODULE, "ChunkStorageMetadata"),
+    op.named(_MODULE, "BytesStorageMetadata"),
+    op.named(_MODULE, "MetadataIndex"),
+    op.named("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    op.named("torch", "Size"),
+)
+_PREPARED: Final = b"".join(c + op.put(number) + op.DROP for number, c in enumerate(_CLASSES))
+_METADATA, _TENSOR, _PROPERTIES, _CHUNK, _BYTES, _INDEX, _INFO, _SIZE = map(
+    op.get, range(len(_CLASSES))
+)
+
+
+class _Chunk(NamedTuple):
+    """A part of a tensor, and where it is."""
+
+    offsets: Sizes
+    sizes: Sizes
+    path: str
+    at: int
+    size: int
+
+
+class _Tensor:
+    """A tensor, as far as its chunks were found. Of several at one place the first counts."""
+
+    def __init__(self, item: TensorItem) -> None:
+        element_bytes(item.dtype)
+        self.kind: Kind = item.kind
+        self.dtype = item.dtype
+        self.shape = item.shape
+        self.chunks: dict[Sizes, _Chunk] = {}
+
+    def add(self, name: str, item: TensorItem, path: str, at: int) -> None:
+        if self.chunks and not self.kind == item.kind == "shard":
+            return
+        if item.shape != self.shape or item.dtype != self.dtype:
+            raise CheckpointError(
+                f"{name} is {self.dtype} {list(self.shape)} on one rank and "
+                f"{item.dtype} {list(item.shape)} on another: these are no parts of one tensor"
+            )
+        if 0 in item.sizes and 0 not in item.shape:
+            return  # a rank with nothing of it, which may say that its nothing begins anywhere
+        if item.offsets not in self.chunks:
+            chunk = _Chunk(item.offsets, item.sizes, path, at, item.framed.size)
+            self.chunks[item.offsets] = chunk
+
+    def has_gaps(self) -> bool:
+        if 0 in self.shape:
+            return not self.chunks
+        return sum(prod(chunk.sizes) for chunk in self.chunks.values()) < prod(self.shape)
+
+
+class _Found(NamedTuple):
+    """What the files hold. Of what several ranks have, the lowest's counts."""
+
+    tensors: dict[str, _Tensor]
+    values: dict[str, tuple[str, Span]]
+    paths: dict[str, Path]
+
+
+def metadata(contents: Sequence[File]) -> bytes:
+    """The `.metadata` of a checkpoint that consists of these files.
+
+    Refuses what no reader could put together: a value or a part of a tensor that is in no file, and
+    parts that do not belong to one tensor.
+    """
+    files = sorted(contents, key=lambda file: file[1].rank)
+    found = _found(files)
+    values = (value.name for _, lowest, _ in files[:1] for value in lowest.values)
+    lacking = [name for name, tensor in found.tensors.items() if tensor.has_gaps()]
+    lacking += [name for name in values if name not in found.values]
+    if lacking:
+        raise CheckpointError(
+            f"{lacking[0]} is not all there (nor are {len(lacking) - 1} others): "
+            "some of it is in none of the checkpoint's files"
+        )
+    return _Pickle().of(found)
+
+
+class _Places:
+    """Where the bytes of a body are in a file."""
+
+    def __init__(self, extents: Sequence[Extent]) -> None:
+        self._runs = [(e.body_at, e.body_at + e.size, e.file_at - e.body_at) for e in extents]
+
+    def of(self, framed: Span) -> int | None:
+        for begin, end, shift in self._runs:
+            if begin <= framed.at and framed.at + framed.size <= end:
+                return framed.at + shift
+        return None
+
+
+def _found(files: Sequence[File]) -> _Found:
+    found = _Found({}, {}, {})
+    for path, contents, extents in files:
+        if contents.rank == files[0][1].rank:
+            _find_values(found, path, contents, _Places(extents))
+    for path, contents, extents in files:
+        _find_tensors(found, path, contents, _Places(extents))
+    return found
+
+
+def _find_values(found: _Found, path: str, contents: Contents, places: _Places) -> None:
+    for value in contents.values:
+        at = places.of(value.framed)
+        if at is not None:
+            found.values.setdefault(value.name, (path, Span(at, value.framed.size)))
+
+
+def _find_tensors(found: _Found, path: str, contents: Contents, places: _Places) -> None:
+    for name, its_path in contents.paths:
+        found.paths.setdefault(name, its_path)
+    for item in contents.items:
+        at = places.of(item.framed)
+        for name in (item.name, *item.also):
+            if name in found.values:
+                continue
+            tensor = found.tensors.get(name)
+            if tensor is None:
+                tensor = found.tensors[name] = _Tensor(item)
+            if at is not None:
+                tensor.add(name, item, path, at)
+
+
+def _entries(entries: Iterable[bytes]) -> Iterator[bytes]:
+    """A dict of them."""
+    yield op.EMPTY_DICT
+    remaining = iter(entries)
+    while batch := b"".join(islice(remaining, _BATCH)):
+        yield op.MARK + batch + op.SETITEMS
+
+
+class _Pickle:
+    """A pickle that is being written; `_known` says how to refer to what is in it already.
+
+    So the pieces must be put down in the order in which they were asked for.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[object, bytes] = {}
+
+    def of(self, found: _Found) -> bytes:
+        # `version` came later than the others: a field where there is one, elsewhere harmless.
+        version = op.dict_of(("version", op.text(FORMAT_VERSION))) + op.BUILD
+        return b"".join(
+            (
+                op.BEGIN + _PREPARED + _METADATA,
+                *_entries(self._described(found)),
+                *_entries(self._flattened(found)),
+                *_entries(self._stored(found)),
+                op.TUPLE_3 + op.CALL + version + op.END,
+            )
+        )
+
+    def _described(self, found: _Found) -> Iterator[bytes]:
+        """`state_dict_metadata`: a name, and what goes by it."""
+        for name, tensor in found.tensors.items():
+            chunks = tensor.chunks.values()
+            yield b"".join(
+                (
+                    self._text(name) + _TENSOR,
+                    op.call(_PROPERTIES, self._dtype(tensor.dtype)) + self._size(tensor.shape),
+                    op.list_of(*[self._chunk(chunk.offsets, chunk.sizes) for chunk in chunks]),
+                    op.TUPLE_3 + op.CALL,
+                )
+            )
+        for name in found.values:
+            yield self._text(name) + op.call(_BYTES)
+
+    def _flattened(self, found: _Found) -> Iterator[bytes]:
+        """`planner_data`: a name, and the path to what it stands for in the state."""
+        for name in (*found.tensors, *found.values):
+            path = found.paths.get(name) or name.split(".")
+            keys = [op.whole(key) if isinstance(key, int) else self._text(key) for key in path]
+            yield self._text(name) + op.tuple_of(*keys)
+
+    def _stored(self, found: _Found) -> Iterator[bytes]:
+        """`storage_data`: what part of which thing, and where it is."""
+        for name, tensor in found.tensors.items():
+            for number, (offsets, _, path, at, size) in enumerate(tensor.chunks.values()):
+                part = self._text(name) + self._size(offsets) + op.whole(number) + op.TUPLE_3
+                yield _INDEX + part + op.CALL + self._place(path, at, size)
+        for name, (path, span) in found.values.items():
+            yield op.call(_INDEX, self._text(name)) + self._place(path, span.at, span.size)
+
+    def _chunk(self, offsets: Sizes, sizes: Sizes) -> bytes:
+        return _CHUNK + self._size(offsets) + self._size(sizes) + op.TUPLE_2 + op.CALL
+
+    def _place(self, path: str, at: int, size: int) -> bytes:
+        return _INFO + self._text(path) + op.whole(at) + op.whole(size) + op.TUPLE_3 + op.CALL
+
+    def _text(self, string: str) -> bytes:
+        return self._known.get(string) or self._remember(string, op.text(string))
+
+    def _size(self, sizes: Sizes) -> bytes:
+        known = self._known.get(sizes)
+        if known is None:
+            program = op.call(_SIZE, op.tuple_of(*map(op.whole, sizes)))
+            known = self._remember(sizes, program)
+        return known
+
+    def _dtype(self, dtype: str) -> bytes:
+        key = "torch", dtype
+        return self._known.get(key) or self._remember(key, op.named(*key))
+
+    def _remember(self, key: object, program: bytes) -> bytes:
+        number = len(_CLASSES) + len(self._known)
+        self._known[key] = op.get(number)
+        return program + op.put(number)

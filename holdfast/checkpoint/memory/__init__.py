@@ -1,0 +1,1 @@
+"""Images: snapshots in shared memory that outlive the process that wrote them."""

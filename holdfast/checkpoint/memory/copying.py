@@ -1,0 +1,275 @@
+"""Copies a rank's tensors into an image, as fast as the machine can.
+
+Three ways, by what a tensor is:
+
+- large and contiguous, in host memory: past the cache (`streaming`), in pieces, on every idle core. A
+  foreign function call lets go of the interpreter's lock, so the pieces really run side by side.
+- small and contiguous: a system call that copies a thousand of them at once (`process_vm_readv`, from
+  this process to itself), because twenty thousand calls from Python would cost more than the bytes.
+  Where that is forbidden they are copied one by one.
+- anything else (strided, or on a device): torch copies into a view of the image. On CUDA the image is
+  registered as pinned memory and the copies run on a stream of their own.
+
+Addresses are remembered: as long as all tensors stay where they were, the lists for the second way are
+made once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+import os
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Set
+from concurrent.futures import Executor, wait
+from functools import partial
+from operator import itemgetter
+
+import torch
+
+from holdfast.checkpoint.memory import streaming
+from holdfast.checkpoint.memory.image import Image
+from holdfast.checkpoint.state.capture import Captured, Layout
+from holdfast.errors import CheckpointError
+
+LARGE_BYTES = 128 << 10
+PIECE_BYTES = 32 << 20
+_BATCH = 1000
+"""Tensors in one call: just below what the kernel takes."""
+
+_FORBIDDEN = (errno.EPERM, errno.ENOSYS)
+
+Task = Callable[[], None]
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.process_vm_readv.argtypes = [
+    ctypes.c_int,
+    *(ctypes.c_void_p, ctypes.c_ulong),
+    *(ctypes.c_void_p, ctypes.c_ulong),
+    ctypes.c_ulong,
+]
+_libc.process_vm_readv.restype = ctypes.c_ssize_t
+
+
+def cores() -> int:
+    """How many threads of this rank may copy at once, when all ranks of the node do."""
+    beside = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, len(os.sched_getaffinity(0)) // beside)
+
+
+def spare_cores() -> int:
+    """How many of them may copy while training goes on, and takes as many as torch was told."""
+    return max(1, cores() - int(torch.get_num_threads()))
+
+
+class Copier:
+    """Knows how to copy states of one layout; another layout wants another copier."""
+
+    def __init__(self, captured: Captured, guarded: Set[int] = frozenset()) -> None:
+        self.layout = captured.layout
+        self.guarded = guarded
+        """Items that only an optimizer's step changes: they may be copied while training goes on."""
+        self._large: list[int] = []
+        self._odd: list[int] = []
+        small = []
+        for index, (item, local) in enumerate(zip(self.layout.items, captured.locals, strict=True)):
+            if not raw(local):
+                self._odd.append(index)
+            elif item.raw.size >= LARGE_BYTES:
+                self._large.append(index)
+            elif item.raw.size:
+                small.append(index)
+        alike = [[i for i in small if (i in guarded) == which] for which in (False, True)]
+        self._batches = [
+            _Batch(self.layout, some[first : first + _BATCH], some[0] in guarded)
+            for some in alike
+            for first in range(0, len(some), _BATCH)
+        ]
+        self.from_cuda = any(captured.locals[index].is_cuda for index in self._odd)
+        self._views: dict[int, list[torch.Tensor]] = {}
+        self._stream: torch.cuda.Stream | None = None
+
+    def prepare(self, image: Image) -> None:
+        """Write what never changes, and make the views that torch copies into; once for an image.
+
+        What the image held before is lost by that.
+        """
+        if image.address in self._views:
+            return
+        for at, header in self.layout.headers.items():
+            image.body[at : at + len(header)] = header
+        whole = torch.frombuffer(image.body, dtype=torch.uint8) if self._odd else None
+        views = []
+        for index in self._odd:
+            item = self.layout.items[index]
+            assert whole is not None
+            dtype = getattr(torch, item.dtype)
+            raw = whole[item.raw.at : item.raw.end]
+            views.append(raw.view(dtype).view(item.sizes) if item.raw.size else raw)
+        self._views[image.address] = views
+
+    def forget(self, image: Image) -> None:
+        """That image is about to be unmapped."""
+        self._views.pop(image.address, None)
+        for batch in self._batches:
+            batch.forget(image.address)
+
+    def tasks(self, captured: Captured, image: Image, guarded: bool) -> list[Task]:
+        """What is to be done to copy from host memory, in any order, by any thread: what is guarded,
+        or all the rest."""
+        found: list[Task] = []
+        for index in self._large:
+            if (index in self.guarded) == guarded:
+                raw = self.layout.items[index].raw
+                found += _pieces(image.address + raw.at, captured.addresses[index], raw.size)
+        for batch in self._batches:
+            if batch.guarded == guarded:
+                found.append(batch.task(captured.addresses, image.address))
+        for local, view in self._strided(captured, image, guarded):
+            if local.device.type == "cpu":
+                found.append(_torch_copy(view, local))
+        return found
+
+    def launch(
+        self, captured: Captured, image: Image, ready: torch.cuda.Event | None, guarded: bool
+    ) -> torch.cuda.Event | None:
+        """Queue the copies from devices, on a stream of their own, once `ready` has come; the event
+        that ends them."""
+        on_device = [
+            (local, view)
+            for local, view in self._strided(captured, image, guarded)
+            if local.device.type == "cuda"
+        ]
+        if not on_device or ready is None:
+            return None
+        device = on_device[0][0].device
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        self._stream.wait_event(ready)
+        with torch.cuda.stream(self._stream), torch.no_grad():
+            # One call for all of them: thousands from Python would keep training waiting.
+            locals_, views = zip(*on_device, strict=True)
+            torch._foreach_copy_(list(views), list(locals_), non_blocking=True)
+            return self._stream.record_event()
+
+    def _strided(
+        self, captured: Captured, image: Image, guarded: bool
+    ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """What torch has to copy, and to where."""
+        for index, view in zip(self._odd, self._views[image.address], strict=True):
+            if (index in self.guarded) == guarded and view.numel():
+                yield captured.locals[index], view
+
+
+def raw(local: torch.Tensor) -> bool:
+    """Whether a tensor is its bytes as they are in host memory, one after the other."""
+    return (
+        local.is_cpu
+        and local.is_contiguous()
+        and not local.is_neg()
+        and not (local.is_complex() and local.is_conj())
+    )
+
+
+def run_all(tasks: Iterable[Task], threads: Executor | None, at_once: int) -> None:
+    """Do them all, with help if there is any; the first error is told when nothing is at work."""
+    left = deque(tasks)
+    errors: list[Exception] = []
+
+    def work() -> None:
+        while left:
+            try:
+                task = left.popleft()
+            except IndexError:
+                return  # Another one was faster.
+            try:
+                task()
+            except Exception as error:  # It is raised below.
+                errors.append(error)
+
+    helping = []
+    if threads is not None:
+        try:
+            helping = [threads.submit(work) for _ in range(min(len(left), at_once) - 1)]
+        except RuntimeError:
+            pass  # The interpreter is about to exit, and nobody helps any more.
+    work()
+    wait(helping)
+    if errors:
+        raise errors[0]
+
+
+def pin(image: Image) -> bool:
+    """Have CUDA copy straight into the image, as long as it is mapped; False where it cannot."""
+    cuda, start = torch.cuda.cudart(), image.address - image.body_at
+    if int(cuda.cudaHostRegister(start, image.body_at + image.capacity, 0)) != 0:
+        return False
+    image.before_unmap.append(partial(cuda.cudaHostUnregister, start))
+    return True
+
+
+def _pieces(target: int, source: int, size: int) -> list[Task]:
+    def piece(at: int) -> Task:
+        count = min(PIECE_BYTES, size - at)
+        return lambda: streaming.copy(target + at, source + at, count)
+
+    return [piece(at) for at in range(0, size, PIECE_BYTES)]
+
+
+def _torch_copy(view: torch.Tensor, local: torch.Tensor) -> Task:
+    def copy() -> None:
+        try:
+            with torch.no_grad():
+                view.copy_(local)
+        except RuntimeError as error:
+            raise CheckpointError(f"a tensor cannot be copied: {error}") from error
+
+    return copy
+
+
+# ---- small tensors ------------------------------------------------------------------------------
+
+
+class _Batch:
+    """As many small tensors as one call copies."""
+
+    def __init__(self, layout: Layout, items: list[int], guarded: bool) -> None:
+        self.guarded = guarded
+        spans = [layout.items[index].raw for index in items]
+        self._of_mine = itemgetter(*items, -1)
+        self._ats = [span.at for span in spans]
+        self._sizes = [span.size for span in spans]
+        self._from: tuple[tuple[int, ...], array[int]] = (), array("Q")
+        self._to: dict[int, array[int]] = {}
+        """By the image's address."""
+
+    def task(self, everywhere: list[int], image: int) -> Task:
+        addresses = self._of_mine(everywhere)[:-1]
+        if addresses != self._from[0]:
+            # Another list, not the old one changed: a copy may still be using that.
+            self._from = addresses, self._vector(addresses)
+        if image not in self._to:
+            self._to[image] = self._vector([image + at for at in self._ats])
+        source, target, size = self._from[1], self._to[image], sum(self._sizes)
+
+        def copy() -> None:
+            (to, words), (where, _) = target.buffer_info(), source.buffer_info()
+            count = words // 2
+            done = _libc.process_vm_readv(os.getpid(), to, count, where, count, 0)
+            if done < 0 and ctypes.get_errno() in _FORBIDDEN:
+                for at in range(0, words, 2):
+                    streaming.copy(target[at], source[at], target[at + 1])
+            elif done != size:
+                why = os.strerror(ctypes.get_errno()) if done < 0 else f"{done} of {size} bytes"
+                raise CheckpointError(f"small tensors cannot be copied: {why}")
+
+        return copy
+
+    def _vector(self, addresses: Iterable[int]) -> array[int]:
+        pairs = zip(addresses, self._sizes, strict=True)
+        return array("Q", itertools.chain.from_iterable(pairs))
+
+    def forget(self, image: int) -> None:
+        self._to.pop(image, None)

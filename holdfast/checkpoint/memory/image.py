@@ -1,0 +1,264 @@
+"""A rank's snapshot in shared memory, which outlives the process that wrote it.
+
+An image is a file in a memory file system:
+
+    ┌ head: who, which step, state words ┬ seal: a digest per block ┬ body ──────────────┐
+    └─ one page ─────────────────────────┴─ pages ──────────────────┴─ see `layout` ─────┘
+
+Three words in the head say whom to believe, each written by one side alone:
+
+- *state*, by the worker: a number that grows with each save, odd while the body is being written and
+  even once it is whole. A worker that dies while it copies leaves an odd number, for ever.
+- *sealed*, by the keeper: the state whose blocks' digests are in the seal.
+- *pinned*, by the keeper: the state that it is reading and wants to stay.
+
+A snapshot may be used when its state is even, the seal is of that state, and head and blocks match
+their digests. Every rank has two images and writes the one that is not pinned, or the older; so a
+save never waits for one that is being persisted, and there is always a whole one while it copies.
+
+Pinning and writing may meet. Both sides first say what they want and then look at the other's word;
+whoever sees the other there steps back, so at least one does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+
+from holdfast.checkpoint.state.layout import Span, aligned, blocks_of
+from holdfast.checkpoint.storage.digests import DIGEST_BYTES, block_digests, digest
+from holdfast.errors import Refused, StorageError
+from holdfast.kernel import Mapping
+
+_MAGIC: Final = int.from_bytes(b"HFIMAGE1", "little")
+_PAGE: Final = 4096
+_STATE, _SEALED, _PINNED = 3, 4, 5
+_RECORD_AT, _RECORD_MOST = 64, 2048
+_SEAL_DIGEST_AT: Final = 3072
+_POPULATE_WRITE: Final = 23
+_PREFAULT_BYTES: Final = 64 << 20
+
+
+class Record(Struct, frozen=True):
+    """What an image says of itself."""
+
+    checkpointer: str
+    """Which of a script's checkpointers made it."""
+    step: int
+    round: int
+    rank: int
+    world_size: int
+    size: int
+    """Bytes of the body."""
+    contents: Span
+    """Where in the body it says what is where."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Record)
+
+
+class Image:
+    """One mapping of an image file."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path = path
+        size = os.fstat(fd).st_size
+        if size < _PAGE:
+            raise Refused(f"{path} is no image: {size} bytes")
+        self._mapping = Mapping(fd, size)
+        self.before_unmap: list[Callable[[], object]] = []
+        """What has to be undone before its memory goes."""
+        # Shared memory is not freed as long as somebody has it mapped. At exit the kernel does that,
+        # and threads may still be at work.
+        self._unmap = weakref.finalize(self, _unmap, self._mapping, self.before_unmap)
+        self._unmap.atexit = False
+        self._words = self._mapping.view[:_PAGE].cast("Q")
+        magic, self.body_at, self.capacity = self._words[:3]
+        if magic != _MAGIC or self.body_at + self.capacity > size:
+            self.close()
+            raise Refused(f"{path} is no image of ours, or a short one")
+        self.body = self._mapping.view[self.body_at : self.body_at + self.capacity]
+        self.address = self._mapping.address + self.body_at
+
+    @classmethod
+    def create(cls, path: Path, capacity: int, after: int = 0) -> Image:
+        """A new image in place of whatever had that name; its memory is there, or this fails.
+
+        States are counted on from those of the image whose place it takes, so that nobody mistakes
+        one for the other.
+        """
+        body_at = aligned(_PAGE + blocks_of(capacity) * DIGEST_BYTES, _PAGE)
+        fresh = path.with_name(f".{path.name}.new")
+        fd = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, body_at + capacity)
+            head = (_MAGIC, body_at, capacity, after + after % 2)
+            os.pwrite(fd, b"".join(n.to_bytes(8, "little") for n in head), 0)
+            os.rename(fresh, path)
+            return cls(path, fd)
+        except OSError as error:
+            fresh.unlink(missing_ok=True)
+            raise StorageError(
+                f"no {capacity / 1e9:.3g} GB of shared memory for a snapshot at {path}:"
+                f" {error.strerror}; see `df -h {path.parent}`"
+            ) from None
+        finally:
+            os.close(fd)
+
+    @classmethod
+    def open(cls, path: Path) -> Image:
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise Refused(f"{path}: {error.strerror}") from None
+        try:
+            return cls(path, fd)
+        finally:
+            os.close(fd)
+
+    def close(self) -> None:
+        for view in ("body", "_words"):
+            if hasattr(self, view):
+                getattr(self, view).release()
+        self._unmap()
+
+    def prefault(self, threads: Executor | None = None) -> None:
+        """Touch every page now, so that no save has to."""
+        start = self.address - self.body_at
+        size = self.body_at + self.capacity
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+        def touch(at: int) -> None:
+            # Kernels before 5.14 do not know it; then the first save is slower, and that is all.
+            libc.madvise(start + at, min(_PREFAULT_BYTES, size - at), _POPULATE_WRITE)
+
+        pieces = range(0, size, _PREFAULT_BYTES)
+        list(threads.map(touch, pieces) if threads is not None else map(touch, pieces))
+
+    # ---- the worker's side ----
+
+    @property
+    def state(self) -> int:
+        return int(self._words[_STATE])
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the keeper reads what is there now."""
+        return bool(self._words[_PINNED] == self.state != 0)
+
+    def begin(self) -> bool:
+        """Say that the body is about to change; False when the keeper wants it to stay."""
+        before = self.state
+        if before and self._words[_PINNED] == before:
+            return False
+        self._words[_STATE] = before | 1
+        _fence()
+        if before and self._words[_PINNED] == before:
+            self._words[_STATE] = before
+            return False
+        return True
+
+    def finish(self, record: Record) -> int:
+        """Say that the body is whole; its new state."""
+        data = _encoder.encode(record)
+        data = len(data).to_bytes(4, "little") + data
+        data += digest(data)
+        assert len(data) <= _RECORD_MOST, "a record does not fit"
+        self._mapping.view[_RECORD_AT : _RECORD_AT + len(data)] = data
+        _fence()
+        self._words[_STATE] = (self.state | 1) + 1
+        return self.state
+
+    # ---- the keeper's side ----
+
+    def pin(self, state: int) -> bool:
+        """Have that state stay until it is let go; False when it is gone already."""
+        self._words[_PINNED] = state
+        _fence()
+        if self.state == state:
+            return True
+        self._words[_PINNED] = 0
+        return False
+
+    def let_go(self) -> None:
+        self._words[_PINNED] = 0
+
+    @property
+    def settled(self) -> int:
+        """The state as the keeper sees it. A worker that is about to write, and has not yet seen that
+        it is pinned, says so for a moment; what is there has not changed, and will not."""
+        state, pinned = self.state, int(self._words[_PINNED])
+        return pinned if pinned and state == pinned | 1 else state
+
+    def record(self) -> Record | None:
+        """What it holds; None while it is being written, or if it never was whole."""
+        state = self.settled
+        if state == 0 or state % 2:
+            return None
+        head = self._mapping.view[_RECORD_AT : _RECORD_AT + _RECORD_MOST]
+        size = 4 + int.from_bytes(head[:4], "little")
+        if size + DIGEST_BYTES > _RECORD_MOST:
+            return None
+        if digest(head[:size]) != head[size : size + DIGEST_BYTES]:
+            return None
+        try:
+            record = _decoder.decode(head[4:size])
+        except msgspec.DecodeError:
+            return None
+        return record if record.size <= self.capacity else None
+
+    def seal(self, state: int, threads: Executor | None = None) -> bytes | None:
+        """Compute and keep the digests of that state; None when it was overwritten meanwhile."""
+        record = self.record()
+        if record is None or self.settled != state:
+            return None
+        digests = block_digests(self.body[: record.size], threads)
+        return self.keep_seal(state, digests)
+
+    def keep_seal(self, state: int, digests: bytes) -> bytes | None:
+        view = self._mapping.view
+        view[_PAGE : _PAGE + len(digests)] = digests
+        view[_SEAL_DIGEST_AT : _SEAL_DIGEST_AT + DIGEST_BYTES] = self._seal_digest(digests)
+        _fence()
+        if self.settled != state:
+            return None
+        self._words[_SEALED] = state
+        return digests
+
+    def digests(self) -> bytes | None:
+        """The seal of what it holds now; None when there is none, or it is damaged."""
+        record = self.record()
+        if record is None or self._words[_SEALED] != self.settled:
+            return None
+        digests = bytes(self._mapping.view[_PAGE : _PAGE + blocks_of(record.size) * DIGEST_BYTES])
+        kept = self._mapping.view[_SEAL_DIGEST_AT : _SEAL_DIGEST_AT + DIGEST_BYTES]
+        return digests if kept == self._seal_digest(digests) else None
+
+    def _seal_digest(self, digests: bytes) -> bytes:
+        return digest(bytes(self._mapping.view[_RECORD_AT : _RECORD_AT + _RECORD_MOST]) + digests)
+
+
+def _unmap(mapping: Mapping, before: list[Callable[[], object]]) -> None:
+    for act in before:
+        act()
+    mapping.close()
+
+
+_fencing = threading.Lock()
+
+
+def _fence() -> None:
+    """Nothing written before this is seen after what is written later: a lock is a full fence."""
+    with _fencing:
+        pass

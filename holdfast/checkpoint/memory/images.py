@@ -1,0 +1,225 @@
+"""All images of a node: those of its own ranks, and copies of other nodes'.
+
+They are files in one directory of shared memory, which is the launcher's: it outlives workers, keepers
+and agents, and goes with the job. Workers write their own images there; everything else is the
+keeper's. Nothing about an image is kept anywhere but in its file, so a keeper that is started again
+finds what there is.
+
+Of another node's rank the two newest copies stay; when a third comes, its memory is that of the
+oldest.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.checkpoint.memory.image import Image, Record
+from holdfast.checkpoint.memory.image_store import Held, Outline, Place
+from holdfast.errors import CheckpointError, Refused
+from holdfast.messages.checkpoints import ImageId, SnapshotId
+from holdfast.messages.units import Rank, RoundNumber, StepNumber
+
+COPIES = 2
+
+
+def image_path(directory: Path, checkpointer: str, rank: int, slot: int) -> Path:
+    """Where a rank has one of its two images."""
+    return directory / f"{checkpointer}-{rank}-{slot}.image"
+
+
+def id_of(record: Record) -> ImageId:
+    snapshot = SnapshotId(record.checkpointer, StepNumber(record.step), RoundNumber(record.round))
+    return ImageId(snapshot, Rank(record.rank), record.world_size)
+
+
+def _copy_stem(id: ImageId) -> str:
+    return f"{id.snapshot.checkpointer}-{id.rank}-copy"
+
+
+class _Place(Place):
+    image: Image
+    fd: int
+
+    @property
+    def view(self) -> memoryview:
+        return self.image.body[: self.size]
+
+
+class _Held(Held):
+    image: Image | None = None
+
+    @property
+    def view(self) -> memoryview | None:
+        return None if self.image is None else self.image.body[: self.size]
+
+
+@dataclass
+class _Open:
+    image: Image
+    inode: int
+
+
+class Images:
+    """A shelf (see `shelf`) over a directory. Its methods may be called from any thread."""
+
+    def __init__(
+        self, directory: Path, received: Callable[[ImageId], None] = lambda image: None
+    ) -> None:
+        self.directory = directory
+        self._received = received
+        """Told of each copy that is complete."""
+        self.own_ranks: frozenset[int] = frozenset()
+        """Ranks whose workers on this node write to their images."""
+        self._lock = threading.Lock()
+        self._open: dict[Path, _Open] = {}
+        self._pins: dict[tuple[Image, int], int] = {}
+        self._placing = threading.Lock()
+        self._filling: set[Path] = set()
+        """Copies on their way in."""
+
+    def image(self, path: Path) -> Image:
+        """A mapping of that image, which stays for the next time: touching its pages costs."""
+        with self._lock:
+            inode = os.stat(path).st_ino
+            known = self._open.get(path)
+            if known is None or known.inode != inode:
+                # An older mapping of that name is closed when nobody uses it any more.
+                known = self._open[path] = _Open(Image.open(path), inode)
+            return known.image
+
+    def all(self) -> Iterator[tuple[Path, Image, Record]]:
+        """Every image that is whole."""
+        paths = sorted(self.directory.glob("*.image"))
+        self._forget_others(paths)
+        for path in paths:
+            with suppress(OSError, Refused):
+                image = self.image(path)
+                record = image.record()
+                if record is not None:
+                    yield path, image, record
+
+    def _forget_others(self, paths: list[Path]) -> None:
+        """What was deleted keeps its memory for as long as it is mapped."""
+        with self._lock:
+            for path in self._open.keys() - set(paths) - self._filling:
+                del self._open[path]
+
+    def let_all_go(self) -> None:
+        """A keeper that died may have left pins, and nobody else takes them back."""
+        for path in self.directory.glob("*.image"):
+            with suppress(OSError, Refused):
+                self.image(path).let_go()
+
+    @contextmanager
+    def pinned(self, image: Image, state: int) -> Iterator[bool]:
+        """Keep an image as it is for a while; False when it has changed already."""
+        key = (image, state)
+        with self._lock:
+            count = self._pins.get(key, 0)
+            held = image.pin(state) if count == 0 else image.settled == state
+            if held:
+                self._pins[key] = count + 1
+        try:
+            yield held
+        finally:
+            if held:
+                self._unpin(image, key)
+
+    def _unpin(self, image: Image, key: tuple[Image, int]) -> None:
+        with self._lock:
+            self._pins[key] -= 1
+            if self._pins[key] == 0:
+                del self._pins[key]
+                image.let_go()
+
+    def sealed(self, id: ImageId) -> tuple[Image, Record, int, bytes] | None:
+        """An image that can be used: with its record, state and digests."""
+        for _, image, record in self.all():
+            state, digests = image.settled, image.digests()
+            if id_of(record) == id and digests is not None:
+                return image, record, state, digests
+        return None
+
+    def ids(self) -> list[ImageId]:
+        return [id_of(record) for _, image, record in self.all() if image.digests() is not None]
+
+    def drop_older(self, checkpointer: str, step: int, round: int) -> None:
+        """Forget images of earlier rounds that nobody will go back to: ranks come and go."""
+        for path, image, record in self.all():
+            mine = record.rank in self.own_ranks and not path.name.startswith(
+                _copy_stem(id_of(record))
+            )
+            outdated = record.round < round and record.step < step and not mine
+            if record.checkpointer == checkpointer and outdated and not image.pinned:
+                path.unlink(missing_ok=True)
+
+    # ---- the shelf ----
+
+    def find(self, id: ImageId) -> Held | None:
+        found = self.sealed(id)
+        if found is None:
+            return None
+        image, record, _, digests = found
+        fd = os.open(image.path, os.O_RDONLY | os.O_CLOEXEC)
+        return _Held(id, fd, image.body_at, record.size, digests, record.contents, image)
+
+    def release(self, held: Held) -> None:
+        os.close(held.fd)
+
+    def place(self, outline: Outline) -> Place:
+        with self._placing:
+            image = self._room(outline.id, outline.size)
+        fd = os.open(image.path, os.O_RDWR | os.O_CLOEXEC)
+        o = outline
+        return _Place(o.id, o.size, o.digests, o.contents, image, fd)
+
+    def _room(self, id: ImageId, size: int) -> Image:
+        stem = _copy_stem(id)
+        kept = [
+            (record.round, record.step, image)
+            for path, image, record in self.all()
+            if path.name.startswith(stem) and path not in self._filling
+        ]
+        kept.sort(key=lambda one: one[:2])
+        for *_, image in kept[: max(0, len(kept) - COPIES + 1)]:
+            if image.capacity >= size and image.begin():
+                self._filling.add(image.path)
+                return image
+            image.path.unlink(missing_ok=True)
+        path = self.directory / f"{stem}{id.snapshot.step}.{id.snapshot.round}.image"
+        image = Image.create(path, size)
+        image.begin()
+        with self._lock:
+            self._filling.add(path)
+            self._open[path] = _Open(image, os.stat(path).st_ino)
+        return image
+
+    def complete(self, place: Place) -> Held:
+        assert isinstance(place, _Place)
+        id = place.id
+        record = Record(
+            checkpointer=id.snapshot.checkpointer,
+            step=id.snapshot.step,
+            round=id.snapshot.round,
+            rank=id.rank,
+            world_size=id.world_size,
+            size=place.size,
+            contents=place.contents,
+        )
+        if place.image.keep_seal(place.image.finish(record), place.digests) is None:
+            raise CheckpointError(f"{place.image.path}: changed while it was filled")
+        self._filling.discard(place.image.path)
+        self._received(id)
+        p = place
+        return _Held(id, p.fd, p.image.body_at, p.size, p.digests, p.contents, p.image)
+
+    def drop(self, place: Place) -> None:
+        assert isinstance(place, _Place)
+        os.close(place.fd)
+        place.image.path.unlink(missing_ok=True)
+        self._filling.discard(place.image.path)

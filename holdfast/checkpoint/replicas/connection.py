@@ -1,0 +1,189 @@
+"""A connection between two keepers: frames both ways, and files as they are.
+
+It is never waited on for ever. A frame must be whole within a time, so nobody gains by sending it a
+byte at a time; raw bytes must move at least every few seconds. How long a transfer takes that does
+move has no limit.
+
+On plain TCP an image is sent from where it is mapped: to have the kernel send the file's pages (as
+`sendfile` does, one by one) takes longer than to copy them. In TLS they have to be encrypted, so they
+are read into a buffer: a mapped file that becomes shorter would kill the process there, while a system
+call only fails.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from time import monotonic
+from typing import Final, TypeVar
+
+from msgspec import Struct
+
+from holdfast.checkpoint.memory.image_store import Held
+from holdfast.checkpoint.replicas.messages import (
+    PROTOCOL,
+    Arrived,
+    Go,
+    Hello,
+    Kept,
+    Queued,
+    Reply,
+    Sending,
+    error_in,
+)
+from holdfast.errors import Refused, WireError
+from holdfast.kernel import keep_alive
+from holdfast.wire import framing
+from holdfast.wire.framing import FrameDecoder
+
+STALL_S: Final = 5.0
+"""How long nothing may move."""
+CHUNK_BYTES: Final = 1 << 20
+"""What is read, hashed and written at a time: large enough for few calls, small enough that it is
+still in the processor's cache when it is hashed and copied on."""
+
+_HEADER_BYTES: Final = 4
+
+R = TypeVar("R", Go, Arrived, Kept, Sending)
+T = TypeVar("T")
+
+
+class Connection:
+    """Used by one thread; cut by any."""
+
+    def __init__(self, connected: socket.socket, peer: str, stall_s: float = STALL_S) -> None:
+        self.peer = peer
+        self.stall_s = stall_s
+        self._socket = connected
+
+    @classmethod
+    def dial(cls, host: str, port: int, stall_s: float) -> Connection:
+        """A connection to a peer, on which nothing was said yet."""
+        name = f"{host}:{port}"
+        try:
+            return cls(socket.create_connection((host, port), stall_s), name, stall_s)
+        except OSError as error:
+            raise WireError(f"{name}: cannot be reached: {error}") from None
+
+    def greet(self, tls: ssl.SSLContext | None, token: str) -> None:
+        """The first word, of whoever called."""
+        self.begin(tls, server_side=False, limit_s=self.stall_s)
+        self.send(Hello(protocol=PROTOCOL, token=token))
+
+    def begin(self, tls: ssl.SSLContext | None, server_side: bool, limit_s: float) -> None:
+        """Have the kernel watch it, and go on in TLS where that is wanted."""
+        with self._moving(limit_s):
+            keep_alive(self._socket)
+            if tls is not None:
+                secured = tls.wrap_socket(
+                    self._socket, server_side=server_side, do_handshake_on_connect=False
+                )
+                self._socket = secured
+                secured.settimeout(limit_s)
+                secured.do_handshake()
+
+    def cut(self) -> None:
+        """Wake whoever waits on it, with an error.
+
+        Not with the method of an SSLSocket: that one would have its user go on in plain text.
+        """
+        with suppress(OSError):
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    # ---- frames ----
+
+    def send(self, message: Struct) -> None:
+        with self._moving(self.stall_s):
+            self._socket.settimeout(self.stall_s)
+            self._socket.sendall(framing.encode(message))
+
+    def receive(self, decoder: FrameDecoder[T], limit_s: float) -> T:
+        """One message, which must be whole within that time."""
+        deadline = monotonic() + limit_s
+        header = bytearray(_HEADER_BYTES)
+        with self._moving(limit_s):
+            self._fill(memoryview(header), deadline)
+        # Here the length is checked, before anything is allocated for the rest.
+        messages = decoder.feed(bytes(header))
+        if not messages:
+            body = bytearray(int.from_bytes(header, "big"))
+            with self._moving(limit_s):
+                self._fill(memoryview(body), deadline)
+            messages = decoder.feed(bytes(body))
+        return messages[0]
+
+    def expect(self, kind: type[R], limit_s: float | None = None) -> R:
+        """The answer, if it is of that kind; else the error that it stands for is raised. The time
+        begins anew whenever the peer says that others are served first."""
+        replies = FrameDecoder[Reply](Reply)  # type: ignore[arg-type]
+        limit_s = self.stall_s if limit_s is None else limit_s
+        reply = self.receive(replies, limit_s)
+        while isinstance(reply, Queued):
+            reply = self.receive(replies, limit_s)
+        if isinstance(reply, kind):
+            return reply
+        raise error_in(reply, self.peer)
+
+    # ---- raw bytes ----
+
+    def fill(self, view: memoryview) -> None:
+        """Receive as many bytes as the view has."""
+        with self._moving(self.stall_s):
+            self._socket.settimeout(self.stall_s)
+            self._fill(view, None)
+
+    def _fill(self, view: memoryview, deadline: float | None) -> None:
+        got = 0
+        while got < len(view):
+            if deadline is not None:
+                self._socket.settimeout(max(0.001, deadline - monotonic()))
+            count = self._socket.recv_into(view[got:])
+            if not count:
+                raise ConnectionError("it was closed at the other end")
+            got += count
+
+    def send_part(self, held: Held, at: int, end: int) -> None:
+        """Send a stretch of an image's body."""
+        with self._moving(self.stall_s):
+            self._socket.settimeout(self.stall_s)
+            mapped = None if isinstance(self._socket, ssl.SSLSocket) else held.view
+            if mapped is None:
+                self._send_copies(held.fd, held.body_at + at, held.body_at + end)
+            else:
+                self._send_mapped(mapped, at, end)
+
+    def _send_mapped(self, body: memoryview, at: int, end: int) -> None:
+        with body:
+            while at < end:
+                with body[at:end] as rest:
+                    at += self._socket.send(rest)
+
+    def _send_copies(self, fd: int, at: int, end: int) -> None:
+        buffer = memoryview(bytearray(CHUNK_BYTES))
+        while at < end:
+            count = _some(os.preadv(fd, [buffer[: end - at]], at))
+            self._socket.sendall(buffer[:count])
+            at += count
+
+    @contextmanager
+    def _moving(self, limit_s: float) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError:
+            raise WireError(
+                f"{self.peer}: waited {limit_s:.3g} s in vain: it is stopped, overloaded or cut off"
+            ) from None
+        except OSError as error:
+            raise WireError(f"{self.peer}: the connection broke: {error}") from None
+
+
+def _some(count: int) -> int:
+    if not count:
+        raise Refused("an image became shorter while it was sent")
+    return count

@@ -1,0 +1,1 @@
+"""From verified bytes to a live state."""

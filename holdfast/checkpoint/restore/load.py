@@ -1,0 +1,427 @@
+"""From stored bytes to a living state.
+
+Everything is read through verified blocks (`reading`), whether it comes from an image in memory or
+from a file on storage, of this rank or of another. A tensor that the state has already is filled
+where it is; one that it has not is made, and so is one of another shape or of a type that loses
+something, unless a module or an optimizer has it. Nothing restored ever shares memory with an image.
+
+What a rank wants of a tensor and what the stored parts hold need not be cut the same way: each wanted
+region is put together from all parts that overlap it. That is how a state is loaded into a world of
+another size. What was a rank's own (values, generators) comes from the rank of the same number, or,
+in a larger world, of that number modulo the old size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import cache, partial
+from math import prod
+from typing import Any
+
+import msgspec
+import torch
+from torch.nn.parameter import is_lazy
+
+from holdfast.checkpoint.memory.copying import raw
+from holdfast.checkpoint.restore.verified_read import PIECE_BYTES, Piece, Source, Want, read
+from holdfast.checkpoint.state.capture import flattened, unique_names
+from holdfast.checkpoint.state.layout import Contents, Extent, Span, TensorItem
+from holdfast.checkpoint.state.skeleton import assemble, tensor_types
+from holdfast.errors import CheckpointError, HoldfastError, Refused
+
+_contents = msgspec.msgpack.Decoder(Contents)
+
+
+@dataclass
+class Stored:
+    """One rank's state, or some extents of it, in memory or on storage."""
+
+    source: Source
+    contents: Contents
+    extents: tuple[Extent, ...]
+
+    def at(self, span: Span) -> Span | None:
+        """Where a stretch of the body is in the source; None when it is not there."""
+        for extent in self.extents:
+            if extent.body_at <= span.at and span.end <= extent.body_at + extent.size:
+                return Span(span.at - extent.body_at + extent.file_at, span.size)
+        return None
+
+
+def open_stored(source: Source, contents: Span, extents: tuple[Extent, ...]) -> Stored:
+    """Read what a source holds."""
+    found = Stored(source, _NOTHING, extents)
+    try:
+        found.contents = _contents.decode(_bytes(found, contents))
+    except msgspec.DecodeError as error:
+        raise Refused(f"{source.name}: its contents cannot be read: {error}") from None
+    return found
+
+
+_NOTHING = Contents(0, 0, 0, 0, Span(0, 0), Span(0, 0), Span(0, 0), Span(0, 0), (), ())
+
+
+def _bytes(stored: Stored, span: Span) -> bytes:
+    where = stored.at(span)
+    if where is None:
+        raise Refused(f"{stored.source.name} does not hold what it should")
+    data = bytearray(span.size)
+    read(stored.source, [Want(where, lambda: memoryview(data))])
+    return bytes(data)
+
+
+def load(
+    state: dict[str, Any],
+    stored: Sequence[Stored],
+    rank: int,
+    threads: Executor | None = None,
+    pickling: bool = False,
+) -> None:
+    """Make the state what was stored; `Refused` if that does not verify, and then it is neither.
+
+    Anything else that is wrong shows before the first byte is changed, but for what an entry's own
+    `load_state_dict` finds.
+    """
+    mine = stored[rank % len(stored)]
+    for name, entry in state.items():
+        if isinstance(entry, torch.optim.Optimizer):
+            _ready_optimizer(entry, name, mine.contents)
+    live = {name: captured_entry(entry, name) for name, entry in state.items()}
+    loose = {name for name, entry in state.items() if not isinstance(entry, _OF_FIXED_SHAPES)}
+    loading = _Loading(*_by_name(live, loose), stored, mine)
+    tree = assemble(_bytes(mine, mine.contents.skeleton), loading.tensor, pickling)
+    _check_names(state, live, tree)
+    for reading in loading.readings.values():
+        read(reading.source, reading.wants, threads, reading.pieces)
+    for name, entry in state.items():
+        if hasattr(entry, "load_state_dict"):
+            _called(name, "load_state_dict", partial(entry.load_state_dict, tree[name]))
+        else:
+            state[name] = tree[name]
+
+
+def captured_entry(entry: Any, name: str) -> Any:
+    """An entry of a state as it would be saved."""
+    return _called(name, "state_dict", entry.state_dict) if hasattr(entry, "state_dict") else entry
+
+
+def _called(name: str, method: str, call: Callable[[], Any]) -> Any:
+    """The edge of the script's own objects: whatever they raise is told with their name."""
+    try:
+        return call()
+    except HoldfastError:
+        raise
+    except Exception as error:
+        what = f"{name!r}: its {method}() failed: {type(error).__name__}: {error}"
+        raise CheckpointError(what) from error
+
+
+_OF_FIXED_SHAPES = (torch.nn.Module, torch.optim.Optimizer)
+
+
+def _by_name(
+    live: dict[str, Any], loose: set[str]
+) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
+    """The tensors that a state has now, each under the name that it would be saved by; and which of
+    them are of entries that take a tensor of any shape and type in their place."""
+    found = [
+        (path, value)
+        for path, value in flattened(live)
+        if isinstance(value, torch.Tensor) and not is_lazy(value)
+    ]
+    names = unique_names([path for path, _ in found])
+    tensors = {name: value for name, (_, value) in zip(names, found, strict=True)}
+    replaceable = (
+        name
+        for name, (path, value) in zip(names, found, strict=True)
+        if path[0] in loose and not hasattr(value, "_local_tensor")
+    )
+    return tensors, frozenset(replaceable)
+
+
+def _check_names(state: dict[str, Any], live: dict[str, Any], tree: dict[str, Any]) -> None:
+    absent = [name for name in state if name not in tree]
+    if absent:
+        raise CheckpointError(
+            f"what was saved has no {', '.join(map(repr, absent))}; it has"
+            f" {', '.join(map(repr, tree))}"
+        )
+    for name, entry in state.items():
+        if not isinstance(entry, torch.nn.Module) or not isinstance(tree[name], dict):
+            continue
+        if type(entry).load_state_dict is not torch.nn.Module.load_state_dict:
+            continue  # It may well know what to do with others.
+        missing = sorted(live[name].keys() - tree[name].keys())
+        unknown = sorted(tree[name].keys() - live[name].keys())
+        if missing or unknown:
+            raise CheckpointError(
+                f"{name!r} is another module than the one that was saved: what was saved lacks"
+                f" {_some(missing)}, and has {_some(unknown)} that is not here"
+            )
+
+
+def _some(keys: list[str]) -> str:
+    more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+    return (", ".join(map(repr, keys[:3])) or "nothing") + more
+
+
+# ---- which bytes go where -----------------------------------------------------------------------
+
+
+@dataclass
+class _Reading:
+    """What is to be read from one source."""
+
+    source: Source
+    wants: list[Want]
+    pieces: list[Piece]
+
+
+class _Loading:
+    def __init__(
+        self,
+        live: dict[str, torch.Tensor],
+        replaceable: frozenset[str],
+        stored: Sequence[Stored],
+        mine: Stored,
+    ) -> None:
+        self.readings: dict[int, _Reading] = {}
+        self._live = live
+        self._replaceable = replaceable
+        self._types = tensor_types()
+        self._stored = stored
+        self._mine = mine
+        self._made: dict[int, torch.Tensor] = {}
+        self._by_name: dict[str, list[tuple[Stored, TensorItem]]] | None = None
+
+    def tensor(self, reference: int) -> torch.Tensor:
+        """The tensor that the skeleton refers to; it will be filled."""
+        references = self._mine.contents.references
+        index = references[reference] if references else reference
+        made = self._made.get(index)
+        if made is None:
+            made = self._made[index] = self._target(self._mine.contents.items[index])
+        return made
+
+    def _target(self, item: TensorItem) -> torch.Tensor:
+        live = self._live.get(item.name)
+        if live is not None and not item.also and self._put(item, live):
+            return live
+        names = (item.name, *item.also)
+        here = [live for name in names if (live := self._here(name, item)) is not None]
+        targets: list[torch.Tensor] = here or [self._made_anew(item, names)]
+        filled = set()
+        for target in targets:  # More than one: they were tied, and are not any more.
+            local: torch.Tensor = getattr(target, "_local_tensor", target)
+            if len(targets) == 1 or local.data_ptr() not in filled:
+                filled.add(local.data_ptr())
+                self._fill(item, local, _offsets(target))
+        return targets[0]
+
+    def _put(self, item: TensorItem, live: torch.Tensor) -> bool:
+        """The usual case, in few steps: a small plain tensor that was saved as what it is here."""
+        span = item.raw
+        whole = live.shape == item.sizes == item.shape and live.dtype is _dtype(item.dtype)
+        if span.size >= PIECE_BYTES or not whole or not raw(live) or type(live) not in self._types:
+            return False
+        where = self._mine.at(span)
+        if where is None:
+            return False
+        self._reading(self._mine).pieces.append((where.at, where.size, live.data_ptr()))
+        return True
+
+    def _reading(self, stored: Stored) -> _Reading:
+        reading = self.readings.get(id(stored))
+        if reading is None:
+            reading = self.readings[id(stored)] = _Reading(stored.source, [], [])
+        return reading
+
+    def _made_anew(self, item: TensorItem, names: tuple[str, ...]) -> torch.Tensor:
+        """A tensor for what is not here, or is another one here; where that one is."""
+        replaced = [self._live[name] for name in names if name in self._live]
+        return _make(item, replaced[0].device if replaced else torch.device("cpu"))
+
+    def _here(self, name: str, item: TensorItem) -> torch.Tensor | None:
+        """What goes by that name in the state as it is, and can be filled."""
+        live = self._live.get(name)
+        if live is None:
+            return None
+        if name in self._replaceable and not _can_hold(live, item):
+            return None
+        if live.shape != item.shape:
+            raise CheckpointError(
+                f"{name}: saved with shape {list(item.shape)}, but is {list(live.shape)} here"
+            )
+        # One element in several places cannot be written to; it gets a successor.
+        overlapping = not live.is_contiguous() and _overlapping(live)
+        return None if overlapping else live
+
+    def _fill(self, item: TensorItem, local: torch.Tensor, offsets: tuple[int, ...]) -> None:
+        if item.sizes == local.shape and item.offsets == offsets:
+            whole = self._mine.at(item.raw)
+            if whole is not None:
+                self._want(self._mine, whole, item, local, offsets)
+                return
+        sizes = tuple(local.shape)
+        missing = prod(sizes)
+        seen = set()
+        for stored, part in self._parts(item.name):
+            where = stored.at(part.raw)
+            overlap = _overlap(part.offsets, part.sizes, offsets, sizes)
+            if where is not None and overlap is not None and part.offsets not in seen:
+                seen.add(part.offsets)
+                self._want(stored, where, part, local, offsets)
+                missing -= prod(stop - start for start, stop in overlap)
+        if missing:
+            what = f"{missing} of {prod(sizes)} elements are stored nowhere"
+            raise CheckpointError(f"{item.name}: {what}")
+
+    def _parts(self, name: str) -> list[tuple[Stored, TensorItem]]:
+        if self._by_name is None:
+            self._by_name = {}
+            for stored in self._stored:
+                for item in stored.contents.items:
+                    for one in (item.name, *item.also):
+                        self._by_name.setdefault(one, []).append((stored, item))
+        return self._by_name.get(name, [])
+
+    def _want(
+        self,
+        stored: Stored,
+        where: Span,
+        part: TensorItem,
+        local: torch.Tensor,
+        offsets: tuple[int, ...],
+    ) -> None:
+        reading = self._reading(stored)
+        same = part.sizes == local.shape and part.offsets == offsets
+        if not same or local.dtype is not _dtype(part.dtype) or not raw(local):
+            reading.wants.append(_indirect(where, part, local, offsets))
+        elif where.size < PIECE_BYTES:
+            reading.pieces.append((where.at, where.size, local.data_ptr()))
+        else:
+            reading.wants.append(Want(where, lambda: _memory(local)))
+
+
+def _can_hold(live: torch.Tensor, item: TensorItem) -> bool:
+    """Whether a tensor can become what was saved, to the last bit."""
+    saved = _dtype(item.dtype)
+    if tuple(live.shape) != item.shape:
+        return False
+    if live.dtype is saved:
+        return True
+    try:
+        return bool(torch.promote_types(saved, live.dtype) is live.dtype)
+    except RuntimeError:  # Of some types there is no such thing.
+        return False
+
+
+def _overlapping(tensor: torch.Tensor) -> bool:
+    """Whether elements of it may share their memory, as in an expanded one."""
+    end = 0  # Of what the dimensions so far reach, those with short strides first.
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= end:
+            return True
+        end += stride * (size - 1)
+    return False
+
+
+@cache
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise CheckpointError(f"this torch has no dtype {name}; a newer one saved it")
+    return found
+
+
+def _memory(tensor: torch.Tensor) -> memoryview:
+    """A tensor's bytes, to be written."""
+    raw = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    return memoryview(raw).cast("B")
+
+
+def _indirect(where: Span, part: TensorItem, local: torch.Tensor, offsets: tuple[int, ...]) -> Want:
+    """Read a part into memory of its own, then copy what is wanted of it."""
+    held: list[torch.Tensor] = []
+
+    def make() -> memoryview:
+        pinned = local.device.type == "cuda"
+        held.append(torch.empty(part.sizes, dtype=_dtype(part.dtype), pin_memory=pinned))
+        return _memory(held[0])
+
+    def copy() -> None:
+        source = held.pop()
+        overlap = _overlap(part.offsets, part.sizes, offsets, tuple(local.shape))
+        assert overlap is not None
+        target = local.detach()
+        for axis, (start, stop) in enumerate(overlap):
+            target = target.narrow(axis, start - offsets[axis], stop - start)
+            source = source.narrow(axis, start - part.offsets[axis], stop - start)
+        target.copy_(source)
+
+    return Want(where, make, copy)
+
+
+def _overlap(
+    at: tuple[int, ...], sizes: tuple[int, ...], to: tuple[int, ...], wanted: tuple[int, ...]
+) -> list[tuple[int, int]] | None:
+    """Where two regions meet, axis by axis; None when they do not, or have nothing in them.
+
+    Two scalars meet in their only element, along no axis.
+    """
+    axes = [
+        (max(a, b), min(a + m, b + n)) for a, m, b, n in zip(at, sizes, to, wanted, strict=True)
+    ]
+    return axes if all(start < stop for start, stop in axes) else None
+
+
+def _make(item: TensorItem, device: torch.device) -> torch.Tensor:
+    dtype = _dtype(item.dtype)
+    if item.strides is not None and item.sizes == item.shape:
+        return torch.empty_strided(item.shape, item.strides, dtype=dtype, device=device)
+    return torch.empty(item.shape, dtype=dtype, device=device)
+
+
+def _offsets(live: Any) -> tuple[int, ...]:
+    if not hasattr(live, "_local_tensor"):
+        return (0,) * len(live.shape)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offsets = compute_local_shape_and_global_offset(
+        live.shape, live.device_mesh, live.placements
+    )
+    return tuple(offsets)
+
+
+# ---- putting it into the objects ----------------------------------------------------------------
+
+
+def _ready_optimizer(optimizer: torch.optim.Optimizer, name: str, contents: Contents) -> None:
+    """Have an optimizer that took no step yet make the state that is about to be filled.
+
+    Only it knows how the state of a sharded parameter is sharded. So it takes a step with gradients
+    and a learning rate of zero, which changes no parameter; they are about to be restored anyway.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    sharded = any(hasattr(p, "_local_tensor") for p in parameters)
+    saved = any(item.name.startswith(f"{name}.state.") for item in contents.items)
+    if optimizer.state or not sharded or not saved:
+        return
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        if "lr" in group:
+            is_tensor = isinstance(group["lr"], torch.Tensor)
+            group["lr"] = torch.zeros_like(group["lr"]) if is_tensor else 0.0
+    for parameter in parameters:
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    # Below the hooks: nobody shall count it, or do anything before or after it.
+    step: Any = type(optimizer).step
+    _called(name, "step", partial(step.__wrapped__ if hasattr(step, "hooked") else step, optimizer))
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        if "lr" in group:
+            group["lr"] = rate

@@ -1,0 +1,1 @@
+"""Checkpoints on storage: files, manifests, commits and retention."""

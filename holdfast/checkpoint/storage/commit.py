@@ -1,0 +1,187 @@
+"""How a step becomes a checkpoint.
+
+All ranks' files are there and durable; whoever commits has a record of each. What storage has is read
+back and compared: the files are there, whole, of this step and round, one for each rank. Then comes
+`.metadata`, and last the manifest, which is published: if there is one already it stays, and this
+commit came too late. Nothing else that may lie in the directory counts for or against.
+
+Only when the manifest is durable, what it does not name is removed: files of other rounds, and what
+was begun and never finished. A file that somebody else put there stays.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from msgspec import Struct
+
+from holdfast.checkpoint.dcp import metadata as dcp_metadata
+from holdfast.checkpoint.state.layout import Contents, Extent
+from holdfast.checkpoint.storage import names
+from holdfast.checkpoint.storage.backends import Storage
+from holdfast.checkpoint.storage.digests import digest
+from holdfast.checkpoint.storage.manifest import (
+    Manifest,
+    encoded,
+    find_step,
+    load_manifest,
+    make_manifest,
+    refuse,
+)
+from holdfast.checkpoint.storage.names import MANIFEST, METADATA, step_directory
+from holdfast.checkpoint.storage.rank_file import FileRecord, is_ours, open_file
+from holdfast.checkpoint.storage.verify import metadata_refusals
+from holdfast.errors import CheckpointError, Refused
+
+_AT_ONCE: Final = 8
+
+File = tuple[str, Contents, tuple[Extent, ...]]
+
+
+class Committed(Struct, frozen=True):
+    manifest: Manifest
+    untidy: str = ""
+    """Why leftovers could not be removed; the checkpoint is good without that."""
+
+
+class AlreadyCommitted(Struct, frozen=True):
+    """Another commit of that step came first. It stays as it is."""
+
+    manifest: Manifest
+
+
+def commit(
+    storage: Storage,
+    step: int,
+    round: int,
+    world_size: int,
+    files: Sequence[FileRecord],
+    *,
+    job: str = "",
+    saved_at: float | None = None,
+) -> Committed | AlreadyCommitted:
+    """Make a checkpoint of these files, once; doing it again changes nothing."""
+    ordered = tuple(sorted(files, key=lambda file: file.rank))
+    check_records(round, world_size, ordered)
+    there = _existing(storage, step)
+    if there is None:
+        whose = (step, round, world_size)
+        found = read_back(storage, step_directory(step), whose, ordered)
+        metadata = dcp_metadata.metadata(found)
+        when = time.time() if saved_at is None else saved_at
+        there = _publish(
+            storage, make_manifest(job, step, round, ordered, metadata, when), metadata
+        )
+    untidy = _finish(storage, there)
+    if (there.round, there.files) != (round, ordered):
+        return AlreadyCommitted(there)
+    return Committed(there, untidy)
+
+
+def check_records(round: int, world_size: int, files: tuple[FileRecord, ...]) -> None:
+    """Refuse what is not one file of each rank, written in that round."""
+    ranks = [file.rank for file in files]
+    if ranks != list(range(world_size)):
+        lacking = sorted(set(range(world_size)) - set(ranks))
+        problem = f"no file of rank {lacking[0]}" if lacking else f"too many files: {ranks}"
+        raise Refused(f"a checkpoint of {world_size} ranks cannot be committed: {problem}")
+    for file in files:
+        if not names.is_file_of(file.name, file.rank, round):
+            raise Refused(f"{file.name} is not the file of rank {file.rank} in round {round}")
+
+
+def _existing(storage: Storage, step: int) -> Manifest | None:
+    """What the step was committed as. A manifest that is damaged, or without its files, is set aside:
+    it says nothing any more."""
+    found = find_step(storage, step)
+    if found.state == "complete":
+        return found.manifest
+    refuse(storage, step)
+    return None
+
+
+# ---- what storage has ---------------------------------------------------------------------------
+
+
+def read_back(
+    storage: Storage, directory: str, whose: tuple[int, int, int], files: Sequence[FileRecord]
+) -> list[File]:
+    """What is in files that are of that step, round and world, each as it was written."""
+
+    def one(record: FileRecord) -> File:
+        return _read_file(storage, directory, record, whose)
+
+    with ThreadPoolExecutor(_AT_ONCE, "commit") as threads:
+        return list(threads.map(one, files))
+
+
+def _read_file(
+    storage: Storage, directory: str, record: FileRecord, whose: tuple[int, int, int]
+) -> File:
+    with open_file(storage, f"{directory}/{record.name}") as file:
+        if (file.file_size, file.trailer_digest) != (record.size, record.trailer):
+            raise Refused(f"{file.name}: is not the file that rank {record.rank} wrote")
+        contents = file.contents(record.contents)
+        for said in (file.trailer, contents):
+            if (said.step, said.round, said.world_size, said.rank) != (*whose, record.rank):
+                raise Refused(
+                    f"{file.name}: is of rank {said.rank} of {said.world_size} in round"
+                    f" {said.round} at step {said.step}, not rank {record.rank} of {whose[2]} in"
+                    f" round {whose[1]} at step {whose[0]}"
+                )
+        return record.name, contents, file.trailer.extents
+
+
+# ---- publish, and tidy up -----------------------------------------------------------------------
+
+
+def _publish(storage: Storage, manifest: Manifest, metadata: bytes) -> Manifest:
+    """Write `.metadata` and the manifest; the manifest that is there afterwards."""
+    directory = step_directory(manifest.step)
+    storage.write(f"{directory}/{METADATA}", [metadata])
+    storage.publish(f"{directory}/{MANIFEST}", encoded(manifest))
+    return load_manifest(storage, manifest.step)
+
+
+def _finish(storage: Storage, manifest: Manifest) -> str:
+    """After the manifest is durable; why that could not be done, if it could not."""
+    try:
+        _mend_metadata(storage, manifest)
+        tidy(storage, manifest)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def tidy(storage: Storage, manifest: Manifest) -> None:
+    """Remove what saves of a step left behind that is not in its manifest."""
+    directory = step_directory(manifest.step)
+    keep = {METADATA, *(file.name for file in manifest.files)}
+    found = leftovers(storage, directory, keep)
+    if found:
+        storage.remove(directory, found)
+
+
+def _mend_metadata(storage: Storage, manifest: Manifest) -> None:
+    """Two commits at once may leave the `.metadata` of the one and the manifest of the other."""
+    if not metadata_refusals(storage, manifest):
+        return
+    whose = (manifest.step, manifest.round, manifest.world_size)
+    directory = step_directory(manifest.step)
+    metadata = dcp_metadata.metadata(read_back(storage, directory, whose, manifest.files))
+    if digest(metadata).hex() == manifest.metadata.digest:
+        storage.write(f"{directory}/{METADATA}", [metadata])
+
+
+def leftovers(storage: Storage, directory: str, keep: Set[str] = frozenset()) -> list[str]:
+    """The files in a step's directory that a save wrote or a deletion left, less those to keep."""
+    files = [entry.name for entry in storage.entries(directory) if entry.kind == "file"]
+    parts = [name for name in files if names.is_rank_file(name) and name not in keep]
+    mine = [name for name in parts if is_ours(storage, f"{directory}/{name}")]
+    begun = [n for n in files if names.is_partial(n) or names.is_aside(n, names.DELETED)]
+    # Torch's own writer calls its files the same; if one is there, `.metadata` may be its, too.
+    metadata = {METADATA} & set(files) - keep if len(mine) == len(parts) else set()
+    return [*metadata, *mine, *begun]

@@ -1,0 +1,176 @@
+"""What makes files a checkpoint: the manifest, and the steps that have one.
+
+The manifest is written last and names every file with its digest. It is JSON, for people to read, and
+has a digest of itself in its last line: computed over all its bytes, with zeros where the digest
+stands. Whoever finds one that is right may trust that every file it names was durable before it.
+
+A step's directory without one holds what is being written, what was left by a save that never came to
+its end, or what is half deleted. None of that is ever taken for a checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from datetime import datetime, timezone
+from typing import Final, Literal
+
+import msgspec
+from msgspec import Struct
+
+from holdfast.checkpoint.storage import names
+from holdfast.checkpoint.storage.backends import Entry, Readable, Storage, read_whole
+from holdfast.checkpoint.storage.digests import DIGEST_BYTES, digest
+from holdfast.checkpoint.storage.names import MANIFEST, step_directory
+from holdfast.checkpoint.storage.rank_file import FileRecord
+from holdfast.errors import NotThere, Refused, StorageError
+
+FORMAT: Final = 1
+MOST_BYTES: Final = 256 << 20
+_ZEROS: Final = "0" * (2 * DIGEST_BYTES)
+_END: Final = re.compile(rb'"digest": "([0-9a-f]{%d})"\n}\n\Z' % len(_ZEROS))
+
+
+class MetadataRecord(Struct, frozen=True):
+    """The `.metadata` file."""
+
+    size: int
+    digest: str
+
+
+class Manifest(Struct, frozen=True):
+    format: int
+    job: str
+    step: int
+    round: int
+    world_size: int
+    saved_at: datetime
+    total_bytes: int
+    metadata: MetadataRecord
+    files: tuple[FileRecord, ...]
+    digest: str = _ZEROS
+
+
+class StepFound(Struct, frozen=True):
+    """A step's directory."""
+
+    step: int
+    state: Literal["complete", "partial", "refused"]
+    why: str = ""
+    """Why it is not complete."""
+    manifest: Manifest | None = None
+    half_deleted: bool = False
+
+
+def make_manifest(
+    job: str,
+    step: int,
+    round: int,
+    files: tuple[FileRecord, ...],
+    metadata: bytes,
+    saved_at: float,
+) -> Manifest:
+    return Manifest(
+        format=FORMAT,
+        job=job,
+        step=step,
+        round=round,
+        world_size=len(files),
+        saved_at=datetime.fromtimestamp(saved_at, timezone.utc),
+        total_bytes=len(metadata) + sum(file.size for file in files),
+        metadata=MetadataRecord(len(metadata), digest(metadata).hex()),
+        files=files,
+    )
+
+
+def encoded(manifest: Manifest) -> bytes:
+    """The manifest's file; its digest is filled in here."""
+    blank = msgspec.structs.replace(manifest, digest=_ZEROS)
+    text = msgspec.json.format(msgspec.json.encode(blank), indent=1) + b"\n"
+    return _END.sub(b'"digest": "%s"\n}\n' % digest(text).hex().encode(), text)
+
+
+def decoded(data: bytes, where: str) -> Manifest:
+    """The manifest in a file's bytes, if not one of them has changed."""
+    end = _END.search(data)
+    if end is None:
+        raise Refused(f"{where}: does not end as a manifest does; it is cut off, or damaged")
+    blank = data[: end.start(1)] + _ZEROS.encode() + data[end.end(1) :]
+    if digest(blank).hex().encode() != end[1]:
+        raise Refused(f"{where}: is not what its own digest says")
+    try:
+        form = msgspec.json.decode(data, type=_Form).format
+        if form != FORMAT:
+            raise Refused(f"{where}: has format {form}, and this Holdfast reads {FORMAT}")
+        manifest = msgspec.json.decode(data, type=Manifest)
+    except msgspec.DecodeError as error:
+        raise Refused(f"{where}: cannot be read: {error}") from None
+    # Names become paths, of files that are read and one day deleted.
+    ranks = range(manifest.world_size)
+    named = len(manifest.files) == len(ranks) and all(
+        names.is_file_of(file.name, rank, manifest.round)
+        for rank, file in zip(ranks, manifest.files, strict=True)
+    )
+    if not named:
+        raise Refused(f"{where}: lists files that are not those of {manifest.world_size} ranks")
+    return manifest
+
+
+class _Form(Struct):
+    format: int
+
+
+def load_manifest(storage: Readable, step: int, name: str = MANIFEST) -> Manifest:
+    """The manifest of a step; `NotThere` when it has none, `Refused` when it is damaged."""
+    path = f"{step_directory(step)}/{name}"
+    manifest = decoded(read_whole(storage, path, MOST_BYTES), storage.where(path))
+    if manifest.step != step:
+        raise Refused(f"{storage.where(path)}: is of step {manifest.step}, and was put there")
+    return manifest
+
+
+def refuse(storage: Storage, step: int) -> None:
+    """Set a step's manifest aside: what it names does not verify, and the step may be saved again."""
+    with suppress(NotThere):
+        storage.set_aside(f"{step_directory(step)}/{MANIFEST}", names.REFUSED)
+
+
+def steps(storage: Readable) -> list[StepFound]:
+    """All steps that there is anything of, newest first. One that cannot be read hides no other."""
+    found = []
+    for entry in storage.entries(""):
+        step = names.step_of(entry.name)
+        if step is not None and entry.kind == "directory":
+            try:
+                found.append(find_step(storage, step))
+            except StorageError as error:
+                found.append(StepFound(step, "refused", str(error)))
+    return sorted(found, key=lambda one: one.step, reverse=True)
+
+
+def find_step(storage: Readable, step: int) -> StepFound:
+    """What there is of a step; `StorageError` when that cannot be said."""
+    entries = storage.entries(step_directory(step))
+    present = {entry.name for entry in entries}
+    if MANIFEST not in present:
+        return _without_manifest(step, entries)
+    try:
+        manifest = load_manifest(storage, step)
+    except Refused as error:
+        return StepFound(step, "refused", str(error))
+    except NotThere:  # Somebody else has just set it aside.
+        return _without_manifest(step, storage.entries(step_directory(step)))
+    missing = [file.name for file in manifest.files if file.name not in present]
+    if missing:
+        why = f"{missing[0]} is missing" + (f", and {len(missing) - 1} more" * (len(missing) > 1))
+        return StepFound(step, "refused", why, manifest)
+    return StepFound(step, "complete", "", manifest)
+
+
+def _without_manifest(step: int, entries: list[Entry]) -> StepFound:
+    if any(names.is_aside(entry.name, names.DELETED) for entry in entries):
+        return StepFound(step, "partial", "half deleted", half_deleted=True)
+    if any(names.is_aside(entry.name, names.REFUSED) for entry in entries):
+        return StepFound(step, "refused", "it did not verify, and was set aside")
+    files = sum(names.is_rank_file(entry.name) for entry in entries)
+    return StepFound(step, "partial", f"not committed; files of ranks there: {files}")

@@ -1,0 +1,1 @@
+"""One schema for flags, environment variables and `holdfast.toml`."""

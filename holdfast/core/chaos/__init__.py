@@ -1,0 +1,1 @@
+"""Decides when and where an injected fault strikes."""

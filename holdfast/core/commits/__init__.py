@@ -1,0 +1,1 @@
+"""Decides when a snapshot counts, when a checkpoint is complete, and what is restored."""

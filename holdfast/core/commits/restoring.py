@@ -1,0 +1,188 @@
+"""What the ranks of a round restore, and how they agree on it.
+
+All of them ask. They are offered the newest state there is: at the same step memory before storage.
+Each says whether what it loaded verified; if one could not, all are offered the next older, and so on.
+No rank goes on before all of them have loaded the same. When they have, what was newer is forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from holdfast.core.commits.state import (
+    REFUSALS_TOLD,
+    Book,
+    Candidate,
+    Commits,
+    Reach,
+    Search,
+    Taken,
+    on_their_way,
+)
+from holdfast.core.requests.store import Asker
+from holdfast.messages.checkpoints import Holder
+from holdfast.messages.events import StoredFound
+from holdfast.messages.requests import FindState, StateFound
+from holdfast.messages.units import NodeId, Rank
+
+
+def stored_found(commits: Commits, event: StoredFound) -> None:
+    book = commits.book(event.checkpointer)
+    book.found, book.found_refused = list(event.steps), list(event.refused)
+
+
+def find(
+    commits: Commits,
+    rank: Rank,
+    asker: Asker,
+    request: FindState,
+    nodes: Mapping[Rank, NodeId],
+    reach: Reach,
+) -> Taken:
+    """A rank wants to restore, or says how it went; when all have spoken, all are told more."""
+    book = commits.book(request.checkpointer)
+    search = book.search = book.search or Search(request.step)
+    taken = Taken()
+    if search.current is not None and request.tried is None:
+        # It begins again, and does not know what it was told; the others still try it.
+        taken.answers.append((asker, _Offers(book, search, nodes, reach).to(rank)))
+        return taken
+    search.asked[rank] = asker
+    error = request.tried.error if request.tried is not None else ""
+    if request.step != search.step:
+        error = f"it wants {_named(request.step)}, and others want {_named(search.step)}"
+    if error:
+        search.errors[rank] = error
+    if len(search.asked) >= len(nodes):
+        _go_on(book, search, nodes, reach, taken)
+    return taken
+
+
+def rank_ended(commits: Commits, nodes: Mapping[Rank, NodeId], reach: Reach) -> Taken:
+    """A rank has ended, and is not waited for."""
+    taken = Taken()
+    for book in commits.books.values():
+        search = book.search
+        if search is not None:
+            for rank in [rank for rank in search.asked if rank not in nodes]:
+                del search.asked[rank]
+                search.errors.pop(rank, None)
+            if search.asked and len(search.asked) >= len(nodes):
+                _go_on(book, search, nodes, reach, taken)
+    return taken
+
+
+def _named(step: int | None) -> str:
+    return "the newest" if step is None else f"step {step}"
+
+
+def _go_on(
+    book: Book, search: Search, nodes: Mapping[Rank, NodeId], reach: Reach, taken: Taken
+) -> None:
+    """All ranks have spoken: what they tried is taken, or they are offered the next."""
+    loaded = search.current if not search.errors else None
+    torn = search.current is None and bool(search.errors)
+    _refuse(search)
+    if loaded is None and not torn:
+        search.current = next(iter(_candidates(book, search)), None)
+        if search.current is not None:
+            _answer_all(search, taken, _Offers(book, search, nodes, reach).to)
+            return
+    found = StateFound(where="nowhere", refused=_refusals(book, search))
+    if loaded is not None:
+        found = StateFound(where="loaded")
+        _forget_newer(book, loaded)
+    _answer_all(search, taken, lambda rank: found)
+    book.search, book.agreed = None, True
+
+
+def _forget_newer(book: Book, loaded: Candidate) -> None:
+    """History goes on from there: what was refused, or is newer, is of another one."""
+    for snapshot in list(book.snapshots):
+        id = snapshot.id
+        same = (loaded.where, loaded.step, loaded.round) == ("memory", id.step, id.round)
+        if id.step >= loaded.step and not same and id not in on_their_way(book):
+            book.snapshots.remove(snapshot)
+    book.outcomes.clear()
+
+
+def _refusals(book: Book, search: Search) -> tuple[str, ...]:
+    """What was not taken, and why."""
+    return tuple([*book.found_refused, *search.refused][:REFUSALS_TOLD])
+
+
+def _refuse(search: Search) -> None:
+    if not search.errors:
+        return
+    rank, error = min(search.errors.items())
+    more = f" (and {len(search.errors) - 1} more ranks)" if len(search.errors) > 1 else ""
+    current = search.current
+    where = f"step {current.step} from {current.where}: " if current is not None else ""
+    search.refused.append(f"{where}rank {rank}: {error}{more}")
+    search.errors = {}
+
+
+def _candidates(book: Book, search: Search) -> list[Candidate]:
+    """All that might be restored and is older than what was tried: the newest first, and of one
+    step memory before storage."""
+    memory = [
+        Candidate("memory", s.id.step, s.id.round, s.world_size)
+        for s in book.snapshots
+        if s.counts and s.alive
+    ]
+    storage = [Candidate("storage", s.step, s.round, s.world_size) for s in book.found]
+    last = search.current
+    wanted = [
+        c
+        for c in (*memory, *storage)
+        if search.step in (None, c.step) and (last is None or c.place < last.place)
+    ]
+    return sorted(wanted, key=lambda c: c.place, reverse=True)
+
+
+class _Offers:
+    """What each rank is told of the state that all shall load."""
+
+    def __init__(
+        self,
+        book: Book,
+        search: Search,
+        nodes: Mapping[Rank, NodeId],
+        reach: Reach,
+    ) -> None:
+        assert search.current is not None
+        self._current = search.current
+        self._refused = _refusals(book, search)
+        self._nodes, self._reach = nodes, reach
+        key = (self._current.step, self._current.round)
+        self._holders: Mapping[Rank, list[NodeId]] = next(
+            (s.holders for s in book.snapshots if (s.id.step, s.id.round) == key), {}
+        )
+
+    def to(self, rank: Rank) -> StateFound:
+        current = self._current
+        holders: tuple[Holder, ...] = ()
+        if current.where == "memory":
+            same = current.world_size == len(self._nodes)
+            needed = [rank] if same else list(range(current.world_size))
+            holders = tuple(self._holder(Rank(one), self._nodes[rank]) for one in needed)
+        return StateFound(
+            where=current.where,
+            step=current.step,
+            round=current.round,
+            world_size=current.world_size,
+            holders=holders,
+            refused=self._refused,
+        )
+
+    def _holder(self, rank: Rank, near: NodeId) -> Holder:
+        holders = self._holders.get(rank, [])
+        # A spare that had the only copy may be gone since: then the rank finds nobody there.
+        node = near if near in holders else next(iter(holders), NodeId(""))
+        address, port = self._reach(node) or ("", 0)
+        return Holder(rank, node, address, port)
+
+
+def _answer_all(search: Search, taken: Taken, answer: Callable[[Rank], StateFound]) -> None:
+    taken.answers += [(asker, answer(rank)) for rank, asker in search.asked.items()]
+    search.asked = {}

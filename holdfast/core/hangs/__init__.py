@@ -1,0 +1,1 @@
+"""Decides which stalls are a hang."""

@@ -1,0 +1,1 @@
+"""Accounts for every second of every rank."""

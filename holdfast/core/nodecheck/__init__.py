@@ -1,0 +1,1 @@
+"""Decides which nodes are fit for a place, from tests in pairs."""

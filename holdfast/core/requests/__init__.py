@@ -1,0 +1,1 @@
+"""Answers what scripts ask for: a store, barriers and votes."""

@@ -1,0 +1,1 @@
+"""Decides which ranks slow the others down."""

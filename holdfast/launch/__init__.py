@@ -1,0 +1,1 @@
+"""`holdfast run`: the process that starts the others and outlives them."""

@@ -1,0 +1,104 @@
+"""A worker's progress page: a page of shared memory that the worker writes and its agent reads.
+
+Writing costs well under a microsecond and no system call, so every step can be noted; and since the
+memory outlives the writer, the agent knows the exact last step of a worker that was killed. There is a
+ring of slots and a sequence number that says which one is valid: a writer that dies in the middle of
+a slot has not yet pointed at it, and a reader has several writes' time before its slot comes round.
+
+All times are of the machine's monotonic clock.
+"""
+
+from __future__ import annotations
+
+import os
+
+from msgspec import Struct
+
+from holdfast.kernel import Mapping
+from holdfast.shm.traps import TRAPS_BYTES, TrapArea
+from holdfast.shm.vital_signs import VITALS_BYTES, Vitals
+
+PROGRESS_BYTES = 4096
+_TRAPS_AT = PROGRESS_BYTES + VITALS_BYTES
+PAGE_BYTES = _TRAPS_AT + TRAPS_BYTES
+_SLOT_WORDS = 8
+_FIRST_SLOT = 8
+_SLOTS = 32
+
+
+class PageState(Struct, frozen=True):
+    step: int
+    steps: int
+    """Steps finished by this process."""
+    first_at: float
+    last_at: float
+    checkpoint_s: float
+    restore_s: float
+    saves: int = 0
+    """Checkpoints finished by this process."""
+
+
+class ProgressPage:
+    """One mapping of the page; the worker's writes, the agent's reads."""
+
+    def __init__(self, fd: int) -> None:
+        self._mapping = Mapping(fd, PAGE_BYTES)
+        progress = self._mapping.view[:PROGRESS_BYTES]
+        self._ints = progress.cast("Q")
+        self._floats = progress.cast("d")
+        progress.release()
+        self.vitals = Vitals(self._mapping.view[PROGRESS_BYTES:_TRAPS_AT])
+        self.traps = TrapArea(self._mapping.view[_TRAPS_AT:])
+
+    def write(
+        self,
+        step: int,
+        steps: int,
+        first_at: float,
+        last_at: float,
+        checkpoint_s: float,
+        restore_s: float,
+        saves: int = 0,
+    ) -> None:
+        ints, floats = self._ints, self._floats
+        sequence = ints[0] + 1
+        slot = _FIRST_SLOT + _SLOT_WORDS * (sequence % _SLOTS)
+        ints[slot] = step
+        ints[slot + 1] = steps
+        floats[slot + 2] = first_at
+        floats[slot + 3] = last_at
+        floats[slot + 4] = checkpoint_s
+        floats[slot + 5] = restore_s
+        ints[slot + 6] = saves
+        ints[0] = sequence
+
+    def read(self) -> PageState:
+        while True:
+            sequence = self._ints[0]
+            slot = _FIRST_SLOT + _SLOT_WORDS * (sequence % _SLOTS)
+            step, steps, *_, saves = self._ints[slot : slot + 7]
+            first_at, last_at, checkpoint_s, restore_s = self._floats[slot + 2 : slot + 6]
+            state = PageState(step, steps, first_at, last_at, checkpoint_s, restore_s, saves)
+            # The slot just read is overwritten _SLOTS writes later, which begins one earlier.
+            if self._ints[0] - sequence < _SLOTS - 1:
+                return state
+
+    def detach(self) -> None:
+        """In a process that was forked from the worker: what it does is not the worker's doing."""
+        own = memoryview(bytearray(PROGRESS_BYTES))
+        self._ints, self._floats = own.cast("Q"), own.cast("d")
+        self.vitals.detach()
+
+    def close(self) -> None:
+        self._ints.release()
+        self._floats.release()
+        self.vitals.close()
+        self.traps.close()
+        self._mapping.close()
+
+
+def create_page() -> int:
+    """A fresh page as a file descriptor: it has no name, so nothing of it can be left behind."""
+    fd = os.memfd_create("holdfast-progress", os.MFD_CLOEXEC)
+    os.ftruncate(fd, PAGE_BYTES)
+    return fd

@@ -1,0 +1,1 @@
+"""Frames, packets, TLS and read-only visitors: how processes of a job talk over sockets."""

@@ -1,0 +1,54 @@
+"""How a command asks a job's coordinator something, with the job's token."""
+
+from __future__ import annotations
+
+import socket
+from typing import TypeVar
+
+import msgspec
+
+from holdfast.errors import JobError
+from holdfast.jobhome import JobHome
+from holdfast.messages.wire import PROTOCOL, Question, Refused, ToVisitor, Visit
+from holdfast.wire import framing
+from holdfast.wire.tls import TlsFiles, client_context
+
+LIMIT_S = 10.0
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def ask(home: JobHome, question: Question, answer: type[T], tls: TlsFiles | None = None) -> T:
+    """The coordinator's answer; a job that is over, or refuses, is an error."""
+    if not home.alive():
+        raise JobError(f"job {home.name} does not run; see `holdfast incidents {home.name}`")
+    content = home.read_job_file()
+    address = (str(content["host"]), int(content["port"]))
+    visit = Visit(protocol=PROTOCOL, token=str(content["token"]), question=question)
+    try:
+        told = _exchange(address, visit, tls)
+    except OSError as error:
+        where = f"{address[0]}:{address[1]}"
+        raise JobError(
+            f"job {home.name}: no answer from its coordinator at {where}: {error}"
+        ) from None
+    if isinstance(told, Refused):
+        raise JobError(f"job {home.name}: {told.reason}")
+    if not isinstance(told, answer):
+        hint = (
+            "" if tls is not None else "; if the job uses TLS, say --tls-cert, --tls-key, --tls-ca"
+        )
+        raise JobError(f"job {home.name}: its coordinator ended the conversation{hint}")
+    return told
+
+
+def _exchange(address: tuple[str, int], visit: Visit, tls: TlsFiles | None) -> object:
+    decoder = framing.FrameDecoder[ToVisitor](ToVisitor)  # type: ignore[arg-type]
+    context = client_context(tls)
+    plain = socket.create_connection(address, LIMIT_S)
+    with plain if context is None else context.wrap_socket(plain) as connection:
+        connection.sendall(framing.encode(visit))
+        while data := connection.recv(1 << 16):
+            for message in decoder.feed(data):
+                return message
+    return None

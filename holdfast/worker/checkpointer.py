@@ -1,0 +1,153 @@
+"""A script's checkpointer under `holdfast run`: its images are the agent's keeper's to look after.
+
+Outside of `holdfast run` the script gets a keeper of its own (see `holdfast.checkpoint.standalone`).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import Any
+
+from holdfast.checkpoint import checkpointer as engine
+from holdfast.checkpoint.replicas.copies import Peer
+from holdfast.checkpoint.restore.load import Stored
+from holdfast.checkpoint.restore.sources import open_image, open_peers
+from holdfast.checkpoint.standalone import AloneLink
+from holdfast.checkpoint.storage import retention
+from holdfast.checkpoint.tickets import SaveId
+from holdfast.errors import CheckpointError
+from holdfast.messages.checkpoints import Holder, ImageId, Missed, Tier, Tried, Wish
+from holdfast.messages.local import REASON_MOST, ImageMissed, ImageWhole, OpenCheckpointer
+from holdfast.messages.requests import (
+    AwaitSave,
+    FindState,
+    ImageAt,
+    LocateImage,
+    SaveSettled,
+    StateFound,
+)
+from holdfast.wire.tls import TlsFiles, client_context
+from holdfast.worker import runtime
+from holdfast.worker.requests import SLACK_S
+from holdfast.worker.runtime import Runtime
+
+
+class AgentLink:
+    """The agent, as a checkpointer sees it."""
+
+    def __init__(self, worker: Runtime) -> None:
+        self.rank = int(os.environ["RANK"])
+        self.world_size = int(os.environ["WORLD_SIZE"])
+        self.round = worker.round
+        self.images = Path(worker.images)
+        self._worker = worker
+
+    def open(
+        self, checkpointer: str, directory: str, keep: bytes, copies: list[threading.Event]
+    ) -> None:
+        for made in self._worker.copies.get(checkpointer, []):
+            made.wait()
+        self._worker.copies[checkpointer] = copies
+        message = OpenCheckpointer(checkpointer=checkpointer, directory=directory, keep=keep)
+        self._say(message)
+
+    def replaced(self, checkpointer: str, copies: list[threading.Event]) -> bool:
+        return self._worker.copies[checkpointer] is not copies
+
+    def saved(self, save: SaveId, path: Path, state: int, wish: Wish) -> None:
+        message = ImageWhole(
+            checkpointer=save.checkpointer,
+            path=str(path),
+            state=state,
+            step=save.step,
+            wish=wish,
+            attempt=save.attempt,
+        )
+        self._say(message)
+
+    def missed(self, save: SaveId, outcome: Missed, reason: str) -> None:
+        message = ImageMissed(
+            checkpointer=save.checkpointer,
+            step=save.step,
+            outcome=outcome,
+            reason=reason[:REASON_MOST],
+            attempt=save.attempt,
+        )
+        self._say(message)
+
+    def _say(self, message: OpenCheckpointer | ImageWhole | ImageMissed) -> None:
+        if not self._worker.channel.send(message):
+            raise CheckpointError(
+                "the agent does not hear this process: it is not the worker itself, or has closed"
+                " all its files"
+            )
+
+    def wait(self, save: SaveId, to: Tier, timeout_s: float | None) -> SaveSettled:
+        request = AwaitSave(
+            checkpointer=save.checkpointer,
+            step=save.step,
+            to=to,
+            timeout_s=timeout_s,
+            attempt=save.attempt,
+        )
+        patience_s = None if timeout_s is None else timeout_s + SLACK_S
+        answer = self._worker.requests.ask(request, patience_s)
+        assert isinstance(answer, SaveSettled)
+        return answer
+
+    def find(self, checkpointer: str, step: int | None, tried: Tried | None) -> StateFound:
+        request = FindState(checkpointer=checkpointer, step=step, tried=tried)
+        answer = self._worker.requests.ask(request, None)
+        assert isinstance(answer, StateFound)
+        return answer
+
+    def open_image(self, image: ImageId, holder: Holder, until: ExitStack) -> Stored:
+        answer = self._worker.requests.ask(LocateImage(image=image), None)
+        assert isinstance(answer, ImageAt)
+        if answer.path:
+            return open_image(Path(answer.path), image, until)
+        peer, tls = Peer(holder.address, holder.port), client_context(TlsFiles.of(answer.tls))
+        return open_peers(peer, answer.token, tls, image, until)
+
+    def booked(self, what: str) -> AbstractContextManager[None]:
+        return self._worker.section(what)
+
+    def resumed(self, step: int) -> None:
+        self._worker.resumed(step)
+
+
+class Checkpointer(engine.Checkpointer):
+    """Saves and restores a training state, through memory and storage.
+
+    `state` names what is saved: objects with state_dict and load_state_dict, or plain values, which
+    `restore` replaces in the dict. `memory_every` and `storage_every` are in steps; without either,
+    each `save` goes to storage. `keep` says which checkpoints stay on storage (`KeepLatest(3)`,
+    `KeepEvery(1000)`, both with `|`, or a function of the steps there are); without it all do.
+    `directory` may be a path, a URL that fsspec knows, or None for memory alone.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | None,
+        state: dict[str, Any],
+        *,
+        memory_every: int | None = None,
+        storage_every: int | None = None,
+        keep: retention.Keep | None = None,
+        overlap: bool = True,
+        pickling: bool = False,
+    ) -> None:
+        worker = runtime.current()
+        super().__init__(
+            directory,
+            state,
+            link=AgentLink(worker) if worker is not None else AloneLink(),
+            memory_every=memory_every,
+            storage_every=storage_every,
+            keep=keep,
+            overlap=overlap,
+            pickling=pickling,
+        )

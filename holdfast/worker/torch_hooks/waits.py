@@ -1,0 +1,105 @@
+"""How long a rank waits for others, where that can be seen.
+
+Whoever waits for a collective in Python calls `Work.wait`: torch's own functions do, FSDP does, scripts
+do; DTensors call `wait_tensor`. Both are wrapped, so what is spent in there can be told from a rank's
+own work, and a rank that stands in there is one that waits (see `pulse`). DDP waits for its gradients
+in C++, within the backward pass: that is not seen.
+
+With a GPU those calls return at once, and it is its stream that waits, as after `Stream.wait_event`, by
+which FSDP waits for a stream that communicates. So `DeviceTimes` has the GPU stamp when it comes to
+such a wait, and when it is over.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, Final
+
+from holdfast.shm.vital_signs import OWN_WORK, Vitals
+from holdfast.worker.torch_hooks.device_times import DeviceTimes
+from holdfast.worker.torch_hooks.imports import when_imported
+
+_NONE: Final = -1
+"""The backward pass that a thread is in which is in none. With a GPU, torch has threads for them."""
+
+Call = Callable[..., Any]
+
+
+class Waits:
+    def __init__(self, trains: Callable[[], bool]) -> None:
+        self.seconds = 0.0
+        """For how long the thread that trains has waited so far."""
+        self.device: DeviceTimes | None = None
+        self._trains = trains
+        """Whether the thread that asks is that one."""
+        self._within = False
+
+    def install(self) -> None:
+        when_imported("torch.distributed.distributed_c10d", self._on_collectives)
+        when_imported("torch.distributed._functional_collectives", self._on_functional)
+        when_imported("torch.cuda.streams", self._on_streams)
+
+    def _on_collectives(self, module: ModuleType) -> None:
+        module.Work.wait = self._wrapped(module.Work.wait)
+
+    def _on_functional(self, module: ModuleType) -> None:
+        module.__dict__["wait_tensor"] = self._wrapped(module.wait_tensor)
+
+    def _wrapped(self, real: Call) -> Call:
+        torch = sys.modules["torch"]
+        is_compiling, backward_pass = torch.compiler.is_compiling, torch._C._current_graph_task_id
+
+        @functools.wraps(real)
+        def wait(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling() or self._within:
+                return real(*args, **kwargs)
+            device = self.device
+            if not (self._trains() or (device is not None and backward_pass() != _NONE)):
+                return real(*args, **kwargs)
+            if device is not None:
+                return device.wait(real, *args, **kwargs)
+            self._within = True
+            began = time.monotonic()
+            try:
+                return real(*args, **kwargs)
+            finally:
+                self.seconds += time.monotonic() - began
+                self._within = False
+
+        return wait
+
+    def _on_streams(self, module: ModuleType) -> None:
+        real = module.Stream.wait_event
+
+        @functools.wraps(real)
+        def wait_event(stream: Any, event: Any) -> None:
+            if self.device is not None and stream == self.device.stream:
+                self.device.wait(real, stream, event)
+            else:
+                real(stream, event)
+
+        wait_event._torchdynamo_disable = True  # type: ignore[attr-defined]
+        module.Stream.wait_event = wait_event
+
+
+class HostTimes:
+    """How long the phases of a step take a rank without a GPU: without the waiting that is seen."""
+
+    def __init__(self, vitals: Vitals, waits: Waits) -> None:
+        self._vitals = vitals
+        self._waits = waits
+        self._phase = -1
+        self._began_at = 0.0
+        self._waited_s = 0.0
+
+    def mark(self, phase: int, now: float) -> None:
+        """The training thread came to another phase."""
+        waited_s = self._waits.seconds
+        if self._phase in OWN_WORK:
+            own_s = now - self._began_at - (waited_s - self._waited_s)
+            self._vitals.took_itself(self._phase, max(0.0, own_s))
+        self._phase, self._began_at, self._waited_s = phase, now, waited_s

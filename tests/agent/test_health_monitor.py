@@ -1,0 +1,85 @@
+"""The node's own checks, as the agent runs them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from holdfast.agent.health_monitor import FitnessWatch, watching
+from holdfast.messages.health import Result
+
+HEALTHY = {"index": 0, "uuid": "GPU-0", "recovery": 0, "ecc_uncorrected": 0}
+Told = list[tuple[Result, ...]]
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A made-up machine with one GPU that is well."""
+    root = tmp_path / "node"
+    root.mkdir()
+    monkeypatch.setenv("HOLDFAST_FAKE_NODE", str(root))
+    set_gpu(root)
+    return root
+
+
+def set_gpu(root: Path, **what: object) -> None:
+    described = {"driver": "570.86.15", "gpus": [{**HEALTHY, **what}]}
+    (root / "new.json").write_text(json.dumps(described))
+    os.replace(root / "new.json", root / "nvml.json")
+
+
+def watched(root: Path, enough: Callable[[Told], bool], thorough: bool = False) -> Told:
+    """What is reported until that is enough."""
+    told: Told = []
+
+    async def watch() -> None:
+        with watching(FitnessWatch(root, thorough, told.append)):
+            deadline = time.monotonic() + 20
+            while not enough(told):
+                assert time.monotonic() < deadline, f"waited in vain; told {told}"
+                await asyncio.sleep(0.01)
+
+    asyncio.run(watch())
+    return told
+
+
+def test_what_fails_is_reported_with_its_reason(node: Path) -> None:
+    set_gpu(node, recovery=1)
+    ((result,),) = watched(node, bool)
+    assert (result.check, result.verdict) == ("gpu-recovery", "fail")
+    assert "GPU 0" in result.reason
+
+
+def test_a_node_that_falls_ill_later_is_reported_then_and_once(node: Path) -> None:
+    looks = 0
+
+    def enough(told: Told) -> bool:
+        nonlocal looks
+        looks += 1
+        if looks == 50:
+            assert told == []
+            set_gpu(node, recovery=1)
+        return bool(told) and looks > 150
+
+    assert len(watched(node, enough)) == 1
+
+
+def test_an_agent_that_ends_does_not_wait_for_a_check_that_hangs(node: Path) -> None:
+    (node / "proc").mkdir()
+    os.mkfifo(node / "proc" / "meminfo")
+    began = time.monotonic()
+
+    async def end_in_the_middle() -> None:
+        watch = FitnessWatch(node, True, lambda results: None)
+        with watching(watch):
+            while not watch.pids:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(end_in_the_middle())
+    assert time.monotonic() - began < 3.0

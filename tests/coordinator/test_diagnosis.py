@@ -1,0 +1,191 @@
+"""What all agents saw comes together once; nobody waits for it for long."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from holdfast.coordinator import diagnosis as inquests
+from holdfast.coordinator.diagnosis import Inquests, fitting
+from holdfast.messages import wire
+from holdfast.messages.evidence import Frame, RankEvidence, ThreadStack, Verdict
+from holdfast.messages.units import NodeId, Rank, RoundNumber
+from holdfast.messages.wire import Why
+from holdfast.wire.framing import MAX_FRAME_BYTES
+
+A, B = NodeId("a"), NodeId("b")
+Closed = list[tuple[Verdict, list[RankEvidence]]]
+
+
+def seen(node: NodeId, rank: int, function: str = "load", state: str = "S") -> RankEvidence:
+    frame = Frame(file="train.py", line=7, function=function)
+    main = ThreadStack(name="MainThread", frames=(frame,))
+    return RankEvidence(
+        node=node,
+        round=RoundNumber(1),
+        rank=Rank(rank),
+        pid=100 + rank,
+        process_state=state,  # type: ignore[arg-type]
+        stacks=(main,),
+        stack_source="py-spy",
+    )
+
+
+def told(number: int, *evidence: RankEvidence, more: bool = False) -> wire.Testimony:
+    return wire.Testimony(inquest=number, evidence=evidence, more=more)
+
+
+def holding(
+    folder: Path, scenario: Callable[[Inquests, Closed], Coroutine[Any, Any, None]]
+) -> None:
+    closed: Closed = []
+    asyncio.run(scenario(Inquests(folder), closed))
+
+
+def opened(
+    held: Inquests, closed: Closed, number: int = 1, nodes: tuple[NodeId, ...] = (A, B)
+) -> None:
+    held.open(number, nodes, 4, lambda verdict, evidence: closed.append((verdict, evidence)))
+
+
+def test_it_is_over_when_every_node_has_told_all_it_saw(tmp_path: Path) -> None:
+    async def scenario(held: Inquests, closed: Closed) -> None:
+        opened(held, closed)
+        held.testify(B, told(1, seen(B, 3, state="T"), more=True))
+        held.testify(B, told(1, seen(B, 2)))
+        assert closed == []
+        held.testify(A, told(1, seen(A, 1)))
+        ((verdict, evidence),) = closed
+        assert [each.rank for each in evidence] == [1, 2, 3]
+        assert verdict.guilty == (3,)
+        assert "is stopped" in verdict.sentence
+
+    holding(tmp_path, scenario)
+
+
+def test_what_was_seen_is_kept_with_the_incident(tmp_path: Path) -> None:
+    async def scenario(held: Inquests, closed: Closed) -> None:
+        opened(held, closed, number=7, nodes=(A,))
+        held.testify(A, told(7, seen(A, 0), seen(A, 1, state="T")))
+        folder = tmp_path / "7"
+        assert sorted(path.name for path in folder.iterdir()) == [
+            "rank_0.json",
+            "rank_1.json",
+            "verdict.json",
+        ]
+        kept = msgspec.json.decode((folder / "rank_1.json").read_bytes(), type=RankEvidence)
+        assert kept == closed[0][1][1]
+        verdict = msgspec.json.decode((folder / "verdict.json").read_bytes(), type=Verdict)
+        assert verdict == closed[0][0]
+
+    holding(tmp_path, scenario)
+
+
+def test_who_only_asks_leaves_nothing_behind(tmp_path: Path) -> None:
+    async def scenario(held: Inquests, closed: Closed) -> None:
+        opened(held, closed, number=-3, nodes=(A,))
+        held.testify(A, told(-3))
+        ((verdict, evidence),) = closed
+        assert evidence == []
+        assert verdict.sentence.startswith("unknown")
+        assert list(tmp_path.iterdir()) == []
+
+    holding(tmp_path, scenario)
+
+
+def test_when_its_time_is_up_it_says_what_it_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inquests, "LIMIT_S", 0.02)
+
+    async def scenario(held: Inquests, closed: Closed) -> None:
+        opened(held, closed)
+        held.testify(A, told(1, seen(A, 1, state="T"), more=True))
+        while not closed:
+            await asyncio.sleep(0.005)
+        assert closed[0][0].guilty == (1,)
+        held.testify(B, told(1, seen(B, 2)))
+        assert len(closed) == 1
+
+    holding(tmp_path, scenario)
+
+
+def test_an_incident_of_which_nobody_saw_anything_has_no_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its first sign said is better than "nothing is known"."""
+    monkeypatch.setattr(inquests, "LIMIT_S", 0.02)
+
+    async def scenario(held: Inquests, closed: Closed) -> None:
+        opened(held, closed)
+        while held._open:
+            await asyncio.sleep(0.005)
+        assert closed == []
+        assert list(tmp_path.iterdir()) == []
+
+    holding(tmp_path, scenario)
+
+
+def test_a_node_that_comes_back_does_not_open_it_again(tmp_path: Path) -> None:
+    async def scenario(held: Inquests, closed: Closed) -> None:
+        opened(held, closed)
+        held.testify(A, told(1, seen(A, 1, state="T")))
+        held.testify(B, told(1, seen(B, 2)))
+        opened(held, closed)
+        assert held._open == {}
+        assert len(closed) == 1
+
+    holding(tmp_path, scenario)
+
+
+def test_a_node_that_was_away_when_it_was_opened_is_waited_for(tmp_path: Path) -> None:
+    async def scenario(held: Inquests, closed: Closed) -> None:
+        opened(held, closed, nodes=(A,))
+        opened(held, closed, nodes=(A, B))
+        held.testify(A, told(1, seen(A, 1)))
+        assert closed == []
+        opened(held, closed, nodes=(A, B))
+        held.testify(B, told(1, seen(B, 2, state="T")))
+        assert closed[0][0].guilty == (2,)
+
+    holding(tmp_path, scenario)
+
+
+def test_who_was_not_asked_or_speaks_for_another_is_not_heard(tmp_path: Path) -> None:
+    async def scenario(held: Inquests, closed: Closed) -> None:
+        opened(held, closed, nodes=(A,))
+        held.testify(B, told(1, seen(B, 3)))
+        held.testify(A, told(99, seen(A, 1)))
+        held.testify(A, told(1, seen(A, 1), seen(B, 2)))
+        assert [each.rank for each in closed[0][1]] == [1]
+
+    holding(tmp_path, scenario)
+
+
+def test_a_full_disk_does_not_cost_the_verdict(tmp_path: Path) -> None:
+    (tmp_path / "1").write_text("in the way")
+
+    async def scenario(held: Inquests, closed: Closed) -> None:
+        opened(held, closed, nodes=(A,))
+        held.testify(A, told(1, seen(A, 1, state="T")))
+        assert closed[0][0].guilty == (1,)
+
+    holding(tmp_path, scenario)
+
+
+def test_an_answer_is_cut_until_it_fits_into_a_frame() -> None:
+    long = ThreadStack(
+        name="MainThread",
+        frames=tuple(Frame(file="f" * 400, line=n, function="g" * 400) for n in range(120)),
+    )
+    evidence = tuple(msgspec.structs.replace(seen(A, rank), stacks=(long,)) for rank in range(200))
+    whole = Why(verdict=Verdict(guilty=(), sentence="unknown"), evidence=evidence, standing=3)
+    cut = fitting(whole)
+    assert len(msgspec.msgpack.encode(cut)) <= MAX_FRAME_BYTES < len(msgspec.msgpack.encode(whole))
+    assert (cut.verdict, cut.standing) == (whole.verdict, 3)
+    assert 0 < len(cut.evidence) < 200

@@ -1,0 +1,136 @@
+"""Who is started again, and who is not. Both children are functions here, in processes of their own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+PLAY = """
+    import logging, os, signal, sys, time
+    from holdfast.launch.process import Child, JobEnd, Launcher, node_of
+
+    def noted(word):
+        return os.path.exists(word)
+
+    def note(word):
+        open(word, "a").close()
+
+    def wait_for(found):
+        while not found():
+            time.sleep(0.01)
+
+    def die():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def coordinator_gone():
+        return noted("coordinator began") and not os.path.exists(f"/proc/{{open('pid').read()}}")
+
+    def begin_coordinator():
+        with open("pid", "w") as file:
+            file.write(str(os.getpid()))
+        note("coordinator began")
+
+    {agent}
+    {coordinator}
+
+    def read_end():
+        known = [] if noted("agent came late") else [node_of(launcher.agent.pid)]
+        return JobEnd(0, frozenset(known))
+
+    logging.basicConfig(format="%(message)s")
+    children = Child("agent", agent), Child("coordinator", coordinator)
+    launcher = Launcher(frozenset({{signal.SIGTERM}}), *children, True, read_end)
+    sys.exit(launcher.run())
+"""
+
+
+def play(folder: Path, agent: str, coordinator: str) -> subprocess.CompletedProcess[str]:
+    """Run a launcher with these two."""
+    parts = {"agent": textwrap.dedent(agent), "coordinator": textwrap.dedent(coordinator)}
+    text = textwrap.dedent(PLAY).format(**parts)
+    return subprocess.run(
+        [sys.executable, "-c", text],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
+
+
+def test_an_agent_that_dies_while_the_job_goes_on_is_started_again(tmp_path: Path) -> None:
+    agent = """
+    def agent():
+        if not noted("agent died"):
+            note("agent died")
+            die()
+        note("agent left")
+        return 7
+    """
+    coordinator = """
+    def coordinator():
+        wait_for(lambda: noted("agent left"))
+        return 0
+    """
+    done = play(tmp_path, agent, coordinator)
+    assert done.returncode == 7, done.stderr
+    assert "the agent was killed by signal 9; starting it again" in done.stderr
+
+
+def test_an_agent_that_dies_after_the_job_has_ended_is_not_started_again(tmp_path: Path) -> None:
+    agent = """
+    def agent():
+        wait_for(coordinator_gone)
+        die()
+    """
+    coordinator = """
+    def coordinator():
+        begin_coordinator()
+        return 0
+    """
+    done = play(tmp_path, agent, coordinator)
+    assert done.returncode == 0, done.stderr
+    assert "the agent was killed by signal 9 after the end of the job" in done.stderr
+    assert "starting it again" not in done.stderr
+
+
+def test_an_agent_that_was_started_too_late_for_the_jobs_end_does_not_wait_for_it(
+    tmp_path: Path,
+) -> None:
+    agent = """
+    def agent():
+        if not noted("agent died"):
+            note("agent died")
+            die()
+        note("agent came late")
+        wait_for(lambda: False)
+    """
+    coordinator = """
+    def coordinator():
+        wait_for(lambda: noted("agent came late"))
+        return 0
+    """
+    done = play(tmp_path, agent, coordinator)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_agent_that_was_started_again_and_joined_ends_in_its_own_way(tmp_path: Path) -> None:
+    agent = """
+    def agent():
+        if not noted("agent died"):
+            note("agent died")
+            die()
+        note("agent left")
+        wait_for(coordinator_gone)
+        return 7
+    """
+    coordinator = """
+    def coordinator():
+        begin_coordinator()
+        wait_for(lambda: noted("agent left"))
+        return 0
+    """
+    done = play(tmp_path, agent, coordinator)
+    assert done.returncode == 7, done.stderr

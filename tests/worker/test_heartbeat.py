@@ -1,0 +1,254 @@
+"""The thread that beats: what it sees of the thread that trains."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from holdfast.messages.hangs import LINES
+from holdfast.shm.vital_signs import BETWEEN, IN_BACKWARD, IN_COLLECTIVE, NO, VITALS_BYTES, Vitals
+from holdfast.worker.heartbeat import Pulse, waits
+
+PATIENCE_S = 10.0
+Run = Callable[..., str]
+
+
+def fresh() -> Vitals:
+    return Vitals(memoryview(bytearray(VITALS_BYTES)))
+
+
+def wait_for(found: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not found():
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.005)
+
+
+def frame_in(*files: str) -> object:
+    """The innermost frame of calls that lie in these files, the outermost first."""
+    found: list[object] = []
+    inner: Callable[[], None] = partial(_note, found)
+    for file in reversed(files):
+        scope = {"inner": inner}
+        exec(compile(f"def {file[-7:-3].strip('/_')}():\n    inner()", file, "exec"), scope)
+        inner = next(call for name, call in scope.items() if name not in ("inner", "__builtins__"))
+    inner()
+    return found[0]
+
+
+def _note(found: list[object]) -> None:
+    found.append(sys._getframe(1))
+
+
+C10D = "/venv/site-packages/torch/distributed/distributed_c10d.py"
+OPS = "/venv/site-packages/torch/_ops.py"
+CASES = [
+    (("train.py",), NO),
+    (("train.py", C10D), IN_COLLECTIVE),
+    (("train.py", C10D, OPS), IN_COLLECTIVE),
+    (("train.py", "/x/torch/nn/parallel/distributed.py"), IN_COLLECTIVE),
+    (
+        ("train.py", "/x/holdfast/worker/requests.py", "/x/holdfast/worker/channel.py"),
+        IN_COLLECTIVE,
+    ),
+    (("train.py", "/x/holdfast/worker/requests.py", "/lib/python3/threading.py"), IN_COLLECTIVE),
+    # A script that is started by torch's own `record`, and a model that FSDP wraps.
+    (("/x/torch/distributed/elastic/multiprocessing/errors/__init__.py", "train.py"), NO),
+    (("train.py", "/x/torch/distributed/fsdp/fully_sharded.py", "model.py"), NO),
+    (("/x/torch/distributed/elastic/multiprocessing/errors/__init__.py",), NO),
+    # Torch's distributed checkpoints write files.
+    (("train.py", "/x/torch/distributed/checkpoint/filesystem.py"), NO),
+    (("train.py", "/lib/python3/threading.py"), NO),
+    (("train.py", OPS), NO),
+    (("train.py", "/x/torch/cuda/__init__.py"), NO),
+]
+
+
+@pytest.mark.parametrize(("files", "expected"), CASES, ids=lambda case: str(case)[-60:])
+def test_who_is_in_a_collective_waits(files: tuple[str, ...], expected: int) -> None:
+    assert waits(frame_in(*files)) == expected  # type: ignore[arg-type]
+
+
+def test_a_backward_pass_may_wait() -> None:
+    def _engine_run_backward() -> int:
+        return waits(sys._getframe())
+
+    def user_hook() -> int:
+        return waits(sys._getframe())
+
+    assert _engine_run_backward() == IN_BACKWARD
+    assert user_hook() == NO
+
+
+def test_where_a_thread_was_seen_is_counted_until_the_next_mark() -> None:
+    vitals = fresh()
+    pulse = Pulse(vitals, lambda: None)
+    frames = [frame_in(f"part{n}.py") for n in range(4)]
+    for now, frame in enumerate([*frames, *frames], 1):
+        pulse.look(frame, float(now))  # type: ignore[arg-type]
+    assert vitals.read().codes == 4
+    vitals.mark(BETWEEN, 9.0)
+    pulse.look(frames[0], 10.0)  # type: ignore[arg-type]
+    assert vitals.read().codes == 1
+
+
+def test_a_line_has_the_same_number_wherever_the_script_lies() -> None:
+    vitals = fresh()
+    pulse = Pulse(vitals, lambda: None)
+
+    def place(file: str) -> int:
+        pulse.look(frame_in(file), 1.0)  # type: ignore[arg-type]
+        return vitals.read().place
+
+    assert place("/home/a/train.py") == place("/mnt/b/train.py") != place("/home/a/model.py")
+    assert place("/home/a/train.py") % LINES == 2
+
+
+def test_a_thread_that_has_ended_is_nowhere() -> None:
+    vitals = fresh()
+    Pulse(vitals, lambda: None).look(None, 3.0)
+    signs = vitals.read()
+    assert (signs.beat_at, signs.place, signs.waits) == (3.0, 0, False)
+
+
+@contextmanager
+def beating(vitals: Vitals, dump: Callable[[], None] = lambda: None) -> Iterator[Pulse]:
+    pulse = Pulse(vitals, dump)
+    pulse.start()
+    try:
+        yield pulse
+    finally:
+        pulse._pid = 0  # It ends when it finds itself in another process.
+        wait_for(lambda: not _pulses(), "its end")
+
+
+def _pulses() -> int:
+    """How many threads of this process beat."""
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):
+            names.append((task / "comm").read_text().strip())
+    return names.count("holdfast-pulse")
+
+
+def test_it_beats_and_the_script_does_not_see_the_thread() -> None:
+    vitals = fresh()
+    before = threading.enumerate()
+    with beating(vitals):
+        wait_for(lambda: vitals.read().beat_at, "a beat")
+        assert threading.enumerate() == before
+        first = vitals.read().beat_at
+        wait_for(lambda: vitals.read().beat_at > first, "another beat")
+
+
+def test_while_somebody_holds_the_interpreters_lock_there_are_no_beats() -> None:
+    class Recorded(Vitals):
+        beats: list[float] = []  # noqa: RUF012
+
+        def beat(self, now: float, waits: int, codes: int, place: int = 0) -> None:
+            self.beats.append(now)
+
+    vitals = Recorded(memoryview(bytearray(VITALS_BYTES)))
+    with beating(vitals):
+        wait_for(lambda: vitals.beats, "a beat")
+        began = time.monotonic()
+        ctypes.PyDLL(None).usleep(400_000)
+        ended = time.monotonic()
+        wait_for(lambda: vitals.beats[-1] > ended, "another beat")
+    assert not [at for at in vitals.beats if began + 0.01 < at < ended - 0.01]
+
+
+def test_a_dump_is_made_when_it_is_wanted_and_one_that_fails_does_not_end_the_beats() -> None:
+    vitals = fresh()
+    dumps: list[int] = []
+
+    def dump() -> None:
+        dumps.append(1)
+        raise RuntimeError("torch's own")
+
+    with beating(vitals, dump):
+        for number in (1, 2):
+            vitals.want_dump()
+            wait_for(lambda number=number: len(dumps) == number, "a dump")  # type: ignore[misc]
+        last = vitals.read().beat_at
+        wait_for(lambda: vitals.read().beat_at > last, "another beat")
+
+
+def test_it_looks_at_the_thread_that_trains() -> None:
+    vitals = fresh()
+    leave = threading.Event()
+    there = threading.Event()
+
+    def train() -> None:
+        vitals.stepped(1.0, None)
+        there.set()
+        leave.wait()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    there.wait(PATIENCE_S)
+    frame = sys._current_frames()[thread.ident or 0]
+    with beating(vitals):
+        wait_for(lambda: vitals.read().place_at, "a beat")
+        assert vitals.read().place % LINES == frame.f_lineno
+        leave.set()
+        thread.join()
+        wait_for(lambda: vitals.read().place == 0, "the end of the thread to be seen")
+
+
+def test_what_real_collectives_look_like(with_torch: Run) -> None:
+    """Ranks that wait for one that does not come, in every way that a script may wait."""
+    with_torch(f"""
+import os, sys, threading, time
+import torch, torch.distributed as dist
+from holdfast.shm.vital_signs import IN_BACKWARD, IN_COLLECTIVE, NO
+from holdfast.worker.heartbeat import waits
+
+here = os.getcwd()
+if os.fork() == 0:
+    dist.init_process_group("gloo", f"file://{{here}}/store", rank=1, world_size=2)
+    dist.new_group([0, 1]), dist.new_group([0, 1])
+    time.sleep({PATIENCE_S * 3})
+    os._exit(0)
+dist.init_process_group("gloo", f"file://{{here}}/store", rank=0, world_size=2)
+main, groups = threading.get_ident(), [dist.new_group([0, 1]), dist.new_group([0, 1])]
+ones = torch.ones(2)
+
+def seen(way):
+    found = []
+    def look():
+        deadline = time.monotonic() + {PATIENCE_S}
+        while time.monotonic() < deadline and len(found) < 40:
+            time.sleep(0.005)
+            found.append(waits(sys._current_frames()[thread.ident]))
+    thread = threading.Thread(target=way, daemon=True)
+    thread.start()
+    look()
+    return found[-1]
+
+from torch.nn.parallel import DistributedDataParallel
+assert seen(lambda: dist.all_reduce(ones, group=groups[0])) == IN_COLLECTIVE
+assert seen(lambda: dist.barrier(group=groups[1])) == IN_COLLECTIVE
+assert seen(lambda: time.sleep(100)) == NO
+assert seen(lambda: threading.Event().wait()) == NO
+os._exit(0)
+""")
+
+
+def test_a_forked_process_has_no_beats() -> None:
+    vitals = fresh()
+    with beating(vitals):
+        wait_for(lambda: vitals.read().beat_at, "a beat")
+        pid = os.fork()
+        if pid == 0:
+            os._exit(_pulses())
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
