@@ -2,7 +2,7 @@
 
 It looks at each worker's vitals shortly after the moment at which its deadline would pass, and at
 least once a second; nothing is asked of the worker, which may not be able to answer. How long it may
-stand still is for `core.deadlines` to say, from what this node's ranks and those of earlier rounds
+stand still is for `core.hangs.deadlines` to say, from what this node's ranks and those of earlier rounds
 were seen to do. What it means for the job is for the coordinator to decide.
 
 A rank is in one or more of: its first step, a phase of a step, sections. Each has a deadline, and the
@@ -26,7 +26,7 @@ from msgspec.structs import replace
 
 from holdfast.agent import stall_kinds as stance
 from holdfast.agent.stall_kinds import Effort, Lately
-from holdfast.core.deadlines import FIRST_STEP, HANG_BASE_S, Deadline, HangLimits
+from holdfast.core.hangs.deadlines import FIRST_STEP, HANG_BASE_S, Deadline, HangLimits
 from holdfast.messages.hangs import HangTerms, Paces, Stall
 from holdfast.messages.records import Part
 from holdfast.messages.timings import RankTimings, Timing

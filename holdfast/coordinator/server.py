@@ -32,8 +32,8 @@ from holdfast.coordinator.stream import Stream
 from holdfast.core import job as jobs
 from holdfast.core import report
 from holdfast.core.chaos import plans as chaos
-from holdfast.core.deadlines import Silence
 from holdfast.core.job import Job
+from holdfast.core.membership.patience import Silence
 from holdfast.kernel import keep_alive
 from holdfast.messages.actions import CloseJob, Examine, Inject, StopWorkers
 from holdfast.messages.events import (

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from holdfast.core.checkpoints import take_in
 from holdfast.core.commits import rules as commits
-from holdfast.core.deadlines import RECONNECT_AFTER_RESTART_S, RECONNECT_S
 from holdfast.core.membership import rounds
+from holdfast.core.membership.patience import RECONNECT_AFTER_RESTART_S, RECONNECT_S
 from holdfast.core.nodecheck import schedule as checking
 from holdfast.core.recovery import rules as faults
 from holdfast.core.repair import (

@@ -17,10 +17,10 @@ from holdfast.core.chaos import plans as chaos
 from holdfast.core.commits import rules as commits
 from holdfast.core.commits import state as commitbook
 from holdfast.core.commits.replica_placement import placement
-from holdfast.core.deadlines import JOIN_LIMIT_S
 from holdfast.core.hangs import rules as hangs
 from holdfast.core.ledger import books
 from holdfast.core.membership import rounds
+from holdfast.core.membership.patience import JOIN_LIMIT_S
 from holdfast.core.nodecheck import schedule as checking
 from holdfast.core.recovery import rules as faults
 from holdfast.core.recovery.rules import Fault, Stop

@@ -9,9 +9,9 @@ from msgspec import Struct, field
 from holdfast.core.chaos import plans as chaos
 from holdfast.core.chaos.plans import Chaos
 from holdfast.core.commits.state import Commits
-from holdfast.core.deadlines import StopGrace, StopPatience
 from holdfast.core.hangs.rules import Hangs
 from holdfast.core.ledger.books import Ledger
+from holdfast.core.membership.patience import StopGrace, StopPatience
 from holdfast.core.membership.rounds import Membership
 from holdfast.core.nodecheck.schedule import Checking
 from holdfast.core.recovery.rules import Fault, Recovery

@@ -15,7 +15,7 @@ from typing import IO
 
 import msgspec
 
-from holdfast.core.deadlines import Silence
+from holdfast.core.membership.patience import Silence
 from holdfast.core.membership.seating import choose
 from holdfast.messages.actions import AnyAction, Finish
 from holdfast.messages.records import Terms

@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.agent.stall_detector import LOOK_EVERY_S, REPEAT_S, Watch
 from holdfast.agent.stall_kinds import Effort
-from holdfast.core.deadlines import FIRST_STEP, HANG_BASE_S, HANG_STEPS, OVERDUE_FLOOR_S
+from holdfast.core.hangs.deadlines import FIRST_STEP, HANG_BASE_S, HANG_STEPS, OVERDUE_FLOOR_S
 from holdfast.messages.hangs import LINES, HangTerms, Paces, Stall
 from holdfast.messages.records import Part
 from holdfast.messages.units import Rank, RoundNumber

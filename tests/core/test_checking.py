@@ -8,7 +8,7 @@ from lab import TOOK_S, Lab, ordered, sent_away, started
 
 from holdfast.core import job as jobs
 from holdfast.core import report
-from holdfast.core.deadlines import RECONNECT_AFTER_RESTART_S
+from holdfast.core.membership.patience import RECONNECT_AFTER_RESTART_S
 from holdfast.core.nodecheck import schedule as checking
 from holdfast.messages.actions import Finish
 from holdfast.messages.events import CoordinatorRestarted, NodeWarm, StreamEnded

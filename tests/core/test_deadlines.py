@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.core.deadlines import (
+from holdfast.core.hangs.deadlines import (
     ALARM_FACTOR,
     ALARMS_AT_MOST,
     ASIDE_FLOOR_S,
@@ -23,14 +23,11 @@ from holdfast.core.deadlines import (
     OVERDUE_FLOOR_S,
     SECTION_FACTOR,
     SECTION_UNKNOWN_S,
-    STOP_FACTOR,
-    STOP_FLOOR_S,
-    STOP_UNKNOWN_S,
     WARM_UP_FLOOR_S,
     Deadline,
     HangLimits,
-    StopGrace,
 )
+from holdfast.core.membership.patience import STOP_FACTOR, STOP_FLOOR_S, STOP_UNKNOWN_S, StopGrace
 from holdfast.messages.hangs import HangTerms, Paces
 
 seconds = st.floats(0, 1e6)

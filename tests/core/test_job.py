@@ -8,8 +8,8 @@ import pytest
 from driver import OPENED_AT, WAKE, Driver, encoded, kinds, raised, replayed
 
 from holdfast.core import job as jobs
-from holdfast.core.deadlines import RECONNECT_AFTER_RESTART_S, RECONNECT_S, STOP_UNKNOWN_S
 from holdfast.core.ledger import books
+from holdfast.core.membership.patience import RECONNECT_AFTER_RESTART_S, RECONNECT_S, STOP_UNKNOWN_S
 from holdfast.messages.actions import CloseJob, Finish, StartWorkers, StopWorkers
 from holdfast.messages.events import CoordinatorRestarted, ExcludeAsked, NodeWarm, StopAsked
 from holdfast.messages.units import NodeId, Rank, Time

@@ -27,7 +27,7 @@ from test_verdict import (
     rank,
 )
 
-from holdfast.core.deadlines import HANG_BASE_S
+from holdfast.core.hangs.deadlines import HANG_BASE_S
 from holdfast.diagnosis.verdict import judge
 from holdfast.messages.evidence import (
     Collective,

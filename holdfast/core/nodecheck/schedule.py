@@ -20,8 +20,8 @@ from collections.abc import Iterable
 
 from msgspec import Struct, field
 
-from holdfast.core.deadlines import RECONNECT_AFTER_RESTART_S
 from holdfast.core.membership import seating
+from holdfast.core.membership.patience import RECONNECT_AFTER_RESTART_S
 from holdfast.core.membership.rounds import Membership, most_nodes
 from holdfast.core.membership.seating import Candidate
 from holdfast.core.nodecheck import trials as nodecheck
