@@ -2,7 +2,7 @@
 
 It looks at each worker's vitals shortly after the moment at which its deadline would pass, and at
 least once a second; nothing is asked of the worker, which may not be able to answer. How long it may
-stand still is for `core.hangs.deadlines` to say, from what this node's ranks and those of earlier rounds
+stand still is decided by `core.hangs.deadlines`, from what ranks of this and earlier rounds
 were seen to do. What it means for the job is for the coordinator to decide.
 
 A rank is in one or more of: its first step, a phase of a step, sections. Each has a deadline, and the
