@@ -52,7 +52,7 @@ PATIENCE_S = 30.0
 
 PATCHED = """
 import os, sys, time
-from holdfast.checkpoint import disk
+from holdfast.checkpoint.storage import disk
 from holdfast.checkpoint.keeper import __main__, filing, movement, orders
 movement.STALLED_S, orders.LOOK_EVERY_S = {stalled_s}, 0.05
 gate = {gate!r}

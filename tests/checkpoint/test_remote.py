@@ -243,7 +243,7 @@ def test_damage_is_seen(storage: RemoteStorage) -> None:
 
 KILLED = """
 import sys
-from holdfast.checkpoint import remote
+from holdfast.checkpoint.storage import remote
 remote.PART_BYTES = 5 << 20
 def pieces():
     yield b"x" * (6 << 20)

@@ -1,17 +1,16 @@
 """Copies a rank's tensors into an image, as fast as the machine can.
 
-Three ways, by what a tensor is:
+A tensor is copied in one of three ways:
 
-- large and contiguous, in host memory: past the cache (`streaming`), in pieces, on every idle core. A
-  foreign function call lets go of the interpreter's lock, so the pieces really run side by side.
-- small and contiguous: a system call that copies a thousand of them at once (`process_vm_readv`, from
-  this process to itself), because twenty thousand calls from Python would cost more than the bytes.
-  Where that is forbidden they are copied one by one.
-- anything else (strided, or on a device): torch copies into a view of the image. On CUDA the image is
+- Large, contiguous, in host memory: `memmove` in pieces, on every idle core. `ctypes` releases the GIL
+  during the call, so the pieces run in parallel.
+- Small, contiguous, in host memory: `process_vm_readv` from this process to itself copies a thousand
+  tensors per system call, because twenty thousand calls from Python would cost more than the bytes.
+  Where the kernel forbids it, each tensor is a `memmove`.
+- Anything else (strided, or on a device): torch copies into a view of the image. For CUDA the image is
   registered as pinned memory and the copies run on a stream of their own.
 
-Addresses are remembered: as long as all tensors stay where they were, the lists for the second way are
-made once.
+The vectors for `process_vm_readv` are built once and reused while all tensors keep their addresses.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from operator import itemgetter
 
 import torch
 
-from holdfast.checkpoint.memory import streaming
 from holdfast.checkpoint.memory.image import Image
 from holdfast.checkpoint.state.capture import Captured, Layout
 from holdfast.errors import CheckpointError
@@ -41,9 +39,10 @@ _BATCH = 1000
 
 _FORBIDDEN = (errno.EPERM, errno.ENOSYS)
 
-Task = Callable[[], None]
+Task = Callable[[], object]
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _libc.process_vm_readv.argtypes = [
     ctypes.c_int,
     *(ctypes.c_void_p, ctypes.c_ulong),
@@ -213,7 +212,7 @@ def pin(image: Image) -> bool:
 def _pieces(target: int, source: int, size: int) -> list[Task]:
     def piece(at: int) -> Task:
         count = min(PIECE_BYTES, size - at)
-        return lambda: streaming.copy(target + at, source + at, count)
+        return lambda: _libc.memmove(target + at, source + at, count)
 
     return [piece(at) for at in range(0, size, PIECE_BYTES)]
 
@@ -260,7 +259,7 @@ class _Batch:
             done = _libc.process_vm_readv(os.getpid(), to, count, where, count, 0)
             if done < 0 and ctypes.get_errno() in _FORBIDDEN:
                 for at in range(0, words, 2):
-                    streaming.copy(target[at], source[at], target[at + 1])
+                    _libc.memmove(target[at], source[at], target[at + 1])
             elif done != size:
                 why = os.strerror(ctypes.get_errno()) if done < 0 else f"{done} of {size} bytes"
                 raise CheckpointError(f"small tensors cannot be copied: {why}")
