@@ -22,8 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from holdfast.checkpoint.dcp import opcodes as op
-from holdfast.checkpoint.dcp.foreign import Place, read_metadata
+from holdfast.checkpoint.dcp import records as op
+from holdfast.checkpoint.dcp.foreign import FileRange, read_metadata
 from holdfast.checkpoint.dcp.metadata import File, metadata
 from holdfast.checkpoint.dcp.records import ELEMENT_BYTES, element_bytes, tensor_header, value_bytes
 from holdfast.checkpoint.state.layout import (
@@ -344,7 +344,7 @@ def test_it_is_the_metadata_that_torch_would_have_written(tmp_path: Path) -> Non
 def test_each_place_holds_what_it_should(directory: Path) -> None:
     stored = read_metadata((directory / ".metadata").read_bytes())
 
-    def at(place: Place) -> Any:
+    def at(place: FileRange) -> Any:
         with (directory / place.path).open("rb") as file:
             return torch.load(_create_file_view(file, place.at, place.size), weights_only=True)
 
@@ -401,8 +401,8 @@ def test_a_rank_may_have_several_files() -> None:
     cut = body.values[0].framed.at
     halves = [[Extent(cut, 0, len(body.data) - cut)], [Extent(0, 5, cut)]]
     stored = read_metadata(metadata([(f"{n}", body.contents(), e) for n, e in enumerate(halves)]))
-    assert stored.values["v"] == Place("0", 0, body.values[0].framed.size)
-    assert stored.tensors["w"].chunks[0].place == Place("1", 5, body.items[0].framed.size)
+    assert stored.values["v"] == FileRange("0", 0, body.values[0].framed.size)
+    assert stored.tensors["w"].chunks[0].place == FileRange("1", 5, body.items[0].framed.size)
 
 
 def test_parts_of_different_tensors_are_an_error_that_names_them() -> None:
@@ -506,7 +506,7 @@ def test_what_torch_saved_is_read_without_torch(foreign: bytes, protocol: int) -
     assert stored.paths == theirs.planner_data
     assert {*stored.tensors, *stored.values} == theirs.state_dict_metadata.keys()
     for index, info in theirs.storage_data.items():
-        place = Place(info.relative_path, info.offset, info.length)
+        place = FileRange(info.relative_path, info.offset, info.length)
         if index.offset is None:
             assert stored.values[index.fqn] == place
         else:

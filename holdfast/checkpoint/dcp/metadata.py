@@ -16,8 +16,7 @@ from itertools import islice
 from math import prod
 from typing import Final, NamedTuple
 
-from holdfast.checkpoint.dcp import opcodes as op
-from holdfast.checkpoint.dcp.records import element_bytes
+from holdfast.checkpoint.dcp import records as op
 from holdfast.checkpoint.state.layout import Contents, Extent, Kind, Span, TensorItem
 from holdfast.errors import CheckpointError
 
@@ -63,7 +62,7 @@ class _Tensor:
     """A tensor, as far as its chunks were found. Of several at one place the first counts."""
 
     def __init__(self, item: TensorItem) -> None:
-        element_bytes(item.dtype)
+        op.element_bytes(item.dtype)
         self.kind: Kind = item.kind
         self.dtype = item.dtype
         self.shape = item.shape
