@@ -23,22 +23,20 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 import torch
 
-from holdfast.checkpoint.memory.collector import collector_off
-from holdfast.checkpoint.memory.copying import cores
-from holdfast.checkpoint.memory.slots import BothRead, Slots
+from holdfast.checkpoint.memory.copying import collector_off, cores
+from holdfast.checkpoint.memory.slots import BothRead, Guard, Slots, after_first_step
 from holdfast.checkpoint.restore.load import Stored, captured_entry, load
+from holdfast.checkpoint.restore.plain_dcp import load_start
 from holdfast.checkpoint.restore.sources import WhenWanted, open_files, set_aside
 from holdfast.checkpoint.state.capture import Captured, Layout, Position, capture
-from holdfast.checkpoint.state.guard import Guard, after_first_step
 from holdfast.checkpoint.storage import retention
-from holdfast.checkpoint.storage.backends import open_storage
+from holdfast.checkpoint.storage.backends import LAST_STEP, open_storage
 from holdfast.checkpoint.storage.manifest import steps
-from holdfast.checkpoint.storage.names import LAST_STEP
 from holdfast.checkpoint.tickets import SaveId, Ticket
 from holdfast.errors import CheckpointError, HoldfastError, Refused, UsageError
 from holdfast.messages.checkpoints import Holder, ImageId, Missed, SnapshotId, Tier, Tried, Wish
@@ -88,9 +86,12 @@ class Restored:
     """What was restored, and what was not."""
 
     step: int
-    where: Tier | None
-    """None: there was nothing to restore."""
+    where: Tier | Literal["start"] | None
+    """`start`: the checkpoint that the job was told to start from. None: there was nothing."""
     refused: tuple[str, ...] = ()
+    """What was not taken, and why."""
+    verified: bool = True
+    """Whether every byte had a digest; what plain `torch.distributed.checkpoint` saved has none."""
 
 
 class Checkpointer:
@@ -308,25 +309,32 @@ class Checkpointer:
 
     # ---- restoring ----
 
-    def restore(self, step: int | None = None) -> int:
-        """Make the state the newest one that verifies on all ranks; its step, 0 when there is none.
+    def restore(
+        self, step: int | None = None, *, start_from: str | os.PathLike[str] | None = None
+    ) -> int:
+        """Make the state the newest one that verifies on all ranks; return its step, or 0.
 
-        All ranks must call it. When there are saved states and none of them verifies, that is an
-        error: training does not start over in silence.
+        All ranks must call it. If states were saved and none of them verifies, that is an error:
+        training does not start over in silence.
+
+        A job that has saved nothing yet begins with the newest checkpoint in `start_from`: one that
+        plain `torch.distributed.checkpoint` saved, which cannot be verified, or one of another job.
+        Without `start_from`, a plain checkpoint in this checkpointer's own directory is taken.
         """
         self._check_usable("restore")
         with self._link.booked("restore"):
-            self.restored = self._restore(step)
+            self.restored = self._restore(step, start_from)
         self._link.resumed(self.restored.step)
-        if self._link.rank == 0 and self.restored.where is not None:
+        if self.restored.where is None:
+            return 0
+        if self._link.rank == 0 and self.restored.where != "start":
             refused = "".join(f"\n[holdfast]   refused: {why}" for why in self.restored.refused)
             what = f"restored step {self.restored.step} from {self.restored.where}"
             print(f"[holdfast] {what}{refused}", file=sys.stderr, flush=True)
-        if self.restored.where is not None:
-            self._make_ready()
+        self._make_ready()
         return self.restored.step
 
-    def _restore(self, step: int | None) -> Restored:
+    def _restore(self, step: int | None, start_from: str | os.PathLike[str] | None) -> Restored:
         found = self._link.find(self._name, step, None)
         refused: tuple[str, ...] = ()
         while found.where in ("memory", "storage"):
@@ -343,6 +351,21 @@ class Checkpointer:
         if found.refused or step is not None:
             listed = "".join(f"\n  {why}" for why in found.refused) or f" step {step} is not there"
             raise CheckpointError(f"nothing that was saved can be restored:{listed}")
+        return self._start(_absolute(start_from))
+
+    def _start(self, given: str | None) -> Restored:
+        """Begin a job that has saved nothing with a checkpoint from elsewhere, if there is one."""
+        where = given or self._where
+        if where is None:
+            return Restored(0, None)
+        with ThreadPoolExecutor(cores(), "restore") as threads, collector_off():
+            started = load_start(where, self._state, self._link.rank, threads, self._pickling)
+        if started is not None:
+            if self._link.rank == 0:
+                print(f"[holdfast] {started.message}", file=sys.stderr, flush=True)
+            return Restored(started.step, "start", verified=started.verified)
+        if given is not None:
+            raise CheckpointError(f"start_from: there is no checkpoint in {given}")
         return Restored(0, None)
 
     def _try(self, found: StateFound) -> HoldfastError | OSError | None:

@@ -13,20 +13,19 @@ from holdfast.checkpoint.state import layout
 from holdfast.checkpoint.state.layout import (
     Contents,
     Extent,
+    FileRecord,
     Kind,
     Span,
     TensorItem,
     ValueItem,
     aligned,
 )
-from holdfast.checkpoint.storage import digests, persist, verify
+from holdfast.checkpoint.storage import commit as commit_module
 from holdfast.checkpoint.storage import rank_file as rankfile
-from holdfast.checkpoint.storage.backends import Storage
+from holdfast.checkpoint.storage.backends import Storage, rank_file_name, step_directory
 from holdfast.checkpoint.storage.commit import AlreadyCommitted, Committed, commit
 from holdfast.checkpoint.storage.manifest import steps
-from holdfast.checkpoint.storage.names import rank_file, step_directory
-from holdfast.checkpoint.storage.persist import extents_of, write_file
-from holdfast.checkpoint.storage.rank_file import FileRecord
+from holdfast.checkpoint.storage.rank_file import extents_of, write_file
 from holdfast.checkpoint.storage.retention import KeepLatest, Pruned, plan, prune
 from holdfast.errors import StepTaken
 
@@ -90,7 +89,7 @@ def write(storage: Storage, body: Body, shared: str = "slice") -> FileRecord:
     return write_file(
         storage,
         step_directory(told.step),
-        rank_file(told.rank, told.round),
+        rank_file_name(told.rank, told.round),
         memoryview(body.data),
         body.extents(shared),
         body.span,
@@ -125,5 +124,5 @@ def save_and_prune(storage: Storage, step: int, round: int, keep: int) -> Pruned
 
 def small_blocks(patch: pytest.MonkeyPatch, size: int = 1 << 10) -> None:
     """Files of many blocks without many megabytes."""
-    for module in (layout, digests, persist, rankfile, verify):
+    for module in (layout, rankfile, commit_module):
         patch.setattr(module, "BLOCK_BYTES", size)

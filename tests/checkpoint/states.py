@@ -24,8 +24,8 @@ from holdfast.checkpoint.restore import load as restore
 from holdfast.checkpoint.restore import verified_read as reading
 from holdfast.checkpoint.restore.sources import open_image
 from holdfast.checkpoint.state import layout
+from holdfast.checkpoint.state import layout as digests
 from holdfast.checkpoint.state.capture import Captured, Layout, Position, capture
-from holdfast.checkpoint.storage import digests
 from holdfast.checkpoint.tickets import SaveId
 from holdfast.messages.checkpoints import Holder, ImageId, Missed, SnapshotId, Tier, Tried, Wish
 from holdfast.messages.requests import SaveSettled, StateFound

@@ -29,10 +29,9 @@ import holdfast.checkpoint
 from holdfast.checkpoint.async_save import writer as asyncwriter
 from holdfast.checkpoint.async_save.writer import AsyncWriter, async_save
 from holdfast.checkpoint.state import capture
-from holdfast.checkpoint.storage.backends import open_storage
+from holdfast.checkpoint.storage.backends import MANIFEST, open_storage
+from holdfast.checkpoint.storage.commit import verify
 from holdfast.checkpoint.storage.manifest import decoded, steps
-from holdfast.checkpoint.storage.names import MANIFEST
-from holdfast.checkpoint.storage.verify import verify
 from holdfast.checkpoint.store_meeting import Meeting, Part, Verdict, matter
 from holdfast.errors import CheckpointError, UsageError
 from holdfast.messages.checkpoints import Shard

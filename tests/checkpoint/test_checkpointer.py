@@ -25,7 +25,7 @@ from holdfast.checkpoint.checkpointer import Checkpointer
 from holdfast.checkpoint.memory.image import Image
 from holdfast.checkpoint.memory.images import Images
 from holdfast.checkpoint.state.capture import Position, capture
-from holdfast.checkpoint.storage.backends import PosixStorage
+from holdfast.checkpoint.storage.posix import PosixStorage
 from holdfast.checkpoint.tickets import Result
 from holdfast.errors import CheckpointError, UsageError
 from holdfast.messages.requests import SaveSettled

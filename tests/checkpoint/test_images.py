@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.checkpoint.memory.image import Image, Record
-from holdfast.checkpoint.memory.image_store import Outline
-from holdfast.checkpoint.memory.images import COPIES, Images, image_path
-from holdfast.checkpoint.state.layout import Span
-from holdfast.checkpoint.storage.digests import block_digests
+from holdfast.checkpoint.memory.images import COPIES, Images, Outline, image_path
+from holdfast.checkpoint.state.layout import Span, block_digests
 from holdfast.errors import Refused
 from holdfast.messages.checkpoints import ImageId, SnapshotId
 from holdfast.messages.units import Rank, RoundNumber, StepNumber

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from holdfast.checkpoint.state.layout import FileRecord
 from holdfast.checkpoint.storage import commit as commits
-from holdfast.checkpoint.storage.backends import PosixStorage
-from holdfast.checkpoint.storage.commit import AlreadyCommitted, Committed, commit
+from holdfast.checkpoint.storage.backends import MANIFEST
+from holdfast.checkpoint.storage.commit import AlreadyCommitted, Committed, commit, verify
 from holdfast.checkpoint.storage.manifest import (
     decoded,
     encoded,
@@ -24,9 +25,7 @@ from holdfast.checkpoint.storage.manifest import (
     refuse,
     steps,
 )
-from holdfast.checkpoint.storage.names import MANIFEST
-from holdfast.checkpoint.storage.rank_file import FileRecord
-from holdfast.checkpoint.storage.verify import verify
+from holdfast.checkpoint.storage.posix import PosixStorage
 from holdfast.errors import CheckpointError, NotThere, Refused, StorageError
 
 STEP = "step_000000500"

@@ -11,13 +11,25 @@ from faulty import FaultyDisk, no_space
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.state.layout import BLOCK_BYTES, Contents, Extent, Span, TensorItem
-from holdfast.checkpoint.storage import persist
-from holdfast.checkpoint.storage.backends import PosixStorage
-from holdfast.checkpoint.storage.digests import block_digests
-from holdfast.checkpoint.storage.names import MANIFEST
-from holdfast.checkpoint.storage.persist import extents_of, slices, write_file
-from holdfast.checkpoint.storage.rank_file import open_file, place, read_trailer
+from holdfast.checkpoint.state.layout import (
+    BLOCK_BYTES,
+    Contents,
+    Extent,
+    Span,
+    TensorItem,
+    block_digests,
+    offset_in_file,
+)
+from holdfast.checkpoint.storage import rank_file as persist
+from holdfast.checkpoint.storage.backends import MANIFEST
+from holdfast.checkpoint.storage.posix import PosixStorage
+from holdfast.checkpoint.storage.rank_file import (
+    extents_of,
+    open_file,
+    read_trailer,
+    slices,
+    write_file,
+)
 from holdfast.errors import Refused, StepTaken, StorageError
 
 WHERE = ("step_000000500", "__0_1.distcp")
@@ -84,8 +96,8 @@ def test_extents_fill_a_file_without_gaps(sizes: list[int], world: int, own: int
             assert extent.file_at == at
             at += extent.size
             written.update(range(extent.body_at, extent.body_at + extent.size))
-        assert not own or place(Span(0, own), extents) == 0
-        assert place(told.tail, extents) == at - told.tail.size
+        assert not own or offset_in_file(Span(0, own), extents) == 0
+        assert offset_in_file(told.tail, extents) == at - told.tail.size
     assert written == set(range(told.tail.end))
 
 

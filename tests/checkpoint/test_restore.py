@@ -352,7 +352,7 @@ class Memory:
     """A source that is bytes in memory, and never damaged."""
 
     def __init__(self, data: bytes) -> None:
-        from holdfast.checkpoint.storage.digests import block_digests
+        from holdfast.checkpoint.state.layout import block_digests
 
         self.name, self.size, self.data = "memory", len(data), data
         self.digests = block_digests(memoryview(data))

@@ -25,10 +25,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from worlds import end_world, left_in_shared_memory, run_world, start_world
 
 from holdfast.checkpoint.memory.image import Image
-from holdfast.checkpoint.storage.backends import PosixStorage
+from holdfast.checkpoint.storage.backends import step_directory
+from holdfast.checkpoint.storage.commit import verify
 from holdfast.checkpoint.storage.manifest import find_step, refuse
-from holdfast.checkpoint.storage.names import step_directory
-from holdfast.checkpoint.storage.verify import verify
+from holdfast.checkpoint.storage.posix import PosixStorage
 from holdfast.checkpoint.tickets import Result
 from holdfast.errors import CheckpointError
 from holdfast.worker.checkpointer import Checkpointer

@@ -17,8 +17,7 @@ from states import flip, small_blocks
 
 from holdfast.checkpoint.restore import verified_read as reading
 from holdfast.checkpoint.restore.verified_read import FileSource, Piece, Want, read
-from holdfast.checkpoint.state.layout import Span
-from holdfast.checkpoint.storage.digests import block_digests
+from holdfast.checkpoint.state.layout import Span, block_digests
 from holdfast.errors import Refused
 
 SIZE = 10_000

@@ -18,14 +18,13 @@ from torch import Tensor
 
 from holdfast.checkpoint.async_save import directory as plain
 from holdfast.checkpoint.state.capture import Captured, Position, capture
-from holdfast.checkpoint.state.layout import Contents, Span
-from holdfast.checkpoint.storage.backends import PosixStorage, Storage
+from holdfast.checkpoint.state.layout import Contents, FileRecord, Span
+from holdfast.checkpoint.storage.backends import MANIFEST, Storage, rank_file_name, step_directory
 from holdfast.checkpoint.storage.commit import commit
 from holdfast.checkpoint.storage.export import _save_tensors
 from holdfast.checkpoint.storage.manifest import refuse
-from holdfast.checkpoint.storage.names import MANIFEST, rank_file, step_directory
-from holdfast.checkpoint.storage.persist import extents_of, write_file
-from holdfast.checkpoint.storage.rank_file import FileRecord, RankFile
+from holdfast.checkpoint.storage.posix import PosixStorage
+from holdfast.checkpoint.storage.rank_file import RankFile, extents_of, write_file
 from holdfast.cli.main import main
 
 SHARED = torch.arange(100_000, dtype=torch.float32).reshape(100, 1000)
@@ -85,7 +84,7 @@ def write(
     span = as_shards(body, captured.contents) if sharded else captured.contents
     contents = msgspec.msgpack.decode(body[span.at : span.end], type=Contents)
     extents = extents_of(contents, rank, world_size, "slice")
-    where = (directory or step_directory(step), rank_file(rank, 1))
+    where = (directory or step_directory(step), rank_file_name(rank, 1))
     whose = (step, 1, rank, world_size)
     view = memoryview(body)
     return write_file(storage, *where, view, extents, span, *whose, lambda size: None)
@@ -421,7 +420,7 @@ import sys
 from holdfast.cli.main import main
 assert main(["ckpt", "ls", {str(root)!r}]) == 0
 assert main(["ckpt", "verify", {str(root)!r}, "--step", "300"]) == 0
-import holdfast.checkpoint.storage.retention, holdfast.checkpoint.storage.persist
+import holdfast.checkpoint.storage.retention, holdfast.checkpoint.storage.rank_file
 assert "torch" not in sys.modules and "numpy" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

@@ -27,8 +27,8 @@ import pytest
 from holdfast.checkpoint.memory.image import Image
 from holdfast.checkpoint.state.layout import Contents
 from holdfast.checkpoint.storage.backends import open_storage
+from holdfast.checkpoint.storage.commit import verify
 from holdfast.checkpoint.storage.manifest import steps
-from holdfast.checkpoint.storage.verify import verify
 
 from .harness import Run, cmdline, gone, wait_for
 

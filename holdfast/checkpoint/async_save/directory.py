@@ -21,19 +21,22 @@ from contextlib import AbstractContextManager
 from typing import Final
 
 from holdfast.checkpoint.dcp import metadata as dcp_metadata
-from holdfast.checkpoint.storage import names
+from holdfast.checkpoint.state.layout import FileRecord
 from holdfast.checkpoint.storage.backends import (
+    MANIFEST,
+    METADATA,
     Entry,
     Readable,
     Reader,
     Storage,
+    is_partial,
     open_storage,
+    rank_file_name,
     read_whole,
+    step_directory,
 )
 from holdfast.checkpoint.storage.commit import check_records, leftovers, read_back
 from holdfast.checkpoint.storage.manifest import MOST_BYTES, decoded, encoded, make_manifest
-from holdfast.checkpoint.storage.names import MANIFEST, METADATA, rank_file, step_directory
-from holdfast.checkpoint.storage.rank_file import FileRecord
 from holdfast.errors import CheckpointError, UsageError
 
 _OF_ROUND: Final = re.compile(r"\.?__[0-9]+_([0-9]+)\.distcp")
@@ -115,11 +118,11 @@ def open_either(where: str) -> Readable:
 def discard(at: str, rank: int, round: int) -> None:
     """Remove what a rank wrote for a save that came to nothing."""
     storage, directory = opened(at)
-    file = rank_file(rank, round)
+    file = rank_file_name(rank, round)
     mine = [
         entry.name
         for entry in storage.entries(directory)
-        if entry.name == file or (names.is_partial(entry.name) and f".{file}." in entry.name)
+        if entry.name == file or (is_partial(entry.name) and f".{file}." in entry.name)
     ]
     if mine:
         storage.remove(directory, mine)

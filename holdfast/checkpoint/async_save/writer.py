@@ -27,14 +27,13 @@ import torch
 import torch.distributed as dist
 
 from holdfast.checkpoint.async_save.directory import parent_and_name
-from holdfast.checkpoint.memory.collector import collector_off
+from holdfast.checkpoint.memory.copying import collector_off
 from holdfast.checkpoint.memory.image_home import ImageHome
-from holdfast.checkpoint.memory.slots import Copy, Slots
+from holdfast.checkpoint.memory.slots import Copy, Guard, Slots
 from holdfast.checkpoint.restore.load import captured_entry
 from holdfast.checkpoint.saves import Carrying, Save
 from holdfast.checkpoint.state.capture import Captured, Layout, Position, capture
-from holdfast.checkpoint.state.guard import Guard
-from holdfast.checkpoint.storage import names
+from holdfast.checkpoint.storage.backends import step_of
 from holdfast.checkpoint.store_meeting import Meeting
 from holdfast.errors import UsageError
 
@@ -137,7 +136,7 @@ class AsyncWriter:
 
     def _position(self, at: str) -> Position:
         """Each save is a round of its own: no two ever write the same file."""
-        step = names.step_of(at.rpartition("/")[2]) or 0
+        step = step_of(at.rpartition("/")[2]) or 0
         round = self._meeting.began_us + self._saves
         return Position(step, round, self._meeting.rank, self._meeting.world_size)
 

@@ -1,10 +1,10 @@
-"""Reads the `.metadata` of a checkpoint that plain `torch.distributed.checkpoint` saved, without torch.
+"""Finds checkpoints that plain `torch.distributed.checkpoint` saved, and reads their `.metadata`.
 
-The file is a pickle, a pickle is a program, and Python's unpickler imports and calls whatever the
-program names. This reader imports nothing: names are looked up in a table, calling a name builds a
-`_Pickled` (the arguments and the state that the pickle has for an object), and opcodes without use here
-are refused. What comes out is then checked field by field: each tensor with its chunks, each value, and
-for each the bytes of a file inside the checkpoint's directory.
+It needs no torch. The file is a pickle, a pickle is a program, and Python's unpickler imports and calls
+whatever the program names. This reader imports nothing: names are looked up in a table, calling a name
+builds a `_Pickled` (the arguments and the state that the pickle has for an object), and opcodes without
+use here are refused. What comes out is then checked field by field: each tensor with its chunks, each
+value, and for each the bytes of a file inside the checkpoint's directory.
 
 A small file cannot cost much either. The memo is a dict, not an array that one large index would blow
 up; only what `_key` returns is ever hashed (hashing a deeply nested tuple overflows the C stack); and a
@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any, ClassVar, Final
@@ -24,6 +26,7 @@ from typing import Any, ClassVar, Final
 from msgspec import Struct
 
 from holdfast.checkpoint.dcp.records import ELEMENT_BYTES
+from holdfast.checkpoint.storage.backends import MANIFEST, METADATA, Readable, read_whole, step_of
 from holdfast.errors import CheckpointError
 
 Sizes = tuple[int, ...]
@@ -85,6 +88,81 @@ def read_metadata(data: bytes, limit_bytes: int = LIMIT_BYTES) -> ForeignCheckpo
         return _checkpoint(_object(_unpickled(data), "Metadata"))
     except CheckpointError as error:
         raise CheckpointError(f".metadata cannot be used: {error}") from error
+
+
+# ---- where they are ------------------------------------------------------------------------------
+
+_STEP: Final = re.compile(r"(?:.*step|checkpoint|ckpt)?[-_=]?([0-9]{1,18})", re.IGNORECASE)
+"""Directory names that have a step's number: `500`, `step-500`, `global_step500`, `checkpoint-500`."""
+
+
+@dataclass(frozen=True)
+class PlainCheckpoint:
+    """A directory that plain `torch.distributed.checkpoint` wrote."""
+
+    storage: Readable
+    directory: str
+    """Its path in the storage; empty if it is the storage's root."""
+    step: int | None
+    """The number that its name ends in; None if it ends in none."""
+
+    @property
+    def where(self) -> str:
+        return self.storage.where(self.directory)
+
+    def path(self, name: str) -> str:
+        return f"{self.directory}/{name}" if self.directory else name
+
+    def metadata(self) -> ForeignCheckpoint:
+        try:
+            return read_metadata(read_whole(self.storage, self.path(METADATA), LIMIT_BYTES))
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.where}: {error}") from None
+
+    def size(self) -> int:
+        """Bytes of all tensors and values."""
+        found = self.metadata()
+        places = [chunk.place for tensor in found.tensors.values() for chunk in tensor.chunks]
+        return sum(place.size for place in (*places, *found.values.values()))
+
+
+def find_plain(storage: Readable) -> list[PlainCheckpoint]:
+    """List the plain checkpoints in a directory, newest first: itself, or its subdirectories.
+
+    What Holdfast wrote is not among them, whole or not: `restore` has other ways to it.
+    """
+    entries = storage.entries("")
+    names = [entry.name for entry in entries]
+    if METADATA in names:
+        return [] if _is_ours(storage.where(""), names) else [_plain(storage, "")]
+    found = []
+    for entry in entries:
+        if entry.kind == "directory":
+            inside = [one.name for one in storage.entries(entry.name)]
+            if METADATA in inside and not _is_ours(entry.name, inside):
+                found.append(_plain(storage, entry.name))
+    return sorted(found, key=lambda one: -1 if one.step is None else one.step, reverse=True)
+
+
+def newest_plain(storage: Readable) -> PlainCheckpoint | None:
+    """Return the plain checkpoint to start from; refuse to guess among several without a number."""
+    found = find_plain(storage)
+    if len(found) > 1 and found[0].step is None:
+        listed = ", ".join(one.where for one in found[:4])
+        raise CheckpointError(
+            f"several checkpoints, none with a step in its name: {listed}; name one"
+        )
+    return found[0] if found else None
+
+
+def _is_ours(where: str, names: list[str]) -> bool:
+    directory = where.rstrip("/").rpartition("/")[2]
+    return step_of(directory) is not None or any(name.startswith(MANIFEST) for name in names)
+
+
+def _plain(storage: Readable, directory: str) -> PlainCheckpoint:
+    match = _STEP.fullmatch(storage.where(directory).rstrip("/").rpartition("/")[2])
+    return PlainCheckpoint(storage, directory, int(match[1]) if match else None)
 
 
 # ---- the pickle ---------------------------------------------------------------------------------

@@ -17,7 +17,14 @@ from math import prod
 from typing import Final, NamedTuple
 
 from holdfast.checkpoint.dcp import records as op
-from holdfast.checkpoint.state.layout import Contents, Extent, Kind, Span, TensorItem
+from holdfast.checkpoint.state.layout import (
+    Contents,
+    Extent,
+    Kind,
+    Span,
+    TensorItem,
+    offset_in_file,
+)
 from holdfast.errors import CheckpointError
 
 File = tuple[str, Contents, Sequence[Extent]]
@@ -115,41 +122,28 @@ def metadata(contents: Sequence[File]) -> bytes:
     return _Pickle().of(found)
 
 
-class _Places:
-    """Where the bytes of a body are in a file."""
-
-    def __init__(self, extents: Sequence[Extent]) -> None:
-        self._runs = [(e.body_at, e.body_at + e.size, e.file_at - e.body_at) for e in extents]
-
-    def of(self, framed: Span) -> int | None:
-        for begin, end, shift in self._runs:
-            if begin <= framed.at and framed.at + framed.size <= end:
-                return framed.at + shift
-        return None
-
-
 def _found(files: Sequence[File]) -> _Found:
     found = _Found({}, {}, {})
     for path, contents, extents in files:
         if contents.rank == files[0][1].rank:
-            _find_values(found, path, contents, _Places(extents))
+            _find_values(found, path, contents, extents)
     for path, contents, extents in files:
-        _find_tensors(found, path, contents, _Places(extents))
+        _find_tensors(found, path, contents, extents)
     return found
 
 
-def _find_values(found: _Found, path: str, contents: Contents, places: _Places) -> None:
+def _find_values(found: _Found, path: str, contents: Contents, extents: Sequence[Extent]) -> None:
     for value in contents.values:
-        at = places.of(value.framed)
+        at = offset_in_file(value.framed, extents)
         if at is not None:
             found.values.setdefault(value.name, (path, Span(at, value.framed.size)))
 
 
-def _find_tensors(found: _Found, path: str, contents: Contents, places: _Places) -> None:
+def _find_tensors(found: _Found, path: str, contents: Contents, extents: Sequence[Extent]) -> None:
     for name, its_path in contents.paths:
         found.paths.setdefault(name, its_path)
     for item in contents.items:
-        at = places.of(item.framed)
+        at = offset_in_file(item.framed, extents)
         for name in (item.name, *item.also):
             if name in found.values:
                 continue

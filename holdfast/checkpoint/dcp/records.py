@@ -16,7 +16,7 @@ uses): a tensor that begins aligned has its raw bytes aligned.
 
 Torch cannot read back what it writes in this format for dtypes younger than its typed storages
 (float8, uint16, ...): it looks for the dtype of an untyped storage, which has none. Here the bytes go
-into a byte storage, and the dtype is named where the tensor is rebuilt; every torch since 2.3 reads that.
+into a byte storage, and the dtype is named where the tensor is rebuilt; torch 2.3 and later read that.
 
 The pickles are written opcode by opcode, because there is no torch here whose objects could be pickled.
 A pickle is a program for a stack machine; each function below returns a piece of such a program that

@@ -19,15 +19,17 @@ from holdfast.checkpoint.keeper.progress import Movement
 from holdfast.checkpoint.keeper.shortage import Shortage
 from holdfast.checkpoint.memory.image import Image, Record
 from holdfast.checkpoint.memory.images import Images
-from holdfast.checkpoint.state.layout import Contents
+from holdfast.checkpoint.state.layout import Contents, FileRecord, block_digests
 from holdfast.checkpoint.storage import retention
-from holdfast.checkpoint.storage.backends import Storage, open_storage
+from holdfast.checkpoint.storage.backends import (
+    Storage,
+    open_storage,
+    rank_file_name,
+    step_directory,
+)
 from holdfast.checkpoint.storage.commit import AlreadyCommitted, commit
-from holdfast.checkpoint.storage.digests import block_digests
 from holdfast.checkpoint.storage.manifest import steps
-from holdfast.checkpoint.storage.names import rank_file, step_directory
-from holdfast.checkpoint.storage.persist import extents_of, write_file
-from holdfast.checkpoint.storage.rank_file import FileRecord
+from holdfast.checkpoint.storage.rank_file import extents_of, write_file
 from holdfast.errors import HoldfastError, Refused, StepTaken
 from holdfast.messages.checkpoints import ImageId, Shard, StoredStep
 from holdfast.messages.keeper import Commit, Done, FailWrites, Look, Open, ShardsDone, Stored, Write
@@ -140,7 +142,7 @@ class Filing:
         written = write_file(
             storage,
             directory,
-            rank_file(rank, snapshot.round, 0 if order.at else self._job_number),
+            rank_file_name(rank, snapshot.round, 0 if order.at else self._job_number),
             image.body,
             extents,
             record.contents,

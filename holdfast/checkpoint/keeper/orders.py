@@ -24,8 +24,7 @@ from holdfast.checkpoint.keeper.files import Filing
 from holdfast.checkpoint.keeper.progress import Movement
 from holdfast.checkpoint.memory.images import Images, id_of
 from holdfast.checkpoint.replicas.server import ReplicaServer
-from holdfast.checkpoint.state.layout import Contents
-from holdfast.checkpoint.storage.digests import digest
+from holdfast.checkpoint.state.layout import Contents, digest
 from holdfast.errors import HoldfastError
 from holdfast.messages.checkpoints import ImageId, Sealed
 from holdfast.messages.keeper import (

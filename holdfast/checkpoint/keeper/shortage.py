@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 
-from holdfast.checkpoint.storage.disk import storage_error
+from holdfast.checkpoint.storage.posix import storage_error
 
 
 class Shortage:

@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import itertools
 import os
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from concurrent.futures import Executor, wait
+from contextlib import contextmanager
 from functools import partial
 from operator import itemgetter
 
@@ -272,3 +274,17 @@ class _Batch:
 
     def forget(self, image: int) -> None:
         self._to.pop(image, None)
+
+
+# ---- the garbage collector -----------------------------------------------------------------------
+
+
+@contextmanager
+def collector_off() -> Iterator[None]:
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

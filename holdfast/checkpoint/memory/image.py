@@ -34,8 +34,14 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
-from holdfast.checkpoint.state.layout import Span, aligned, blocks_of
-from holdfast.checkpoint.storage.digests import DIGEST_BYTES, block_digests, digest
+from holdfast.checkpoint.state.layout import (
+    DIGEST_BYTES,
+    Span,
+    aligned,
+    block_digests,
+    blocks_of,
+    digest,
+)
 from holdfast.errors import Refused, StorageError
 from holdfast.kernel import Mapping
 

@@ -17,12 +17,86 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Protocol
+
+from msgspec import Meta, Struct
 
 from holdfast.checkpoint.memory.image import Image, Record
-from holdfast.checkpoint.memory.image_store import Held, Outline, Place
+from holdfast.checkpoint.state.layout import Span
 from holdfast.errors import CheckpointError, Refused
 from holdfast.messages.checkpoints import ImageId, SnapshotId
 from holdfast.messages.units import Rank, RoundNumber, StepNumber
+
+
+class Outline(Struct, frozen=True):
+    """All there is to know of an image before its bytes."""
+
+    id: ImageId
+    size: Annotated[int, Meta(ge=1, le=1 << 53)]
+    """Bytes of the body."""
+    digests: bytes
+    """16 bytes for each block of the body."""
+    contents: Span
+    """Where in the body it says what is where."""
+
+
+class Held(Struct):
+    """An image that can be sent. Its descriptor stays open until it is released."""
+
+    id: ImageId
+    fd: int
+    body_at: int
+    """Where in the file the body begins."""
+    size: int
+    digests: bytes
+    contents: Span
+
+    @property
+    def view(self) -> memoryview | None:
+        """The body, where a store has it mapped."""
+        return None
+
+    @property
+    def outline(self) -> Outline:
+        return Outline(self.id, self.size, self.digests, self.contents)
+
+
+class IncomingImage(Struct):
+    """Room for an image that is on its way in. A store has a subclass that knows where it is."""
+
+    id: ImageId
+    size: int
+    digests: bytes
+    contents: Span
+
+    @property
+    def view(self) -> memoryview:
+        """The body, mapped; its memory is there."""
+        raise NotImplementedError
+
+
+class ImageStore(Protocol):
+    """A node's images. Its methods are called from several threads at once."""
+
+    def find(self, id: ImageId) -> Held | None:
+        """The image, which the caller releases; None when it is not here."""
+
+    def release(self, held: Held) -> None:
+        """The caller has done with it."""
+
+    def place(self, outline: Outline) -> IncomingImage:
+        """Make room; StorageError or OSError when there is none. Memory that is used again is filled
+        twice as fast."""
+
+    def complete(self, place: IncomingImage) -> Held:
+        """All of it is there and verified: from now on it can be found. The caller releases it. If
+        this fails, the place is still to be dropped."""
+
+    def drop(self, place: IncomingImage) -> None:
+        """It will not become complete; nobody writes to it any more."""
+
+
+# ---- the files -----------------------------------------------------------------------------------
 
 COPIES = 2
 
@@ -41,7 +115,7 @@ def _copy_stem(id: ImageId) -> str:
     return f"{id.snapshot.checkpointer}-{id.rank}-copy"
 
 
-class _Place(Place):
+class _IncomingFile(IncomingImage):
     image: Image
     fd: int
 
@@ -50,7 +124,7 @@ class _Place(Place):
         return self.image.body[: self.size]
 
 
-class _Held(Held):
+class _HeldFile(Held):
     image: Image | None = None
 
     @property
@@ -65,7 +139,7 @@ class _Open:
 
 
 class Images:
-    """A shelf (see `shelf`) over a directory. Its methods may be called from any thread."""
+    """A store (see `store`) over a directory. Its methods may be called from any thread."""
 
     def __init__(
         self, directory: Path, received: Callable[[ImageId], None] = lambda image: None
@@ -158,7 +232,7 @@ class Images:
             if record.checkpointer == checkpointer and outdated and not image.pinned:
                 path.unlink(missing_ok=True)
 
-    # ---- the shelf ----
+    # ---- the store ----
 
     def find(self, id: ImageId) -> Held | None:
         found = self.sealed(id)
@@ -166,17 +240,17 @@ class Images:
             return None
         image, record, _, digests = found
         fd = os.open(image.path, os.O_RDONLY | os.O_CLOEXEC)
-        return _Held(id, fd, image.body_at, record.size, digests, record.contents, image)
+        return _HeldFile(id, fd, image.body_at, record.size, digests, record.contents, image)
 
     def release(self, held: Held) -> None:
         os.close(held.fd)
 
-    def place(self, outline: Outline) -> Place:
+    def place(self, outline: Outline) -> IncomingImage:
         with self._placing:
             image = self._room(outline.id, outline.size)
         fd = os.open(image.path, os.O_RDWR | os.O_CLOEXEC)
         o = outline
-        return _Place(o.id, o.size, o.digests, o.contents, image, fd)
+        return _IncomingFile(o.id, o.size, o.digests, o.contents, image, fd)
 
     def _room(self, id: ImageId, size: int) -> Image:
         stem = _copy_stem(id)
@@ -199,8 +273,8 @@ class Images:
             self._open[path] = _Open(image, os.stat(path).st_ino)
         return image
 
-    def complete(self, place: Place) -> Held:
-        assert isinstance(place, _Place)
+    def complete(self, place: IncomingImage) -> Held:
+        assert isinstance(place, _IncomingFile)
         id = place.id
         record = Record(
             checkpointer=id.snapshot.checkpointer,
@@ -216,10 +290,10 @@ class Images:
         self._filling.discard(place.image.path)
         self._received(id)
         p = place
-        return _Held(id, p.fd, p.image.body_at, p.size, p.digests, p.contents, p.image)
+        return _HeldFile(id, p.fd, p.image.body_at, p.size, p.digests, p.contents, p.image)
 
-    def drop(self, place: Place) -> None:
-        assert isinstance(place, _Place)
+    def drop(self, place: IncomingImage) -> None:
+        assert isinstance(place, _IncomingFile)
         os.close(place.fd)
         place.image.path.unlink(missing_ok=True)
         self._filling.discard(place.image.path)

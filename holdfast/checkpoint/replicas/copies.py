@@ -15,37 +15,193 @@ What can go wrong, and who can do something about it:
     Refused         the image changed while it was sent: send the newer one
     StorageError    no room for it, there or here
     NotThere        (a StorageError) the peer does not have it: try another peer
+
+An image on its way, over several connections at once.
+
+One connection seldom fills a fast network, so an image is moved in shares, each a run of its blocks
+on a connection and in a thread of its own. Two rules keep that safe. Every block is claimed by one
+connection and no other: what was verified is never written again. And a place is settled, complete or
+given up, only once the last connection that might write to it has left.
+
+Bytes are received straight into the place, whose memory is there already, and hashed while they are
+still in the processor's cache.
+
+What is wrong with one connection is wrong with the whole image: the first error counts, cuts the
+others off at once, and is what the caller hears.
 """
 
 from __future__ import annotations
 
 import ssl
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Final
 
+import xxhash
 from msgspec import Struct
 
-from holdfast.checkpoint.memory.image_store import Held, Outline, Place, Shelf
-from holdfast.checkpoint.replicas.connection import STALL_S, Connection
-from holdfast.checkpoint.replicas.messages import (
+from holdfast.checkpoint.memory.images import Held, ImageStore, IncomingImage, Outline
+from holdfast.checkpoint.replicas.protocol import (
+    CHUNK_BYTES,
+    STALL_S,
     Arrived,
+    Connection,
     Go,
     Kept,
-    Part,
     Pull,
     Push,
+    PushedBlocks,
     Request,
     Sending,
     sealed,
     stretches,
     unsealed,
 )
-from holdfast.checkpoint.replicas.transfer import Incoming, Transfer, shares
-from holdfast.checkpoint.state.layout import BLOCK_BYTES, blocks_of
-from holdfast.errors import Cancelled, HoldfastError, Refused, StorageError, WireError
+from holdfast.checkpoint.state.layout import BLOCK_BYTES, blocks_of, digest_of
+from holdfast.errors import (
+    BadFrame,
+    Cancelled,
+    HoldfastError,
+    Refused,
+    StorageError,
+    WireError,
+)
 from holdfast.messages.checkpoints import ImageId
+
+LEAST_SHARE: Final = 4
+"""Blocks for which a connection of their own is worth while."""
+
+
+class Transfer:
+    """The connections of one transfer. Any thread may cancel it, at any time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._connections: set[Connection] = set()
+        self.cancelled = False
+        self.incoming: Incoming | None = None
+        """What comes in by it, once that is known."""
+
+    @property
+    def done(self) -> float:
+        """Which part of what comes in is there."""
+        return self.incoming.done if self.incoming is not None else 0.0
+
+    def cancel(self) -> None:
+        """Cut it off now: what waits on a connection of it is woken, and no new one is begun."""
+        with self._lock:
+            self.cancelled = True
+            for connection in self._connections:
+                connection.cut()
+
+    @contextmanager
+    def carried_by(self, connection: Connection) -> Iterator[None]:
+        with self._lock:
+            if self.cancelled:
+                raise Cancelled(f"{connection.peer}: the transfer was cancelled")
+            self._connections.add(connection)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._connections.discard(connection)
+
+
+class Incoming:
+    """An image that is being received into its place."""
+
+    def __init__(self, place: IncomingImage) -> None:
+        self.place = place
+        self._unclaimed = set(range(blocks_of(place.size)))
+        self._missing = len(self._unclaimed)
+        self._writers = 0
+        self._error: HoldfastError | None = None
+        self._streams = Transfer()
+        self._changed = threading.Condition()
+
+    def receive(self, connection: Connection, blocks: Sequence[int]) -> bool:
+        """Take these blocks from a connection and verify them; False when they did not all come."""
+        self._claim(blocks)
+        try:
+            with self._streams.carried_by(connection):
+                self._take(connection, blocks)
+            return True
+        except HoldfastError as error:
+            self.fail(error)
+        finally:
+            with self._changed:
+                self._writers -= 1
+                self._changed.notify_all()
+        return False
+
+    @property
+    def done(self) -> float:
+        return 1.0 - self._missing / blocks_of(self.place.size)
+
+    def fail(self, error: HoldfastError) -> None:
+        """It will not become whole."""
+        # The error outlives this; its traceback would keep what points into the place.
+        error.__traceback__ = None
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+        self._streams.cancel()
+
+    def settle(self, idle_s: float) -> None:
+        """Return when all is there and verified; raise what prevented it. Then nobody writes.
+
+        An image that no connection carries is given up after that many seconds.
+        """
+        with self._changed:
+            while self._missing and self._error is None:
+                if not self._changed.wait(idle_s) and not self._writers:
+                    self._error = WireError(f"no blocks came for {idle_s:.3g} s")
+            self._unclaimed.clear()
+            while self._writers:
+                self._changed.wait()
+            if self._error is not None:
+                raise self._error
+
+    def _claim(self, blocks: Sequence[int]) -> None:
+        with self._changed:
+            if not self._unclaimed.issuperset(blocks):
+                raise BadFrame("blocks that are not wanted, or that another connection brings")
+            self._unclaimed.difference_update(blocks)
+            self._writers += 1
+
+    def _take(self, connection: Connection, blocks: Sequence[int]) -> None:
+        place = self.place
+        for block in blocks:
+            hashed = xxhash.xxh3_128()
+            end = min((block + 1) * BLOCK_BYTES, place.size)
+            for at in range(block * BLOCK_BYTES, end, CHUNK_BYTES):
+                length = min(CHUNK_BYTES, end - at)
+                # Released at once: who unmaps the place later must find nothing that points there.
+                with place.view as body, body[at : at + length] as chunk:
+                    connection.fill(chunk)
+                    hashed.update(chunk)
+            if hashed.digest() != digest_of(place.digests, block):
+                raise Refused(f"{name_of(place)}: block {block} changed while it was sent")
+            with self._changed:
+                self._missing -= 1
+                self._changed.notify_all()
+
+
+def name_of(image: IncomingImage) -> str:
+    snapshot = image.id.snapshot
+    return f"rank {image.id.rank}, step {snapshot.step}, round {snapshot.round}"
+
+
+def shares(blocks: Sequence[int], streams: int) -> list[Sequence[int]]:
+    """The blocks in runs of about the same length, one for each connection."""
+    count = max(1, min(streams, len(blocks) // LEAST_SHARE))
+    bounds = [len(blocks) * index // count for index in range(count + 1)]
+    return [blocks[bounds[i] : bounds[i + 1]] for i in range(count)]
+
+
+# ---- asking a peer -------------------------------------------------------------------------------
 
 _SLOWEST_ALLOCATION: Final = 200e6
 """Bytes a second at which a peer makes room, at worst."""
@@ -59,7 +215,7 @@ class Peer(Struct, frozen=True):
     port: int
 
 
-class Limits(Struct, frozen=True, kw_only=True):
+class TransferLimits(Struct, frozen=True, kw_only=True):
     """What a transfer may use, and how long it waits."""
 
     stall_s: float = STALL_S
@@ -68,7 +224,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     """Connections for a large image."""
 
 
-USUAL: Final = Limits()
+USUAL: Final = TransferLimits()
 
 
 class _Call(Struct, frozen=True):
@@ -77,7 +233,7 @@ class _Call(Struct, frozen=True):
     peer: Peer
     token: str
     tls: ssl.SSLContext | None
-    limits: Limits
+    limits: TransferLimits
     transfer: Transfer
 
     @contextmanager
@@ -111,7 +267,7 @@ def push(
     token: str,
     tls: ssl.SSLContext | None,
     held: Held,
-    limits: Limits = USUAL,
+    limits: TransferLimits = USUAL,
     transfer: Transfer | None = None,
 ) -> None:
     """Copy an image to a peer. When this returns, the peer has all of it, verified."""
@@ -129,7 +285,7 @@ def push(
 
 def _send(call: _Call, data: Transfer, transfer: str, held: Held, run: Sequence[int]) -> None:
     at, end = run[0] * BLOCK_BYTES, min((run[-1] + 1) * BLOCK_BYTES, held.size)
-    part = Part(transfer=transfer, blocks=stretches(run))
+    part = PushedBlocks(transfer=transfer, blocks=stretches(run))
     with call.request(part) as connection, data.carried_by(connection):
         connection.send_part(held, at, end)
         connection.expect(Arrived)
@@ -161,8 +317,8 @@ def pull(
     token: str,
     tls: ssl.SSLContext | None,
     image: ImageId,
-    shelf: Shelf,
-    limits: Limits = USUAL,
+    store: ImageStore,
+    limits: TransferLimits = USUAL,
     transfer: Transfer | None = None,
 ) -> Held:
     """Fetch an image from a peer."""
@@ -170,11 +326,11 @@ def pull(
     with call.told(), ExitStack() as undo:
         with call.request(Pull(image=image, blocks=())) as connection:
             outline = outline_of(image, connection)
-        place = _room(shelf, outline)
-        undo.callback(shelf.drop, place)
+        place = _room(store, outline)
+        undo.callback(store.drop, place)
         incoming = call.transfer.incoming = Incoming(place)
         _fetch(call, outline, incoming)
-        held = shelf.complete(place)
+        held = store.complete(place)
         undo.pop_all()
     return held
 
@@ -187,9 +343,9 @@ def outline_of(image: ImageId, connection: Connection) -> Outline:
     return outline
 
 
-def _room(shelf: Shelf, outline: Outline) -> Place:
+def _room(store: ImageStore, outline: Outline) -> IncomingImage:
     try:
-        return shelf.place(outline)
+        return store.place(outline)
     except OSError as error:
         raise StorageError(f"no room for an image of {outline.size} bytes: {error}") from None
 

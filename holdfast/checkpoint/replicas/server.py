@@ -25,19 +25,21 @@ from contextlib import ExitStack
 from time import monotonic
 from typing import Final
 
-from holdfast.checkpoint.memory.image_store import Held, Outline, Shelf
-from holdfast.checkpoint.replicas.connection import STALL_S, Connection
-from holdfast.checkpoint.replicas.messages import (
+from holdfast.checkpoint.memory.images import Held, ImageStore, Outline
+from holdfast.checkpoint.replicas.copies import Incoming
+from holdfast.checkpoint.replicas.protocol import (
     PROTOCOL,
+    STALL_S,
     Arrived,
+    Connection,
     Go,
-    Hello,
     Kept,
     Missing,
     More,
-    Part,
+    PeerHello,
     Pull,
     Push,
+    PushedBlocks,
     Queued,
     Request,
     Sending,
@@ -47,7 +49,6 @@ from holdfast.checkpoint.replicas.messages import (
     stretches,
     unsealed,
 )
-from holdfast.checkpoint.replicas.transfer import Incoming
 from holdfast.checkpoint.state.layout import BLOCK_BYTES
 from holdfast.errors import HoldfastError, WireError, WrongProtocol, WrongToken
 from holdfast.wire.framing import FrameDecoder
@@ -64,19 +65,19 @@ _BREATH_S: Final = 0.1
 
 
 class ReplicaServer:
-    """Serves a shelf on a listening socket, from `start` to `close`."""
+    """Serves a store on a listening socket, from `start` to `close`."""
 
     def __init__(
         self,
         listener: socket.socket,
         token: str,
-        shelf: Shelf,
+        store: ImageStore,
         tls: ssl.SSLContext | None = None,
         stall_s: float = STALL_S,
     ) -> None:
         self._listener = listener
         self._token = token
-        self._shelf = shelf
+        self._store = store
         self._tls = tls
         self._stall_s = stall_s
         self._lock = threading.Lock()
@@ -159,7 +160,7 @@ class ReplicaServer:
     def _greet(self, connection: Connection) -> None:
         deadline = monotonic() + HELLO_LIMIT_S
         connection.begin(self._tls, server_side=True, limit_s=HELLO_LIMIT_S)
-        hello = connection.receive(FrameDecoder(Hello, HELLO_BYTES), deadline - monotonic())
+        hello = connection.receive(FrameDecoder(PeerHello, HELLO_BYTES), deadline - monotonic())
         if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
             raise WrongToken("its token is not this job's")
         if hello.protocol != PROTOCOL:
@@ -173,7 +174,7 @@ class ReplicaServer:
     def _answer(self, connection: Connection) -> None:
         requests = FrameDecoder[Request](Request)  # type: ignore[arg-type]
         request = connection.receive(requests, self._stall_s)
-        if isinstance(request, Part):
+        if isinstance(request, PushedBlocks):
             self._take(connection, request)
             return
         self._await_turn(connection)
@@ -212,13 +213,13 @@ class ReplicaServer:
 
     def _place(self, connection: Connection, outline: Outline) -> None:
         """Receive an image and make it visible, or leave nothing of it."""
-        place = self._shelf.place(outline)
+        place = self._store.place(outline)
         with ExitStack() as undo:
-            undo.callback(self._shelf.drop, place)
+            undo.callback(self._store.drop, place)
             self._gather(connection, Incoming(place))
-            held = self._shelf.complete(place)
+            held = self._store.complete(place)
             undo.pop_all()
-        self._shelf.release(held)
+        self._store.release(held)
 
     def _gather(self, connection: Connection, incoming: Incoming) -> None:
         """Let the parts come in; return when all are there."""
@@ -235,7 +236,7 @@ class ReplicaServer:
             with self._lock:
                 del self._incoming[transfer]
 
-    def _take(self, connection: Connection, part: Part) -> None:
+    def _take(self, connection: Connection, part: PushedBlocks) -> None:
         with self._lock:
             incoming = self._incoming.get(part.transfer)
         if incoming is None:
@@ -244,7 +245,7 @@ class ReplicaServer:
             connection.send(Arrived())
 
     def _give(self, connection: Connection, pull: Pull) -> None:
-        held = self._shelf.find(pull.image)
+        held = self._store.find(pull.image)
         if held is None:
             connection.send(Missing())
             return
@@ -256,7 +257,7 @@ class ReplicaServer:
                 blocks = connection.receive(more, self._stall_s).blocks
                 self._send(connection, held, blocks_in(blocks, held.size))
         finally:
-            self._shelf.release(held)
+            self._store.release(held)
 
     def _send(self, connection: Connection, held: Held, blocks: Sequence[int]) -> None:
         for first, last in stretches(blocks):

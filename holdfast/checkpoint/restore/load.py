@@ -28,7 +28,7 @@ from torch.nn.parameter import is_lazy
 from holdfast.checkpoint.memory.copying import raw
 from holdfast.checkpoint.restore.verified_read import PIECE_BYTES, Piece, Source, Want, read
 from holdfast.checkpoint.state.capture import flattened, unique_names
-from holdfast.checkpoint.state.layout import Contents, Extent, Span, TensorItem
+from holdfast.checkpoint.state.layout import Contents, Extent, Span, TensorItem, offset_in_file
 from holdfast.checkpoint.state.skeleton import assemble, tensor_types
 from holdfast.errors import CheckpointError, HoldfastError, Refused
 
@@ -44,11 +44,9 @@ class Stored:
     extents: tuple[Extent, ...]
 
     def at(self, span: Span) -> Span | None:
-        """Where a stretch of the body is in the source; None when it is not there."""
-        for extent in self.extents:
-            if extent.body_at <= span.at and span.end <= extent.body_at + extent.size:
-                return Span(span.at - extent.body_at + extent.file_at, span.size)
-        return None
+        """Return where a range of the body is in the source; None if it is not there."""
+        at = offset_in_file(span, self.extents)
+        return None if at is None else Span(at, span.size)
 
 
 def open_stored(source: Source, contents: Span, extents: tuple[Extent, ...]) -> Stored:
@@ -87,8 +85,9 @@ def load(
     """
     mine = stored[rank % len(stored)]
     for name, entry in state.items():
-        if isinstance(entry, torch.optim.Optimizer):
-            _ready_optimizer(entry, name, mine.contents)
+        saved = any(item.name.startswith(f"{name}.state.") for item in mine.contents.items)
+        if saved and isinstance(entry, torch.optim.Optimizer) and _is_sharded(entry):
+            make_optimizer_state(entry, name)
     live = {name: captured_entry(entry, name) for name, entry in state.items()}
     loose = {name for name, entry in state.items() if not isinstance(entry, _OF_FIXED_SHAPES)}
     loading = _Loading(*_by_name(live, loose), stored, mine)
@@ -96,6 +95,11 @@ def load(
     _check_names(state, live, tree)
     for reading in loading.readings.values():
         read(reading.source, reading.wants, threads, reading.pieces)
+    give_back(state, tree)
+
+
+def give_back(state: dict[str, Any], tree: dict[str, Any]) -> None:
+    """Hand each entry of a state what was restored for it."""
     for name, entry in state.items():
         if hasattr(entry, "load_state_dict"):
             _called(name, "load_state_dict", partial(entry.load_state_dict, tree[name]))
@@ -218,7 +222,7 @@ class _Loading:
             local: torch.Tensor = getattr(target, "_local_tensor", target)
             if len(targets) == 1 or local.data_ptr() not in filled:
                 filled.add(local.data_ptr())
-                self._fill(item, local, _offsets(target))
+                self._fill(item, local, offsets_of(target))
         return targets[0]
 
     def _put(self, item: TensorItem, live: torch.Tensor) -> bool:
@@ -270,11 +274,11 @@ class _Loading:
         seen = set()
         for stored, part in self._parts(item.name):
             where = stored.at(part.raw)
-            overlap = _overlap(part.offsets, part.sizes, offsets, sizes)
-            if where is not None and overlap is not None and part.offsets not in seen:
+            shared = overlap(part.offsets, part.sizes, offsets, sizes)
+            if where is not None and shared is not None and part.offsets not in seen:
                 seen.add(part.offsets)
                 self._want(stored, where, part, local, offsets)
-                missing -= prod(stop - start for start, stop in overlap)
+                missing -= prod(stop - start for start, stop in shared)
         if missing:
             what = f"{missing} of {prod(sizes)} elements are stored nowhere"
             raise CheckpointError(f"{item.name}: {what}")
@@ -353,19 +357,28 @@ def _indirect(where: Span, part: TensorItem, local: torch.Tensor, offsets: tuple
         return _memory(held[0])
 
     def copy() -> None:
-        source = held.pop()
-        overlap = _overlap(part.offsets, part.sizes, offsets, tuple(local.shape))
-        assert overlap is not None
-        target = local.detach()
-        for axis, (start, stop) in enumerate(overlap):
-            target = target.narrow(axis, start - offsets[axis], stop - start)
-            source = source.narrow(axis, start - part.offsets[axis], stop - start)
-        target.copy_(source)
+        copy_overlap(held.pop(), part.offsets, local, offsets)
 
     return Want(where, make, copy)
 
 
-def _overlap(
+def copy_overlap(
+    source: torch.Tensor,
+    source_at: tuple[int, ...],
+    target: torch.Tensor,
+    target_at: tuple[int, ...],
+) -> None:
+    """Copy the region that two parts of one tensor have in common; each is given with its offsets."""
+    target = target.detach()
+    region = overlap(source_at, tuple(source.shape), target_at, tuple(target.shape))
+    assert region is not None
+    for axis, (start, stop) in enumerate(region):
+        target = target.narrow(axis, start - target_at[axis], stop - start)
+        source = source.narrow(axis, start - source_at[axis], stop - start)
+    target.copy_(source)
+
+
+def overlap(
     at: tuple[int, ...], sizes: tuple[int, ...], to: tuple[int, ...], wanted: tuple[int, ...]
 ) -> list[tuple[int, int]] | None:
     """Where two regions meet, axis by axis; None when they do not, or have nothing in them.
@@ -385,7 +398,7 @@ def _make(item: TensorItem, device: torch.device) -> torch.Tensor:
     return torch.empty(item.shape, dtype=dtype, device=device)
 
 
-def _offsets(live: Any) -> tuple[int, ...]:
+def offsets_of(live: Any) -> tuple[int, ...]:
     if not hasattr(live, "_local_tensor"):
         return (0,) * len(live.shape)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -399,17 +412,23 @@ def _offsets(live: Any) -> tuple[int, ...]:
 # ---- putting it into the objects ----------------------------------------------------------------
 
 
-def _ready_optimizer(optimizer: torch.optim.Optimizer, name: str, contents: Contents) -> None:
-    """Have an optimizer that took no step yet make the state that is about to be filled.
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
-    Only it knows how the state of a sharded parameter is sharded. So it takes a step with gradients
-    and a learning rate of zero, which changes no parameter; they are about to be restored anyway.
+
+def _is_sharded(optimizer: torch.optim.Optimizer) -> bool:
+    return any(hasattr(parameter, "_local_tensor") for parameter in _parameters(optimizer))
+
+
+def make_optimizer_state(optimizer: torch.optim.Optimizer, name: str) -> None:
+    """Have an optimizer that took no step yet create the state that is about to be filled.
+
+    Only the optimizer knows how the state of a sharded parameter is sharded. So it takes a step with
+    gradients and a learning rate of zero, which changes no parameter; they are restored next anyway.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    sharded = any(hasattr(p, "_local_tensor") for p in parameters)
-    saved = any(item.name.startswith(f"{name}.state.") for item in contents.items)
-    if optimizer.state or not sharded or not saved:
+    if optimizer.state:
         return
+    parameters = _parameters(optimizer)
     rates = [group.get("lr") for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         if "lr" in group:

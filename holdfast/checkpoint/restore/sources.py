@@ -8,22 +8,23 @@ when somebody looks into them.
 from __future__ import annotations
 
 import ssl
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from time import monotonic
 from typing import overload
 
 from holdfast.checkpoint.memory.image import Image
-from holdfast.checkpoint.memory.images import id_of
-from holdfast.checkpoint.replicas.copies import Peer
+from holdfast.checkpoint.memory.images import Outline, id_of
+from holdfast.checkpoint.replicas.copies import Peer, outline_of
+from holdfast.checkpoint.replicas.protocol import STALL_S, Connection, More, Pull
 from holdfast.checkpoint.restore.load import Stored, open_stored
-from holdfast.checkpoint.restore.peer_source import PeerSource
 from holdfast.checkpoint.restore.verified_read import FileSource
-from holdfast.checkpoint.state.layout import Extent
-from holdfast.checkpoint.storage.backends import Storage
+from holdfast.checkpoint.state.layout import BLOCK_BYTES, Extent, FileRecord
+from holdfast.checkpoint.storage.backends import Readable, Storage, step_directory
 from holdfast.checkpoint.storage.manifest import load_manifest, refuse
-from holdfast.checkpoint.storage.names import step_directory
-from holdfast.checkpoint.storage.rank_file import FileRecord, open_file
+from holdfast.checkpoint.storage.rank_file import open_file
 from holdfast.errors import CheckpointError, Refused
 from holdfast.messages.checkpoints import ImageId
 
@@ -54,7 +55,7 @@ def open_peers(
     return open_stored(source, outline.contents, (Extent(0, 0, outline.size),))
 
 
-def open_files(storage: Storage, step: int, until: ExitStack) -> Sequence[Stored]:
+def open_files(storage: Readable, step: int, until: ExitStack) -> Sequence[Stored]:
     """The files of a checkpoint, in the order of ranks; each is opened when it is wanted."""
     manifest = load_manifest(storage, step)
     records = {record.rank: record for record in manifest.files}
@@ -88,7 +89,7 @@ class WhenWanted(Sequence[Stored]):
         return self._open[rank]
 
 
-def _open_file(storage: Storage, step: int, record: FileRecord, until: ExitStack) -> Stored:
+def _open_file(storage: Readable, step: int, record: FileRecord, until: ExitStack) -> Stored:
     file = until.enter_context(open_file(storage, f"{step_directory(step)}/{record.name}"))
     if (file.file_size, file.trailer_digest) != (record.size, record.trailer):
         raise Refused(f"{file.name} is not the file that the manifest lists")
@@ -99,3 +100,65 @@ def set_aside(storage: Storage, step: int) -> None:
     """A checkpoint is not what its manifest says: nobody shall try it again."""
     with suppress(CheckpointError):
         refuse(storage, step)
+
+
+# ---- another node's memory -----------------------------------------------------------------------
+
+
+class PeerSource:
+    """A source (see `reading`). A block is read from its start to its end by one thread."""
+
+    def __init__(
+        self,
+        peer: Peer,
+        token: str,
+        tls: ssl.SSLContext | None,
+        image: ImageId,
+        stall_s: float = STALL_S,
+    ) -> None:
+        self._peer = peer
+        self._token = token
+        self._tls = tls
+        self._image = image
+        self._stall_s = stall_s
+        self._lock = threading.Lock()
+        self._connections: list[Connection] = []
+        self._own = threading.local()
+        try:
+            self.outline = self._connect()
+        except BaseException:
+            self.close()
+            raise
+        self.name = f"rank {image.rank}'s image on {peer.host}:{peer.port}"
+        self.size = self.outline.size
+        self.digests = self.outline.digests
+
+    def read_into(self, at: int, views: Sequence[memoryview]) -> None:
+        if at % BLOCK_BYTES == 0:
+            self._ask(at // BLOCK_BYTES)
+        for view in views:
+            self._own.connection.fill(view)
+        self._own.used_at = monotonic()
+
+    def _ask(self, block: int) -> None:
+        # Who is silent for too long is closed at the other end.
+        silent_s = monotonic() - getattr(self._own, "used_at", 0.0)
+        if silent_s > self._stall_s / 2 and self._connect() != self.outline:
+            raise Refused(f"{self.name}: it changed while it was read")
+        self._own.connection.send(More(blocks=((block, block + 1),)))
+
+    def _connect(self) -> Outline:
+        """Have this thread's connection, and hear what the image is."""
+        connection = Connection.dial(self._peer.host, self._peer.port, self._stall_s)
+        with self._lock:
+            self._connections.append(connection)
+        connection.greet(self._tls, self._token)
+        connection.send(Pull(image=self._image, blocks=()))
+        outline = outline_of(self._image, connection)
+        self._own.connection, self._own.used_at = connection, monotonic()
+        return outline
+
+    def close(self) -> None:
+        with self._lock:
+            for connection in self._connections:
+                connection.close()

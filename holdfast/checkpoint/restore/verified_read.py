@@ -23,8 +23,7 @@ from typing import Protocol
 
 import xxhash
 
-from holdfast.checkpoint.state.layout import BLOCK_BYTES, Span, blocks_of
-from holdfast.checkpoint.storage.digests import digest_of
+from holdfast.checkpoint.state.layout import BLOCK_BYTES, Span, blocks_of, digest_of
 from holdfast.errors import Refused
 
 PIECE_BYTES = 128 << 10

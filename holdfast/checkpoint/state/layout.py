@@ -18,12 +18,18 @@ reference to an item where a tensor was. The *contents* say where everything is;
 On storage, ranks need not all write what they share: a file holds the own part, one slice of the
 shared part and the tail. Its *trailer* says which extents of the body it has, and has a digest of
 every block. The trailer's own digest is in the manifest.
+
+Digests are xxh3-128. They guard against what goes wrong by itself (a torn write, a flipped bit, a wrong
+file), not against deception; for that there are file permissions and the job's token.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from typing import Final, Literal
 
+import xxhash
 from msgspec import Struct
 
 ALIGNMENT = 64
@@ -116,6 +122,26 @@ class Trailer(Struct, frozen=True):
     """16 bytes for each block of the file."""
 
 
+class FileRecord(Struct, frozen=True):
+    """A rank's file as the manifest lists it."""
+
+    rank: int
+    name: str
+    size: int
+    trailer: str
+    """Its digest, in hexadecimal."""
+    contents: str
+    """The digest of the encoded contents: they can be had without reading whole blocks."""
+
+
+def offset_in_file(span: Span, extents: Sequence[Extent]) -> int | None:
+    """Return where a range of the body is in a file; None if the file lacks some of it."""
+    for extent in extents:
+        if extent.body_at <= span.at and span.end <= extent.body_at + extent.size:
+            return span.at - extent.body_at + extent.file_at
+    return None
+
+
 def blocks_of(size: int) -> int:
     """How many blocks a body or file of that size has."""
     return -(-size // BLOCK_BYTES)
@@ -123,3 +149,29 @@ def blocks_of(size: int) -> int:
 
 def aligned(at: int, to: int = ALIGNMENT) -> int:
     return -(-at // to) * to
+
+
+# ---- digests -------------------------------------------------------------------------------------
+
+DIGEST_BYTES: Final = 16
+
+
+def digest(data: bytes | memoryview) -> bytes:
+    return xxhash.xxh3_128_digest(data)
+
+
+def block_digests(
+    view: memoryview, threads: Executor | None = None, went_on: Callable[[], object] = lambda: None
+) -> bytes:
+    """The digests of all blocks of a view, one after the other."""
+
+    def one(index: int) -> bytes:
+        went_on()
+        return digest(view[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES])
+
+    indices = range(blocks_of(len(view)))
+    return b"".join(threads.map(one, indices) if threads is not None else map(one, indices))
+
+
+def digest_of(digests: bytes, block: int) -> bytes:
+    return digests[block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES]

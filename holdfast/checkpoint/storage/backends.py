@@ -10,20 +10,30 @@ and a conditional put.
 
 Paths are relative to the storage's root: `name` or `directory/name`. There is no operation that
 removes a directory with anything in it, and none follows a link out of the root to change something.
+
+What things are called on storage.
+
+    <root>/
+        step_000000500/
+            __<rank>_<round>.distcp           a rank's part; two rounds never write the same file
+            .metadata                         for readers that know only torch's own format
+            holdfast.json                     the manifest: it comes last, and makes it a checkpoint
+            holdfast.json.refused             a manifest set aside: what it lists does not verify
+            holdfast.json.deleted             a manifest whose files are being deleted
+            .<name>.<16 hex digits>.partial   a file that is being written, or never was finished
+
+Whatever has another name is somebody else's, and is never touched.
 """
 
 from __future__ import annotations
 
-import errno
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from itertools import takewhile
-from pathlib import Path
+import re
+import secrets
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Final, Literal, NamedTuple, Protocol
 
-from holdfast.checkpoint.storage import names
-from holdfast.checkpoint.storage.disk import Disk, told
 from holdfast.errors import StorageError
 
 Buffer = bytes | memoryview
@@ -75,8 +85,10 @@ def open_storage(where: str | os.PathLike[str]) -> Storage:
     """A directory, or what a URL like `s3://bucket/prefix` names."""
     text = os.fspath(where)
     if text.startswith("file://"):
-        return PosixStorage(text.removeprefix("file://"))
+        text = text.removeprefix("file://")
     if "://" not in text:
+        from holdfast.checkpoint.storage.posix import PosixStorage
+
         return PosixStorage(text)
     from holdfast.checkpoint.storage.remote import connect
 
@@ -93,198 +105,66 @@ def read_whole(storage: Readable, path: str, most_bytes: int) -> bytes:
         return bytes(data)
 
 
-_VECTORS: Final = 1000
-_NO_LINKS: Final = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+# ---- names ---------------------------------------------------------------------------------------
+
+MANIFEST: Final = "holdfast.json"
+METADATA: Final = ".metadata"
+REFUSED: Final = "refused"
+DELETED: Final = "deleted"
+
+LAST_STEP: Final = 10**18 - 1
+_STEP: Final = re.compile(r"step_([0-9]{9}|[1-9][0-9]{9,17})")
+_RANK_FILE: Final = re.compile(r"__([0-9]+)_([0-9]+)\.distcp")
+_JOB: Final = 10**6
+_PARTIAL: Final = re.compile(
+    rf"\.({_RANK_FILE.pattern}|{re.escape(METADATA)}|{re.escape(MANIFEST)})\.[0-9a-f]{{16}}\.partial"
+)
 
 
-class PosixStorage:
-    def __init__(self, root: str | os.PathLike[str], disk: Disk | None = None) -> None:
-        self._root = Path(root).absolute()
-        self._disk = disk or Disk()
-
-    def where(self, path: str) -> str:
-        return str(self._root / path)
-
-    def write(self, path: str, pieces: Iterable[Buffer]) -> int:
-        with told(self.where(path), "written"), self._parent_of(path) as (parent, name):
-            with self._partial(name, parent, pieces) as (partial, size):
-                self._disk.rename(partial, name, parent)
-            self._disk.sync_directory(parent)
-            return size
-
-    def publish(self, path: str, data: bytes) -> bool:
-        with told(self.where(path), "published"), self._parent_of(path) as (parent, name):
-            try:
-                with self._partial(name, parent, [data]) as (partial, _):
-                    self._disk.link(partial, name, parent)
-                    self._disk.unlink(partial, parent)
-            except FileExistsError:
-                return False
-            except FileNotFoundError:
-                # Whoever published first may tidy up what others had begun.
-                if name in os.listdir(parent):
-                    return False
-                raise
-            except OSError as error:
-                if error.errno not in _NO_LINKS:
-                    raise
-                return self._publish_without_link(name, parent, data)
-            self._disk.sync_directory(parent)
-            return True
-
-    def _publish_without_link(self, name: str, parent: int, data: bytes) -> bool:
-        """Where there are no links. A death in the middle leaves half a manifest; its digest tells."""
-        try:
-            self._write_new(name, parent, [data])
-        except FileExistsError:
-            return False
-        self._disk.sync_directory(parent)
-        return True
-
-    @contextmanager
-    def _partial(
-        self, name: str, parent: int, pieces: Iterable[Buffer]
-    ) -> Iterator[tuple[str, int]]:
-        """A new file under a temporary name, durable; gone if it is not used in the end."""
-        partial = names.partial(name)
-        with ExitStack() as undo:
-            undo.callback(self._forget, partial, parent)
-            yield partial, self._write_new(partial, parent, pieces)
-            undo.pop_all()
-
-    def _forget(self, partial: str, parent: int) -> None:
-        with suppress(OSError):  # Its name says what it is; whoever tidies up next removes it.
-            self._disk.unlink(partial, parent)
-
-    def _write_new(self, name: str, parent: int, pieces: Iterable[Buffer]) -> int:
-        size = 0
-        fd = self._disk.create(name, parent)
-        try:
-            for piece in pieces:
-                rest = memoryview(piece)
-                while rest:
-                    written = self._disk.write(fd, rest)
-                    size, rest = size + written, rest[written:]
-                self._disk.settle(fd, size)
-            self._disk.sync(fd)
-        finally:
-            os.close(fd)
-        return size
-
-    @contextmanager
-    def open(self, path: str) -> Iterator[Reader]:
-        with told(self.where(path), "read"):
-            fd = os.open(self._root / path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            yield _PosixReader(self.where(path), fd)
-        finally:
-            os.close(fd)
-
-    def entries(self, directory: str) -> list[Entry]:
-        with told(self.where(directory), "listed"):
-            try:
-                with os.scandir(self._root / directory) as found:
-                    return sorted(Entry(one.name, _kind(one)) for one in found)
-            except FileNotFoundError:
-                return []
-
-    def remove(self, directory: str, files: Iterable[str]) -> None:
-        with (
-            told(self.where(directory), "tidied"),
-            suppress(FileNotFoundError),
-            self._directory(directory) as parent,
-        ):
-            for name in files:
-                with suppress(FileNotFoundError):
-                    self._disk.unlink(name, parent)
-            self._disk.sync_directory(parent)
-
-    def make_directory(self, directory: str) -> None:
-        path = self._root / directory
-        lacking = takewhile(lambda above: not above.exists(), self._root.parents)
-        with told(str(path), "made"):
-            for one in [*reversed(list(lacking)), self._root, path]:
-                self._make(one)
-
-    def _make(self, path: Path) -> None:
-        """Make a directory durable, whether it is new or somebody made it and died before it was."""
-        try:
-            with _opened(path.parent) as parent:
-                if not path.is_dir():
-                    with suppress(FileExistsError):
-                        self._disk.make_directory(path.name, parent)
-                self._disk.sync_directory(parent)
-        except OSError as error:
-            # What lies above the root may be closed to us; if the root was there before, so be it.
-            if error.errno not in (errno.EACCES, errno.EROFS) or not path.is_dir():
-                raise
-
-    def remove_directory(self, directory: str) -> bool:
-        with told(self.where(directory), "removed"), self._directory("") as root:
-            try:
-                self._disk.remove_directory(directory, root)
-            except FileNotFoundError:
-                return True
-            except OSError as error:
-                if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                    return False
-                raise
-            self._disk.sync_directory(root)
-            return True
-
-    def set_aside(self, path: str, why: str) -> str:
-        with told(self.where(path), "set aside"), self._parent_of(path) as (parent, name):
-            new = names.aside(name, why, set(os.listdir(parent)))
-            self._disk.rename(name, new, parent)
-            self._disk.sync_directory(parent)
-            return path.removesuffix(name) + new
-
-    @contextmanager
-    def _parent_of(self, path: str) -> Iterator[tuple[int, str]]:
-        """The open directory that a file is in, and the file's name there."""
-        directory, _, name = path.rpartition("/")
-        with self._directory(directory) as parent:
-            yield parent, name
-
-    def _directory(self, directory: str) -> AbstractContextManager[int]:
-        return _opened(self._root / directory, os.O_NOFOLLOW if directory else 0)
+def step_directory(step: int) -> str:
+    return f"step_{step:09d}"
 
 
-@contextmanager
-def _opened(directory: Path, flags: int = 0) -> Iterator[int]:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | flags)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
+def step_of(directory: str) -> int | None:
+    """The step whose directory that is; None for any other name."""
+    match = _STEP.fullmatch(directory)
+    return int(match[1]) if match else None
 
 
-def _kind(entry: os.DirEntry[str]) -> Literal["file", "directory", "other"]:
-    if entry.is_dir(follow_symlinks=False):
-        return "directory"
-    return "file" if entry.is_file(follow_symlinks=False) else "other"
+def rank_file_name(rank: int, round: int, job: int = 0) -> str:
+    """A rank's file. Jobs count their rounds alike, and may save at one place: each has a number of
+    its own, so that none writes over another's file."""
+    return f"__{rank}_{round + _JOB * job}.distcp"
 
 
-class _PosixReader:
-    def __init__(self, where: str, fd: int) -> None:
-        self._where = where
-        self._fd = fd
-        self.size = os.fstat(fd).st_size
+def is_file_of(name: str, rank: int, round: int) -> bool:
+    """Whether that is a name for the rank's file of that round, in whichever job."""
+    match = _RANK_FILE.fullmatch(name)
+    if match is None or int(match[1]) != rank:
+        return False
+    return int(match[2]) >= round and (int(match[2]) - round) % _JOB == 0
 
-    def read_into(self, at: int, views: Sequence[memoryview]) -> None:
-        with told(self._where, "read"):
-            for first in range(0, len(views), _VECTORS):
-                at = self._fill(at, views[first : first + _VECTORS])
 
-    def _fill(self, at: int, views: Sequence[memoryview]) -> int:
-        """Fill some views; where the next ones begin."""
-        got = os.preadv(self._fd, views, at)
-        for view in views:
-            # The kernel may give less than asked for; what is then left is read view by view.
-            while got < len(view):
-                more = os.preadv(self._fd, [view[got:]], at + got)
-                if more == 0:
-                    raise StorageError(f"{self._where}: ends at byte {at + got}, before it should")
-                got += more
-            at, got = at + len(view), got - len(view)
-        return at
+def is_rank_file(name: str) -> bool:
+    return _RANK_FILE.fullmatch(name) is not None
+
+
+def partial_name(name: str) -> str:
+    """A name, used by nobody else, for a file until it is whole."""
+    return f".{name}.{secrets.token_hex(8)}.partial"
+
+
+def is_partial(name: str) -> bool:
+    return _PARTIAL.fullmatch(name) is not None
+
+
+def aside_name(name: str, why: str, taken: set[str]) -> str:
+    """What a file is called once it is set aside; nothing that is there already is replaced."""
+    first = f"{name}.{why}"
+    others = (f"{first}.{number}" for number in range(1, len(taken) + 2))
+    return next(choice for choice in (first, *others) if choice not in taken)
+
+
+def is_aside(name: str, why: str) -> bool:
+    """Whether it is a manifest that was set aside for that reason."""
+    return re.fullmatch(rf"{re.escape(MANIFEST)}\.{why}(\.[0-9]+)?", name) is not None

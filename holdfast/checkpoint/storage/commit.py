@@ -12,17 +12,34 @@ was begun and never finished. A file that somebody else put there stays.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from msgspec import Struct
 
 from holdfast.checkpoint.dcp import metadata as dcp_metadata
-from holdfast.checkpoint.state.layout import Contents, Extent
-from holdfast.checkpoint.storage import names
-from holdfast.checkpoint.storage.backends import Storage
-from holdfast.checkpoint.storage.digests import digest
+from holdfast.checkpoint.state.layout import (
+    BLOCK_BYTES,
+    Contents,
+    Extent,
+    FileRecord,
+    blocks_of,
+    digest,
+)
+from holdfast.checkpoint.storage.backends import (
+    DELETED,
+    MANIFEST,
+    METADATA,
+    Readable,
+    Storage,
+    is_aside,
+    is_file_of,
+    is_partial,
+    is_rank_file,
+    read_whole,
+    step_directory,
+)
 from holdfast.checkpoint.storage.manifest import (
     Manifest,
     encoded,
@@ -31,10 +48,8 @@ from holdfast.checkpoint.storage.manifest import (
     make_manifest,
     refuse,
 )
-from holdfast.checkpoint.storage.names import MANIFEST, METADATA, step_directory
-from holdfast.checkpoint.storage.rank_file import FileRecord, is_ours, open_file
-from holdfast.checkpoint.storage.verify import metadata_refusals
-from holdfast.errors import CheckpointError, Refused
+from holdfast.checkpoint.storage.rank_file import RankFile, is_ours, open_file
+from holdfast.errors import CheckpointError, Refused, StorageError
 
 _AT_ONCE: Final = 8
 
@@ -89,7 +104,7 @@ def check_records(round: int, world_size: int, files: tuple[FileRecord, ...]) ->
         problem = f"no file of rank {lacking[0]}" if lacking else f"too many files: {ranks}"
         raise Refused(f"a checkpoint of {world_size} ranks cannot be committed: {problem}")
     for file in files:
-        if not names.is_file_of(file.name, file.rank, round):
+        if not is_file_of(file.name, file.rank, round):
             raise Refused(f"{file.name} is not the file of rank {file.rank} in round {round}")
 
 
@@ -179,9 +194,84 @@ def _mend_metadata(storage: Storage, manifest: Manifest) -> None:
 def leftovers(storage: Storage, directory: str, keep: Set[str] = frozenset()) -> list[str]:
     """The files in a step's directory that a save wrote or a deletion left, less those to keep."""
     files = [entry.name for entry in storage.entries(directory) if entry.kind == "file"]
-    parts = [name for name in files if names.is_rank_file(name) and name not in keep]
+    parts = [name for name in files if is_rank_file(name) and name not in keep]
     mine = [name for name in parts if is_ours(storage, f"{directory}/{name}")]
-    begun = [n for n in files if names.is_partial(n) or names.is_aside(n, names.DELETED)]
+    begun = [n for n in files if is_partial(n) or is_aside(n, DELETED)]
     # Torch's own writer calls its files the same; if one is there, `.metadata` may be its, too.
     metadata = {METADATA} & set(files) - keep if len(mine) == len(parts) else set()
     return [*metadata, *mine, *begun]
+
+
+# ---- verification --------------------------------------------------------------------------------
+
+
+class Refusal(Struct, frozen=True):
+    """Something of a checkpoint that must not be used."""
+
+    file: str
+    why: str
+    block: int | None = None
+
+
+def _nothing(size: int) -> None: ...
+
+
+def verify(
+    storage: Readable, step: int, went_on: Callable[[int], None] = _nothing
+) -> list[Refusal]:
+    """All that is wrong with a step; nothing when it can be trusted. `.metadata` is for others to
+    read: our own restore does well without it."""
+    try:
+        manifest = load_manifest(storage, step)
+    except (Refused, StorageError) as error:
+        return [Refusal(MANIFEST, str(error))]
+    refusals = []
+    for record in manifest.files:
+        refusals += _verify_file(storage, manifest, record, went_on)
+    return refusals + metadata_refusals(storage, manifest)
+
+
+def metadata_refusals(storage: Readable, manifest: Manifest) -> list[Refusal]:
+    """What is wrong with `.metadata`."""
+    path = f"{step_directory(manifest.step)}/{METADATA}"
+    try:
+        data = read_whole(storage, path, manifest.metadata.size)
+    except StorageError as error:
+        return [Refusal(METADATA, str(error))]
+    if digest(data).hex() != manifest.metadata.digest:
+        return [Refusal(METADATA, f"{storage.where(path)}: is not what its digest says")]
+    return []
+
+
+def _verify_file(
+    storage: Readable, manifest: Manifest, record: FileRecord, went_on: Callable[[int], None]
+) -> list[Refusal]:
+    try:
+        with open_file(storage, f"{step_directory(manifest.step)}/{record.name}") as file:
+            _check_whose(file, manifest, record)
+            bad = list(_bad_blocks(file, record.name, went_on))
+            if not bad:
+                file.contents(record.contents)
+            return bad
+    except (Refused, StorageError) as error:
+        return [Refusal(record.name, str(error))]
+
+
+def _check_whose(file: RankFile, manifest: Manifest, record: FileRecord) -> None:
+    said = file.trailer
+    if file.trailer_digest == record.trailer and file.file_size == record.size:
+        return
+    if (said.step, said.round, said.rank) == (manifest.step, manifest.round, record.rank):
+        raise Refused(f"{file.name}: is another file than the one that was committed")
+    raise Refused(
+        f"{file.name}: is the file of rank {said.rank} at step {said.step} in round {said.round}"
+    )
+
+
+def _bad_blocks(file: RankFile, name: str, went_on: Callable[[int], None]) -> Iterator[Refusal]:
+    buffer = memoryview(bytearray(min(BLOCK_BYTES, file.size)))
+    for block in range(blocks_of(file.size)):
+        try:
+            went_on(len(file.read_block(block, buffer)))
+        except (Refused, StorageError) as error:
+            yield Refusal(name, str(error), block)

@@ -18,11 +18,21 @@ from typing import Final, Literal
 import msgspec
 from msgspec import Struct
 
-from holdfast.checkpoint.storage import names
-from holdfast.checkpoint.storage.backends import Entry, Readable, Storage, read_whole
-from holdfast.checkpoint.storage.digests import DIGEST_BYTES, digest
-from holdfast.checkpoint.storage.names import MANIFEST, step_directory
-from holdfast.checkpoint.storage.rank_file import FileRecord
+from holdfast.checkpoint.state.layout import DIGEST_BYTES, FileRecord, digest
+from holdfast.checkpoint.storage.backends import (
+    DELETED,
+    MANIFEST,
+    REFUSED,
+    Entry,
+    Readable,
+    Storage,
+    is_aside,
+    is_file_of,
+    is_rank_file,
+    read_whole,
+    step_directory,
+    step_of,
+)
 from holdfast.errors import NotThere, Refused, StorageError
 
 FORMAT: Final = 1
@@ -108,7 +118,7 @@ def decoded(data: bytes, where: str) -> Manifest:
     # Names become paths, of files that are read and one day deleted.
     ranks = range(manifest.world_size)
     named = len(manifest.files) == len(ranks) and all(
-        names.is_file_of(file.name, rank, manifest.round)
+        is_file_of(file.name, rank, manifest.round)
         for rank, file in zip(ranks, manifest.files, strict=True)
     )
     if not named:
@@ -132,14 +142,14 @@ def load_manifest(storage: Readable, step: int, name: str = MANIFEST) -> Manifes
 def refuse(storage: Storage, step: int) -> None:
     """Set a step's manifest aside: what it names does not verify, and the step may be saved again."""
     with suppress(NotThere):
-        storage.set_aside(f"{step_directory(step)}/{MANIFEST}", names.REFUSED)
+        storage.set_aside(f"{step_directory(step)}/{MANIFEST}", REFUSED)
 
 
 def steps(storage: Readable) -> list[StepFound]:
     """All steps that there is anything of, newest first. One that cannot be read hides no other."""
     found = []
     for entry in storage.entries(""):
-        step = names.step_of(entry.name)
+        step = step_of(entry.name)
         if step is not None and entry.kind == "directory":
             try:
                 found.append(find_step(storage, step))
@@ -168,9 +178,9 @@ def find_step(storage: Readable, step: int) -> StepFound:
 
 
 def _without_manifest(step: int, entries: list[Entry]) -> StepFound:
-    if any(names.is_aside(entry.name, names.DELETED) for entry in entries):
+    if any(is_aside(entry.name, DELETED) for entry in entries):
         return StepFound(step, "partial", "half deleted", half_deleted=True)
-    if any(names.is_aside(entry.name, names.REFUSED) for entry in entries):
+    if any(is_aside(entry.name, REFUSED) for entry in entries):
         return StepFound(step, "refused", "it did not verify, and was set aside")
-    files = sum(names.is_rank_file(entry.name) for entry in entries)
+    files = sum(is_rank_file(entry.name) for entry in entries)
     return StepFound(step, "partial", f"not committed; files of ranks there: {files}")

@@ -17,9 +17,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Final
 
-from holdfast.checkpoint.storage import names
-from holdfast.checkpoint.storage.backends import Buffer, Entry, Reader
-from holdfast.checkpoint.storage.disk import storage_error
+from holdfast.checkpoint.storage.backends import Buffer, Entry, Reader, aside_name, partial_name
+from holdfast.checkpoint.storage.posix import storage_error
 from holdfast.errors import HoldfastError, StorageError, UsageError
 
 OBJECT_STORES: Final = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss"})
@@ -82,7 +81,7 @@ class RemoteStorage:
             if self._appears_whole:
                 return self._upload(self._full(path), pieces)
             directory, _, name = path.rpartition("/")
-            partial = self._full(f"{directory}/{names.partial(name)}".lstrip("/"))
+            partial = self._full(f"{directory}/{partial_name(name)}".lstrip("/"))
             with ExitStack() as undo:
                 undo.callback(self._forget, partial)
                 size = self._upload(partial, pieces)
@@ -164,7 +163,7 @@ class RemoteStorage:
         """Copies first: a death in between leaves both, and then the file still counts."""
         directory, _, name = path.rpartition("/")
         taken = {entry.name for entry in self.entries(directory)}
-        new = path.removesuffix(name) + names.aside(name, why, taken)
+        new = path.removesuffix(name) + aside_name(name, why, taken)
         with _told(self.where(path), "set aside"):
             self._fs.cp_file(self._full(path), self._full(new))
             self._fs.rm_file(self._full(path))

@@ -21,13 +21,19 @@ from contextlib import suppress
 
 from msgspec import Struct
 
-from holdfast.checkpoint.storage import names
-from holdfast.checkpoint.storage.backends import Storage
-from holdfast.checkpoint.storage.commit import leftovers, tidy
+from holdfast.checkpoint.state.layout import FileRecord
+from holdfast.checkpoint.storage.backends import (
+    DELETED,
+    MANIFEST,
+    METADATA,
+    REFUSED,
+    Storage,
+    is_aside,
+    step_directory,
+)
+from holdfast.checkpoint.storage.commit import leftovers, metadata_refusals, tidy
 from holdfast.checkpoint.storage.manifest import Manifest, StepFound, load_manifest, steps
-from holdfast.checkpoint.storage.names import DELETED, MANIFEST, METADATA, REFUSED, step_directory
-from holdfast.checkpoint.storage.rank_file import FileRecord, open_file
-from holdfast.checkpoint.storage.verify import metadata_refusals
+from holdfast.checkpoint.storage.rank_file import open_file
 from holdfast.errors import NotThere, Refused, StorageError, UsageError
 
 # ---- policies -----------------------------------------------------------------------------------
@@ -166,7 +172,7 @@ def _delete(storage: Storage, step: int) -> bool:
     present = _files(storage, directory)
     manifests = _set_aside(storage, step, present)
     listed = {file.name for manifest in manifests for file in manifest.files}
-    asides = {n for n in present if names.is_aside(n, DELETED) or names.is_aside(n, REFUSED)}
+    asides = {n for n in present if is_aside(n, DELETED) or is_aside(n, REFUSED)}
     ours = {*leftovers(storage, directory, listed), *listed.intersection(present)}
     ours |= _metadata_of(storage, manifests)
     storage.remove(directory, sorted(ours - asides))
@@ -183,7 +189,7 @@ def _resume(storage: Storage, step: int) -> bool:
     files = [file for manifest in manifests for file in manifest.files]
     unchanged = {file.name for file in files if _unchanged(storage, directory, file)}
     storage.remove(directory, sorted(unchanged | _metadata_of(storage, manifests)))
-    storage.remove(directory, [name for name in present if names.is_aside(name, DELETED)])
+    storage.remove(directory, [name for name in present if is_aside(name, DELETED)])
     return storage.remove_directory(directory)
 
 
@@ -195,7 +201,7 @@ def _set_aside(storage: Storage, step: int, present: list[str]) -> list[Manifest
     """Manifests whose files' deletion has begun."""
     found = []
     for name in present:
-        if names.is_aside(name, DELETED):
+        if is_aside(name, DELETED):
             with suppress(Refused):  # Then what is ours must be told by its name and its end.
                 found.append(load_manifest(storage, step, name))
     return found
