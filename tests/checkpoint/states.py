@@ -20,8 +20,8 @@ import torch
 
 from holdfast.checkpoint.memory.image import Image
 from holdfast.checkpoint.memory.slots import Copy, Slots
+from holdfast.checkpoint.restore import load as restore
 from holdfast.checkpoint.restore import verified_read as reading
-from holdfast.checkpoint.restore.load import load as restore
 from holdfast.checkpoint.restore.sources import open_image
 from holdfast.checkpoint.state import layout
 from holdfast.checkpoint.state.capture import Captured, Layout, Position, capture
