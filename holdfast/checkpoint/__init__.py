@@ -10,12 +10,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from holdfast.checkpoint.async_save.writer import AsyncWriter as AsyncWriter
-    from holdfast.checkpoint.async_save.writer import async_save as async_save
+    from holdfast.checkpoint.async_writer import AsyncWriter as AsyncWriter
+    from holdfast.checkpoint.async_writer import async_save as async_save
 
 _LAZY = {
-    "AsyncWriter": "holdfast.checkpoint.async_save.writer",
-    "async_save": "holdfast.checkpoint.async_save.writer",
+    "AsyncWriter": "holdfast.checkpoint.async_writer",
+    "async_save": "holdfast.checkpoint.async_writer",
 }
 
 __all__ = ["AsyncWriter", "async_save"]

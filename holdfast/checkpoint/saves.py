@@ -22,16 +22,19 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Final
 
-from holdfast.checkpoint.async_save import directory as plain
 from holdfast.checkpoint.memory.image import Image
 from holdfast.checkpoint.memory.slots import Copy
-from holdfast.checkpoint.standalone import OwnKeeper
+from holdfast.checkpoint.standalone import NODE, OwnKeeper
 from holdfast.checkpoint.state.capture import Position
+from holdfast.checkpoint.storage import plain_directory as plain
 from holdfast.checkpoint.store_meeting import Meeting, Part, Verdict, matter
 from holdfast.errors import CheckpointError, HoldfastError, Refused
-from holdfast.messages.checkpoints import SnapshotId
-from holdfast.messages.keeper import BeginRound, Commit, ImageSealed, Seal, ShardsDone, Write
-from holdfast.messages.units import RoundNumber, StepNumber
+from holdfast.messages.actions import CommitCheckpoint, WriteShards
+from holdfast.messages.checkpoints import ImageId, SnapshotId
+from holdfast.messages.events import ShardsWritten, SnapshotMissed, SnapshotsSealed
+from holdfast.messages.keeper import BeginRound, SealImage
+from holdfast.messages.local import OpenCheckpointer
+from holdfast.messages.units import Rank, RoundNumber, StepNumber
 
 IMAGES: Final = 2
 """So many saves may be in memory at once; one more waits until the first of them is on storage."""
@@ -51,7 +54,7 @@ class Save:
     copy: Copy | Exception
     done: Future[str]
     attempt: int = 1
-    sealed: ImageSealed | None = None
+    sealed: SnapshotsSealed | None = None
     heard: SimpleQueue[Verdict] = field(default_factory=SimpleQueue)
     """From the thread that listens to the one that carries."""
     told: threading.Event = field(default_factory=threading.Event)
@@ -200,35 +203,44 @@ class Carrying:
         if failure is not None:
             raise CheckpointError(str(failure)) from failure
         keeper = self._living_keeper()
+        rank, size = Rank(save.position.rank), save.position.world_size
         if save.sealed is None:
-            order = Seal(number=0, path=str(save.copy.path), state=save.copy.done.result())
-            save.sealed = keeper.ask(order)
-        if save.sealed is None or save.sealed.sealed is None:
-            raise Refused(f"its image was lost: {save.sealed and save.sealed.error}")
-        write = Write(
-            number=0,
-            snapshot=self._snapshot(save),
-            ranks=(save.position.rank,),
-            world_size=save.position.world_size,
-            alike=alike,
-            at=save.at,
+            seal = SealImage(
+                node=NODE,
+                image=ImageId(self._snapshot(save), rank, size),
+                path=str(save.copy.path),
+                state=save.copy.done.result(),
+                wish="now",
+            )
+            event = keeper.ask(seal)
+            if isinstance(event, SnapshotMissed):
+                raise Refused(f"its image was lost: {event.reason}")
+            save.sealed = event
+        assert save.sealed is not None
+        keeper.ask(
+            OpenCheckpointer(
+                checkpointer=self._checkpointer, directory=save.at, keep=b"", plain=True
+            )
         )
-        done = keeper.ask(write)
-        if done.error or not isinstance(done, ShardsDone):
+        snapshot = self._snapshot(save)
+        write = WriteShards(
+            node=NODE, snapshot=snapshot, ranks=(rank,), world_size=size, alike=alike
+        )
+        done: ShardsWritten = keeper.ask(write)
+        if done.error:
             raise CheckpointError(done.error)
-        return Part(save.at, done.shards[0], save.sealed.sealed.shared)
+        return Part(save.at, done.shards[0], save.sealed.ranks[0].shared)
 
     def _judged(self, save: Save, alike: bool, parts: list[Part]) -> Verdict:
         """All parts are there: make a checkpoint of them, if they are parts of one."""
         same = len({part.shared for part in parts}) == 1
         if alike and not same:
             return Verdict(again=True, alike=False)
-        order = Commit(
-            number=0,
+        order = CommitCheckpoint(
+            node=NODE,
             snapshot=self._snapshot(save),
             world_size=save.position.world_size,
             shards=tuple(part.shard for part in parts),
-            at=save.at,
         )
         try:
             error = self._living_keeper().ask(order).error
@@ -255,8 +267,8 @@ class Carrying:
                 self._keeper = OwnKeeper(self._images)
                 self._told_ranks = False
             if not self._told_ranks:
-                ranks = (self._meeting.rank,)
-                self._keeper.ask(BeginRound(number=0, ranks=ranks, copies=()))
+                ranks = (Rank(self._meeting.rank),)
+                self._keeper.ask(BeginRound(ranks=ranks))
                 self._told_ranks = True
             return self._keeper
 

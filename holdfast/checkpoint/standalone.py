@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
@@ -33,40 +33,37 @@ from holdfast.checkpoint.memory.image_home import ImageHome
 from holdfast.checkpoint.restore.load import Stored as StoredState
 from holdfast.checkpoint.tickets import SaveId
 from holdfast.errors import CheckpointError, RequestTimeout
+from holdfast.messages.actions import CommitCheckpoint, WriteShards
 from holdfast.messages.checkpoints import (
     Holder,
     ImageId,
     Missed,
-    Shard,
     SnapshotId,
     StoredStep,
     Tier,
     Tried,
     Wish,
 )
-from holdfast.messages.keeper import (
-    AnyOrder,
-    Begin,
-    Commit,
-    Done,
-    FromKeeper,
-    ImageSealed,
-    Look,
-    Open,
-    Received,
-    Reply,
-    Seal,
-    ShardsDone,
-    Stored,
-    Write,
-    Wrote,
+from holdfast.messages.events import (
+    CheckpointWritten,
+    ShardsWritten,
+    SnapshotMissed,
+    StoredFound,
 )
-from holdfast.messages.local import PACKET_BYTES, Piece
+from holdfast.messages.keeper import (
+    FindStored,
+    FromKeeper,
+    KeeperAction,
+    KeeperOrder,
+    KeeperReply,
+    KeeperTerms,
+    SealImage,
+    completed,
+)
+from holdfast.messages.local import PACKET_BYTES, OpenCheckpointer
 from holdfast.messages.requests import SaveSettled, StateFound
-from holdfast.messages.units import RoundNumber, StepNumber
+from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber, Time
 from holdfast.wire.packets import Joiner, packets_of
-
-R = TypeVar("R", bound=Reply)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[FromKeeper] = msgspec.msgpack.Decoder(FromKeeper)
@@ -81,6 +78,7 @@ PART_S = 30.0
 LOOK_EVERY_S = 1.0
 KEPT_SAVES = 1000
 
+NODE = NodeId("script")
 Outcome = Literal["saved", "skipped", "failed"]
 
 
@@ -92,8 +90,11 @@ class OwnKeeper:
         command = [sys.executable, "-m", "holdfast.checkpoint.keeper", str(theirs.fileno())]
         self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdout=2)
         theirs.close()
-        begin = Begin(images=str(images), token="", job="", listener_fd=None, own=True)
-        ours.send(_encoder.encode(begin))
+        node = NodeId("script")
+        terms = KeeperTerms(
+            node=node, images=str(images), token="", job="", listener_fd=None, own=True
+        )
+        ours.send(_encoder.encode(terms))
         self.pid = self._process.pid
         self.gone = False
         """It has died, or was closed; another one is needed."""
@@ -103,16 +104,22 @@ class OwnKeeper:
         self._open: dict[int, Future[Any]] = {}
         threading.Thread(target=self._read, name="keeper", daemon=True).start()
 
-    def ask(self, order: AnyOrder) -> Any:
-        """Give an order and wait for its answer."""
-        answer: Future[Any] = Future()
+    def ask(self, action: KeeperAction) -> Any:
+        """Give an order and wait for its event; CheckpointError: the keeper is gone."""
+        reply = completed(action, self._reply(action), Time(0.0))
+        if reply.event is None and reply.error:
+            raise CheckpointError(reply.error)
+        return reply.event
+
+    def _reply(self, action: KeeperAction) -> KeeperReply:
+        answer: Future[KeeperReply] = Future()
         with self._lock:
             if self.gone:
                 raise CheckpointError(_GONE)
             number, self._next = self._next, self._next + 1
             self._open[number] = answer
             try:
-                for packet in packets_of(msgspec.structs.replace(order, number=number)):
+                for packet in packets_of(KeeperOrder(number, action)):
                     self._control.send(packet)
             except OSError:
                 del self._open[number]
@@ -123,7 +130,7 @@ class OwnKeeper:
         joiner = Joiner()
         while packet := self._received():
             message = joiner.message(packet, _decoder.decode)
-            if message is not None and not isinstance(message, Received | Wrote | Piece):
+            if isinstance(message, KeeperReply):
                 with self._lock:
                     answer = self._open.pop(message.number, None)
                 if answer is not None:
@@ -218,10 +225,9 @@ class AloneLink:
     def open(
         self, checkpointer: str, directory: str, keep: bytes, copies: list[threading.Event]
     ) -> None:
-        order = Open(number=0, checkpointer=checkpointer, directory=directory, keep=keep)
-        reply = self._keeper.ask(order)
-        if reply.error:
-            raise CheckpointError(reply.error)
+        self._keeper.ask(
+            OpenCheckpointer(checkpointer=checkpointer, directory=directory, keep=keep)
+        )
 
     def replaced(self, checkpointer: str, copies: list[threading.Event]) -> bool:
         return False  # Nobody else has these images.
@@ -267,7 +273,7 @@ class AloneLink:
     def _carry_through(
         self, save: _Save, path: Path, state: int, wish: Wish, before: Callable[[], None]
     ) -> None:
-        mine = self._seal(path, state)
+        mine = self._seal(save, path, state, wish)
         before()  # One after the other, in the same order on all ranks.
         try:
             told = self._saves_meeting.tell_all(f"{save.name}/sealed", mine)
@@ -275,12 +281,22 @@ class AloneLink:
         except CheckpointError as error:
             save.settle_both("failed", str(error))
 
-    def _seal(self, path: Path, state: int) -> _Sealed:
+    def _seal(self, save: _Save, path: Path, state: int, wish: Wish) -> _Sealed:
+        image = ImageId(self._snapshot(save), Rank(self.rank), self.world_size)
+        seal = SealImage(
+            node=NODE, image=image, path=str(path), state=state, wish=wish, attempt=save.id.attempt
+        )
         try:
-            reply: ImageSealed = self._keeper.ask(Seal(number=0, path=str(path), state=state))
+            event = self._keeper.ask(seal)
         except CheckpointError as error:
             return _Sealed(error=str(error))
-        return _Sealed(reply.sealed.shared if reply.sealed is not None else None)
+        if isinstance(event, SnapshotMissed):
+            return _Sealed(error=event.reason if event.outcome == "failed" else "")
+        return _Sealed(event.ranks[0].shared)
+
+    def _snapshot(self, save: _Save) -> SnapshotId:
+        round = RoundNumber(self.round)
+        return SnapshotId(save.id.checkpointer, StepNumber(save.id.step), round)
 
     def _take_further(self, save: _Save, told: list[_Sealed], wish: Wish) -> None:
         failed = [f"rank {rank}: {one.error}" for rank, one in enumerate(told) if one.error]
@@ -296,44 +312,39 @@ class AloneLink:
                 self._store(save, alike=len({one.shared for one in told}) == 1)
 
     def _store(self, save: _Save, alike: bool) -> None:
-        snapshot = SnapshotId(
-            save.id.checkpointer, StepNumber(save.id.step), RoundNumber(self.round)
-        )
-        outcome, reason = self._store_all(save.name, snapshot, alike)
+        outcome, reason = self._store_all(save.name, self._snapshot(save), alike)
         if outcome != "saved" and self.rank == 0:
             print(f"[holdfast] step {save.id.step} is not on storage: {reason}", file=sys.stderr)
         save.settle("storage", outcome, reason)
 
     def _store_all(self, name: str, snapshot: SnapshotId, alike: bool) -> tuple[Outcome, str]:
         """Write everything, on all ranks."""
-        order = Write(
-            number=0,
-            snapshot=snapshot,
-            ranks=(self.rank,),
-            world_size=self.world_size,
-            alike=alike,
+        size = self.world_size
+        write = WriteShards(
+            node=NODE, snapshot=snapshot, ranks=(Rank(self.rank),), world_size=size, alike=alike
         )
-        written = self._saves_meeting.tell_all(f"{name}/written", self._answer(order, ShardsDone))
-        all_done = [msgspec.convert(one, ShardsDone) for one in written]
-        error = next((one for one in all_done if one.error), None)
-        if error is not None:
-            return "skipped" if error.gone else "failed", error.error
-        answer: Done | None = None
-        if self.rank == 0:
-            shards: tuple[Shard, ...] = tuple(one.shards[0] for one in all_done)
-            commit = Commit(number=0, snapshot=snapshot, world_size=self.world_size, shards=shards)
-            answer = self._answer(commit, Done)
-        answers = self._saves_meeting.tell_all(f"{name}/committed", answer)
-        committed = msgspec.convert(answers[0], Done)
-        return "failed" if committed.error else "saved", committed.error
-
-    def _answer(self, order: AnyOrder, kind: type[R]) -> R:
-        """The keeper's; it is always told to the others, so that they do not wait for ever."""
         try:
-            answer: R = self._keeper.ask(order)
+            mine = self._keeper.ask(write)
         except CheckpointError as error:
-            return kind(number=0, error=str(error))
-        return answer
+            mine = ShardsWritten(at=Time(0.0), node=NODE, snapshot=snapshot, error=str(error))
+        written = self._saves_meeting.tell_all(f"{name}/written", mine)
+        all_done = [msgspec.convert(one, ShardsWritten) for one in written]
+        failed = next((one for one in all_done if one.error), None)
+        if failed is not None:
+            return "skipped" if failed.gone else "failed", failed.error
+        answer: CheckpointWritten | None = None
+        if self.rank == 0:
+            shards = tuple(one.shards[0] for one in all_done)
+            commit = CommitCheckpoint(node=NODE, snapshot=snapshot, world_size=size, shards=shards)
+            try:
+                answer = self._keeper.ask(commit)
+            except CheckpointError as why:
+                answer = CheckpointWritten(
+                    at=Time(0.0), node=NODE, snapshot=snapshot, error=str(why)
+                )
+        answers = self._saves_meeting.tell_all(f"{name}/committed", answer)
+        committed = msgspec.convert(answers[0], CheckpointWritten)
+        return "failed" if committed.error else "saved", committed.error
 
     def wait(self, save: SaveId, to: Tier, timeout_s: float | None) -> SaveSettled:
         with self._lock:
@@ -373,12 +384,10 @@ class AloneLink:
         name = f"find/{self._finds}"
         if tried is None:
             self._refused = ()
-            found: Stored | None = None
+            found: StoredFound | None = None
             if self.rank == 0:
-                found = self._answer(Look(number=0, checkpointer=checkpointer), Stored)
-            listed = msgspec.convert(self._meeting.tell_all(name, found)[0], Stored)
-            if listed.error:
-                return StateFound(where="nowhere", refused=(listed.error,))
+                found = self._look(checkpointer)
+            listed = msgspec.convert(self._meeting.tell_all(name, found)[0], StoredFound)
             self._refused = listed.refused
             steps = [one for one in listed.steps if step in (None, one.step)]
             self._last[checkpointer] = sorted(steps, key=lambda one: one.step, reverse=True)
@@ -400,6 +409,18 @@ class AloneLink:
             world_size=left[0].world_size,
             refused=self._refused,
         )
+
+    def _look(self, checkpointer: str) -> StoredFound:
+        round = RoundNumber(self.round)
+        look = FindStored(node=NODE, round=round, checkpointer=checkpointer)
+        try:
+            found: StoredFound = self._keeper.ask(look)
+        except CheckpointError as error:
+            refused = (str(error),)
+            found = StoredFound(
+                at=Time(0.0), node=NODE, round=round, checkpointer=checkpointer, refused=refused
+            )
+        return found
 
     def open_image(self, image: ImageId, holder: Holder, until: ExitStack) -> StoredState:
         raise CheckpointError("without `holdfast run` no image outlives its script")

@@ -64,7 +64,7 @@ def _parser(command: str, about: str) -> Parser:
 
 
 def _open(where: str) -> Readable:
-    from holdfast.checkpoint.async_save.directory import open_either
+    from holdfast.checkpoint.storage.plain_directory import open_either
 
     return open_either(where)
 

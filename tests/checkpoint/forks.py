@@ -53,7 +53,8 @@ def disk_control(directory: Path) -> dict[str, str]:
     site.mkdir()
     (site / "sitecustomize.py").write_text(CUSTOMIZE)
     (directory / "disk").write_text("")
-    return {"PYTHONPATH": str(site), "HOLDFAST_TEST_DISK": str(directory / "disk")}
+    path = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])
+    return {"PYTHONPATH": path, "HOLDFAST_TEST_DISK": str(directory / "disk")}
 
 
 class Forks:
@@ -194,7 +195,7 @@ def main() -> None:
     import torch.distributed.checkpoint.state_dict
     import torch.distributed.fsdp  # noqa: F401
 
-    import holdfast.checkpoint.async_save.writer  # noqa: F401
+    import holdfast.checkpoint.async_writer  # noqa: F401
 
     for line in sys.stdin:
         request = json.loads(line)

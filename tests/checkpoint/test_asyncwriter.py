@@ -26,8 +26,8 @@ import torch.distributed.checkpoint as dcp
 from forks import Forks, disk_control
 
 import holdfast.checkpoint
-from holdfast.checkpoint.async_save import writer as asyncwriter
-from holdfast.checkpoint.async_save.writer import AsyncWriter, async_save
+from holdfast.checkpoint import async_writer as asyncwriter
+from holdfast.checkpoint.async_writer import AsyncWriter, async_save
 from holdfast.checkpoint.state import capture
 from holdfast.checkpoint.storage.backends import MANIFEST, open_storage
 from holdfast.checkpoint.storage.commit import verify

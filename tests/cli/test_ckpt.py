@@ -16,9 +16,9 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from holdfast.checkpoint.async_save import directory as plain
 from holdfast.checkpoint.state.capture import Captured, Position, capture
 from holdfast.checkpoint.state.layout import Contents, FileRecord, Span
+from holdfast.checkpoint.storage import plain_directory as plain
 from holdfast.checkpoint.storage.backends import MANIFEST, Storage, rank_file_name, step_directory
 from holdfast.checkpoint.storage.commit import commit
 from holdfast.checkpoint.storage.export import _save_tensors
@@ -405,7 +405,7 @@ def test_what_async_writer_wrote_is_verified_wherever_it_is_moved(
     there = str(tmp_path / "there")
     storage, directory = plain.opened(there)
     record = write(storage, 7, 0, world_size=1, directory=directory)
-    plain.replace(there, (7, 1, 1), [record])
+    plain.replace(storage, directory, (7, 1, 1), [record])
     moved = tmp_path / "moved"
     Path(there).rename(moved)
     assert main(["ckpt", "verify", str(moved)]) == 0

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.parameter import is_lazy
 
-from holdfast.checkpoint.async_save.directory import open_either
 from holdfast.checkpoint.dcp.foreign import (
     Chunk,
     FileRange,
@@ -43,6 +42,7 @@ from holdfast.checkpoint.restore.load import (
 )
 from holdfast.checkpoint.restore.sources import open_files
 from holdfast.checkpoint.storage.manifest import steps
+from holdfast.checkpoint.storage.plain_directory import open_either
 from holdfast.errors import CheckpointError
 
 # ---- into a living state ------------------------------------------------------------------------

@@ -57,15 +57,19 @@ def opened(at: str) -> tuple[Storage, str]:
 
 
 def replace(
-    at: str, whose: tuple[int, int, int], files: Sequence[FileRecord], *, job: str = ""
+    storage: Storage,
+    directory: str,
+    of: tuple[int, int, int],
+    files: Sequence[FileRecord],
+    *,
+    job: str = "",
 ) -> str:
-    """Make a checkpoint of these files, of that step, round and world, in place of the one that is
-    there; why leftovers of that could not be removed, if so."""
-    storage, directory = opened(at)
-    step, round, world_size = whose
+    """Make a checkpoint of these files, which are of that step, round and world size, and remove the
+    one before it; return why its files could not be removed, if so."""
+    step, round, world_size = of
     ordered = tuple(sorted(files, key=lambda file: file.rank))
     check_records(round, world_size, ordered)
-    metadata = dcp_metadata.metadata(read_back(storage, directory, whose, ordered))
+    metadata = dcp_metadata.metadata(read_back(storage, directory, of, ordered))
     manifest = make_manifest(job, step, round, ordered, metadata, time.time())
     storage.write(f"{directory}/{METADATA}", [metadata])
     storage.write(f"{directory}/{MANIFEST}", [encoded(manifest)])

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from holdfast.checkpoint.async_save.directory import parent_and_name
 from holdfast.checkpoint.memory.copying import collector_off
 from holdfast.checkpoint.memory.image_home import ImageHome
 from holdfast.checkpoint.memory.slots import Copy, Guard, Slots
@@ -34,6 +33,7 @@ from holdfast.checkpoint.restore.load import captured_entry
 from holdfast.checkpoint.saves import Carrying, Save
 from holdfast.checkpoint.state.capture import Captured, Layout, Position, capture
 from holdfast.checkpoint.storage.backends import step_of
+from holdfast.checkpoint.storage.plain_directory import parent_and_name
 from holdfast.checkpoint.store_meeting import Meeting
 from holdfast.errors import UsageError
 
