@@ -30,7 +30,7 @@ import msgspec
 from msgspec import Struct
 
 from holdfast.checkpoint.memory.image_home import ImageHome
-from holdfast.checkpoint.restore.load import Stored as StoredState
+from holdfast.checkpoint.restore.load import StoredState
 from holdfast.checkpoint.tickets import SaveId
 from holdfast.errors import CheckpointError, RequestTimeout
 from holdfast.messages.actions import CommitCheckpoint, WriteShards

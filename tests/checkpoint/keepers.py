@@ -31,7 +31,7 @@ from holdfast.checkpoint.restore import sources as peersource
 from holdfast.checkpoint.restore import verified_read as reading
 from holdfast.checkpoint.state import layout
 from holdfast.checkpoint.state import layout as digests
-from holdfast.checkpoint.state.layout import BLOCK_BYTES, Span, block_digests
+from holdfast.checkpoint.state.layout import BLOCK_BYTES, ByteSpan, block_digests
 from holdfast.errors import StorageError
 from holdfast.messages.checkpoints import ImageId, SnapshotId
 from holdfast.messages.units import Rank, RoundNumber, StepNumber
@@ -149,7 +149,7 @@ class MemoryStore:
     def put(self, id: ImageId, size: int = SMALL) -> Held:
         """An image of a rank of this node."""
         bytes_of_it = memoryview(a_body(id, size))
-        contents = Span(size - 100, 100)
+        contents = ByteSpan(size - 100, 100)
         place = self.place(Outline(id, size, block_digests(bytes_of_it), contents))
         with place.view as view:
             view[:] = bytes_of_it

@@ -28,10 +28,10 @@ from holdfast.checkpoint.dcp.metadata import File, metadata
 from holdfast.checkpoint.dcp.records import ELEMENT_BYTES, element_bytes, tensor_header, value_bytes
 from holdfast.checkpoint.state.layout import (
     ALIGNMENT,
+    ByteSpan,
     Contents,
     Extent,
     Kind,
-    Span,
     TensorItem,
     ValueItem,
     aligned,
@@ -156,19 +156,19 @@ class Body:
         header, raw = tensor_header(dtype_of(whole), sizes), raw_of(part)
         at = aligned(len(self.data))
         self.data += bytes(at - len(self.data)) + header + raw
-        framed = Span(at, len(header) + len(raw))
-        where = framed, Span(at + len(header), len(raw))
+        framed = ByteSpan(at, len(header) + len(raw))
+        where = framed, ByteSpan(at + len(header), len(raw))
         self.items.append(
             TensorItem(name, kind, dtype_of(whole), shape, offsets, sizes, *where, also)
         )
 
     def put_value(self, name: str, value: object) -> None:
         data = value_bytes(value)
-        self.values.append(ValueItem(name, Span(len(self.data), len(data))))
+        self.values.append(ValueItem(name, ByteSpan(len(self.data), len(data))))
         self.data += data
 
     def contents(self) -> Contents:
-        nothing = Span(0, 0)
+        nothing = ByteSpan(0, 0)
         return Contents(
             step=1,
             round=0,
@@ -188,7 +188,7 @@ class Body:
         shared = [item for item in self.items if item.kind == "shared"]
         others = [s for at, s in enumerate(shared) if at % self.world_size != self.rank]
         extents, file, at = [], bytearray(b"a file may begin with anything"), 0
-        for skipped in [*(item.framed for item in others), Span(len(self.data), 0)]:
+        for skipped in [*(item.framed for item in others), ByteSpan(len(self.data), 0)]:
             extents.append(Extent(at, len(file), skipped.at - at))
             file += self.data[at : skipped.at]
             at = skipped.end
@@ -477,10 +477,10 @@ from holdfast.checkpoint.dcp.records import tensor_header, value_bytes
 from holdfast.checkpoint.dcp.metadata import metadata
 from holdfast.checkpoint.dcp.foreign import read_metadata
 from holdfast.checkpoint.state.layout import *
-framed = Span(0, len(tensor_header("bfloat16", (2, 3))) + 12)
-item = TensorItem("w", "own", "bfloat16", (2, 3), (0, 0), (2, 3), framed, Span(framed.end - 12, 12))
-value = ValueItem("v", Span(framed.end, len(value_bytes({"a": 1}))))
-none = Span(0, 0)
+framed = ByteSpan(0, len(tensor_header("bfloat16", (2, 3))) + 12)
+item = TensorItem("w", "own", "bfloat16", (2, 3), (0, 0), (2, 3), framed, ByteSpan(framed.end - 12, 12))
+value = ValueItem("v", ByteSpan(framed.end, len(value_bytes({"a": 1}))))
+none = ByteSpan(0, 0)
 contents = Contents(1, 0, 0, 1, none, none, none, none, (item,), (value,))
 read_metadata(metadata([("f", contents, [Extent(0, 0, value.framed.end)])]))
 assert not {"torch", "numpy"} & set(sys.modules)

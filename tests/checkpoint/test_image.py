@@ -20,15 +20,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from states import Rank, check_same, child, flip, load, seal
 
-from holdfast.checkpoint.memory.image import Image, Record
-from holdfast.checkpoint.state.layout import Span
+from holdfast.checkpoint.memory.image import Image, ImageRecord
+from holdfast.checkpoint.state.layout import ByteSpan
 from holdfast.errors import Refused, StorageError
 
 PAGE = 4096
 
 
-def record(size: int, step: int = 1) -> Record:
-    return Record("ckpt", step, 1, 0, 1, size, Span(0, 1))
+def record(size: int, step: int = 1) -> ImageRecord:
+    return ImageRecord("ckpt", step, 1, 0, 1, size, ByteSpan(0, 1))
 
 
 def image_of(path: Path, body: bytes, step: int = 1) -> Image:

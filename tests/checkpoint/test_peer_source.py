@@ -46,7 +46,7 @@ from holdfast.checkpoint.restore import load as restore
 from holdfast.checkpoint.restore import sources as peersource
 from holdfast.checkpoint.restore.sources import PeerSource, open_peers
 from holdfast.checkpoint.restore.verified_read import Want, read
-from holdfast.checkpoint.state.layout import BLOCK_BYTES, Span
+from holdfast.checkpoint.state.layout import BLOCK_BYTES, ByteSpan
 from holdfast.errors import NotThere, Refused, WireError
 from holdfast.wire import framing
 from holdfast.wire.tls import TlsFiles, client_context, server_context
@@ -93,7 +93,7 @@ def source_at(peer: Peer, until: ExitStack, **more: Any) -> PeerSource:
 
 def read_span(source: PeerSource, at: int, size: int, threads: Executor | None = None) -> bytes:
     got = bytearray(size)
-    read(source, [Want(Span(at, size), lambda: memoryview(got))], threads)
+    read(source, [Want(ByteSpan(at, size), lambda: memoryview(got))], threads)
     return bytes(got)
 
 
@@ -128,7 +128,7 @@ def test_any_number_of_threads_reads_the_same_each_by_a_connection_of_its_own(
 
 
 spans = st.tuples(st.integers(0, MANY - 1), st.integers(1, 4 * BLOCK)).map(
-    lambda found: Span(found[0], min(found[1], MANY - found[0]))
+    lambda found: ByteSpan(found[0], min(found[1], MANY - found[0]))
 )
 
 
@@ -145,7 +145,7 @@ def test_any_part_is_exact_and_nothing_but_its_blocks_travels(there: Node) -> No
 
     @settings(max_examples=50, deadline=None)
     @given(wanted=st.lists(spans, min_size=1, max_size=5), count=st.sampled_from([0, 1, 3]))
-    def check(wanted: list[Span], count: int) -> None:
+    def check(wanted: list[ByteSpan], count: int) -> None:
         sent.clear()
         targets = [bytearray(span.size) for span in wanted]
         wants = [
@@ -166,13 +166,13 @@ def test_any_part_is_exact_and_nothing_but_its_blocks_travels(there: Node) -> No
         check()
 
 
-def touched(wanted: list[Span]) -> set[int]:
+def touched(wanted: list[ByteSpan]) -> set[int]:
     return {
         block for span in wanted for block in range(span.at // BLOCK, (span.end - 1) // BLOCK + 1)
     }
 
 
-def overlapping(wanted: list[Span]) -> bool:
+def overlapping(wanted: list[ByteSpan]) -> bool:
     """Then some blocks are read again, as from a file."""
     ordered = sorted(wanted, key=lambda span: span.at)
     return any(one.end > other.at for one, other in pairwise(ordered))

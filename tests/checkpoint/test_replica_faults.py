@@ -31,7 +31,7 @@ from keepers import (
 
 from holdfast.checkpoint.replicas.copies import Peer, TransferLimits, pull, push
 from holdfast.checkpoint.replicas.protocol import PROTOCOL, PeerHello, Push, sealed
-from holdfast.checkpoint.state.layout import BLOCK_BYTES, Span
+from holdfast.checkpoint.state.layout import BLOCK_BYTES, ByteSpan
 from holdfast.errors import Refused, StorageError, WireError
 from holdfast.wire import framing
 
@@ -118,7 +118,7 @@ def test_an_image_that_is_replaced_between_two_questions_is_refused(
 
     def meddle(index: int, up: bool, before: int, data: bytes) -> bytes:
         if up and index == 1 and before == 0:
-            there.store.images[an_image()].contents = Span(0, 100)
+            there.store.images[an_image()].contents = ByteSpan(0, 100)
         return data
 
     with between(there.peer, meddle) as peer, pytest.raises(Refused, match="changed"):
@@ -185,7 +185,7 @@ def test_a_peer_that_listens_and_says_nothing_is_given_up(here: Node) -> None:
 
 PUSHING = """
 import os, sys
-from holdfast.checkpoint.state.layout import Span
+from holdfast.checkpoint.state.layout import ByteSpan
 from holdfast.checkpoint.replicas.copies import Connection, Peer, push
 from holdfast.checkpoint.memory.images import Held
 from holdfast.messages.checkpoints import ImageId, SnapshotId
@@ -197,7 +197,7 @@ def half(self, held, at, end):
 Connection.send_part = half
 path, port, token, size, digests = sys.argv[1:]
 held = Held(ImageId(SnapshotId("main", 7, 2), 3, 8), os.open(path, os.O_RDONLY), 8192, int(size),
-            bytes.fromhex(digests), Span(int(size) - 100, 100))
+            bytes.fromhex(digests), ByteSpan(int(size) - 100, 100))
 push(Peer("127.0.0.1", int(port)), token, None, held)
 """
 

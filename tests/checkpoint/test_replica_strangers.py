@@ -45,7 +45,7 @@ from holdfast.checkpoint.replicas.protocol import (
     stretches,
     unsealed,
 )
-from holdfast.checkpoint.state.layout import BLOCK_BYTES, Span
+from holdfast.checkpoint.state.layout import BLOCK_BYTES, ByteSpan
 from holdfast.errors import BadFrame, WireError
 from holdfast.messages.checkpoints import ImageId, SnapshotId
 from holdfast.wire import framing
@@ -214,7 +214,7 @@ def test_a_push_that_brings_no_parts_is_given_up(new_node: NewNode) -> None:
     there = new_node(stall_s=0.3)
     with connected(there.peer) as connection:
         connection.send(PeerHello(protocol=PROTOCOL, token=TOKEN))
-        connection.send(Push(outline=sealed(Outline(an_image(), 1000, bytes(16), Span(0, 10)))))
+        connection.send(Push(outline=sealed(Outline(an_image(), 1000, bytes(16), ByteSpan(0, 10)))))
         connection.expect(Go)
         with pytest.raises(WireError, match="no blocks came"):
             connection.expect(Kept)
@@ -257,14 +257,14 @@ def test_a_part_of_nothing_is_refused(there: Node) -> None:
 @pytest.mark.parametrize(
     "outline",
     [
-        Outline(an_image(), 0, b"", Span(0, 0)),
-        Outline(an_image(), 1000, b"", Span(0, 10)),
-        Outline(an_image(), 1000, bytes(32), Span(0, 10)),
-        Outline(an_image(), 1000, bytes(16), Span(991, 10)),
-        Outline(an_image(), 1000, bytes(16), Span(-1, 10)),
-        Outline(an_image(), 1 << 50, bytes(16), Span(0, 10)),
-        Outline(an_image(checkpointer="../up"), 1000, bytes(16), Span(0, 10)),
-        Outline(an_image(checkpointer=""), 1000, bytes(16), Span(0, 10)),
+        Outline(an_image(), 0, b"", ByteSpan(0, 0)),
+        Outline(an_image(), 1000, b"", ByteSpan(0, 10)),
+        Outline(an_image(), 1000, bytes(32), ByteSpan(0, 10)),
+        Outline(an_image(), 1000, bytes(16), ByteSpan(991, 10)),
+        Outline(an_image(), 1000, bytes(16), ByteSpan(-1, 10)),
+        Outline(an_image(), 1 << 50, bytes(16), ByteSpan(0, 10)),
+        Outline(an_image(checkpointer="../up"), 1000, bytes(16), ByteSpan(0, 10)),
+        Outline(an_image(checkpointer=""), 1000, bytes(16), ByteSpan(0, 10)),
     ],
 )
 def test_an_outline_that_makes_no_sense_allocates_nothing(there: Node, outline: Outline) -> None:
@@ -295,7 +295,7 @@ outlines = st.builds(
     ),
     size=st.just(3 * BLOCK_BYTES - 5),
     digests=st.binary(min_size=48, max_size=48),
-    contents=st.builds(Span, st.integers(0, BLOCK_BYTES), st.integers(0, BLOCK_BYTES)),
+    contents=st.builds(ByteSpan, st.integers(0, BLOCK_BYTES), st.integers(0, BLOCK_BYTES)),
 )
 
 

@@ -102,12 +102,12 @@ def test_tickets_follow_a_save_to_storage(tmp_path: Path) -> None:
         checkpointer = Checkpointer(tmp_path, state)
         first = checkpointer.save(1)
         assert first.memory() == Result("saved", "memory")
-        assert first.storage() == first.result == Result("saved", "storage")
+        assert first.storage() == first.result() == Result("saved", "storage")
         again = checkpointer.save(1).storage()
         assert (again.outcome, "committed" in again.reason) == ("skipped", True)
         memory = checkpointer.save(2, to="memory")
         assert memory.storage() == Result("skipped", None, "it was meant for memory")
-        assert memory.memory() == memory.result == Result("saved", "memory")
+        assert memory.memory() == memory.result() == Result("saved", "memory")
         checkpointer.save(3)
         checkpointer.wait()
         assert is_complete(tmp_path, 3)
@@ -153,9 +153,11 @@ def test_a_dead_keeper_fails_saves_and_hangs_nothing(tmp_path: Path) -> None:
         os.kill(keeper_of(checkpointer), signal.SIGKILL)
         for step in (2, 3):
             ticket = checkpointer.save(step)
-            for result in (ticket.memory(), ticket.storage(), ticket.result):
+            for result in (ticket.memory(), ticket.storage()):
                 assert result.outcome == "failed"
                 assert "the keeper died" in result.reason
+            with pytest.raises(CheckpointError, match="the keeper died"):
+                ticket.result()
         with pytest.raises(CheckpointError, match="the keeper died"):
             checkpointer.restore()
         checkpointer.save(4)

@@ -765,7 +765,7 @@ def test_when_the_newest_checkpoint_is_spoilt_an_older_one_is_taken_and_that_is_
 
 def test_when_nothing_is_good_the_job_fails_and_does_not_start_over(spoilt: Training) -> None:
     assert spoilt.code() == 93
-    assert "nothing that was saved can be restored" in spoilt.err
+    assert "no saved state can be restored" in spoilt.err
     assert len(spoilt.restored(0)) == 3
     assert spoilt.restored(0)[1:] == [(7, "storage")] * 2
 
@@ -783,7 +783,7 @@ def test_another_run_does_not_start_over_either_when_all_that_was_saved_is_spoil
     try:
         again.go(trainer("storage_every=5"), 1)
         assert again.code() != 0
-        assert "nothing that was saved can be restored" in again.err
+        assert "no saved state can be restored" in again.err
     finally:
         again.close()
 

@@ -137,7 +137,7 @@ def find_plain(storage: Readable) -> list[PlainCheckpoint]:
         return [] if _is_ours(storage.where(""), names) else [_plain(storage, "")]
     found = []
     for entry in entries:
-        if entry.kind == "directory":
+        if entry.kind == "directory" and step_of(entry.name) is None:
             inside = [one.name for one in storage.entries(entry.name)]
             if METADATA in inside and not _is_ours(entry.name, inside):
                 found.append(_plain(storage, entry.name))
@@ -225,7 +225,7 @@ _ALLOWED: Final = b"\x80\x95(0N\x88\x89JKM\x8a\x8cX)]}t\x85\x86\x87aec\x93R\x94q
 _DISPATCH: Final[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
 
 
-class _Reader(pickle._Unpickler):
+class _MetadataReader(pickle._Unpickler):
     """The standard library's unpickler in Python, limited to building data."""
 
     stack: list[Any]
@@ -274,7 +274,7 @@ _BROKEN: Final = (
 
 def _unpickled(data: bytes) -> object:
     try:
-        return _Reader(io.BytesIO(data)).load()
+        return _MetadataReader(io.BytesIO(data)).load()
     except _BROKEN as error:
         raise CheckpointError(f"not a pickle of this kind: {error!r:.200}") from error
 

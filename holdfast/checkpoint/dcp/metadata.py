@@ -18,10 +18,10 @@ from typing import Final, NamedTuple
 
 from holdfast.checkpoint.dcp import records as op
 from holdfast.checkpoint.state.layout import (
+    ByteSpan,
     Contents,
     Extent,
     Kind,
-    Span,
     TensorItem,
     offset_in_file,
 )
@@ -99,7 +99,7 @@ class _Found(NamedTuple):
     """What the files hold. Of what several ranks have, the lowest's counts."""
 
     tensors: dict[str, _Tensor]
-    values: dict[str, tuple[str, Span]]
+    values: dict[str, tuple[str, ByteSpan]]
     paths: dict[str, Path]
 
 
@@ -136,7 +136,7 @@ def _find_values(found: _Found, path: str, contents: Contents, extents: Sequence
     for value in contents.values:
         at = offset_in_file(value.framed, extents)
         if at is not None:
-            found.values.setdefault(value.name, (path, Span(at, value.framed.size)))
+            found.values.setdefault(value.name, (path, ByteSpan(at, value.framed.size)))
 
 
 def _find_tensors(found: _Found, path: str, contents: Contents, extents: Sequence[Extent]) -> None:

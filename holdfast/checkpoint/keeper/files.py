@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Struct
 
 from holdfast.checkpoint.keeper.progress import StorageAction, StorageProgress
-from holdfast.checkpoint.memory.image import Image, Record
+from holdfast.checkpoint.memory.image import Image, ImageRecord
 from holdfast.checkpoint.memory.images import Images
 from holdfast.checkpoint.state.layout import Contents, FileRecord, block_digests
 from holdfast.checkpoint.storage import plain_directory as plain
@@ -145,7 +145,7 @@ class CheckpointFiles:
 
     def _pinned(
         self, action: WriteShards, rank: Rank, until: ExitStack
-    ) -> tuple[Image, Record, int, bytes]:
+    ) -> tuple[Image, ImageRecord, int, bytes]:
         """Find a rank's image of the snapshot, and keep it unchanged until then."""
         found = self._images.sealed(ImageId(action.snapshot, rank, action.world_size))
         if found is not None:
@@ -160,7 +160,7 @@ class CheckpointFiles:
         action: WriteShards,
         opened: Opened,
         rank: Rank,
-        held: tuple[Image, Record, int, bytes],
+        held: tuple[Image, ImageRecord, int, bytes],
     ) -> Shard:
         image, record, state, digests = held
         snapshot, storage = action.snapshot, opened.needed(action.snapshot.checkpointer)

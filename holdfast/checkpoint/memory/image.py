@@ -36,7 +36,7 @@ from msgspec import Struct
 
 from holdfast.checkpoint.state.layout import (
     DIGEST_BYTES,
-    Span,
+    ByteSpan,
     aligned,
     block_digests,
     blocks_of,
@@ -54,7 +54,7 @@ _POPULATE_WRITE: Final = 23
 _PREFAULT_BYTES: Final = 64 << 20
 
 
-class Record(Struct, frozen=True):
+class ImageRecord(Struct, frozen=True):
     """What an image says of itself."""
 
     checkpointer: str
@@ -65,12 +65,12 @@ class Record(Struct, frozen=True):
     world_size: int
     size: int
     """Bytes of the body."""
-    contents: Span
+    contents: ByteSpan
     """Where in the body it says what is where."""
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Record)
+_decoder = msgspec.msgpack.Decoder(ImageRecord)
 
 
 class Image:
@@ -175,7 +175,7 @@ class Image:
             return False
         return True
 
-    def finish(self, record: Record) -> int:
+    def finish(self, record: ImageRecord) -> int:
         """Say that the body is whole; its new state."""
         data = _encoder.encode(record)
         data = len(data).to_bytes(4, "little") + data
@@ -207,7 +207,7 @@ class Image:
         state, pinned = self.state, int(self._words[_PINNED])
         return pinned if pinned and state == pinned | 1 else state
 
-    def record(self) -> Record | None:
+    def record(self) -> ImageRecord | None:
         """What it holds; None while it is being written, or if it never was whole."""
         state = self.settled
         if state == 0 or state % 2:

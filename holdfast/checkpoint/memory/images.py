@@ -21,8 +21,8 @@ from typing import Annotated, Protocol
 
 from msgspec import Meta, Struct
 
-from holdfast.checkpoint.memory.image import Image, Record
-from holdfast.checkpoint.state.layout import Span
+from holdfast.checkpoint.memory.image import Image, ImageRecord
+from holdfast.checkpoint.state.layout import ByteSpan
 from holdfast.errors import CheckpointError, Refused
 from holdfast.messages.checkpoints import ImageId, SnapshotId
 from holdfast.messages.units import Rank, RoundNumber, StepNumber
@@ -36,7 +36,7 @@ class Outline(Struct, frozen=True):
     """Bytes of the body."""
     digests: bytes
     """16 bytes for each block of the body."""
-    contents: Span
+    contents: ByteSpan
     """Where in the body it says what is where."""
 
 
@@ -49,7 +49,7 @@ class Held(Struct):
     """Where in the file the body begins."""
     size: int
     digests: bytes
-    contents: Span
+    contents: ByteSpan
 
     @property
     def view(self) -> memoryview | None:
@@ -67,7 +67,7 @@ class IncomingImage(Struct):
     id: ImageId
     size: int
     digests: bytes
-    contents: Span
+    contents: ByteSpan
 
     @property
     def view(self) -> memoryview:
@@ -106,7 +106,7 @@ def image_path(directory: Path, checkpointer: str, rank: int, slot: int) -> Path
     return directory / f"{checkpointer}-{rank}-{slot}.image"
 
 
-def id_of(record: Record) -> ImageId:
+def id_of(record: ImageRecord) -> ImageId:
     snapshot = SnapshotId(record.checkpointer, StepNumber(record.step), RoundNumber(record.round))
     return ImageId(snapshot, Rank(record.rank), record.world_size)
 
@@ -166,7 +166,7 @@ class Images:
                 known = self._open[path] = _Open(Image.open(path), inode)
             return known.image
 
-    def all(self) -> Iterator[tuple[Path, Image, Record]]:
+    def all(self) -> Iterator[tuple[Path, Image, ImageRecord]]:
         """Every image that is whole."""
         paths = sorted(self.directory.glob("*.image"))
         self._forget_others(paths)
@@ -211,7 +211,7 @@ class Images:
                 del self._pins[key]
                 image.let_go()
 
-    def sealed(self, id: ImageId) -> tuple[Image, Record, int, bytes] | None:
+    def sealed(self, id: ImageId) -> tuple[Image, ImageRecord, int, bytes] | None:
         """An image that can be used: with its record, state and digests."""
         for _, image, record in self.all():
             state, digests = image.settled, image.digests()
@@ -276,7 +276,7 @@ class Images:
     def complete(self, place: IncomingImage) -> Held:
         assert isinstance(place, _IncomingFile)
         id = place.id
-        record = Record(
+        record = ImageRecord(
             checkpointer=id.snapshot.checkpointer,
             step=id.snapshot.step,
             round=id.snapshot.round,

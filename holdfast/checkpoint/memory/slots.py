@@ -29,7 +29,7 @@ from torch.optim.optimizer import (
 )
 
 from holdfast.checkpoint.memory.copying import Copier, cores, pin, run_all, spare_cores
-from holdfast.checkpoint.memory.image import Image, Record
+from holdfast.checkpoint.memory.image import Image, ImageRecord
 from holdfast.checkpoint.memory.images import image_path
 from holdfast.checkpoint.state.capture import Captured, Layout, Position
 from holdfast.errors import CheckpointError, HoldfastError, Refused
@@ -255,8 +255,8 @@ class Slots:
             known = self._copier = Copier(captured, guarded or frozenset())
         return known
 
-    def _record(self, captured: Captured, position: Position) -> Record:
-        return Record(
+    def _record(self, captured: Captured, position: Position) -> ImageRecord:
+        return ImageRecord(
             checkpointer=self._checkpointer,
             step=position.step,
             round=position.round,

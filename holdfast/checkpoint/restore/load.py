@@ -28,7 +28,7 @@ from torch.nn.parameter import is_lazy
 from holdfast.checkpoint.memory.copying import raw
 from holdfast.checkpoint.restore.verified_read import PIECE_BYTES, Piece, Source, Want, read
 from holdfast.checkpoint.state.capture import flattened, unique_names
-from holdfast.checkpoint.state.layout import Contents, Extent, Span, TensorItem, offset_in_file
+from holdfast.checkpoint.state.layout import ByteSpan, Contents, Extent, TensorItem, offset_in_file
 from holdfast.checkpoint.state.skeleton import assemble, tensor_types
 from holdfast.errors import CheckpointError, HoldfastError, Refused
 
@@ -36,22 +36,22 @@ _contents = msgspec.msgpack.Decoder(Contents)
 
 
 @dataclass
-class Stored:
+class StoredState:
     """One rank's state, or some extents of it, in memory or on storage."""
 
     source: Source
     contents: Contents
     extents: tuple[Extent, ...]
 
-    def at(self, span: Span) -> Span | None:
+    def at(self, span: ByteSpan) -> ByteSpan | None:
         """Return where a range of the body is in the source; None if it is not there."""
         at = offset_in_file(span, self.extents)
-        return None if at is None else Span(at, span.size)
+        return None if at is None else ByteSpan(at, span.size)
 
 
-def open_stored(source: Source, contents: Span, extents: tuple[Extent, ...]) -> Stored:
+def open_stored(source: Source, contents: ByteSpan, extents: tuple[Extent, ...]) -> StoredState:
     """Read what a source holds."""
-    found = Stored(source, _NOTHING, extents)
+    found = StoredState(source, _NOTHING, extents)
     try:
         found.contents = _contents.decode(_bytes(found, contents))
     except msgspec.DecodeError as error:
@@ -59,10 +59,12 @@ def open_stored(source: Source, contents: Span, extents: tuple[Extent, ...]) -> 
     return found
 
 
-_NOTHING = Contents(0, 0, 0, 0, Span(0, 0), Span(0, 0), Span(0, 0), Span(0, 0), (), ())
+_NOTHING = Contents(
+    0, 0, 0, 0, ByteSpan(0, 0), ByteSpan(0, 0), ByteSpan(0, 0), ByteSpan(0, 0), (), ()
+)
 
 
-def _bytes(stored: Stored, span: Span) -> bytes:
+def _bytes(stored: StoredState, span: ByteSpan) -> bytes:
     where = stored.at(span)
     if where is None:
         raise Refused(f"{stored.source.name} does not hold what it should")
@@ -73,7 +75,7 @@ def _bytes(stored: Stored, span: Span) -> bytes:
 
 def load(
     state: dict[str, Any],
-    stored: Sequence[Stored],
+    stored: Sequence[StoredState],
     rank: int,
     threads: Executor | None = None,
     pickling: bool = False,
@@ -176,7 +178,7 @@ def _some(keys: list[str]) -> str:
 
 
 @dataclass
-class _Reading:
+class _SourceReads:
     """What is to be read from one source."""
 
     source: Source
@@ -189,17 +191,17 @@ class _Loading:
         self,
         live: dict[str, torch.Tensor],
         replaceable: frozenset[str],
-        stored: Sequence[Stored],
-        mine: Stored,
+        stored: Sequence[StoredState],
+        mine: StoredState,
     ) -> None:
-        self.readings: dict[int, _Reading] = {}
+        self.readings: dict[int, _SourceReads] = {}
         self._live = live
         self._replaceable = replaceable
         self._types = tensor_types()
         self._stored = stored
         self._mine = mine
         self._made: dict[int, torch.Tensor] = {}
-        self._by_name: dict[str, list[tuple[Stored, TensorItem]]] | None = None
+        self._by_name: dict[str, list[tuple[StoredState, TensorItem]]] | None = None
 
     def tensor(self, reference: int) -> torch.Tensor:
         """The tensor that the skeleton refers to; it will be filled."""
@@ -237,10 +239,10 @@ class _Loading:
         self._reading(self._mine).pieces.append((where.at, where.size, live.data_ptr()))
         return True
 
-    def _reading(self, stored: Stored) -> _Reading:
+    def _reading(self, stored: StoredState) -> _SourceReads:
         reading = self.readings.get(id(stored))
         if reading is None:
-            reading = self.readings[id(stored)] = _Reading(stored.source, [], [])
+            reading = self.readings[id(stored)] = _SourceReads(stored.source, [], [])
         return reading
 
     def _made_anew(self, item: TensorItem, names: tuple[str, ...]) -> torch.Tensor:
@@ -283,7 +285,7 @@ class _Loading:
             what = f"{missing} of {prod(sizes)} elements are stored nowhere"
             raise CheckpointError(f"{item.name}: {what}")
 
-    def _parts(self, name: str) -> list[tuple[Stored, TensorItem]]:
+    def _parts(self, name: str) -> list[tuple[StoredState, TensorItem]]:
         if self._by_name is None:
             self._by_name = {}
             for stored in self._stored:
@@ -294,8 +296,8 @@ class _Loading:
 
     def _want(
         self,
-        stored: Stored,
-        where: Span,
+        stored: StoredState,
+        where: ByteSpan,
         part: TensorItem,
         local: torch.Tensor,
         offsets: tuple[int, ...],
@@ -347,7 +349,9 @@ def _memory(tensor: torch.Tensor) -> memoryview:
     return memoryview(raw).cast("B")
 
 
-def _indirect(where: Span, part: TensorItem, local: torch.Tensor, offsets: tuple[int, ...]) -> Want:
+def _indirect(
+    where: ByteSpan, part: TensorItem, local: torch.Tensor, offsets: tuple[int, ...]
+) -> Want:
     """Read a part into memory of its own, then copy what is wanted of it."""
     held: list[torch.Tensor] = []
 

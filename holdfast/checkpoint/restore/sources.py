@@ -19,7 +19,7 @@ from holdfast.checkpoint.memory.image import Image
 from holdfast.checkpoint.memory.images import Outline, id_of
 from holdfast.checkpoint.replicas.copies import Peer, outline_of
 from holdfast.checkpoint.replicas.protocol import STALL_S, Connection, More, Pull
-from holdfast.checkpoint.restore.load import Stored, open_stored
+from holdfast.checkpoint.restore.load import StoredState, open_stored
 from holdfast.checkpoint.restore.verified_read import FileSource
 from holdfast.checkpoint.state.layout import BLOCK_BYTES, Extent, FileRecord
 from holdfast.checkpoint.storage.backends import Readable, Storage, step_directory
@@ -29,7 +29,7 @@ from holdfast.errors import CheckpointError, Refused
 from holdfast.messages.checkpoints import ImageId
 
 
-def open_image(path: Path, wanted: ImageId, until: ExitStack) -> Stored:
+def open_image(path: Path, wanted: ImageId, until: ExitStack) -> StoredState:
     """A rank's image on this node, if it is sealed and the one that is wanted."""
     image = Image.open(path)
     try:
@@ -47,7 +47,7 @@ def open_image(path: Path, wanted: ImageId, until: ExitStack) -> Stored:
 
 def open_peers(
     peer: Peer, token: str, tls: ssl.SSLContext | None, image: ImageId, until: ExitStack
-) -> Stored:
+) -> StoredState:
     """A rank's image on another node."""
     source = PeerSource(peer, token, tls, image)
     until.callback(source.close)
@@ -55,7 +55,7 @@ def open_peers(
     return open_stored(source, outline.contents, (Extent(0, 0, outline.size),))
 
 
-def open_files(storage: Readable, step: int, until: ExitStack) -> Sequence[Stored]:
+def open_files(storage: Readable, step: int, until: ExitStack) -> Sequence[StoredState]:
     """The files of a checkpoint, in the order of ranks; each is opened when it is wanted."""
     manifest = load_manifest(storage, step)
     records = {record.rank: record for record in manifest.files}
@@ -64,22 +64,22 @@ def open_files(storage: Readable, step: int, until: ExitStack) -> Sequence[Store
     )
 
 
-class WhenWanted(Sequence[Stored]):
+class WhenWanted(Sequence[StoredState]):
     """What several ranks stored; each is opened when somebody looks into it."""
 
-    def __init__(self, count: int, open_one: Callable[[int], Stored]) -> None:
+    def __init__(self, count: int, open_one: Callable[[int], StoredState]) -> None:
         self._count = count
         self._open_one = open_one
-        self._open: dict[int, Stored] = {}
+        self._open: dict[int, StoredState] = {}
 
     def __len__(self) -> int:
         return self._count
 
     @overload
-    def __getitem__(self, rank: int) -> Stored: ...
+    def __getitem__(self, rank: int) -> StoredState: ...
     @overload
-    def __getitem__(self, rank: slice) -> Sequence[Stored]: ...
-    def __getitem__(self, rank: int | slice) -> Stored | Sequence[Stored]:
+    def __getitem__(self, rank: slice) -> Sequence[StoredState]: ...
+    def __getitem__(self, rank: int | slice) -> StoredState | Sequence[StoredState]:
         if isinstance(rank, slice):
             return [self[one] for one in range(*rank.indices(len(self)))]
         if rank not in self._open:
@@ -89,11 +89,11 @@ class WhenWanted(Sequence[Stored]):
         return self._open[rank]
 
 
-def _open_file(storage: Readable, step: int, record: FileRecord, until: ExitStack) -> Stored:
+def _open_file(storage: Readable, step: int, record: FileRecord, until: ExitStack) -> StoredState:
     file = until.enter_context(open_file(storage, f"{step_directory(step)}/{record.name}"))
     if (file.file_size, file.trailer_digest) != (record.size, record.trailer):
         raise Refused(f"{file.name} is not the file that the manifest lists")
-    return Stored(file, file.contents(record.contents), file.trailer.extents)
+    return StoredState(file, file.contents(record.contents), file.trailer.extents)
 
 
 def set_aside(storage: Storage, step: int) -> None:

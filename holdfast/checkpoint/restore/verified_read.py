@@ -23,7 +23,7 @@ from typing import Protocol
 
 import xxhash
 
-from holdfast.checkpoint.state.layout import BLOCK_BYTES, Span, blocks_of, digest_of
+from holdfast.checkpoint.state.layout import BLOCK_BYTES, ByteSpan, blocks_of, digest_of
 from holdfast.errors import Refused
 
 PIECE_BYTES = 128 << 10
@@ -93,7 +93,7 @@ Piece = tuple[int, int, int]
 class Want:
     """A stretch of a source, and where it shall go."""
 
-    span: Span
+    span: ByteSpan
     target: Callable[[], memoryview]
     """Called before the first byte arrives; memory may be made only then."""
     arrived: Callable[[], None] = lambda: None
@@ -109,7 +109,7 @@ def read(
     """Read all that is wanted; `Refused` if a block is not what its digest says."""
     wants, again = _apart(wants)
     pieces, pieces_again = _beside(pieces, wants)
-    reading = _Reading(source, wants, pieces)
+    reading = _BlockReader(source, wants, pieces)
     blocks = sorted(reading.by_block.keys() | reading.pieces.keys())
     if threads is None or len(blocks) == 1:
         for block in blocks:
@@ -149,7 +149,7 @@ def _beside(pieces: Iterable[Piece], wants: list[Want]) -> tuple[list[Piece], li
     return beside, again
 
 
-class _Reading:
+class _BlockReader:
     """All blocks of a source that have something wanted in them."""
 
     def __init__(self, source: Source, wants: list[Want], pieces: Iterable[Piece]) -> None:

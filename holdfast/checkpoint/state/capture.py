@@ -27,7 +27,7 @@ from msgspec.structs import replace
 from torch.nn.parameter import is_lazy
 
 from holdfast.checkpoint.dcp import records as dcp
-from holdfast.checkpoint.state.layout import Kind, Span, TensorItem, ValueItem, aligned
+from holdfast.checkpoint.state.layout import ByteSpan, Kind, TensorItem, ValueItem, aligned
 from holdfast.checkpoint.state.signature import Signature
 from holdfast.checkpoint.state.skeleton import Dismantled, Path, dismantle, tensor_types
 from holdfast.errors import CheckpointError
@@ -86,8 +86,8 @@ class Layout:
     """What `Contents.paths` has for the tensors."""
     headers: dict[int, bytes]
     """Constant bytes, by where they stand in the body."""
-    own: Span
-    shared: Span
+    own: ByteSpan
+    shared: ByteSpan
     tail_at: int
     names: frozenset[str] = field(init=False)
     encoded_items: bytes = field(init=False)
@@ -107,7 +107,7 @@ class Captured:
     addresses: list[int]
     """Where these are."""
     tail: bytes
-    contents: Span
+    contents: ByteSpan
 
 
 def capture(
@@ -192,7 +192,7 @@ def _lay_out(parts: Dismantled, signature: Signature, addresses: list[int]) -> L
 
 def _arrange(
     chosen: list[Placed], names_of: list[list[str]]
-) -> tuple[tuple[TensorItem, ...], dict[int, bytes], list[Span]]:
+) -> tuple[tuple[TensorItem, ...], dict[int, bytes], list[ByteSpan]]:
     """The items, the headers before them, and the parts of the body: own, shared, never persisted."""
     at = 0
     items: dict[int, TensorItem] = {}
@@ -208,7 +208,7 @@ def _arrange(
             headers[item.framed.at] = header
             at = item.raw.end
         at = aligned(at)
-        spans.append(Span(start, at - start))
+        spans.append(ByteSpan(start, at - start))
     return tuple(items[index] for index in range(len(chosen))), headers, spans
 
 
@@ -219,7 +219,7 @@ def _item(placed: Placed, names: list[str], at: int) -> tuple[TensorItem, bytes]
         header = dcp.tensor_header(dtype, sizes)
     except CheckpointError as error:
         raise CheckpointError(f"{names[0]}: {error}") from None
-    raw = Span(aligned(at + len(header)), placed.local.nbytes)
+    raw = ByteSpan(aligned(at + len(header)), placed.local.nbytes)
     item = TensorItem(
         name=names[0],
         kind=placed.kind,
@@ -227,7 +227,7 @@ def _item(placed: Placed, names: list[str], at: int) -> tuple[TensorItem, bytes]
         shape=placed.shape,
         offsets=placed.offsets,
         sizes=sizes,
-        framed=Span(raw.at - len(header), len(header) + raw.size),
+        framed=ByteSpan(raw.at - len(header), len(header) + raw.size),
         raw=raw,
         also=tuple(names[1:]),
         strides=_dense_strides(placed.local),
@@ -377,10 +377,10 @@ class _Contents(Struct, frozen=True):
     round: int
     rank: int
     world_size: int
-    own: Span
-    shared: Span
-    tail: Span
-    skeleton: Span
+    own: ByteSpan
+    shared: ByteSpan
+    tail: ByteSpan
+    skeleton: ByteSpan
     values: list[ValueItem]
     references: list[int]
     items: tuple[()] = ()
@@ -393,7 +393,7 @@ _NO_ITEMS_NO_PATHS: Final = _ITEMS + b"\x90" + _PATHS + b"\x90"
 """How the encoded form of that ends."""
 
 
-def _tail(layout: Layout, parts: Dismantled, position: Position) -> tuple[bytes, Span]:
+def _tail(layout: Layout, parts: Dismantled, position: Position) -> tuple[bytes, ByteSpan]:
     """The tail, and where the contents are in the body."""
     pieces, values, odd_paths = _values(layout, parts)
     at = layout.tail_at + sum(map(len, pieces))
@@ -404,8 +404,8 @@ def _tail(layout: Layout, parts: Dismantled, position: Position) -> tuple[bytes,
         world_size=position.world_size,
         own=layout.own,
         shared=layout.shared,
-        tail=Span(layout.tail_at, 0),
-        skeleton=Span(at, len(parts.skeleton)),
+        tail=ByteSpan(layout.tail_at, 0),
+        skeleton=ByteSpan(at, len(parts.skeleton)),
         values=values,
         references=layout.item_of if len(layout.items) < len(layout.item_of) else [],
     )
@@ -414,11 +414,11 @@ def _tail(layout: Layout, parts: Dismantled, position: Position) -> tuple[bytes,
     # The contents are part of the tail whose size they tell: its end is rounded up to make room.
     size = len(_encoder.encode(contents)) + len(items) + len(paths) + 16
     end = aligned(at + size, _TAIL_ALIGNMENT)
-    told = _encoder.encode(replace(contents, tail=Span(layout.tail_at, end - layout.tail_at)))
+    told = _encoder.encode(replace(contents, tail=ByteSpan(layout.tail_at, end - layout.tail_at)))
     encoded = (told.removesuffix(_NO_ITEMS_NO_PATHS), _ITEMS, items, _PATHS, paths)
     size = sum(map(len, encoded))
     pieces += [parts.skeleton, *encoded, bytes(end - at - size)]
-    return b"".join(pieces), Span(at, size)
+    return b"".join(pieces), ByteSpan(at, size)
 
 
 def _values(layout: Layout, parts: Dismantled) -> tuple[list[bytes], list[ValueItem], Encoded]:
@@ -436,7 +436,7 @@ def _values(layout: Layout, parts: Dismantled) -> tuple[list[bytes], list[ValueI
         except CheckpointError as error:
             raise CheckpointError(f"{name}: {error}") from error
         pieces.append(data)
-        values.append(ValueItem(name, Span(at, len(data))))
+        values.append(ValueItem(name, ByteSpan(at, len(data))))
         at += len(data)
     paths = (path for path, _ in parts.values)
     return pieces, values, _odd_paths((value.name for value in values), paths)

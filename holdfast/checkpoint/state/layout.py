@@ -39,7 +39,7 @@ BLOCK_BYTES = 16 << 20
 Kind = Literal["own", "shared", "shard"]
 
 
-class Span(Struct, frozen=True, array_like=True):
+class ByteSpan(Struct, frozen=True, array_like=True):
     at: int
     size: int
 
@@ -62,9 +62,9 @@ class TensorItem(Struct, frozen=True, array_like=True):
     """Where this part begins in the whole; all 0 when it is the whole."""
     sizes: tuple[int, ...]
     """The shape of this part."""
-    framed: Span
+    framed: ByteSpan
     """Header and raw bytes together: what `torch.load` wants to see."""
-    raw: Span
+    raw: ByteSpan
     """The raw bytes, contiguous in the order of `sizes`."""
     also: tuple[str, ...] = ()
     """Other names of the same tensor: it is tied."""
@@ -76,7 +76,7 @@ class ValueItem(Struct, frozen=True, array_like=True):
     """A plain value as `torch.save` would write it, for readers that know nothing of us."""
 
     name: str
-    framed: Span
+    framed: ByteSpan
 
 
 class Contents(Struct, frozen=True):
@@ -86,10 +86,10 @@ class Contents(Struct, frozen=True):
     round: int
     rank: int
     world_size: int
-    own: Span
-    shared: Span
-    tail: Span
-    skeleton: Span
+    own: ByteSpan
+    shared: ByteSpan
+    tail: ByteSpan
+    skeleton: ByteSpan
     items: tuple[TensorItem, ...]
     values: tuple[ValueItem, ...]
     references: tuple[int, ...] = ()
@@ -114,7 +114,7 @@ class Trailer(Struct, frozen=True):
     rank: int
     world_size: int
     extents: tuple[Extent, ...]
-    contents: Span
+    contents: ByteSpan
     """Where the encoded contents are, in the body."""
     size: int
     """Bytes of the file before the trailer: what the blocks' digests are of."""
@@ -134,7 +134,7 @@ class FileRecord(Struct, frozen=True):
     """The digest of the encoded contents: they can be had without reading whole blocks."""
 
 
-def offset_in_file(span: Span, extents: Sequence[Extent]) -> int | None:
+def offset_in_file(span: ByteSpan, extents: Sequence[Extent]) -> int | None:
     """Return where a range of the body is in a file; None if the file lacks some of it."""
     for extent in extents:
         if extent.body_at <= span.at and span.end <= extent.body_at + extent.size:

@@ -39,7 +39,7 @@ from holdfast.errors import StorageError
 Buffer = bytes | memoryview
 
 
-class Entry(NamedTuple):
+class StorageEntry(NamedTuple):
     name: str
     kind: Literal["file", "directory", "other"]
     """A link is "other", wherever it leads."""
@@ -58,7 +58,7 @@ class Readable(Protocol):
 
     def open(self, path: str) -> AbstractContextManager[Reader]: ...
 
-    def entries(self, directory: str) -> list[Entry]:
+    def entries(self, directory: str) -> list[StorageEntry]:
         """What is in a directory, by name; nothing when there is no such directory."""
 
 

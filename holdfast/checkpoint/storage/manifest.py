@@ -23,9 +23,9 @@ from holdfast.checkpoint.storage.backends import (
     DELETED,
     MANIFEST,
     REFUSED,
-    Entry,
     Readable,
     Storage,
+    StorageEntry,
     is_aside,
     is_file_of,
     is_rank_file,
@@ -177,7 +177,7 @@ def find_step(storage: Readable, step: int) -> StepFound:
     return StepFound(step, "complete", "", manifest)
 
 
-def _without_manifest(step: int, entries: list[Entry]) -> StepFound:
+def _without_manifest(step: int, entries: list[StorageEntry]) -> StepFound:
     if any(is_aside(entry.name, DELETED) for entry in entries):
         return StepFound(step, "partial", "half deleted", half_deleted=True)
     if any(is_aside(entry.name, REFUSED) for entry in entries):

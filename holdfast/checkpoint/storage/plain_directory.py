@@ -25,10 +25,10 @@ from holdfast.checkpoint.state.layout import FileRecord
 from holdfast.checkpoint.storage.backends import (
     MANIFEST,
     METADATA,
-    Entry,
     Readable,
     Reader,
     Storage,
+    StorageEntry,
     is_partial,
     open_storage,
     rank_file_name,
@@ -101,10 +101,10 @@ class _AsStep:
     def open(self, path: str) -> AbstractContextManager[Reader]:
         return self._storage.open(self._inside(path))
 
-    def entries(self, directory: str) -> list[Entry]:
+    def entries(self, directory: str) -> list[StorageEntry]:
         if directory:
             return self._storage.entries(self._inside(directory))
-        return [Entry(self._directory, "directory")]
+        return [StorageEntry(self._directory, "directory")]
 
     def _inside(self, path: str) -> str:
         return path.removeprefix(self._directory).lstrip("/")

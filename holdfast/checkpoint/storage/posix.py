@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Final, Literal
 
 from holdfast.checkpoint.state.layout import BLOCK_BYTES
-from holdfast.checkpoint.storage.backends import Buffer, Entry, Reader, aside_name, partial_name
+from holdfast.checkpoint.storage.backends import (
+    Buffer,
+    Reader,
+    StorageEntry,
+    aside_name,
+    partial_name,
+)
 from holdfast.errors import NotThere, StorageError
 
 _VECTORS: Final = 1000
@@ -101,11 +107,11 @@ class PosixStorage:
         finally:
             os.close(fd)
 
-    def entries(self, directory: str) -> list[Entry]:
+    def entries(self, directory: str) -> list[StorageEntry]:
         with told(self.where(directory), "listed"):
             try:
                 with os.scandir(self._root / directory) as found:
-                    return sorted(Entry(one.name, _kind(one)) for one in found)
+                    return sorted(StorageEntry(one.name, _kind(one)) for one in found)
             except FileNotFoundError:
                 return []
 

@@ -25,10 +25,10 @@ from msgspec.structs import replace
 from holdfast.checkpoint.state.layout import (
     BLOCK_BYTES,
     DIGEST_BYTES,
+    ByteSpan,
     Contents,
     Extent,
     FileRecord,
-    Span,
     Trailer,
     blocks_of,
     digest,
@@ -157,7 +157,7 @@ def _read_trailer(where: str, file: Reader) -> tuple[Trailer, bytes]:
 # ---- which rank writes what ----------------------------------------------------------------------
 
 
-def slices(contents: Contents, world_size: int) -> list[Span]:
+def slices(contents: Contents, world_size: int) -> list[ByteSpan]:
     """What of the shared part each rank writes: whole items, about the same bytes each."""
     shared = contents.shared
     inside = (i.framed.at for i in contents.items if shared.at <= i.framed.at < shared.end)
@@ -168,7 +168,7 @@ def slices(contents: Contents, world_size: int) -> list[Span]:
         after = bisect_left(places, ideal)
         near = min(places[max(after - 1, 0) : after + 1], key=lambda at: abs(at - ideal))
         cuts.append(max(cuts[-1], near))
-    return [Span(a, b - a) for a, b in zip(cuts, [*cuts[1:], shared.end], strict=True)]
+    return [ByteSpan(a, b - a) for a, b in zip(cuts, [*cuts[1:], shared.end], strict=True)]
 
 
 def extents_of(
@@ -199,7 +199,7 @@ def write_file(
     name: str,
     body: memoryview,
     extents: Sequence[Extent],
-    contents_span: Span,
+    contents_span: ByteSpan,
     step: int,
     round: int,
     rank: int,

@@ -17,7 +17,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Final
 
-from holdfast.checkpoint.storage.backends import Buffer, Entry, Reader, aside_name, partial_name
+from holdfast.checkpoint.storage.backends import (
+    Buffer,
+    Reader,
+    StorageEntry,
+    aside_name,
+    partial_name,
+)
 from holdfast.checkpoint.storage.posix import storage_error
 from holdfast.errors import HoldfastError, StorageError, UsageError
 
@@ -125,7 +131,7 @@ class RemoteStorage:
             reader = _RemoteReader(self.where(path), self._fs, self._full(path))
         yield reader
 
-    def entries(self, directory: str) -> list[Entry]:
+    def entries(self, directory: str) -> list[StorageEntry]:
         full = self._full(directory)
         with _told(self.where(directory), "listed"):
             try:
@@ -134,7 +140,7 @@ class RemoteStorage:
                 return []
         below = full.strip("/") + "/"
         return sorted(
-            Entry(name.removeprefix(below), _kind(one["type"]))
+            StorageEntry(name.removeprefix(below), _kind(one["type"]))
             for one in found
             if (name := one["name"].strip("/")).startswith(below)
         )
