@@ -381,16 +381,16 @@ def test_the_same_chunk_in_two_files_counts_once() -> None:
 def test_a_tensor_that_no_file_has_all_of_is_an_error_that_names_it() -> None:
     body = Body(0, 2)
     body.put("w", ROWS, **shard(ROWS, 0, 0, 2))
-    with pytest.raises(CheckpointError, match="w is not all there"):
+    with pytest.raises(CheckpointError, match="w is incomplete"):
         metadata([("0", body.contents(), [Extent(0, 0, len(body.data))])])
-    with pytest.raises(CheckpointError, match="w is not all there"):
+    with pytest.raises(CheckpointError, match="w is incomplete"):
         metadata([("0", body.contents(), [])])
 
 
 def test_a_value_that_no_file_has_is_an_error_that_names_it() -> None:
     body = Body(0, 1)
     body.put_value("epoch", 1)
-    with pytest.raises(CheckpointError, match="epoch is not all there"):
+    with pytest.raises(CheckpointError, match="epoch is incomplete"):
         metadata([("0", body.contents(), [Extent(0, 0, len(body.data) - 1)])])
 
 

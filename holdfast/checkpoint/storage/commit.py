@@ -217,7 +217,7 @@ def _nothing(size: int) -> None: ...
 
 
 def verify(
-    storage: Readable, step: int, went_on: Callable[[int], None] = _nothing
+    storage: Readable, step: int, on_progress: Callable[[int], None] = _nothing
 ) -> list[Refusal]:
     """All that is wrong with a step; nothing when it can be trusted. `.metadata` is for others to
     read: our own restore does well without it."""
@@ -227,7 +227,7 @@ def verify(
         return [Refusal(MANIFEST, str(error))]
     refusals = []
     for record in manifest.files:
-        refusals += _verify_file(storage, manifest, record, went_on)
+        refusals += _verify_file(storage, manifest, record, on_progress)
     return refusals + metadata_refusals(storage, manifest)
 
 
@@ -244,12 +244,12 @@ def metadata_refusals(storage: Readable, manifest: Manifest) -> list[Refusal]:
 
 
 def _verify_file(
-    storage: Readable, manifest: Manifest, record: FileRecord, went_on: Callable[[int], None]
+    storage: Readable, manifest: Manifest, record: FileRecord, on_progress: Callable[[int], None]
 ) -> list[Refusal]:
     try:
         with open_file(storage, f"{step_directory(manifest.step)}/{record.name}") as file:
             _check_whose(file, manifest, record)
-            bad = list(_bad_blocks(file, record.name, went_on))
+            bad = list(_bad_blocks(file, record.name, on_progress))
             if not bad:
                 file.contents(record.contents)
             return bad
@@ -268,10 +268,10 @@ def _check_whose(file: RankFile, manifest: Manifest, record: FileRecord) -> None
     )
 
 
-def _bad_blocks(file: RankFile, name: str, went_on: Callable[[int], None]) -> Iterator[Refusal]:
+def _bad_blocks(file: RankFile, name: str, on_progress: Callable[[int], None]) -> Iterator[Refusal]:
     buffer = memoryview(bytearray(min(BLOCK_BYTES, file.size)))
     for block in range(blocks_of(file.size)):
         try:
-            went_on(len(file.read_block(block, buffer)))
+            on_progress(len(file.read_block(block, buffer)))
         except (Refused, StorageError) as error:
             yield Refusal(name, str(error), block)

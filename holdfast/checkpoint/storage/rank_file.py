@@ -204,10 +204,10 @@ def write_file(
     round: int,
     rank: int,
     world_size: int,
-    went_on: Callable[[int], None],
+    on_progress: Callable[[int], None],
     once: bool = True,
 ) -> FileRecord:
-    """Write a rank's file, durably; `went_on` is told how many bytes more are on their way.
+    """Write a rank's file, durably; `on_progress` is told how many bytes more are on their way.
 
     A step is written `once`: when it is committed already, that is refused.
     """
@@ -219,7 +219,7 @@ def write_file(
     try:
         storage.make_directory(directory)
         with ThreadPoolExecutor(1, "digest") as beside:
-            writing = _Writing(body, trailer, beside, went_on)
+            writing = _Writing(body, trailer, beside, on_progress)
             size = storage.write(f"{directory}/{name}", writing.pieces())
     except StorageError:
         # Whoever committed the step first tidies up after the others; then this is no failure.
@@ -268,14 +268,14 @@ class _Writing:
         body: memoryview,
         trailer: Trailer,
         beside: ThreadPoolExecutor,
-        went_on: Callable[[int], None],
+        on_progress: Callable[[int], None],
     ) -> None:
         self.digest = b""
         """Of the trailer, once all was written."""
         self._body = body
         self._trailer = trailer
         self._beside = beside
-        self._went_on = went_on
+        self._went_on = on_progress
 
     def pieces(self) -> Iterator[Buffer]:
         digests: list[Future[bytes]] = []
