@@ -32,7 +32,7 @@ from holdfast.checkpoint.memory.copying import collector_off, cores
 from holdfast.checkpoint.memory.slots import BothRead, Guard, Slots, after_first_step
 from holdfast.checkpoint.restore.load import StoredState, captured_entry, load
 from holdfast.checkpoint.restore.plain_dcp import load_start
-from holdfast.checkpoint.restore.sources import WhenWanted, open_files, set_aside
+from holdfast.checkpoint.restore.sources import OpenedLazily, open_files, set_aside
 from holdfast.checkpoint.state.capture import Captured, Layout, Position, capture
 from holdfast.checkpoint.storage import retention
 from holdfast.checkpoint.storage.backends import LAST_STEP, open_storage
@@ -393,7 +393,7 @@ class Checkpointer:
             image = ImageId(snapshot, Rank(holder.rank), found.world_size)
             return self._link.open_image(image, holder, until)
 
-        return WhenWanted(len(found.holders), open_image)
+        return OpenedLazily(len(found.holders), open_image)
 
 
 def _await_all(copies: list[threading.Event]) -> None:

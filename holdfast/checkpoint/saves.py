@@ -281,7 +281,7 @@ class Carrying:
         for path in self._images.glob("*.image"):
             with suppress(Refused):
                 image = Image.open(path)
-                image.let_go()
+                image.unpin()
                 image.close()
 
     def _end_keeper(self) -> None:

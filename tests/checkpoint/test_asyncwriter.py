@@ -444,7 +444,7 @@ def test_ranks_that_name_different_places_save_nowhere(
     state = {"t": torch.ones(3)}
     futures = [one.save(state, checkpoint_id=tmp_path / str(i)) for i, one in enumerate(pair)]
     for future in futures:
-        assert "it is not there (the ranks gave different paths" in str(future.exception(60))
+        assert "it does not exist (the ranks gave different paths" in str(future.exception(60))
     assert not list(tmp_path.glob("*/.metadata"))
 
 

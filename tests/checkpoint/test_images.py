@@ -161,7 +161,7 @@ def test_pins_of_a_keeper_that_died_are_taken_back(shm: Path) -> None:
     assert dead.pin(dead.state)
     (shm / "garbage.image").write_bytes(b"garbage")
     assert not worker.begin()
-    Images(shm).let_all_go()
+    Images(shm).unpin_all()
     assert worker.begin()
 
 

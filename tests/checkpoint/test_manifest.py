@@ -381,7 +381,7 @@ def test_a_manifest_that_lists_other_files_than_ranks_is_refused(
 ) -> None:
     manifest = save(storage, 500).manifest
     files = (replace(manifest.files[0], name=name), manifest.files[1])
-    with pytest.raises(Refused, match="not those of 2 ranks"):
+    with pytest.raises(Refused, match="does not list one file of each of 2 ranks"):
         decoded(encoded(replace(manifest, files=files)), "it")
 
 
@@ -477,7 +477,7 @@ def test_everything_that_is_wrong_is_named(
         ("__3_1.distcp", 2),
         (".metadata", None),
     }
-    assert "not there" in found["__0_1.distcp", None]
+    assert "does not exist" in found["__0_1.distcp", None]
     assert "is the file of rank 1" in found["__2_1.distcp", None]
     assert "bytes 2048 to" in found["__3_1.distcp", 2]
 

@@ -323,7 +323,7 @@ def test_a_step_that_one_rank_skips_is_skipped_by_all(tmp_path: Path) -> None:
             assert result.outcome == "skipped"
             assert rank == 0 or "both images are still being read" in result.reason
         for image in images:
-            image.let_go()
+            image.unpin()
         assert checkpointer.save(4).storage() == Result("saved", "storage")
 
     run_world(2, act)

@@ -50,7 +50,7 @@ def test_more_views_than_the_kernel_takes_at_once(storage: PosixStorage) -> None
 
 def test_reading_past_the_end_is_an_error(storage: PosixStorage) -> None:
     storage.write("step/a", [b"abc"])
-    with storage.open("step/a") as file, pytest.raises(StorageError, match="ends at byte 3"):
+    with storage.open("step/a") as file, pytest.raises(StorageError, match="cut off at byte 3"):
         file.read_into(1, [memoryview(bytearray(2)), memoryview(bytearray(2))])
 
 

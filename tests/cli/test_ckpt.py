@@ -132,7 +132,7 @@ def test_ls_shows_every_step(root: Path, capsys: Output) -> None:
     assert lines[3][2] == "2001-09-09 01:46:40 UTC"
     assert lines[3][3] == "2"
     assert lines[3][4].endswith("kB")
-    assert lines[2][-1] == "not committed; files of ranks there: 1"
+    assert lines[2][-1] == "not committed; rank files there: 1"
 
 
 def test_ls_for_programs(root: Path, capsys: Output) -> None:

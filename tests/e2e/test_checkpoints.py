@@ -148,7 +148,7 @@ class Training(Run):
         places = [self.folder / f"{name}.at_{rank}" for rank in range(ranks)]
         self.await_(lambda: all(place.exists() for place in places), f"all ranks at {name}")
 
-    def let_go(self, name: str) -> None:
+    def release(self, name: str) -> None:
         (self.folder / f"{name}.go").touch()
 
     def shut(self, gate: str) -> None:
@@ -390,7 +390,7 @@ def test_a_keeper_that_somebody_stopped_goes_on_with_the_next_save(tmp_path: Pat
         run.go(trainer(SAVE_EACH, then=HOLD_AT_8), 10, nproc=1)
         run.held("eight", 1)
         run.kill(run.keeper(), signal.SIGSTOP)
-        run.let_go("eight")
+        run.release("eight")
         assert run.code(20.0) == 0
         assert run.intact()[-1] == 10
 
@@ -431,7 +431,7 @@ def test_a_step_that_is_being_written_stays_while_newer_ones_are_saved_to_memory
         run.reached("write")
         run.held("9")
         run.open("write")
-        run.let_go("9")
+        run.release("9")
         assert finished(run).intact() == [5]
 
 
@@ -454,7 +454,7 @@ class Abandoned:
         run.go(trainer(SAVE_EACH, then=HOLD_AT_9), 20, "--save-deadline", "0.5")
         run.held("9")
         run.shut("seal")
-        run.let_go("9")
+        run.release("9")
         run.reached("seal")
         run.kill(agent := run.agent())
         wait_for(lambda: run.agent() != agent, "another agent")
@@ -463,7 +463,7 @@ class Abandoned:
         run.reached("write")
         run.held("12")
         run.shut("seal")
-        run.let_go("12")
+        run.release("12")
         run.reached("seal")
         run.kill(run.pid)
         run.assert_nobody_left()
@@ -525,7 +525,7 @@ class Resized:
         self.reached = (run.folder / "write.reached").exists()
         self.intact = run.intact()
         run.open("write")
-        run.let_go("7")
+        run.release("7")
         each = trainer("storage_every=1, keep=holdfast.KeepLatest(2)", together=True)
         self.three = finished(make().go(each, 9, nproc=3))
         self.one = finished(make().go(each, 10, nproc=1))
@@ -592,16 +592,16 @@ class Full:
         run.go(trainer("storage_every=1", then=TELL_STORAGE), 4, nproc=1)
         run.held("1", 1)
         self.fill()
-        run.let_go("1")
+        run.release("1")
         run.held("2", 1)
         self.incidents = run.ask("incidents")
         self.status = run.ask("status")
         (self.disk / "filler").unlink()
-        run.let_go("2")
+        run.release("2")
         run.held("3", 1)
         self.fill()
         run.shut("write")
-        run.let_go("3")
+        run.release("3")
         run.until(lambda job: job.ranks and job.to_finish == 0, "the end of the only rank")
         run.reached("write")
         run.open("write")

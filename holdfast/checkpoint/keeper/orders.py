@@ -101,7 +101,7 @@ class Keeper:
             tls = server_context(self._tls)
             self._server = ReplicaServer(listener, self._terms.token, self._images, tls)
             self._server.start()
-        self._images.let_all_go()
+        self._images.unpin_all()
         waiting = select.poll()
         waiting.register(self._control.fileno(), select.POLLIN)
         while True:

@@ -1,12 +1,14 @@
-"""All images of a node: those of its own ranks, and copies of other nodes'.
+"""Manages all images of a node: those of its own ranks, and copies of other nodes'.
 
-They are files in one directory of shared memory, which is the launcher's: it outlives workers, keepers
-and agents, and goes with the job. Workers write their own images there; everything else is the
-keeper's. Nothing about an image is kept anywhere but in its file, so a keeper that is started again
-finds what there is.
+They are files in one directory of shared memory, which the launcher owns: it outlives workers, keepers
+and agents, and ends with the job. Workers write their own images; everything else is the keeper's. An
+image's state is kept in its file alone, so a keeper that is started again finds all of them.
 
-Of another node's rank the two newest copies stay; when a third comes, its memory is that of the
-oldest.
+Of another node's rank the two newest copies stay; a third reuses the memory of the oldest.
+
+Replication knows a node's images as an `ImageStore`. An image that is whole is *held* and can be
+sent; one that is being received is *incoming*, and invisible until all its blocks have matched their
+digests.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from holdfast.messages.units import Rank, RoundNumber, StepNumber
 
 
 class Outline(Struct, frozen=True):
-    """All there is to know of an image before its bytes."""
+    """What a receiver has to know of an image before its bytes."""
 
     id: ImageId
     size: Annotated[int, Meta(ge=1, le=1 << 53)]
@@ -37,7 +39,7 @@ class Outline(Struct, frozen=True):
     digests: bytes
     """16 bytes for each block of the body."""
     contents: ByteSpan
-    """Where in the body it says what is where."""
+    """Where the encoded contents are in the body."""
 
 
 class Held(Struct):
@@ -46,15 +48,16 @@ class Held(Struct):
     id: ImageId
     fd: int
     body_at: int
-    """Where in the file the body begins."""
+    """Offset of the body in the file."""
     size: int
     digests: bytes
     contents: ByteSpan
+    image: Image | None = None
 
     @property
     def view(self) -> memoryview | None:
-        """The body, where a store has it mapped."""
-        return None
+        """The body, if the store has it mapped."""
+        return None if self.image is None else self.image.body[: self.size]
 
     @property
     def outline(self) -> Outline:
@@ -62,7 +65,7 @@ class Held(Struct):
 
 
 class IncomingImage(Struct):
-    """Room for an image that is on its way in. A store has a subclass that knows where it is."""
+    """Memory for an image that is being received. Each store has a subclass with its location."""
 
     id: ImageId
     size: int
@@ -71,7 +74,7 @@ class IncomingImage(Struct):
 
     @property
     def view(self) -> memoryview:
-        """The body, mapped; its memory is there."""
+        """The body, mapped and allocated."""
         raise NotImplementedError
 
 
@@ -79,21 +82,21 @@ class ImageStore(Protocol):
     """A node's images. Its methods are called from several threads at once."""
 
     def find(self, id: ImageId) -> Held | None:
-        """The image, which the caller releases; None when it is not here."""
+        """Return the image, which the caller releases; None if it is not here."""
 
     def release(self, held: Held) -> None:
-        """The caller has done with it."""
+        """Close a held image."""
 
     def place(self, outline: Outline) -> IncomingImage:
-        """Make room; StorageError or OSError when there is none. Memory that is used again is filled
+        """Allocate memory; raise StorageError or OSError if there is none. Reused memory is filled
         twice as fast."""
 
     def complete(self, place: IncomingImage) -> Held:
-        """All of it is there and verified: from now on it can be found. The caller releases it. If
-        this fails, the place is still to be dropped."""
+        """Make an image visible that is whole and verified. The caller releases it. If this raises,
+        the image is still to be dropped."""
 
     def drop(self, place: IncomingImage) -> None:
-        """It will not become complete; nobody writes to it any more."""
+        """Discard an image that will not become whole; no thread writes to it any more."""
 
 
 # ---- the files -----------------------------------------------------------------------------------
@@ -102,7 +105,7 @@ COPIES = 2
 
 
 def image_path(directory: Path, checkpointer: str, rank: int, slot: int) -> Path:
-    """Where a rank has one of its two images."""
+    """Return the path of one of a rank's two images."""
     return directory / f"{checkpointer}-{rank}-{slot}.image"
 
 
@@ -124,14 +127,6 @@ class _IncomingFile(IncomingImage):
         return self.image.body[: self.size]
 
 
-class _HeldFile(Held):
-    image: Image | None = None
-
-    @property
-    def view(self) -> memoryview | None:
-        return None if self.image is None else self.image.body[: self.size]
-
-
 @dataclass
 class _Open:
     image: Image
@@ -139,35 +134,35 @@ class _Open:
 
 
 class Images:
-    """A store (see `store`) over a directory. Its methods may be called from any thread."""
+    """The `ImageStore` of a directory. Its methods may be called from any thread."""
 
     def __init__(
         self, directory: Path, received: Callable[[ImageId], None] = lambda image: None
     ) -> None:
         self.directory = directory
         self._received = received
-        """Told of each copy that is complete."""
+        """Called with each copy that is complete."""
         self.own_ranks: frozenset[int] = frozenset()
-        """Ranks whose workers on this node write to their images."""
+        """Ranks whose workers on this node write their images."""
         self._lock = threading.Lock()
         self._open: dict[Path, _Open] = {}
         self._pins: dict[tuple[Image, int], int] = {}
         self._placing = threading.Lock()
         self._filling: set[Path] = set()
-        """Copies on their way in."""
+        """Copies being received."""
 
     def image(self, path: Path) -> Image:
-        """A mapping of that image, which stays for the next time: touching its pages costs."""
+        """Return a mapping of that image, kept for the next time: faulting in its pages is slow."""
         with self._lock:
             inode = os.stat(path).st_ino
             known = self._open.get(path)
             if known is None or known.inode != inode:
-                # An older mapping of that name is closed when nobody uses it any more.
+                # An older mapping of that name is closed when its last user drops it.
                 known = self._open[path] = _Open(Image.open(path), inode)
             return known.image
 
     def all(self) -> Iterator[tuple[Path, Image, ImageRecord]]:
-        """Every image that is whole."""
+        """Yield every image that is whole."""
         paths = sorted(self.directory.glob("*.image"))
         self._forget_others(paths)
         for path in paths:
@@ -178,20 +173,20 @@ class Images:
                     yield path, image, record
 
     def _forget_others(self, paths: list[Path]) -> None:
-        """What was deleted keeps its memory for as long as it is mapped."""
+        """Unmap images that were deleted, which keep their memory while mapped."""
         with self._lock:
             for path in self._open.keys() - set(paths) - self._filling:
                 del self._open[path]
 
-    def let_all_go(self) -> None:
-        """A keeper that died may have left pins, and nobody else takes them back."""
+    def unpin_all(self) -> None:
+        """Remove the pins that a keeper which died may have left."""
         for path in self.directory.glob("*.image"):
             with suppress(OSError, Refused):
-                self.image(path).let_go()
+                self.image(path).unpin()
 
     @contextmanager
     def pinned(self, image: Image, state: int) -> Iterator[bool]:
-        """Keep an image as it is for a while; False when it has changed already."""
+        """Keep an image from being overwritten; yield False if it was already."""
         key = (image, state)
         with self._lock:
             count = self._pins.get(key, 0)
@@ -209,10 +204,10 @@ class Images:
             self._pins[key] -= 1
             if self._pins[key] == 0:
                 del self._pins[key]
-                image.let_go()
+                image.unpin()
 
     def sealed(self, id: ImageId) -> tuple[Image, ImageRecord, int, bytes] | None:
-        """An image that can be used: with its record, state and digests."""
+        """Return a sealed image with its record, state and digests; None if it is not here."""
         for _, image, record in self.all():
             state, digests = image.settled, image.digests()
             if id_of(record) == id and digests is not None:
@@ -223,7 +218,7 @@ class Images:
         return [id_of(record) for _, image, record in self.all() if image.digests() is not None]
 
     def drop_older(self, checkpointer: str, step: int, round: int) -> None:
-        """Forget images of earlier rounds that nobody will go back to: ranks come and go."""
+        """Remove images of earlier rounds that no restore will go back to."""
         for path, image, record in self.all():
             mine = record.rank in self.own_ranks and not path.name.startswith(
                 _copy_stem(id_of(record))
@@ -232,7 +227,7 @@ class Images:
             if record.checkpointer == checkpointer and outdated and not image.pinned:
                 path.unlink(missing_ok=True)
 
-    # ---- the store ----
+    # ---- as an `ImageStore` ----
 
     def find(self, id: ImageId) -> Held | None:
         found = self.sealed(id)
@@ -240,7 +235,7 @@ class Images:
             return None
         image, record, _, digests = found
         fd = os.open(image.path, os.O_RDONLY | os.O_CLOEXEC)
-        return _HeldFile(id, fd, image.body_at, record.size, digests, record.contents, image)
+        return Held(id, fd, image.body_at, record.size, digests, record.contents, image)
 
     def release(self, held: Held) -> None:
         os.close(held.fd)
@@ -290,7 +285,7 @@ class Images:
         self._filling.discard(place.image.path)
         self._received(id)
         p = place
-        return _HeldFile(id, p.fd, p.image.body_at, p.size, p.digests, p.contents, p.image)
+        return Held(id, p.fd, p.image.body_at, p.size, p.digests, p.contents, p.image)
 
     def drop(self, place: IncomingImage) -> None:
         assert isinstance(place, _IncomingFile)

@@ -1,33 +1,24 @@
-"""Copies of rank images in the memory of other nodes: pushed there, pulled back when a node is lost.
+"""Copies rank images to other nodes' memory, and fetches them back when a node is lost.
 
-This is the side that asks; `replicaserver` is the one that answers, `replicamessages` says what is
-said, and `transfer` how an image travels. A restore does not need a copy of its own: `peersource`
-reads an image where it is.
+This is the side that asks; `server` answers, and `protocol` defines the messages. A restore needs no
+copy of its own: `sources.PeerSource` reads an image where it is.
 
-The worker may write over an image while it is being sent. Nobody locks it for that: the receiver
-finds that a block does not have its digest and refuses the copy, so an image is either as it was when
-its digests were taken or it is not there at all. A copy never blocks a save.
-
-What can go wrong, and who can do something about it:
-
-    WireError       the peer cannot be reached, left, or nothing moved for a while: try another peer
-    Cancelled       (a WireError) this side gave it up
-    Refused         the image changed while it was sent: send the newer one
-    StorageError    no room for it, there or here
-    NotThere        (a StorageError) the peer does not have it: try another peer
-
-An image on its way, over several connections at once.
+The worker may overwrite an image while it is being sent. Nothing locks it: the receiver finds that a
+block does not match its digest and refuses the copy, so a copy is either exactly what was sealed or not
+there at all. A copy never blocks a save.
 
 One connection seldom fills a fast network, so an image is moved in shares, each a run of its blocks
-on a connection and in a thread of its own. Two rules keep that safe. Every block is claimed by one
-connection and no other: what was verified is never written again. And a place is settled, complete or
-given up, only once the last connection that might write to it has left.
+on a connection and a thread of its own. Every block is claimed by one connection and no other: what
+was verified is never written again. An image is completed or dropped only once the last connection
+that might write to it has left. Bytes are received straight into the image, and hashed while they are
+still in the cache. The first error on any connection cuts off the others, and is the one that the
+caller gets:
 
-Bytes are received straight into the place, whose memory is there already, and hashed while they are
-still in the processor's cache.
-
-What is wrong with one connection is wrong with the whole image: the first error counts, cuts the
-others off at once, and is what the caller hears.
+    WireError       the peer cannot be reached, left, or made no progress: try another peer
+    Cancelled       (a WireError) this side gave up
+    Refused         the image changed while it was sent: send the newer one
+    StorageError    no memory for it, there or here
+    NotThere        (a StorageError) the peer does not have it: try another peer
 """
 
 from __future__ import annotations
@@ -71,26 +62,26 @@ from holdfast.errors import (
 from holdfast.messages.checkpoints import ImageId
 
 LEAST_SHARE: Final = 4
-"""Blocks for which a connection of their own is worth while."""
+"""Fewest blocks that are worth a connection of their own."""
 
 
 class Transfer:
-    """The connections of one transfer. Any thread may cancel it, at any time."""
+    """The connections of one transfer. Any thread may cancel it at any time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._connections: set[Connection] = set()
         self.cancelled = False
         self.incoming: Incoming | None = None
-        """What comes in by it, once that is known."""
+        """The image being received, once it is known."""
 
     @property
     def done(self) -> float:
-        """Which part of what comes in is there."""
+        """Fraction of the incoming image that has arrived."""
         return self.incoming.done if self.incoming is not None else 0.0
 
     def cancel(self) -> None:
-        """Cut it off now: what waits on a connection of it is woken, and no new one is begun."""
+        """Cut all connections, and refuse new ones."""
         with self._lock:
             self.cancelled = True
             for connection in self._connections:
@@ -110,7 +101,7 @@ class Transfer:
 
 
 class Incoming:
-    """An image that is being received into its place."""
+    """Receives an image over several connections."""
 
     def __init__(self, place: IncomingImage) -> None:
         self.place = place
@@ -122,7 +113,7 @@ class Incoming:
         self._changed = threading.Condition()
 
     def receive(self, connection: Connection, blocks: Sequence[int]) -> bool:
-        """Take these blocks from a connection and verify them; False when they did not all come."""
+        """Receive and verify these blocks; return False if not all came."""
         self._claim(blocks)
         try:
             with self._streams.carried_by(connection):
@@ -141,8 +132,8 @@ class Incoming:
         return 1.0 - self._missing / blocks_of(self.place.size)
 
     def fail(self, error: HoldfastError) -> None:
-        """It will not become whole."""
-        # The error outlives this; its traceback would keep what points into the place.
+        """Give the image up."""
+        # The error outlives this call; its traceback would keep views of the mapping alive.
         error.__traceback__ = None
         with self._changed:
             self._error = self._error or error
@@ -150,9 +141,9 @@ class Incoming:
         self._streams.cancel()
 
     def settle(self, idle_s: float) -> None:
-        """Return when all is there and verified; raise what prevented it. Then nobody writes.
+        """Return when all blocks are verified, or raise the first error. No thread writes afterwards.
 
-        An image that no connection carries is given up after that many seconds.
+        An image that no connection carries is given up after `idle_s` seconds.
         """
         with self._changed:
             while self._missing and self._error is None:
@@ -167,7 +158,7 @@ class Incoming:
     def _claim(self, blocks: Sequence[int]) -> None:
         with self._changed:
             if not self._unclaimed.issuperset(blocks):
-                raise BadFrame("blocks that are not wanted, or that another connection brings")
+                raise BadFrame("blocks that are not wanted, or that another connection carries")
             self._unclaimed.difference_update(blocks)
             self._writers += 1
 
@@ -178,7 +169,7 @@ class Incoming:
             end = min((block + 1) * BLOCK_BYTES, place.size)
             for at in range(block * BLOCK_BYTES, end, CHUNK_BYTES):
                 length = min(CHUNK_BYTES, end - at)
-                # Released at once: who unmaps the place later must find nothing that points there.
+                # Released at once: unmapping fails while a view of the mapping exists.
                 with place.view as body, body[at : at + length] as chunk:
                     connection.fill(chunk)
                     hashed.update(chunk)
@@ -195,7 +186,7 @@ def name_of(image: IncomingImage) -> str:
 
 
 def shares(blocks: Sequence[int], streams: int) -> list[Sequence[int]]:
-    """The blocks in runs of about the same length, one for each connection."""
+    """Divide blocks into runs of about the same length, one for each connection."""
     count = max(1, min(streams, len(blocks) // LEAST_SHARE))
     bounds = [len(blocks) * index // count for index in range(count + 1)]
     return [blocks[bounds[i] : bounds[i + 1]] for i in range(count)]
@@ -204,22 +195,22 @@ def shares(blocks: Sequence[int], streams: int) -> list[Sequence[int]]:
 # ---- asking a peer -------------------------------------------------------------------------------
 
 _SLOWEST_ALLOCATION: Final = 200e6
-"""Bytes a second at which a peer makes room, at worst."""
+"""Bytes per second at which the slowest peer allocates memory."""
 _LAST_WORD_S: Final = 2.0
 
 
 class Peer(Struct, frozen=True):
-    """Where another node's keeper listens."""
+    """Address of another node's keeper."""
 
     host: str
     port: int
 
 
 class TransferLimits(Struct, frozen=True, kw_only=True):
-    """What a transfer may use, and how long it waits."""
+    """Limits of a transfer."""
 
     stall_s: float = STALL_S
-    """A peer with which nothing moves for so long is given up."""
+    """Time without progress after which a peer is given up."""
     streams: int = 4
     """Connections for a large image."""
 
@@ -228,7 +219,7 @@ USUAL: Final = TransferLimits()
 
 
 class _Call(Struct, frozen=True):
-    """Everything that is needed to ask a peer for something."""
+    """Everything needed to send requests to a peer."""
 
     peer: Peer
     token: str
@@ -238,7 +229,7 @@ class _Call(Struct, frozen=True):
 
     @contextmanager
     def request(self, request: Request) -> Iterator[Connection]:
-        """A connection on which that was asked, and nothing answered yet."""
+        """Open a connection and send a request on it."""
         connection = Connection.dial(self.peer.host, self.peer.port, self.limits.stall_s)
         try:
             with self.transfer.carried_by(connection):
@@ -249,8 +240,8 @@ class _Call(Struct, frozen=True):
             connection.close()
 
     @contextmanager
-    def told(self) -> Iterator[None]:
-        """What breaks because of a cancellation is a cancellation."""
+    def cancellable(self) -> Iterator[None]:
+        """Report errors that a cancellation caused as `Cancelled`."""
         try:
             yield
         except HoldfastError as error:
@@ -270,9 +261,9 @@ def push(
     limits: TransferLimits = USUAL,
     transfer: Transfer | None = None,
 ) -> None:
-    """Copy an image to a peer. When this returns, the peer has all of it, verified."""
+    """Copy an image to a peer. When this returns, the peer has verified all of it."""
     call = _Call(peer, token, tls, limits, transfer or Transfer())
-    with call.told(), call.request(Push(outline=sealed(held.outline))) as control:
+    with call.cancellable(), call.request(Push(outline=sealed(held.outline))) as control:
         go = control.expect(Go, limits.stall_s + held.size / _SLOWEST_ALLOCATION)
         runs = shares(range(blocks_of(held.size)), limits.streams)
         data = Transfer()
@@ -294,7 +285,7 @@ def _send(call: _Call, data: Transfer, transfer: str, held: Held, run: Sequence[
 def _each(
     runs: Sequence[Sequence[int]], data: Transfer, send: Callable[[Sequence[int]], None]
 ) -> list[HoldfastError]:
-    """Send all runs at the same time; the errors, the one that stopped the others first."""
+    """Send all runs in parallel; return the errors, the one that stopped the others first."""
     errors: list[HoldfastError] = []
 
     def one(run: Sequence[int]) -> None:
@@ -321,9 +312,9 @@ def pull(
     limits: TransferLimits = USUAL,
     transfer: Transfer | None = None,
 ) -> Held:
-    """Fetch an image from a peer."""
+    """Copy an image from a peer."""
     call = _Call(peer, token, tls, limits, transfer or Transfer())
-    with call.told(), ExitStack() as undo:
+    with call.cancellable(), ExitStack() as undo:
         with call.request(Pull(image=image, blocks=())) as connection:
             outline = outline_of(image, connection)
         place = _room(store, outline)
@@ -336,7 +327,7 @@ def pull(
 
 
 def outline_of(image: ImageId, connection: Connection) -> Outline:
-    """What a peer says of an image that it was asked for."""
+    """Receive the outline of an image that a peer was asked for."""
     outline = unsealed(connection.expect(Sending).outline)
     if outline.id != image:
         raise Refused(f"{connection.peer}: sent {outline.id} when asked for {image}")
@@ -347,11 +338,11 @@ def _room(store: ImageStore, outline: Outline) -> IncomingImage:
     try:
         return store.place(outline)
     except OSError as error:
-        raise StorageError(f"no room for an image of {outline.size} bytes: {error}") from None
+        raise StorageError(f"no memory for an image of {outline.size} bytes: {error}") from None
 
 
 def _fetch(call: _Call, outline: Outline, incoming: Incoming) -> None:
-    """Have everything that is wanted of an image come in."""
+    """Receive all blocks of an image over several connections."""
 
     def one(run: Sequence[int]) -> None:
         try:

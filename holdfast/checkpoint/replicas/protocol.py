@@ -1,32 +1,27 @@
-"""What keepers say to each other when they copy images.
+"""Defines what keepers say to each other when they replicate images, and the connections they use.
 
 A connection carries one request:
 
-    Push      keep a copy ──▶ Go, and when all parts are there Kept
-    PushedBlocks      blocks of what is being pushed, then raw bytes ──▶ Arrived
-    Pull      give me these blocks ──▶ Sending, then raw bytes; or Missing
-    More      after that: and these ──▶ raw bytes
+    Push           keep a copy ──▶ Go, and when all blocks have arrived Kept
+    PushedBlocks   blocks of an image that is being pushed, then raw bytes ──▶ Arrived
+    Pull           send these blocks ──▶ Sending, then raw bytes; or Missing
+    More           after that: send these, too ──▶ raw bytes
 
-and any may be answered by Declined. Before the answer to a push or a pull may come Queued, now and
-then, for as long as others are served first.
+and any may be answered by Declined. The answer to a push or a pull may be preceded by Queued,
+repeatedly, while other peers are served first.
 
-A push is one request that decides and any number of parts that only carry, so the answer to it is never
-stuck behind gigabytes. Whoever restores from an image reads it block by block, and asks for more until
-it has enough.
+A push is one request that decides, and any number of connections that only carry blocks; so its
+answer is never stuck behind gigabytes. A restore reads an image block by block, and asks for more
+until it has enough. The outline of an image travels with a digest of its own: a flipped bit in it
+would file good bytes under a wrong step.
 
-The outline of an image travels under a digest of its own: a flipped bit in it would file good bytes
-under a wrong step.
+No wait on a connection is unbounded. A frame must be whole within a time, so a slow sender cannot
+hold a thread; raw bytes must move at least every few seconds. A transfer that keeps moving may take
+any time.
 
-A connection between two keepers: frames both ways, and files as they are.
-
-It is never waited on for ever. A frame must be whole within a time, so nobody gains by sending it a
-byte at a time; raw bytes must move at least every few seconds. How long a transfer takes that does
-move has no limit.
-
-On plain TCP an image is sent from where it is mapped: to have the kernel send the file's pages (as
-`sendfile` does, one by one) takes longer than to copy them. In TLS they have to be encrypted, so they
-are read into a buffer: a mapped file that becomes shorter would kill the process there, while a system
-call only fails.
+On plain TCP an image is sent from its mapping: `sendfile`, page by page, takes longer than copying.
+With TLS the bytes have to be encrypted, so they are read into a buffer: a mapped file that is
+truncated would kill the process there, while a system call only fails.
 """
 
 from __future__ import annotations
@@ -55,72 +50,74 @@ PROTOCOL: Final = 2
 
 Number = Annotated[int, Meta(ge=0, le=1 << 53)]
 Stretch = tuple[Number, Number]
-"""Blocks, from the first up to and without the last."""
+"""Block numbers, from the first up to but excluding the last."""
 TransferId = Annotated[str, Meta(max_length=32)]
 
 
 class PeerHello(Struct, frozen=True, kw_only=True, tag=True):
-    """The first word on every connection."""
+    """The first message on every connection."""
 
     protocol: int
     token: str
 
 
 class Push(Struct, frozen=True, kw_only=True, tag=True):
-    """Keep a copy of this image."""
+    """Ask the peer to keep a copy of this image."""
 
     outline: bytes
 
 
 class PushedBlocks(Struct, frozen=True, kw_only=True, tag=True):
-    """On this connection come these blocks of an image that is being pushed."""
+    """Announce the blocks that follow on this connection."""
 
     transfer: TransferId
     blocks: tuple[Stretch, ...]
 
 
 class Pull(Struct, frozen=True, kw_only=True, tag=True):
-    """Send these blocks of an image; with none, its outline alone."""
+    """Ask for blocks of an image; with none, for its outline alone."""
 
     image: ImageId
     blocks: tuple[Stretch, ...]
 
 
 class More(Struct, frozen=True, kw_only=True, tag=True):
-    """Send these blocks of the same image."""
+    """Ask for further blocks of the same image."""
 
     blocks: tuple[Stretch, ...]
 
 
 class Go(Struct, frozen=True, kw_only=True, tag=True):
-    """There is room: send the parts of this transfer."""
+    """Accept a push: memory is allocated."""
 
     transfer: TransferId
 
 
 class Arrived(Struct, frozen=True, kw_only=True, tag=True):
-    """The blocks of this connection are here, and verified."""
+    """Confirm that the blocks of this connection arrived and verified."""
 
 
 class Kept(Struct, frozen=True, kw_only=True, tag=True):
-    """The whole image is here, verified, and can be pulled."""
+    """Confirm that the whole image verified and can be pulled."""
 
 
 class Sending(Struct, frozen=True, kw_only=True, tag=True):
-    """After this come the blocks."""
+    """Announce the blocks that were asked for."""
 
     outline: bytes
 
 
 class Queued(Struct, frozen=True, kw_only=True, tag=True):
-    """Others are served first; the answer will come."""
+    """Say that other peers are served first; the answer will come."""
 
 
 class Missing(Struct, frozen=True, kw_only=True, tag=True):
-    """That image is not here."""
+    """Say that the image is not here."""
 
 
 class Declined(Struct, frozen=True, kw_only=True, tag=True):
+    """Refuse a request, or give up."""
+
     why: Literal["changed", "no room", "broken off"]
     reason: str
 
@@ -134,19 +131,19 @@ _outlines = msgspec.msgpack.Decoder(Outline)
 
 
 def sealed(outline: Outline) -> bytes:
-    """An outline as it travels."""
+    """Encode an outline with its digest."""
     data = msgspec.msgpack.encode(outline)
     return digest(data) + data
 
 
 def unsealed(data: bytes) -> Outline:
-    """The outline, if it is as it was sent and agrees with itself."""
+    """Decode an outline, if its digest matches and its fields agree."""
     if digest(data[DIGEST_BYTES:]) != data[:DIGEST_BYTES]:
-        raise BadFrame("the outline of an image was damaged on its way")
+        raise BadFrame("the outline of an image was damaged in transit")
     try:
         outline = _outlines.decode(data[DIGEST_BYTES:])
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise BadFrame(f"no outline of an image: {error}") from None
+        raise BadFrame(f"not an outline of an image: {error}") from None
     contents = outline.contents
     if len(outline.digests) != blocks_of(outline.size) * DIGEST_BYTES:
         raise BadFrame(f"{outline.size} bytes with {len(outline.digests)} bytes of digests")
@@ -159,7 +156,7 @@ def unsealed(data: bytes) -> Outline:
 
 
 def stretches(blocks: Sequence[int]) -> tuple[Stretch, ...]:
-    """Ascending block numbers, those in a row together."""
+    """Encode ascending block numbers as ranges."""
     found: list[Stretch] = []
     for block in blocks:
         if found and found[-1][1] == block:
@@ -170,7 +167,7 @@ def stretches(blocks: Sequence[int]) -> tuple[Stretch, ...]:
 
 
 def blocks_in(found: Sequence[Stretch], size: int) -> list[int]:
-    """The block numbers, if they ascend and an image of that size has them."""
+    """Decode ranges of block numbers; they must ascend, and exist in an image of that size."""
     before = 0
     for first, last in found:
         if not before <= first < last <= blocks_of(size):
@@ -189,7 +186,7 @@ _ERRORS: Final[dict[str, type[HoldfastError]]] = {
 
 
 def declined(error: HoldfastError | OSError) -> Declined:
-    """An error as it is told to the peer."""
+    """Encode an error for the peer."""
     if isinstance(error, errors.Refused):
         return Declined(why="changed", reason=str(error))
     if isinstance(error, StorageError | OSError):
@@ -198,21 +195,21 @@ def declined(error: HoldfastError | OSError) -> Declined:
 
 
 def error_in(reply: Reply, peer: str) -> HoldfastError:
-    """The error that an answer stands for which was not the one hoped for."""
+    """Return the error that an unexpected answer stands for."""
     if isinstance(reply, Declined):
         return _ERRORS[reply.why](f"{peer}: {reply.reason}")
     if isinstance(reply, Missing):
         return NotThere(f"{peer} does not have that image")
-    return BadFrame(f"{peer} answered {type(reply).__name__}, which was not asked for")
+    return BadFrame(f"{peer} answered {type(reply).__name__}, which was not expected")
 
 
 # ---- connections ---------------------------------------------------------------------------------
 
 STALL_S: Final = 5.0
-"""How long nothing may move."""
+"""Longest time without progress."""
 CHUNK_BYTES: Final = 1 << 20
-"""What is read, hashed and written at a time: large enough for few calls, small enough that it is
-still in the processor's cache when it is hashed and copied on."""
+"""Bytes read, hashed and written at a time: large enough for few calls, small enough to stay in the
+processor's cache."""
 
 _HEADER_BYTES: Final = 4
 
@@ -221,7 +218,7 @@ T = TypeVar("T")
 
 
 class Connection:
-    """Used by one thread; cut by any."""
+    """A connection between keepers. One thread uses it; any thread may cut it."""
 
     def __init__(self, connected: socket.socket, peer: str, stall_s: float = STALL_S) -> None:
         self.peer = peer
@@ -230,7 +227,7 @@ class Connection:
 
     @classmethod
     def dial(cls, host: str, port: int, stall_s: float) -> Connection:
-        """A connection to a peer, on which nothing was said yet."""
+        """Connect to a peer."""
         name = f"{host}:{port}"
         try:
             return cls(socket.create_connection((host, port), stall_s), name, stall_s)
@@ -238,12 +235,12 @@ class Connection:
             raise WireError(f"{name}: cannot be reached: {error}") from None
 
     def greet(self, tls: ssl.SSLContext | None, token: str) -> None:
-        """The first word, of whoever called."""
+        """Send the first message, as the side that connected."""
         self.begin(tls, server_side=False, limit_s=self.stall_s)
         self.send(PeerHello(protocol=PROTOCOL, token=token))
 
     def begin(self, tls: ssl.SSLContext | None, server_side: bool, limit_s: float) -> None:
-        """Have the kernel watch it, and go on in TLS where that is wanted."""
+        """Turn on TCP keepalive, and TLS if configured."""
         with self._moving(limit_s):
             keep_alive(self._socket)
             if tls is not None:
@@ -255,9 +252,9 @@ class Connection:
                 secured.do_handshake()
 
     def cut(self) -> None:
-        """Wake whoever waits on it, with an error.
+        """Make pending and later calls on the connection fail.
 
-        Not with the method of an SSLSocket: that one would have its user go on in plain text.
+        `SSLSocket.shutdown` is avoided: it would let the user go on in plain text.
         """
         with suppress(OSError):
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
@@ -273,12 +270,12 @@ class Connection:
             self._socket.sendall(framing.encode(message))
 
     def receive(self, decoder: FrameDecoder[T], limit_s: float) -> T:
-        """One message, which must be whole within that time."""
+        """Receive one message, which must be whole within that time."""
         deadline = monotonic() + limit_s
         header = bytearray(_HEADER_BYTES)
         with self._moving(limit_s):
             self._fill(memoryview(header), deadline)
-        # Here the length is checked, before anything is allocated for the rest.
+        # This checks the length, before anything is allocated for the rest.
         messages = decoder.feed(bytes(header))
         if not messages:
             body = bytearray(int.from_bytes(header, "big"))
@@ -288,8 +285,8 @@ class Connection:
         return messages[0]
 
     def expect(self, kind: type[R], limit_s: float | None = None) -> R:
-        """The answer, if it is of that kind; else the error that it stands for is raised. The time
-        begins anew whenever the peer says that others are served first."""
+        """Receive an answer of that kind; raise the error that another one stands for. The time limit
+        starts anew with each `Queued`."""
         replies = FrameDecoder[Reply](Reply)  # type: ignore[arg-type]
         limit_s = self.stall_s if limit_s is None else limit_s
         reply = self.receive(replies, limit_s)
@@ -302,7 +299,7 @@ class Connection:
     # ---- raw bytes ----
 
     def fill(self, view: memoryview) -> None:
-        """Receive as many bytes as the view has."""
+        """Receive bytes until the view is full."""
         with self._moving(self.stall_s):
             self._socket.settimeout(self.stall_s)
             self._fill(view, None)
@@ -314,11 +311,11 @@ class Connection:
                 self._socket.settimeout(max(0.001, deadline - monotonic()))
             count = self._socket.recv_into(view[got:])
             if not count:
-                raise ConnectionError("it was closed at the other end")
+                raise ConnectionError("the peer closed it")
             got += count
 
     def send_part(self, held: Held, at: int, end: int) -> None:
-        """Send a stretch of an image's body."""
+        """Send a range of an image's body."""
         with self._moving(self.stall_s):
             self._socket.settimeout(self.stall_s)
             mapped = None if isinstance(self._socket, ssl.SSLSocket) else held.view
@@ -346,7 +343,7 @@ class Connection:
             yield
         except TimeoutError:
             raise WireError(
-                f"{self.peer}: waited {limit_s:.3g} s in vain: it is stopped, overloaded or cut off"
+                f"{self.peer}: no progress for {limit_s:.3g} s: it is stopped, overloaded or cut off"
             ) from None
         except OSError as error:
             raise WireError(f"{self.peer}: the connection broke: {error}") from None

@@ -1,8 +1,7 @@
-"""Where a state can be read from: images in memory, files on storage.
+"""Opens the sources of a state: images in this node's or another's memory, files on storage.
 
-Of what the ranks of the world that saved it wrote, a rank reads what it needs: its own part alone, if
-that has everything and is cut as it is here, else the others' too. So files and images are opened only
-when somebody looks into them.
+Of what the ranks that saved a state wrote, a rank reads what it needs: its own part alone if that holds
+everything, cut as it is here, else others' too. So files and images are opened when first used.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from holdfast.messages.checkpoints import ImageId
 
 
 def open_image(path: Path, wanted: ImageId, until: ExitStack) -> StoredState:
-    """A rank's image on this node, if it is sealed and the one that is wanted."""
+    """Open a rank's image on this node, if it is sealed and the right one."""
     image = Image.open(path)
     try:
         record, digests = image.record(), image.digests()
         if record is None or digests is None:
-            raise Refused(f"{path} is not whole, or its seal is damaged")
+            raise Refused(f"{path} is not sealed, or its seal is damaged")
         if id_of(record) != wanted:
             raise Refused(f"{path} is of rank {record.rank}, step {record.step}")
         source = FileSource.of_image(path, image.body_at, record.size, digests)
@@ -48,7 +47,7 @@ def open_image(path: Path, wanted: ImageId, until: ExitStack) -> StoredState:
 def open_peers(
     peer: Peer, token: str, tls: ssl.SSLContext | None, image: ImageId, until: ExitStack
 ) -> StoredState:
-    """A rank's image on another node."""
+    """Open a rank's image on another node."""
     source = PeerSource(peer, token, tls, image)
     until.callback(source.close)
     outline = source.outline
@@ -56,16 +55,16 @@ def open_peers(
 
 
 def open_files(storage: Readable, step: int, until: ExitStack) -> Sequence[StoredState]:
-    """The files of a checkpoint, in the order of ranks; each is opened when it is wanted."""
+    """Return the rank files of a checkpoint, in the order of ranks; each is opened when first used."""
     manifest = load_manifest(storage, step)
     records = {record.rank: record for record in manifest.files}
-    return WhenWanted(
+    return OpenedLazily(
         manifest.world_size, lambda rank: _open_file(storage, step, records[rank], until)
     )
 
 
-class WhenWanted(Sequence[StoredState]):
-    """What several ranks stored; each is opened when somebody looks into it."""
+class OpenedLazily(Sequence[StoredState]):
+    """The states of several ranks; each is opened when first used."""
 
     def __init__(self, count: int, open_one: Callable[[int], StoredState]) -> None:
         self._count = count
@@ -97,7 +96,7 @@ def _open_file(storage: Readable, step: int, record: FileRecord, until: ExitStac
 
 
 def set_aside(storage: Storage, step: int) -> None:
-    """A checkpoint is not what its manifest says: nobody shall try it again."""
+    """Mark a checkpoint that does not verify, so that it is not tried again."""
     with suppress(CheckpointError):
         refuse(storage, step)
 
@@ -106,7 +105,12 @@ def set_aside(storage: Storage, step: int) -> None:
 
 
 class PeerSource:
-    """A source (see `reading`). A block is read from its start to its end by one thread."""
+    """An image in another node's memory, as a `verified_read.Source`.
+
+    Bytes go from the peer's memory straight into the tensors: a copy of the image here would cost fresh
+    memory, which takes longer to allocate than the network needs to fill it. Each reading thread has a
+    connection of its own and requests a block when it comes to it.
+    """
 
     def __init__(
         self,
@@ -141,14 +145,14 @@ class PeerSource:
         self._own.used_at = monotonic()
 
     def _ask(self, block: int) -> None:
-        # Who is silent for too long is closed at the other end.
+        # The other end closes connections that were idle for too long.
         silent_s = monotonic() - getattr(self._own, "used_at", 0.0)
         if silent_s > self._stall_s / 2 and self._connect() != self.outline:
             raise Refused(f"{self.name}: it changed while it was read")
         self._own.connection.send(More(blocks=((block, block + 1),)))
 
     def _connect(self) -> Outline:
-        """Have this thread's connection, and hear what the image is."""
+        """Open this thread's connection, and return the image's outline."""
         connection = Connection.dial(self._peer.host, self._peer.port, self._stall_s)
         with self._lock:
             self._connections.append(connection)

@@ -1,4 +1,9 @@
-"""XX"""
+"""Keeps checkpoints in a directory of a POSIX file system.
+
+`PosixStorage` changes the disk only through the calls of `Disk`, so that a test can number them, make
+each of them fail, or die in its place. Names are relative to an open directory: a directory that is
+replaced by a symbolic link meanwhile leads nowhere.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +38,20 @@ class PosixStorage:
         return str(self._root / path)
 
     def write(self, path: str, pieces: Iterable[Buffer]) -> int:
-        with told(self.where(path), "written"), self._parent_of(path) as (parent, name):
+        with (
+            as_storage_errors(self.where(path), "written"),
+            self._parent_of(path) as (parent, name),
+        ):
             with self._partial(name, parent, pieces) as (partial, size):
                 self._disk.rename(partial, name, parent)
             self._disk.sync_directory(parent)
             return size
 
     def publish(self, path: str, data: bytes) -> bool:
-        with told(self.where(path), "published"), self._parent_of(path) as (parent, name):
+        with (
+            as_storage_errors(self.where(path), "published"),
+            self._parent_of(path) as (parent, name),
+        ):
             try:
                 with self._partial(name, parent, [data]) as (partial, _):
                     self._disk.link(partial, name, parent)
@@ -48,7 +59,7 @@ class PosixStorage:
             except FileExistsError:
                 return False
             except FileNotFoundError:
-                # Whoever published first may tidy up what others had begun.
+                # The writer that published first may have tidied up this one's partial file.
                 if name in os.listdir(parent):
                     return False
                 raise
@@ -60,7 +71,7 @@ class PosixStorage:
             return True
 
     def _publish_without_link(self, name: str, parent: int, data: bytes) -> bool:
-        """Where there are no links. A death in the middle leaves half a manifest; its digest tells."""
+        """Publish without hard links. A crash leaves a torn manifest, which its digest shows."""
         try:
             self._write_new(name, parent, [data])
         except FileExistsError:
@@ -72,7 +83,7 @@ class PosixStorage:
     def _partial(
         self, name: str, parent: int, pieces: Iterable[Buffer]
     ) -> Iterator[tuple[str, int]]:
-        """A new file under a temporary name, durable; gone if it is not used in the end."""
+        """Write a durable file under a temporary name, removed again if the caller raises."""
         partial = partial_name(name)
         with ExitStack() as undo:
             undo.callback(self._forget, partial, parent)
@@ -80,7 +91,7 @@ class PosixStorage:
             undo.pop_all()
 
     def _forget(self, partial: str, parent: int) -> None:
-        with suppress(OSError):  # Its name says what it is; whoever tidies up next removes it.
+        with suppress(OSError):  # Its name marks it as partial; the next commit removes it.
             self._disk.unlink(partial, parent)
 
     def _write_new(self, name: str, parent: int, pieces: Iterable[Buffer]) -> int:
@@ -100,7 +111,7 @@ class PosixStorage:
 
     @contextmanager
     def open(self, path: str) -> Iterator[Reader]:
-        with told(self.where(path), "read"):
+        with as_storage_errors(self.where(path), "read"):
             fd = os.open(self._root / path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             yield _PosixReader(self.where(path), fd)
@@ -108,7 +119,7 @@ class PosixStorage:
             os.close(fd)
 
     def entries(self, directory: str) -> list[StorageEntry]:
-        with told(self.where(directory), "listed"):
+        with as_storage_errors(self.where(directory), "listed"):
             try:
                 with os.scandir(self._root / directory) as found:
                     return sorted(StorageEntry(one.name, _kind(one)) for one in found)
@@ -117,7 +128,7 @@ class PosixStorage:
 
     def remove(self, directory: str, files: Iterable[str]) -> None:
         with (
-            told(self.where(directory), "tidied"),
+            as_storage_errors(self.where(directory), "tidied"),
             suppress(FileNotFoundError),
             self._directory(directory) as parent,
         ):
@@ -129,12 +140,12 @@ class PosixStorage:
     def make_directory(self, directory: str) -> None:
         path = self._root / directory
         lacking = takewhile(lambda above: not above.exists(), self._root.parents)
-        with told(str(path), "made"):
+        with as_storage_errors(str(path), "made"):
             for one in [*reversed(list(lacking)), self._root, path]:
                 self._make(one)
 
     def _make(self, path: Path) -> None:
-        """Make a directory durable, whether it is new or somebody made it and died before it was."""
+        """Make a directory durable, even if another process created it and died before its fsync."""
         try:
             with _opened(path.parent) as parent:
                 if not path.is_dir():
@@ -142,12 +153,12 @@ class PosixStorage:
                         self._disk.make_directory(path.name, parent)
                 self._disk.sync_directory(parent)
         except OSError as error:
-            # What lies above the root may be closed to us; if the root was there before, so be it.
+            # Directories above the root may not be ours to change; that is fine if they exist.
             if error.errno not in (errno.EACCES, errno.EROFS) or not path.is_dir():
                 raise
 
     def remove_directory(self, directory: str) -> bool:
-        with told(self.where(directory), "removed"), self._directory("") as root:
+        with as_storage_errors(self.where(directory), "removed"), self._directory("") as root:
             try:
                 self._disk.remove_directory(directory, root)
             except FileNotFoundError:
@@ -160,7 +171,10 @@ class PosixStorage:
             return True
 
     def set_aside(self, path: str, why: str) -> str:
-        with told(self.where(path), "set aside"), self._parent_of(path) as (parent, name):
+        with (
+            as_storage_errors(self.where(path), "set aside"),
+            self._parent_of(path) as (parent, name),
+        ):
             new = aside_name(name, why, set(os.listdir(parent)))
             self._disk.rename(name, new, parent)
             self._disk.sync_directory(parent)
@@ -168,7 +182,7 @@ class PosixStorage:
 
     @contextmanager
     def _parent_of(self, path: str) -> Iterator[tuple[int, str]]:
-        """The open directory that a file is in, and the file's name there."""
+        """Open the directory of a file; yield it with the file's name."""
         directory, _, name = path.rpartition("/")
         with self._directory(directory) as parent:
             yield parent, name
@@ -199,19 +213,19 @@ class _PosixReader:
         self.size = os.fstat(fd).st_size
 
     def read_into(self, at: int, views: Sequence[memoryview]) -> None:
-        with told(self._where, "read"):
+        with as_storage_errors(self._where, "read"):
             for first in range(0, len(views), _VECTORS):
                 at = self._fill(at, views[first : first + _VECTORS])
 
     def _fill(self, at: int, views: Sequence[memoryview]) -> int:
-        """Fill some views; where the next ones begin."""
+        """Fill some views; return the offset of the next ones."""
         got = os.preadv(self._fd, views, at)
         for view in views:
-            # The kernel may give less than asked for; what is then left is read view by view.
+            # The kernel may return less than requested; the rest is read view by view.
             while got < len(view):
                 more = os.preadv(self._fd, [view[got:]], at + got)
                 if more == 0:
-                    raise StorageError(f"{self._where}: ends at byte {at + got}, before it should")
+                    raise StorageError(f"{self._where}: is cut off at byte {at + got}")
                 got += more
             at, got = at + len(view), got - len(view)
         return at
@@ -236,15 +250,15 @@ _ADVICE: Final = {
 
 
 def storage_error(where: str, doing: str, error: OSError) -> StorageError:
-    """The failure of a call, told to whoever has to do something about it."""
+    """Describe the failure of a system call, with advice."""
     if isinstance(error, FileNotFoundError):
-        return NotThere(f"{where}: cannot be {doing}: it is not there")
-    advice = _ADVICE.get(error.errno or 0, "see whether the storage is well, and try again")
+        return NotThere(f"{where}: cannot be {doing}: it does not exist")
+    advice = _ADVICE.get(error.errno or 0, "check the storage, and try again")
     return StorageError(f"{where}: cannot be {doing}: {error.strerror or error}; {advice}")
 
 
 @contextmanager
-def told(where: str, doing: str) -> Iterator[None]:
+def as_storage_errors(where: str, doing: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -260,8 +274,8 @@ class Disk:
         return os.write(fd, data)
 
     def settle(self, fd: int, end: int) -> None:
-        """Have the kernel begin to write out what was written up to there, and then forget it: the
-        pages are of more use to whoever trains here."""
+        """Have the kernel start writeback up to `end` and drop the pages from its cache: training has
+        more use for the memory."""
         start = max(0, end - _BEHIND)
         os.posix_fadvise(fd, start, end - start, os.POSIX_FADV_DONTNEED)
 

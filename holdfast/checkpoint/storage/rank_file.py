@@ -1,4 +1,4 @@
-"""A rank's file on storage.
+"""Writes and reads rank files.
 
     ┌ extents of the body ──────────────┬ trailer ──────────────────┬ footer ──────────────┐
     │ own part, slice of the shared     │ whose and what it is, a   │ how long the trailer │
@@ -7,7 +7,11 @@
 
 Reading starts at the end: footer, trailer, and then any block by itself. The footer's digest guards
 the trailer, the trailer's digests guard the blocks, and the manifest, which has the trailer's digest,
-guards against a file that is whole but another one.
+guards against a file that is whole but the wrong one.
+
+Writing is one sequential pass over the mapped body, without a copy in between; another thread computes
+digests of the same memory. What all ranks have in common is written once: each rank writes a slice, and
+the slices follow from the contents alone, so that all ranks agree on them.
 """
 
 from __future__ import annotations
@@ -43,7 +47,7 @@ MAGIC: Final = b"HOLDFAST"
 VERSION: Final = 1
 _FOOTER: Final = Packed("<8sQQ16s")
 _TRAILER_MOST: Final = 1 << 20
-"""Bytes of a trailer without its digests."""
+"""Maximum bytes of a trailer without its digests."""
 
 _encoder = msgspec.msgpack.Encoder()
 _trailer_decoder = msgspec.msgpack.Decoder(Trailer)
@@ -51,17 +55,14 @@ _contents_decoder = msgspec.msgpack.Decoder(Contents)
 
 
 def ending(trailer: Trailer) -> tuple[bytes, bytes]:
-    """What a file ends with, and the trailer's digest."""
+    """Encode trailer and footer; return them with the trailer's digest."""
     encoded = _encoder.encode(trailer)
     own = digest(encoded)
     return encoded + _FOOTER.pack(MAGIC, VERSION, len(encoded), own), own
 
 
 class RankFile:
-    """A rank's file, open. Its trailer was verified, and nothing else yet.
-
-    It is a `reading.Source`: name, size, digests and `read_into`.
-    """
+    """An open rank file: a `verified_read.Source`. Only its trailer is verified so far."""
 
     def __init__(self, name: str, file: Reader, trailer: Trailer, trailer_digest: bytes) -> None:
         self.name = name
@@ -76,7 +77,7 @@ class RankFile:
         self._file.read_into(at, views)
 
     def read_block(self, block: int, buffer: memoryview) -> memoryview:
-        """Read a block into a buffer; the part of the buffer that it fills, verified."""
+        """Read and verify a block; return the part of the buffer that it fills."""
         start = block * BLOCK_BYTES
         view = buffer[: min(BLOCK_BYTES, self.size - start)]
         self._file.read_into(start, [view])
@@ -88,11 +89,11 @@ class RankFile:
         return view
 
     def contents(self, expected: str) -> Contents:
-        """What the body holds, if it has that digest."""
+        """Read the contents, if they have that digest."""
         span = self.trailer.contents
         at = offset_in_file(span, self.trailer.extents)
         if at is None:
-            raise Refused(f"{self.name}: it does not hold its own contents")
+            raise Refused(f"{self.name}: the contents are missing")
         data = bytearray(span.size)
         self._file.read_into(at, [memoryview(data)])
         if digest(memoryview(data)).hex() != expected:
@@ -116,7 +117,7 @@ def read_trailer(storage: Readable, path: str) -> Trailer:
 
 
 def is_ours(storage: Readable, path: str) -> bool:
-    """Whether a file ends as those that are written here do; not when it is gone."""
+    """Return whether a file has Holdfast's footer; False if it is gone."""
     footer = bytearray(_FOOTER.size)
     try:
         with storage.open(path) as file:
@@ -131,16 +132,16 @@ def is_ours(storage: Readable, path: str) -> bool:
 def _read_trailer(where: str, file: Reader) -> tuple[Trailer, bytes]:
     end = file.size - _FOOTER.size
     if end < 0:
-        raise Refused(f"{where}: {file.size} bytes are too short for a file of ours")
+        raise Refused(f"{where}: {file.size} bytes are too short for a rank file")
     footer = bytearray(_FOOTER.size)
     file.read_into(end, [memoryview(footer)])
     magic, version, size, own = _FOOTER.unpack(footer)
     if magic != MAGIC:
-        raise Refused(f"{where}: does not end as files of ours do; it is cut off, or another's")
+        raise Refused(f"{where}: has no Holdfast footer; it is cut off, or not a rank file")
     if version != VERSION:
         raise Refused(f"{where}: has version {version}, and this Holdfast reads {VERSION}")
     if size > min(end, _TRAILER_MOST + DIGEST_BYTES * blocks_of(end)):
-        raise Refused(f"{where}: its footer is damaged: a trailer of {size} bytes cannot be")
+        raise Refused(f"{where}: its footer is damaged: a trailer of {size} bytes is impossible")
     data = bytearray(size)
     file.read_into(end - size, [memoryview(data)])
     if digest(memoryview(data)) != own:
@@ -158,7 +159,7 @@ def _read_trailer(where: str, file: Reader) -> tuple[Trailer, bytes]:
 
 
 def slices(contents: Contents, world_size: int) -> list[ByteSpan]:
-    """What of the shared part each rank writes: whole items, about the same bytes each."""
+    """Divide the shared part among the ranks: whole items, about the same bytes each."""
     shared = contents.shared
     inside = (i.framed.at for i in contents.items if shared.at <= i.framed.at < shared.end)
     places = [*sorted(inside), shared.end]
@@ -174,7 +175,7 @@ def slices(contents: Contents, world_size: int) -> list[ByteSpan]:
 def extents_of(
     contents: Contents, rank: int, world_size: int, shared: Literal["slice", "all"]
 ) -> tuple[Extent, ...]:
-    """What of a body goes into a rank's file, and where in it."""
+    """Return which extents of a body go into a rank file."""
     common = slices(contents, world_size)[rank] if shared == "slice" else contents.shared
     extents: list[Extent] = []
     file_at = 0
@@ -207,9 +208,9 @@ def write_file(
     on_progress: Callable[[int], None],
     once: bool = True,
 ) -> FileRecord:
-    """Write a rank's file, durably; `on_progress` is told how many bytes more are on their way.
+    """Write a rank file durably; `on_progress` is called with the size of each piece written.
 
-    A step is written `once`: when it is committed already, that is refused.
+    With `once`, a step that is committed already is refused.
     """
     assert offset_in_file(contents_span, extents) is not None, "a file has the contents in it"
     if once:
@@ -222,7 +223,7 @@ def write_file(
             writing = _Writing(body, trailer, beside, on_progress)
             size = storage.write(f"{directory}/{name}", writing.pieces())
     except StorageError:
-        # Whoever committed the step first tidies up after the others; then this is no failure.
+        # The writer that committed the step first removes the others' files; that is no failure.
         if once:
             _refuse_if_taken(storage, step)
         raise
@@ -235,13 +236,13 @@ def _refuse_if_taken(storage: Storage, step: int) -> None:
     if found.state == "complete" and found.manifest is not None:
         raise StepTaken(
             f"{storage.where(step_directory(step))}: step {step} was committed in round"
-            f" {found.manifest.round} already, and is not written again; move it away, or save"
-            " elsewhere, to have this one"
+            f" {found.manifest.round} already, and is not written again; move it away or save"
+            " elsewhere"
         )
 
 
 def _blocks(body: memoryview, extents: Sequence[Extent]) -> Iterator[list[memoryview]]:
-    """The file's blocks, each as the stretches of the body that it consists of."""
+    """Yield the file's blocks, each as the ranges of the body that it consists of."""
     block: list[memoryview] = []
     room = BLOCK_BYTES
     for extent in extents:
@@ -261,7 +262,7 @@ def _digest_of_block(parts: list[memoryview]) -> bytes:
 
 
 class _Writing:
-    """The bytes of a file in their order; what comes last depends on all before."""
+    """The bytes of a rank file in order; the trailer depends on all before it."""
 
     def __init__(
         self,
@@ -271,7 +272,7 @@ class _Writing:
         on_progress: Callable[[int], None],
     ) -> None:
         self.digest = b""
-        """Of the trailer, once all was written."""
+        """Digest of the trailer, once all was written."""
         self._body = body
         self._trailer = trailer
         self._beside = beside
