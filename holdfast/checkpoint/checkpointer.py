@@ -1,4 +1,4 @@
-"""The checkpointer that a script calls to save and restore its state.
+"""Saves and restores a script's state.
 
     ckpt = holdfast.Checkpointer("checkpoints", {"model": model, "optim": optim})
     step = ckpt.restore()

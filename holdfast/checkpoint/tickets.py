@@ -1,4 +1,4 @@
-"""The tickets that saves return: each is a future of one save."""
+"""Defines the tickets that saves return: each is a future of one save."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Ticket:
         self._watch = watch
         self._reason = reason
         self._known: dict[Tier, Result] = {}
-        """What was heard once: the coordinator does not remember it for ever."""
+        """Results known so far; the coordinator does not remember them for ever."""
         self._lock = threading.Lock()
         self._outcome: Future[Result] | None = None
 

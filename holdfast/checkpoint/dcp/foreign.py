@@ -335,7 +335,7 @@ def _place(places: _Places, name: str, offsets: Sizes | None) -> FileRange:
 
 @lru_cache(maxsize=1 << 10)
 def _is_inside(path: str) -> bool:
-    """Whether a relative path stays inside its directory, on any system."""
+    """Return whether a relative path stays inside its directory, on any system."""
     kinds = PurePosixPath(path), PureWindowsPath(path)
     return bool(path) and "\0" not in path and not any(k.anchor or ".." in k.parts for k in kinds)
 

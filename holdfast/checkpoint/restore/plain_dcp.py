@@ -71,8 +71,8 @@ def load_start(
         return None
     load_plain(state, plain, threads, pickling)
     counted = "" if plain.step is not None else "; its name has no step, so steps count from 0"
-    told = f"started from {plain.where}, which torch.distributed.checkpoint saved: NOT VERIFIED"
-    return Started(plain.step or 0, False, f"{told}, as it has no digests{counted}")
+    what = f"started from {plain.where}, which torch.distributed.checkpoint saved: NOT VERIFIED"
+    return Started(plain.step or 0, False, f"{what}, as it has no digests{counted}")
 
 
 def load_plain(

@@ -415,8 +415,8 @@ def _tail(layout: Layout, parts: Dismantled, position: Position) -> tuple[bytes,
     # The contents are part of the tail whose size they state: its end is rounded up to make room.
     size = len(_encoder.encode(contents)) + len(items) + len(paths) + 16
     end = aligned(at + size, _TAIL_ALIGNMENT)
-    told = _encoder.encode(replace(contents, tail=ByteSpan(layout.tail_at, end - layout.tail_at)))
-    encoded = (told.removesuffix(_NO_ITEMS_NO_PATHS), _ITEMS, items, _PATHS, paths)
+    whole = _encoder.encode(replace(contents, tail=ByteSpan(layout.tail_at, end - layout.tail_at)))
+    encoded = (whole.removesuffix(_NO_ITEMS_NO_PATHS), _ITEMS, items, _PATHS, paths)
     size = sum(map(len, encoded))
     pieces += [parts.skeleton, *encoded, bytes(end - at - size)]
     return b"".join(pieces), ByteSpan(at, size)
