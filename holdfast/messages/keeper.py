@@ -12,7 +12,15 @@ from __future__ import annotations
 from msgspec import Struct
 
 from holdfast.messages.actions import Action, CommitCheckpoint, WriteShards
-from holdfast.messages.checkpoints import Attempt, CheckpointerId, Holder, ImageId, Missed, Wish
+from holdfast.messages.checkpoints import (
+    Attempt,
+    CheckpointerId,
+    Holder,
+    ImageId,
+    Missed,
+    SnapshotId,
+    Wish,
+)
 from holdfast.messages.events import (
     CheckpointWritten,
     Event,
@@ -66,6 +74,15 @@ class BeginRound(Action, frozen=True, kw_only=True):
     """Nodes that each sealed image is replicated to."""
 
 
+class DiscardShards(Action, frozen=True, kw_only=True):
+    """Remove what these ranks wrote for a checkpoint of its own directory: nothing came of it, and no
+    manifest of it was begun."""
+
+    node: NodeId
+    snapshot: SnapshotId
+    ranks: tuple[Rank, ...]
+
+
 class FindStored(Action, frozen=True, kw_only=True):
     """List the checkpoints on storage. Answered: StoredFound."""
 
@@ -103,6 +120,7 @@ KeeperAction = (
     | BeginRound
     | WriteShards
     | CommitCheckpoint
+    | DiscardShards
     | FindStored
     | FetchImage
     | LocateImage

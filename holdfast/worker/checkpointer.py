@@ -15,7 +15,7 @@ from holdfast.checkpoint import checkpointer as engine
 from holdfast.checkpoint.replicas.copies import Peer
 from holdfast.checkpoint.restore.load import Stored
 from holdfast.checkpoint.restore.sources import open_image, open_peers
-from holdfast.checkpoint.standalone import AloneLink
+from holdfast.checkpoint.standalone.link import ScriptLink
 from holdfast.checkpoint.storage import retention
 from holdfast.checkpoint.tickets import SaveId
 from holdfast.errors import CheckpointError
@@ -144,7 +144,7 @@ class Checkpointer(engine.Checkpointer):
         super().__init__(
             directory,
             state,
-            link=AgentLink(worker) if worker is not None else AloneLink(),
+            link=AgentLink(worker) if worker is not None else ScriptLink.of_script(),
             memory_every=memory_every,
             storage_every=storage_every,
             keep=keep,

@@ -38,10 +38,12 @@ def find(
     request: FindState,
     nodes: Mapping[Rank, NodeId],
     reach: Reach,
+    memory: bool = True,
 ) -> Taken:
-    """A rank wants to restore, or says how it went; when all have spoken, all are told more."""
+    """Take a rank's request to restore, or its report on what it tried; answer all ranks once all
+    have spoken. Without `memory` only storage is offered."""
     book = commits.book(request.checkpointer)
-    search = book.search = book.search or Search(request.step)
+    search = book.search = book.search or Search(request.step, memory)
     taken = Taken()
     if search.current is not None and request.tried is None:
         # It begins again, and does not know what it was told; the others still try it.
@@ -128,7 +130,7 @@ def _candidates(book: Book, search: Search) -> list[Candidate]:
     memory = [
         Candidate("memory", s.id.step, s.id.round, s.world_size)
         for s in book.snapshots
-        if s.counts and s.alive
+        if search.memory and s.counts and s.alive
     ]
     storage = [Candidate("storage", s.step, s.round, s.world_size) for s in book.found]
     last = search.current

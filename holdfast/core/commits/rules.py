@@ -489,6 +489,21 @@ def given_up(commits: Commits, silent: Collection[Rank]) -> Taken:
     return taken
 
 
+def abandon(commits: Commits, why: str) -> Taken:
+    """Fail everything that is not settled yet."""
+    taken, failed = Taken(), SaveSettled(outcome="failed", reason=why)
+    for book in commits.books.values():
+        if book.wanted is not None:
+            wanted, book.wanted = book.wanted, None
+            _settle_save(book, "storage", wanted, failed, taken)
+        if book.writing is not None:
+            _end_writing(book, why, taken)
+        book.snapshots = [s for s in book.snapshots if s.counts]
+        for wait in dict.fromkeys(book.waits.values()):
+            _answer_waits(book, wait, failed, taken)
+    return taken
+
+
 def forget(commits: Commits, asker: Asker) -> None:
     """Whoever waited there does not any more, and asks something else now."""
     for book in commits.books.values():

@@ -80,6 +80,8 @@ class Search(Struct):
     """Ranks that want to restore, and what they were offered."""
 
     step: int | None
+    memory: bool = True
+    """Whether snapshots in memory are offered."""
     asked: dict[Rank, Asker] = field(default_factory=dict)
     errors: dict[Rank, str] = field(default_factory=dict)
     current: Candidate | None = None
