@@ -31,7 +31,7 @@ from holdfast.agent.stream import CoordinatorStream, Turned
 from holdfast.agent.supervisor import Supervisor
 from holdfast.clock import JobClock
 from holdfast.config.settings import RunSettings
-from holdfast.core.membership.patience import JOIN_LIMIT_S
+from holdfast.core.patience import JOIN_LIMIT_S
 from holdfast.jobhome import JobHome
 from holdfast.messages.events import HealthFound, NodeJoined, NodeWarm
 from holdfast.messages.exits import EXIT_REJOIN, EXIT_TURNED_AWAY

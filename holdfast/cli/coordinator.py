@@ -14,6 +14,7 @@ from holdfast.cli.view import Parser, tell_end
 from holdfast.config.values import job_name
 from holdfast.coordinator.journal import replay
 from holdfast.coordinator.main import CoordinatorOrders, run_coordinator
+from holdfast.core.states import Ended
 from holdfast.errors import JobHomeError, UsageError
 from holdfast.jobhome import JobHome
 from holdfast.launch import process as launcher
@@ -57,7 +58,7 @@ def _home(name: str) -> JobHome:
     if home.alive():
         raise JobHomeError(f"job {name} is running already ({home.path})")
     before = replay(home.journal) if home.journal.exists() else None
-    if before is None or before.job.closed:
+    if before is None or isinstance(before.job.state, Ended):
         return jobhome.create(name, name)
     home.lock()
     return home

@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from holdfast.core import drills
-from holdfast.core.chaos.plans import Plan
+from holdfast.core.chaos import words
+from holdfast.core.chaos.plans import Chaos, Plan
 from holdfast.core.job import Job
 from holdfast.messages.chaos import FAULTS
 from holdfast.messages.wire import FaultTaken, Refused, Taken
@@ -40,7 +40,7 @@ class Askers:
         self._visits += 1
         loop = asyncio.get_running_loop()
         timer = loop.call_later(LIMIT_S, self._answer_late, job, self._visits)
-        self._waiting.append(_Asker(self._visits, len(job.chaos.plans), tell, timer))
+        self._waiting.append(_Asker(self._visits, len(job.of(Chaos).plans), tell, timer))
         return self._visits
 
     def answer(self, job: Job) -> None:
@@ -64,18 +64,18 @@ class Askers:
 
 
 def _plans(job: Job, asker: _Asker) -> list[Plan]:
-    return [plan for plan in job.chaos.plans[asker.after :] if plan.visit == asker.visit]
+    return [plan for plan in job.of(Chaos).plans[asker.after :] if plan.visit == asker.visit]
 
 
 def _known(job: Job, plan: Plan) -> bool:
     """Whether there is nothing to wait for: it is not laid on anybody yet, or somebody told."""
     if plan.over or plan.armed or plan.refused or plan.last:
         return True
-    return not any(trap.injection == plan.number for trap in job.chaos.traps)
+    return not any(trap.injection == plan.number for trap in job.of(Chaos).traps)
 
 
 def _taken(job: Job, plan: Plan) -> Taken:
-    outcome, line, whom = drills.answer(job, plan)
+    outcome, line, whom = words.answer(job.of(Chaos), job, plan)
     if whom is None:
         return Taken(injection=plan.number, outcome=outcome, line=line)
     by_rank = FAULTS[plan.injection.kind].befalls == "rank"

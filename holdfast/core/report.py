@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-from holdfast.core import drills
+from holdfast.core.chaos import words
+from holdfast.core.chaos.plans import Chaos
+from holdfast.core.commits.state import Commits
+from holdfast.core.faults import subject
 from holdfast.core.job import Job
 from holdfast.core.ledger import books
-from holdfast.core.ledger.books import Span
-from holdfast.core.recovery.rules import subject
+from holdfast.core.ledger.books import Ledger, Span
+from holdfast.core.nodecheck.schedule import Checking
+from holdfast.core.states import Ended
 from holdfast.core.stragglers import windows as stragglers
+from holdfast.core.stragglers.windows import Stragglers
 from holdfast.messages.exits import EXIT_DO_NOT_REQUEUE, EXIT_TRY_AGAIN
 from holdfast.messages.records import Cause, Incident
 from holdfast.messages.units import Seconds, Time
@@ -23,12 +28,12 @@ CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 def status(job: Job, now: Time, alive: bool) -> dict[str, Any]:
     """Where the job stands. `alive` is whether somebody is still running it."""
-    state: str = job.state
+    state: str = job.state.name
     if not alive and state != "ended":
         state = "lost"
     ranks = _ranks(job)
-    world = job.membership.world
-    pace = job.pace.per_s if job.pace is not None and state == "running" else None
+    world = job.world
+    pace = job.steps_per_s if state == "running" else None
     return {
         "job": job.name,
         "state": state,
@@ -37,21 +42,21 @@ def status(job: Job, now: Time, alive: bool) -> dict[str, Any]:
         "step": job.highest,
         "steps_per_s": None if pace is None else round(pace, 3),
         "wall_s": round(_until(job, now) - job.opened_at, 3),
-        "restarts": job.recovery.restarts,
+        "restarts": job.recovery.history.restarts,
         "nodes": [_node(job, node, ranks.get(node, [])) for node in job.membership.nodes()],
         "checkpoints": _checkpoints(job),
-        "excluded": job.excluded,
-        "faults": drills.told(job),
+        "excluded": job.membership.excluded,
+        "faults": words.told(job.of(Chaos), job),
         "last_incident": incident_line(job.incidents[-1]) if job.incidents else None,
-        "exit_code": job.ended.code if job.ended else None,
-        "reason": job.ended.reason if job.ended else None,
+        "exit_code": job.result.code if job.result else None,
+        "reason": job.result.reason if job.result else None,
     }
 
 
 def _ranks(job: Job) -> dict[str, list[dict[str, Any]]]:
     """By node: how far each rank is, and how fast beside the best and beside its own best."""
     found: dict[str, list[dict[str, Any]]] = {}
-    scores = stragglers.scores(job.stragglers)
+    scores = stragglers.scores(job.of(Stragglers))
     for number, rank in job.ranks.items():
         score = scores.get(number, stragglers.RankScores(None, None))
         shown = {
@@ -70,7 +75,7 @@ def _ranks(job: Job) -> dict[str, list[dict[str, Any]]]:
 def _checkpoints(job: Job) -> list[dict[str, Any]]:
     """What each checkpointer has in memory and on storage."""
     found = []
-    for name, book in job.commits.books.items():
+    for name, book in job.of(Commits).books.items():
         whole = [s.id.step for s in book.snapshots if s.counts and s.alive]
         found.append(
             {
@@ -88,7 +93,8 @@ def _node(job: Job, node: Any, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     m = job.membership
     candidate = m.placed.get(node) or m.busy.get(node) or m.waiting[node]
     place = "placed" if node in m.placed else "busy" if node in m.busy else "waiting"
-    if job.checking.check is not None and node in job.checking.check.owed:
+    check = job.of(Checking).check
+    if check is not None and node in check.owed:
         place = "testing"
     return {"node": node, "host": candidate.spec.host, "state": place, "ranks": ranks}
 
@@ -97,8 +103,8 @@ def goodput(job: Job, now: Time) -> dict[str, Any]:
     """The ledger: seconds by cause, over all ranks; they add up to wall_s × ranks."""
     until = _until(job, now)
     wall_s = until - job.opened_at
-    seconds = books.seconds_until(job.ledger, until)
-    total = books.rank_seconds(job.ledger, until)
+    seconds = books.seconds_until(job.of(Ledger), until)
+    total = books.rank_seconds(job.of(Ledger), until)
     ranks = total / wall_s if wall_s > 0 else float(len(job.ranks))
     whole = round(ranks)
     return {
@@ -208,9 +214,9 @@ def summary(job: Job, now: Time) -> list[str]:
 
 
 def _headline(job: Job) -> str:
-    if job.ended is None:
+    if job.result is None:
         return f"job {job.name}: not ended properly"
-    code, reason = job.ended.code, job.ended.reason
+    code, reason = job.result.code, job.result.reason
     if code == 0:
         return f"job {job.name} finished"
     advice = {
@@ -275,7 +281,7 @@ def _thread(rank: int) -> dict[str, Any]:
 
 
 def _until(job: Job, now: Time) -> Time:
-    return job.ended.at if job.ended is not None and job.closed else now
+    return job.result.at if job.result is not None and isinstance(job.state, Ended) else now
 
 
 def _rounded(seconds: Seconds | None) -> Seconds | None:

@@ -380,10 +380,10 @@ def _read_end(home: JobHome) -> JobEnd:
     except JournalError as error:
         log.error("how the job ended is not known: %s", error)
         return JobEnd(EXIT_FAILED, None)
-    if snapshot is None or snapshot.job.ended is None:
+    if snapshot is None or snapshot.job.result is None:
         log.error("how the job ended is not known: its end is not in %s", home.journal)
         return JobEnd(EXIT_FAILED, None)
-    return JobEnd(snapshot.job.ended.code, frozenset(snapshot.acked))
+    return JobEnd(snapshot.job.result.code, frozenset(snapshot.acked))
 
 
 def find_site(settings: RunSettings) -> Site:

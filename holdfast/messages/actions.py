@@ -8,11 +8,13 @@ from holdfast.messages.chaos import Trap
 from holdfast.messages.checkpoints import Shard, SnapshotId
 from holdfast.messages.records import Part
 from holdfast.messages.requests import AnyAnswer
-from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds
+from holdfast.messages.units import CauseId, NodeId, Rank, RoundNumber, Seconds
 
 
 class Action(Struct, frozen=True, kw_only=True, tag=True):
-    pass
+    id: CauseId = ""
+    cause: CauseId = ""
+    """The event that the action follows from."""
 
 
 class StartWorkers(Action, frozen=True, kw_only=True):
@@ -124,6 +126,14 @@ class Inject(Action, frozen=True, kw_only=True):
     trap: Trap
 
 
+class Diagnose(Action, frozen=True, kw_only=True):
+    """Gather what these nodes saw of a hang, and say VerdictReached. For the coordinator itself."""
+
+    incident: int
+    nodes: tuple[NodeId, ...]
+    world_size: int
+
+
 class CloseJob(Action, frozen=True, kw_only=True):
     """All nodes are gone and the job is over: the coordinator may end."""
 
@@ -144,4 +154,6 @@ NodeAction = (
     | CheckpointSettled
     | Inject
 )
-AnyAction = NodeAction | CloseJob
+CoordinatorAction = Diagnose | CloseJob
+"""What the coordinator does itself."""
+AnyAction = NodeAction | CoordinatorAction

@@ -26,11 +26,13 @@ from holdfast.messages.nodecheck import TestResult
 from holdfast.messages.records import NodeSpec, Raised, RankProgress, Terms
 from holdfast.messages.requests import AnyRequest, Lane, Number
 from holdfast.messages.timings import RankTimings
-from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, StepNumber, Time
+from holdfast.messages.units import CauseId, NodeId, Rank, RoundNumber, Seconds, StepNumber, Time
 
 
 class Event(Struct, frozen=True, kw_only=True, tag=True):
     at: Time
+    cause: CauseId = ""
+    """The action that the event follows from, where it follows from one."""
 
 
 class JobOpened(Event, frozen=True, kw_only=True):
@@ -283,6 +285,21 @@ class FaultTold(Event, frozen=True, kw_only=True):
     detail: str = ""
 
 
+class EventSetAside(Event, frozen=True, kw_only=True):
+    """The handler of an event raised an exception. The state is as if the event had never come."""
+
+    number: int
+    """Of the event. Replaying the journal skips it and those up to `last`, which are given again."""
+    last: int
+    what: str
+    """The event's type."""
+    node: NodeId | None = None
+    error: str
+    traceback: str
+    dropped: bool
+    """The handler failed each time: the event is not given again."""
+
+
 class Tick(Event, frozen=True, kw_only=True):
     """A deadline that the core asked for has come."""
 
@@ -315,5 +332,6 @@ AnyEvent = (
     | SnapshotMissed
     | FaultAsked
     | FaultTold
+    | EventSetAside
     | Tick
 )

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from test_job_machine import JobMachine
 
-from holdfast.core import drills, report
+from holdfast.core import report
+from holdfast.core.chaos import events as drills
 from holdfast.core.chaos import plans as chaos
 from holdfast.core.chaos.plans import LOOKAHEAD, Chaos
 from holdfast.messages.actions import AnyAction, Inject, StartWorkers
@@ -213,7 +214,7 @@ def test_what_did_not_happen_in_a_broken_round_happens_in_the_next() -> None:
 
 def test_what_comes_again_and_again_is_laid_ahead_of_training() -> None:
     driver = Driver(chaos=(Injection(kind="slow", every=10, value=2),)).running("a", step=1)
-    assert [t.step for t in driver.job.chaos.traps] == [10, 20, 30, 40]
+    assert [t.step for t in driver.job.of(Chaos).traps] == [10, 20, 30, 40]
     assert [t.step for t in traps(driver.after(1).step(0, 25))] == [50, 60]
     assert [t.step for t in traps(driver.after(1).step(0, 1000))] == [1010, 1020, 1030, 1040]
 
@@ -222,7 +223,7 @@ def test_of_what_is_asked_for_now_the_node_is_told_at_once() -> None:
     driver = Driver().running("a", step=5)
     (trap,) = traps(ask(driver, "kill", ranks=(1,)))
     assert (trap.kind, trap.rank, trap.step, trap.node) == ("kill", 1, 0, "a")
-    assert [trap] == driver.job.chaos.traps
+    assert [trap] == driver.job.of(Chaos).traps
 
 
 def test_several_ranks_are_several_injections() -> None:
@@ -236,7 +237,7 @@ def test_what_was_to_happen_now_does_not_happen_in_the_next_round() -> None:
     ask(driver, "hang", ranks=(1,))
     driver.exit(0, step=6, signal=9)
     assert laid(driver.ready("a")) == []
-    assert driver.job.chaos.plans[0].refused == "its round ended before"
+    assert driver.job.of(Chaos).plans[0].refused == "its round ended before"
 
 
 def test_a_node_that_comes_back_is_told_again() -> None:
@@ -249,8 +250,8 @@ def test_a_node_that_comes_back_is_told_again() -> None:
 
 def test_a_refusal_ends_it() -> None:
     driver = Driver(chaos=(Injection(kind="gpu-error", every=10),)).running("a", step=5)
-    told(driver, driver.job.chaos.traps[0], "refused", detail="no GPU")
-    assert driver.job.chaos.traps == []
+    told(driver, driver.job.of(Chaos).traps[0], "refused", detail="no GPU")
+    assert driver.job.of(Chaos).traps == []
     assert traps(driver.after(1).step(0, 25)) == []
     (refused,) = report.status(driver.job, driver.at, True)["faults"]["refused"]
     assert refused["why"] == "no GPU"
@@ -258,9 +259,9 @@ def test_a_refusal_ends_it() -> None:
 
 def test_an_occurrence_that_came_to_nothing_does_not_end_the_rest() -> None:
     driver = Driver(chaos=(Injection(kind="corrupt-image", every=10),)).running("a", step=5)
-    told(driver, driver.job.chaos.traps[0], "missed", detail="no image")
-    assert [t.step for t in driver.job.chaos.traps] == [20, 30, 40]
-    assert driver.job.chaos.count == 0
+    told(driver, driver.job.of(Chaos).traps[0], "missed", detail="no image")
+    assert [t.step for t in driver.job.of(Chaos).traps] == [20, 30, 40]
+    assert driver.job.of(Chaos).count == 0
 
 
 def test_the_coordinator_dies_after_it_was_written_down() -> None:
@@ -268,9 +269,9 @@ def test_the_coordinator_dies_after_it_was_written_down() -> None:
     (order,) = ask(driver, "kill-coordinator")
     assert isinstance(order, Inject)
     assert order.node == drills.COORDINATOR
-    assert driver.job.chaos.count == 1
+    assert driver.job.of(Chaos).count == 1
     driver.take(CoordinatorRestarted(at=driver.at))
-    assert driver.job.chaos.plans[0].over
+    assert driver.job.of(Chaos).plans[0].over
 
 
 def test_at_a_step_the_coordinator_dies_when_a_rank_has_come_there() -> None:
@@ -286,7 +287,7 @@ def test_at_a_step_the_coordinator_dies_when_a_rank_has_come_there() -> None:
 def test_it_all_survives_the_coordinator() -> None:
     driver = Driver(chaos=(Injection(kind="kill", every=10, seed=3),)).running("a", step=5)
     ask(driver, "hang", ranks=(1,), at_step=50)
-    told(driver, driver.job.chaos.traps[0])
+    told(driver, driver.job.of(Chaos).traps[0])
     assert encoded(replayed(driver.history, revive_at=3)) == encoded(driver.job)
     assert encoded(revived(driver.job)) == encoded(driver.job)
 
@@ -401,14 +402,14 @@ class ChaosMachine(JobMachine):
         )
         self.take(FaultAsked(at=self.at(0), injection=injection))
 
-    @precondition(lambda self: self.job.chaos.traps)
+    @precondition(lambda self: self.job.of(Chaos).traps)
     @rule(
         index=st.integers(0, 50),
         outcome=st.sampled_from(["armed", "done", "missed", "refused"]),
         old=st.booleans(),
     )
     def tell_of_fault(self, index: int, outcome: Any, old: bool) -> None:
-        laid = self.job.chaos.traps
+        laid = self.job.of(Chaos).traps
         trap = laid[index % len(laid)]
         event = FaultTold(
             at=self.at(0),
@@ -420,10 +421,10 @@ class ChaosMachine(JobMachine):
             rank=trap.rank,
             step=trap.step,
         )
-        before = self.job.chaos.count
+        before = self.job.of(Chaos).count
         for _ in range(2):  # Said again, it changes nothing.
             self.take(event)
-        assert self.job.chaos.count - before == (outcome == "done")
+        assert self.job.of(Chaos).count - before == (outcome == "done")
 
 
 ChaosMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

@@ -65,7 +65,7 @@ def test_the_ledgers_wall_clock_is_the_launchers_own(run: Run) -> None:
 def test_status_tells_where_a_running_job_stands(run: Run) -> None:
     run.train()
     run.until_stepping()
-    run.until(lambda job: job.pace is not None and job.pace.per_s, "the speed")
+    run.until(lambda job: job.steps_per_s, "the speed")
     status = run.ask("status")
     assert {"job", "state", "round", "world_size", "step", "steps_per_s", "nodes"} <= set(status)
     assert (status["job"], status["state"]) == (run.job, "running")
