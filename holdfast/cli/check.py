@@ -17,8 +17,8 @@ from typing import Any, get_args
 import msgspec
 
 from holdfast.cli.view import Parser, print_json, print_table
-from holdfast.config import settings as config
 from holdfast.config import values
+from holdfast.config.sources import holdfast_home
 from holdfast.errors import UsageError
 from holdfast.health import baseline as baselines
 from holdfast.health.catalogue import Check, chosen
@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _settings(arguments: argparse.Namespace) -> HealthSettings:
-    settings = settings_here(os.environ, home=str(config.home()))
+    settings = settings_here(os.environ, home=str(holdfast_home()))
     if arguments.service is not None:
         from holdfast.health.service import target
 

@@ -1,1 +1,1 @@
-"""`holdfast run`: the process that starts the others and outlives them."""
+"""`holdfast run` as processes: the launcher, the site it runs at, and its children's orders."""
