@@ -48,10 +48,8 @@ def main(argv: Sequence[str]) -> int:
         epilog=EPILOG,
     )
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
-    words = list(argv)
-    if words[:1] == ["--"]:  # `holdfast config -- --nnodes 2`
-        del words[0]
-    given, command, parsed = parse_settings(parser, words)
+    split = argv.index("--") if "--" in argv else len(argv)  # `holdfast config -- --nnodes 2`
+    given, command, parsed = parse_settings(parser, [*argv[:split], *argv[split + 1 :]])
     _show(given, "json" in parsed)
     problems = list(_problems(given, command))
     for line in (*given.warnings, *problems):

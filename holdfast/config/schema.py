@@ -54,7 +54,7 @@ class Setting(Generic[T_co]):
         self.default = default
         self.takes = takes  # the value's name in the help; empty for a switch
         self.help = help
-        self.otherwise = otherwise or ("false" if not takes else str(default))  # default in words
+        self.otherwise = otherwise or str(default).lower().removesuffix(".0")  # default in words
         self.short = short
         self.torchrun = torchrun  # torchrun reads PET_<NAME> for it
         self._variable = variable  # another variable that torchrun reads for it
