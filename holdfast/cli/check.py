@@ -89,13 +89,7 @@ def _reader_left(within_s: float) -> bool:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="holdfast check", description=ABOUT, raw=True)
     add = parser.add_argument
-    add(
-        "--only",
-        metavar="NAMES",
-        action="append",
-        default=[],
-        help="these checks, comma-separated",
-    )
+    add("--only", metavar="NAMES", action="append", default=[], help="these checks, as in a,b")
     add("--skip", metavar="NAMES", action="append", default=[], help="all but these checks")
     add("--path", metavar="DIR", action="append", default=[], help="directory that the job uses")
     add("--service", metavar="URL", help="http://HOST:PORT/PATH or unix:/SOCKET[:/PATH]")
@@ -107,12 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--check", metavar="MODULE:FUNCTION", action="append", default=[], help="a check of yours")
     add("--topology", metavar="FILE", help="NCCL's XML file of which NIC is near which GPU")
-    add(
-        "--baseline",
-        metavar="FILE",
-        type=Path,
-        help="counters of the last run; read, then rewritten",
-    )
+    add("--baseline", metavar="FILE", type=Path, help="counters of the last run; is updated")
     add("--deadline", metavar="SECONDS", help="time limit of each check; default: its own")
     add("--watch", metavar="SECONDS", help="repeat, with this pause in between")
     add("--list", action="store_true", help="list the checks and run none")

@@ -1,1 +1,1 @@
-"""`holdfast run` as processes: the launcher, the site it runs at, and its children's orders."""
+"""`holdfast run` is one process that starts the others: its site, its orders for them, itself."""

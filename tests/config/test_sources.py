@@ -118,6 +118,35 @@ def test_numbers_switches_lists_and_tables_of_the_file_mean_what_flags_mean(fold
     assert given.redirects == {0: 1, 1: 2}
 
 
+TEXTS = {
+    **{
+        "nproc_per_node": "3",
+        "nnodes": "2:4",
+        "job": "llm",
+        "max_restarts": "3",
+        "standby": "auto",
+    },
+    **{"preload": "json,csv", "coordinator": "node0:1", "chaos": "kill@step=5", "master_port": "7"},
+    **{"rank_section_timeouts": "step:1,save:2", "redirects": "0:1,1:2", "tee": "3"},
+    **{"local_ranks_filter": "0,1", "rdzv_endpoint": "[::1]:7", "rdzv_conf": "is_host=1"},
+    **{"signals_to_handle": "SIGTERM,SIGUSR1", "numa_binding": "node"},
+}
+"""Texts for the readers that do not take "2"."""
+
+
+@pytest.mark.parametrize("setting", [s for s in all_settings() if s.in_file], ids=lambda s: s.name)
+def test_a_setting_means_the_same_from_every_source(folder: Path, setting: Setting[object]) -> None:
+    text = TEXTS.get(setting.name, "2" if setting.takes else "1")
+    by_flag = collect({setting.name: Said(text, setting.flag)}, {})
+    write(folder, f'{setting.key} = "{text}"\n')
+    by_file = collect({}, {})
+    (folder / "holdfast.toml").unlink()
+    by_variables = [collect({}, {variable: text}) for variable in setting.variables]
+    values = [getattr(given, setting.name) for given in (by_flag, by_file, *by_variables)]
+    assert values[0] != setting.default or setting.name == "standby"
+    assert all(value == values[0] for value in values)
+
+
 def test_another_file_may_be_named(folder: Path) -> None:
     write(folder, 'role = "here"\n')
     write(folder, 'role = "there"\n', "other.toml")
