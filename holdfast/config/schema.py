@@ -137,7 +137,7 @@ class MostUsed:
     rank_heartbeat_timeout = Setting(values.time_limit, None, "SECONDS",
         "how long a rank may show no progress between two marks of a step", otherwise="learnt")
     initial_rank_heartbeat_timeout = Setting(values.time_limit, None, "SECONDS",
-        "the same, until its first step", otherwise="learnt")
+        "the same, before its first step", otherwise="learnt")
     rank_out_of_section_timeout = Setting(values.time_limit, None, "SECONDS",
         "the same, outside of holdfast.section()", otherwise="learnt")
     rank_section_timeouts: Setting[dict[str, float]] = Setting(
