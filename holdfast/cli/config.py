@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from holdfast.cli.flags import parse_settings, run_parser
-from holdfast.config.schema import GROUPS, WITH_FLAGS, Setting, Settings, settings_of
+from holdfast.config.schema import GROUPS, WITH_FLAGS, Setting, Settings, all_settings, settings_of
 from holdfast.errors import UsageError
 
 ABOUT = """\
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     split = argv.index("--") if "--" in argv else len(argv)  # `holdfast config -- --nnodes 2`
     given, command, parsed = parse_settings(parser, [*argv[:split], *argv[split + 1 :]])
     _show(given, "json" in parsed)
-    problems = list(_problems(given, command))
+    problems = _problems(given, command)
     for line in (*given.warnings, *problems):
         print(f"holdfast config: {line}", file=sys.stderr)
     return 2 if problems else 0
@@ -60,15 +60,17 @@ def main(argv: Sequence[str]) -> int:
 def _show(given: Settings, as_json: bool) -> None:
     from holdfast.cli.view import print_json, print_table
 
-    rows = [(title, setting) for title, group in GROUPS.items() for setting in settings_of(group)]
     if as_json:
-        print_json([_described(given, title, setting) for title, setting in rows])
+        groups = GROUPS.items()
+        print_json(
+            [_described(given, title, s) for title, group in groups for s in settings_of(group)]
+        )
         return
     from rich.markup import escape
 
     shown = escape if sys.stdout.isatty() else str
     columns = ("setting", "value", "source", "meaning")
-    cells = [(s.key, *map(shown, (*value_and_source(given, s), s.help))) for _, s in rows]
+    cells = [(s.key, *map(shown, (*value_and_source(given, s), s.help))) for s in all_settings()]
     print_table("settings of Holdfast", columns, cells)
 
 
@@ -95,19 +97,19 @@ def _described(given: Settings, group: str, setting: Setting[object]) -> dict[st
     }
 
 
-def _problems(given: Settings, command: Sequence[str]) -> Iterator[str]:
+def _problems(given: Settings, command: Sequence[str]) -> list[str]:
     """What is wrong with each value, or else with all of them together."""
-    found = False
+    problems = []
     for name in given.said:
         try:
             getattr(given, name)
         except UsageError as error:
-            found = True
-            yield str(error)
-    if command and not found:
+            problems.append(str(error))
+    if command and not problems:
         from holdfast.config.settings import run_settings
 
         try:
             run_settings(given, command)
         except UsageError as error:
-            yield str(error)
+            problems.append(str(error))
+    return problems

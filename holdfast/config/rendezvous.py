@@ -75,10 +75,8 @@ def _coordinator(
             )
         return None, None
     if given.coordinator is not None:
-        if "rdzv_endpoint" in given:
-            warnings.append(
-                f"{given.shown('rdzv_endpoint')} ignored: --coordinator names the address"
-            )
+        if "rdzv_endpoint" in given.said:
+            warnings.append(f"{given.shown('rdzv_endpoint')} ignored: --coordinator is set")
         return joined(*given.coordinator), False
     if _backend(given) == "static" or (given.rdzv_endpoint is None and max_nodes == 1):
         return None, None
@@ -102,7 +100,7 @@ def _backend(given: Settings) -> str:
 
 def _master(given: Settings, max_nodes: int, warnings: list[str]) -> tuple[str | None, int | None]:
     """MASTER_ADDR and MASTER_PORT, where torchrun's rules let the user choose them."""
-    asked = [given.shown(name) for name in ("master_addr", "master_port") if name in given]
+    asked = [given.shown(name) for name in ("master_addr", "master_port") if name in given.said]
     if given.standalone or given.coordinator is not None or _backend(given) != "static":
         if asked:
             warnings.append(f"{' and '.join(asked)} ignored: the coordinator chooses it")

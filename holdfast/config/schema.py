@@ -277,9 +277,6 @@ class Settings(MostUsed, AsInTorchrun, WithoutEffect, OfTheMachine):
         self.said = said
         self.warnings = warnings  # one line each, for the user
 
-    def __contains__(self, name: str) -> bool:
-        return name in self.said
-
     def shown(self, name: str) -> str:
         """A value as the user wrote it, for messages."""
         said = self.said[name]

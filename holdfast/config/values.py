@@ -212,22 +212,18 @@ def port_number(text: str, flag: str) -> int:
 
 def address(text: str, flag: str) -> tuple[str, int]:
     """Read HOST:PORT."""
-    host, port = endpoint(text, flag, "HOST:PORT")
-    if not port:
-        raise _not_an_address(text, flag, "HOST:PORT")
-    return host, port
+    host, port = endpoint(text, flag, needs_port=True)
+    return host, port or 0
 
 
-def endpoint(text: str, flag: str, wanted: str = "HOST or HOST:PORT") -> tuple[str, int | None]:
+def endpoint(text: str, flag: str, *, needs_port: bool = False) -> tuple[str, int | None]:
     """Read HOST or HOST:PORT; the port is None if the text has none."""
     match = re.fullmatch(r"(\[[0-9A-Fa-f:.%\w]+\]|[\w.-]+)(?::([0-9]{1,5}))?", text.strip())
-    if match is None or int(match[2] or 0) > 65535:
-        raise _not_an_address(text, flag, wanted)
-    return match[1].strip("[]"), None if match[2] is None else int(match[2])
-
-
-def _not_an_address(text: str, flag: str, wanted: str) -> UsageError:
-    return UsageError(f"{flag} {text}: {wanted} is needed, as in node0:29400 or [::1]:29400")
+    port = None if match is None or match[2] is None else int(match[2])
+    if match is None or (port or 0) > 65535 or (needs_port and not port):
+        wanted = "HOST:PORT" if needs_port else "HOST or HOST:PORT"
+        raise UsageError(f"{flag} {text}: {wanted} is needed, as in node0:29400 or [::1]:29400")
+    return match[1].strip("[]"), port
 
 
 def joined(host: str, port: int) -> str:

@@ -61,7 +61,7 @@ def test_the_strongest_source_counts(folder: Path, strongest: int) -> None:
     given = collect(flags, {name: text for name, text in environ.items() if name in left})
     count = strongest + 1 if left[0] else 1
     assert given.nnodes == (count, count)
-    assert given.said["nnodes"].source == left[0] if left[0] else "nnodes" not in given
+    assert given.said["nnodes"].source == left[0] if left[0] else "nnodes" not in given.said
 
 
 def test_a_variable_may_turn_off_what_the_file_turns_on(folder: Path) -> None:
