@@ -153,7 +153,7 @@ def modules_after(code: str) -> set[str]:
     return set(done.stdout.rpartition("MODULES ")[2].split())
 
 
-HELPS = [["--help"], ["run", "--help"]]
+HELPS = [["--help"], ["run", "--help"], ["config", "--help"]]
 
 
 @pytest.mark.parametrize("arguments", HELPS, ids=" ".join)

@@ -83,9 +83,9 @@ def test_run_reads_the_flag_and_the_variable(
     script.write_text("")
     monkeypatch.setenv("HOLDFAST_CHAOS", "hang@every=100,seed=7")
     by_variable = flags.parse_run([str(script)])
-    assert by_variable.chaos == (Injection(kind="hang", every=100, seed=7),)
+    assert by_variable.terms.chaos == (Injection(kind="hang", every=100, seed=7),)
     by_flag = flags.parse_run(["--chaos", "kill@step=5", str(script)])
-    assert by_flag.chaos == (Injection(kind="kill", at_step=5),)
+    assert by_flag.terms.chaos == (Injection(kind="kill", at_step=5),)
     monkeypatch.setenv("HOLDFAST_CHAOS", "nonsense")
     with pytest.raises(UsageError, match="HOLDFAST_CHAOS"):
         flags.parse_run([str(script)])
