@@ -57,8 +57,9 @@ RULES: dict[str, set[str]] = {
     # The simulated coordinator is restarted from the real journal.
     "sim": {"coordinator", "core", "messages", "errors"},
     # The commands that look at a job read its journal; nothing else of a shell is theirs to use.
+    "view": {"messages"},
     "cli": {
-        *("launch", "coordinator", "sim", "core", "messages"),
+        *("launch", "coordinator", "sim", "core", "messages", "view"),
         *("checkpoint", "diagnosis", "health"),
         *LEAVES,
         *TOOLS,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-import msgspec
-
 from holdfast.cli.tlsflags import add_tls_flags, tls_given
 from holdfast.cli.view import Parser, print_json
 from holdfast.config.faults import injection
@@ -47,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     asked = injection(given.fault, said, f"job {given.job}")
     taken = ask(find(given.job), AskFault(injection=asked), FaultTaken, tls_given(given)).taken
     if given.json:
-        print_json(msgspec.to_builtins(taken))
+        print_json(taken)
     else:
         for one in taken:
             outcome = {"done": "injected", "armed": "to come", None: "asked for, no word yet"}

@@ -16,7 +16,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from holdfast.cli.view import Parser, print_json, print_table
+from holdfast.cli.view import Parser, print_json
 from holdfast.config import settings as config
 from holdfast.config import values
 from holdfast.errors import UsageError
@@ -25,6 +25,7 @@ from holdfast.health.catalogue import Check, chosen
 from holdfast.health.checker import Checker, worst_verdict
 from holdfast.health.settings import HealthSettings, settings_here
 from holdfast.messages.health import Result, Verdict
+from holdfast.view.terminal import print_table
 
 ABOUT = """\
 Look at this machine: processors, memory, disks, clock, GPUs, network, and what you add.

@@ -22,9 +22,9 @@ from msgspec import Struct
 
 from holdfast.core import job as jobs
 from holdfast.core.job import Job
-from holdfast.core.ledger.books import Span
 from holdfast.errors import JournalCorrupt, JournalError
 from holdfast.messages.events import AnyEvent, JobOpened
+from holdfast.messages.reports import Booking
 from holdfast.messages.units import NodeId, Time
 
 VERSION = 1
@@ -139,21 +139,21 @@ class Journal:
 
 
 def replay(path: Path) -> Snapshot | None:
-    """The state that the journal leads to; None when it holds no job."""
+    """Replay the journal from its newest snapshot; None when it holds no job."""
     with _Reader(path) as reader:
         snapshot, after = reader.newest_snapshot()
         return _run(reader.entries(after), snapshot)
 
 
-def replay_spans(path: Path) -> tuple[Snapshot | None, list[Span]]:
-    """The same, from the first event on, with every booking of the ledger."""
-    spans: list[Span] = []
+def replay_spans(path: Path) -> tuple[Snapshot | None, list[Booking]]:
+    """Replay the journal from its first event, and collect every booking of the ledger."""
+    spans: list[Booking] = []
     with _Reader(path) as reader:
         return _run(reader.entries(0), None, spans), spans
 
 
 def _run(
-    entries: Iterator[Entry], snapshot: Snapshot | None, spans: list[Span] | None = None
+    entries: Iterator[Entry], snapshot: Snapshot | None, spans: list[Booking] | None = None
 ) -> Snapshot | None:
     for entry in entries:
         if snapshot is None:

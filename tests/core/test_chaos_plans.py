@@ -200,7 +200,7 @@ def test_what_happened_does_not_happen_again_when_the_step_is_taken_again() -> N
     assert laid(again) == []
     driver.after(1).start_all()
     driver.after(1).step_all(40, steps=1)
-    assert report.status(driver.job, driver.at, True)["faults"]["pending"] == []
+    assert report.status(driver.job, driver.at, True).faults.pending == []
 
 
 def test_what_did_not_happen_in_a_broken_round_happens_in_the_next() -> None:
@@ -252,8 +252,8 @@ def test_a_refusal_ends_it() -> None:
     told(driver, driver.job.chaos.traps[0], "refused", detail="no GPU")
     assert driver.job.chaos.traps == []
     assert traps(driver.after(1).step(0, 25)) == []
-    (refused,) = report.status(driver.job, driver.at, True)["faults"]["refused"]
-    assert refused["why"] == "no GPU"
+    (refused,) = report.status(driver.job, driver.at, True).faults.refused
+    assert refused.why == "no GPU"
 
 
 def test_an_occurrence_that_came_to_nothing_does_not_end_the_rest() -> None:
@@ -295,7 +295,7 @@ def test_it_all_survives_the_coordinator() -> None:
 
 
 def injected(driver: Driver) -> list[bool]:
-    return [one["injected"] is not None for one in report.incidents(driver.job)]
+    return [one.injected is not None for one in report.incidents(driver.job)]
 
 
 def break_down(driver: Driver, kind: Any, rank: int, **how: Any) -> None:
@@ -368,8 +368,7 @@ def test_the_ledger_does_not_care() -> None:
         driver.after(1).ready("a")
         driver.after(1).start_all()
         driver.after(1).step_all(7, steps=1)
-        seconds: dict[str, float] = report.goodput(driver.job, driver.at)["seconds"]
-        return seconds
+        return report.goodput(driver.job, driver.at).seconds
 
     assert books(asked=True) == books(asked=False)
 
