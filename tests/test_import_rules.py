@@ -56,9 +56,9 @@ RULES: dict[str, set[str]] = {
     "diagnosis": {"messages", *LEAVES},
     # The simulated coordinator is restarted from the real journal.
     "sim": {"coordinator", "core", "messages", "errors"},
-    # The commands that look at a job read its journal; nothing else of a shell is theirs to use.
     # Viewers know reports, and nothing else of a job.
     "view": {"messages"},
+    # The commands that look at a job read its journal; nothing else of a shell is theirs to use.
     "cli": {
         *("launch", "coordinator", "sim", "core", "messages", "view"),
         *("checkpoint", "diagnosis", "health"),
