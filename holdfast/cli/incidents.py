@@ -17,7 +17,7 @@ def main(argv: Sequence[str]) -> int:
     if not viewed.job.incidents:
         print(f"job {viewed.job.name}: no incidents")
     for incident in viewed.job.incidents:
-        print(f"{incident.id}. {report.incident_line(incident)}")
+        print(f"{incident.id}. {report.incident_line(viewed.job, incident)}")
         for line in [*incident.also, *incident.detail.rstrip().splitlines()[-12:]]:
             print(f"     {line}")
     return 0

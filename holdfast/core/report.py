@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
+from msgspec import to_builtins
+
 from holdfast.core import drills
 from holdfast.core.job import Job
 from holdfast.core.ledger import books
@@ -41,8 +43,8 @@ def status(job: Job, now: Time, alive: bool) -> dict[str, Any]:
         "nodes": [_node(job, node, ranks.get(node, [])) for node in job.membership.nodes()],
         "checkpoints": _checkpoints(job),
         "excluded": job.excluded,
-        "faults": drills.told(job),
-        "last_incident": incident_line(job.incidents[-1]) if job.incidents else None,
+        "faults": to_builtins(drills.faults(job)),
+        "last_incident": incident_line(job, job.incidents[-1]) if job.incidents else None,
         "exit_code": job.ended.code if job.ended else None,
         "reason": job.ended.reason if job.ended else None,
     }
@@ -128,7 +130,7 @@ def incidents(job: Job) -> list[dict[str, Any]]:
             "lost_steps": incident.lost_steps,
             "also": incident.also,
             "detail": incident.detail,
-            "injected": incident.injected or None,
+            "injected": drills.injected_by(job, incident) or None,
         }
         for incident in job.incidents
     ]
@@ -162,11 +164,12 @@ def lost_s(incident: Incident) -> Seconds | None:
     return None if end is None else max(0.0, end - incident.fault_at)
 
 
-def incident_line(incident: Incident) -> str:
+def incident_line(job: Job, incident: Incident) -> str:
     """One incident in one line."""
     line = f"{_what(incident)} at step {incident.step}"
-    if incident.injected:
-        line += f" [injected: {incident.injected}]"
+    injected = drills.injected_by(job, incident)
+    if injected:
+        line += f" [injected: {injected}]"
     if incident.closed_at is None:
         return f"{line}: being repaired"
     if incident.back_at is None:
@@ -203,7 +206,7 @@ def summary(job: Job, now: Time) -> list[str]:
     many = len(job.incidents)
     if many > 10:
         lines.append(f"{many} incidents, the last 10 of them (`holdfast incidents` has all):")
-    lines += [f"incident {i.id}: {incident_line(i)}" for i in job.incidents[-10:]]
+    lines += [f"incident {i.id}: {incident_line(job, i)}" for i in job.incidents[-10:]]
     return lines
 
 
@@ -232,7 +235,7 @@ def trace(job: Job, spans: list[Span]) -> dict[str, Any]:
         events.append(_slice(1, span.rank, name, span.cause, span.begin, span.end, zero, where))
     for incident in job.incidents:
         end = incident.back_at or incident.closed_at or incident.opened_at
-        arguments = {"line": incident_line(incident), "also": incident.also}
+        arguments = {"line": incident_line(job, incident), "also": incident.also}
         name = f"incident {incident.id}: {incident.signature}"
         events.append(_slice(0, 0, name, "incident", incident.fault_at, end, zero, arguments))
     return {"traceEvents": events, "displayTimeUnit": "ms"}
