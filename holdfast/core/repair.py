@@ -328,7 +328,7 @@ def start_node(job: Job, world: World, place: Place) -> StartWorkers:
         fetch=fetch,
         paces=paces,
         alarms=job.hangs.alarms,
-        traps=chaos.laid_on(job.chaos, place.node),
+        traps=chaos.set_on(job.chaos, place.node),
     )
     return StartWorkers(node=place.node, part=part)
 

@@ -7,8 +7,6 @@ module; those who show reports know only `messages/reports.py`.
 
 from __future__ import annotations
 
-import msgspec
-
 from holdfast.core import drills
 from holdfast.core.job import Job
 from holdfast.core.ledger import books
@@ -18,7 +16,6 @@ from holdfast.messages.records import Ended, Incident
 from holdfast.messages.reports import (
     CAUSES,
     CheckpointerReport,
-    FaultsReport,
     GoodputReport,
     IncidentReport,
     JobState,
@@ -46,8 +43,8 @@ def status(job: Job, now: Time, alive: bool) -> StatusReport:
         nodes=_nodes(job),
         checkpoints=_checkpoints(job),
         excluded=job.excluded,
-        faults=msgspec.convert(drills.told(job), FaultsReport),
-        last_incident=incident_line(job.incidents[-1]) if job.incidents else None,
+        faults=drills.faults(job),
+        last_incident=incident_line(job, job.incidents[-1]) if job.incidents else None,
         exit_code=end.code if end is not None else None,
         reason=end.reason if end is not None else None,
         opened_at=job.opened_at,
@@ -89,8 +86,8 @@ def incidents(job: Job) -> list[IncidentReport]:
             lost_steps=incident.lost_steps,
             also=incident.also,
             detail=incident.detail,
-            injected=incident.injected or None,
-            line=incident_line(incident),
+            injected=drills.injected_by(job, incident) or None,
+            line=incident_line(job, incident),
         )
         for incident in job.incidents
     ]
@@ -127,11 +124,12 @@ def lost_s(incident: Incident) -> Seconds | None:
     return None if end is None else max(0.0, end - incident.fault_at)
 
 
-def incident_line(incident: Incident) -> str:
+def incident_line(job: Job, incident: Incident) -> str:
     """Describe an incident in one line."""
     line = f"{_what(incident)} at step {incident.step}"
-    if incident.injected:
-        line += f" [injected: {incident.injected}]"
+    injected = drills.injected_by(job, incident)
+    if injected:
+        line += f" [injected: {injected}]"
     if incident.closed_at is None:
         return f"{line}: being repaired"
     if incident.back_at is None:

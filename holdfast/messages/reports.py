@@ -12,7 +12,7 @@ from typing import Literal
 
 from msgspec import Struct, field
 
-from holdfast.messages.chaos import FaultName
+from holdfast.messages.chaos import FaultsReport
 from holdfast.messages.records import Cause, FaultKind
 from holdfast.messages.timings import Kind
 from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, StepNumber, Time
@@ -84,47 +84,6 @@ class CheckpointerReport(Struct, frozen=True, kw_only=True):
     """Step that is being written to storage."""
     failures: int
     """Failed writes in a row."""
-
-
-class PendingFault(Struct, frozen=True, kw_only=True):
-    """An injected fault that has yet to happen."""
-
-    injection: int
-    """The injection's number in its job."""
-    fault: FaultName
-    """Kind of fault."""
-    rank: Rank | None
-    """Rank that the next occurrence befalls; null when it befalls none, or is not chosen yet."""
-    node: NodeId | None
-    """Node that the next occurrence befalls."""
-    step: StepNumber | None
-    """Step after which it happens; null for at once."""
-    missed: bool
-    """Whether the rank had passed the step already: the fault happens only if training goes back."""
-    line: str
-    """The same in words."""
-
-
-class RefusedFault(Struct, frozen=True, kw_only=True):
-    """An injected fault that a node refused."""
-
-    injection: int
-    """The injection's number in its job."""
-    line: str
-    """The injection in words."""
-    why: str
-    """Reason of the refusal."""
-
-
-class FaultsReport(Struct, frozen=True, kw_only=True):
-    """The faults that were injected on demand."""
-
-    pending: list[PendingFault]
-    """Faults that have yet to happen."""
-    injected: int
-    """How many have happened."""
-    refused: list[RefusedFault]
-    """Faults that cannot happen."""
 
 
 class StatusReport(Struct, frozen=True, kw_only=True):

@@ -18,9 +18,10 @@ from typing import Any, get_args
 import msgspec
 from msgspec import Struct
 
+from holdfast.messages.chaos import InjectionReport
 from holdfast.messages.evidence import Verdict
 from holdfast.messages.reports import GoodputReport, IncidentReport, StatusReport
-from holdfast.messages.wire import Taken, Why
+from holdfast.messages.wire import Why
 
 DOCUMENTS: dict[str, tuple[str, Any]] = {
     "status": ("holdfast status --json", StatusReport),
@@ -28,7 +29,7 @@ DOCUMENTS: dict[str, tuple[str, Any]] = {
     "goodput": ("holdfast goodput --json", GoodputReport),
     "why": ("holdfast why --json", Why),
     "why_incident": ("holdfast why --incident N --json", Verdict),
-    "chaos": ("holdfast chaos ... --json", list[Taken]),
+    "chaos": ("holdfast chaos ... --json", list[InjectionReport]),
 }
 """By file name: the command that prints the document, and its type."""
 

@@ -89,7 +89,7 @@ def test_a_slow_rank_becomes_an_incident_that_breaks_no_round() -> None:
     assert incident.closed_at == incident.opened_at
     assert incident.signature.startswith("is slow: 50 % of the speed of the best rank")
     assert incident.action == "training goes on"
-    assert "rank 3 is slow: 50 %" in report.incident_line(incident)
+    assert "rank 3 is slow: 50 %" in report.incident_line(driver.job, incident)
 
 
 def test_it_is_said_once_however_long_it_lasts() -> None:

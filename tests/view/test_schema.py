@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from holdfast.messages import reports
+from holdfast.messages.chaos import FaultsReport, InjectionReport
 from holdfast.messages.records import Cause
 from holdfast.view.schema import DOCUMENTS, schema, text
 
@@ -43,9 +44,8 @@ KEYS = {
     reports.NodeReport: "node host state ranks",
     reports.RankReport: "rank pid step finished score own_score straggler",
     reports.CheckpointerReport: "checkpointer in_memory on_storage writing failures",
-    reports.FaultsReport: "pending injected refused",
-    reports.PendingFault: "injection fault rank node step missed line",
-    reports.RefusedFault: "injection line why",
+    FaultsReport: "pending injected refused",
+    InjectionReport: "injection fault rank node step missed line why",
     reports.GoodputReport: "job wall_s ranks seconds goodput",
     reports.IncidentReport: "id kind node rank round step at signature action phases lost_s"
     " lost_steps also detail injected",

@@ -9,13 +9,11 @@ import pytest
 from msgspec.structs import replace
 from reported import an_incident, of_two_ranks
 
+from holdfast.messages.chaos import FaultsReport, InjectionReport
 from holdfast.messages.reports import (
     CheckpointerReport,
-    FaultsReport,
     GoodputReport,
-    PendingFault,
 )
-from holdfast.messages.units import Rank
 from holdfast.view.terminal import print_goodput, print_incidents, print_status
 
 Shown = Callable[..., list[str]]
@@ -93,9 +91,7 @@ def test_excluded_hosts_are_told_with_the_reason(shown: Shown) -> None:
 def test_faults_to_come_refused_events_the_last_incident_and_the_end_are_told(
     shown: Shown,
 ) -> None:
-    fault = PendingFault(
-        injection=1, fault="kill", rank=Rank(1), node=None, step=None, missed=False, line="kill now"
-    )
+    fault = InjectionReport(injection=1, fault="kill", outcome="armed", line="kill now")
     faults = FaultsReport(pending=[fault], injected=0, refused=[])
     lines = shown(
         faults=faults,
