@@ -47,7 +47,7 @@ _event_decoder = msgspec.json.Decoder(AnyEvent)
 
 
 class Entry(Struct, frozen=True):
-    """One event as the core took it in: at that time, and from which node with which number."""
+    """One event as the core handled it: when, from which node, and its number on that node's stream."""
 
     at: Time
     event: AnyEvent
@@ -56,7 +56,7 @@ class Entry(Struct, frozen=True):
 
 
 class Snapshot(Struct):
-    """The state after the event of that number."""
+    """A job's state after one event of the journal, and the newest event of each node in it."""
 
     job: Job
     at: Time
@@ -170,7 +170,7 @@ def _run(
 
 
 class _Reader:
-    """Reads a journal that a living coordinator may be writing."""
+    """A read-only handle on a journal that a running coordinator may be writing."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

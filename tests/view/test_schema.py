@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import get_args
 
 import msgspec
 import pytest
+from schemas import DOCUMENTS, FOLDER, schema, text
 
 from holdfast.messages import reports
 from holdfast.messages.chaos import FaultsReport, InjectionReport
 from holdfast.messages.records import Cause
-from holdfast.view.schema import DOCUMENTS, schema, text
-
-FOLDER = Path(__file__).parents[2] / "docs" / "schema"
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_the_schema_on_file_is_that_of_the_struct(name: str) -> None:
     written = (FOLDER / f"{name}.json").read_text()
-    assert written == text(name), "run `python -m holdfast.view.schema docs/schema`"
+    assert written == text(name), "run `python tests/view/schemas.py`"
 
 
 def test_there_is_no_schema_of_a_report_that_is_gone() -> None:

@@ -1,7 +1,7 @@
 """Writes the JSON schemas of reports, from the structs that define them.
 
-`python -m holdfast.view.schema docs/schema` writes one file per document; a test holds the files equal
-to the structs. The text under a field of a struct becomes the description of its property.
+`python tests/view/schemas.py` writes one file per document into `docs/schema`; a test holds the files
+equal to the structs. The text under a field of a struct becomes the description of its property.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import inspect
 import json
-import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,8 @@ from holdfast.messages.chaos import InjectionReport
 from holdfast.messages.evidence import Verdict
 from holdfast.messages.reports import GoodputReport, IncidentReport, StatusReport
 from holdfast.messages.wire import Why
+
+FOLDER = Path(__file__).parents[2] / "docs" / "schema"
 
 DOCUMENTS: dict[str, tuple[str, Any]] = {
     "status": ("holdfast status --json", StatusReport),
@@ -73,11 +74,6 @@ def _field_docstrings(struct: type[Struct]) -> dict[str, str]:
     return found
 
 
-def main(folder: str) -> None:
-    """Write all schemas into a folder."""
-    for name in DOCUMENTS:
-        (Path(folder) / f"{name}.json").write_text(text(name))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1])
+    for name in DOCUMENTS:
+        (FOLDER / f"{name}.json").write_text(text(name))
