@@ -56,9 +56,11 @@ RULES: dict[str, set[str]] = {
     "diagnosis": {"messages", *LEAVES},
     # The simulated coordinator is restarted from the real journal.
     "sim": {"coordinator", "core", "messages", "errors"},
+    # Viewers know reports, and nothing else of a job.
+    "view": {"messages"},
     # The commands that look at a job read its journal; nothing else of a shell is theirs to use.
     "cli": {
-        *("launch", "coordinator", "sim", "core", "messages"),
+        *("launch", "coordinator", "sim", "core", "messages", "view"),
         *("checkpoint", "diagnosis", "health"),
         *LEAVES,
         *TOOLS,
@@ -107,6 +109,10 @@ def test_a_module_imports_only_what_its_part_may(path: Path) -> None:
 def test_nothing_but_the_command_line_and_the_launcher_may_import_a_shell() -> None:
     may = {part for part, allowed in RULES.items() if allowed & (SHELLS - {part})}
     assert may == {"cli", "launch", "sim", "__init__"}
+
+
+def test_viewers_are_leaves() -> None:
+    assert {part for part, allowed in RULES.items() if "view" in allowed} <= {"cli", "launch"}
 
 
 OF_SHELLS = {

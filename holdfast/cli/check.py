@@ -17,7 +17,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from holdfast.cli.view import Parser, print_json, print_table
+from holdfast.cli.view import Parser, print_json
 from holdfast.config import values
 from holdfast.config.sources import holdfast_home
 from holdfast.errors import UsageError
@@ -26,6 +26,7 @@ from holdfast.health.catalogue import Check, chosen
 from holdfast.health.checker import Checker, worst_verdict
 from holdfast.health.settings import HealthSettings, settings_here
 from holdfast.messages.health import Result, Verdict
+from holdfast.view.terminal import print_table
 
 ABOUT = """\
 Check this machine: processors, memory, disks, clock, GPUs, network, and what you add.

@@ -58,7 +58,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _show(given: Settings, as_json: bool) -> None:
-    from holdfast.cli.view import print_json, print_table
+    from holdfast.cli.view import print_json
+    from holdfast.view.terminal import print_table
 
     if as_json:
         groups = GROUPS.items()

@@ -21,10 +21,11 @@ import msgspec
 
 from holdfast.core import replay as replaying
 from holdfast.core.job import Job
-from holdfast.core.ledger.books import Ledger, Span
+from holdfast.core.ledger.books import Ledger
 from holdfast.core.replay import Entry, JobSnapshot
 from holdfast.errors import JournalCorrupt, JournalError
 from holdfast.messages.events import AnyEvent
+from holdfast.messages.reports import Booking
 
 VERSION = 2
 SNAPSHOT_EVERY = 2000
@@ -129,14 +130,14 @@ class Journal:
 
 
 def replay(path: Path) -> JobSnapshot | None:
-    """Rebuild the job that the journal leads to; None when it holds none."""
+    """Replay the journal from its newest snapshot; None when it holds no job."""
     with _Reader(path) as reader:
         return replaying.replay(reader.since_snapshot)
 
 
-def replay_spans(path: Path) -> tuple[JobSnapshot | None, list[Span]]:
-    """The same, from the first event on, with every booking of the ledger."""
-    spans: list[Span] = []
+def replay_spans(path: Path) -> tuple[JobSnapshot | None, list[Booking]]:
+    """Replay the journal from its first event, and collect every booking of the ledger."""
+    spans: list[Booking] = []
 
     def keep_spans(job: Job) -> None:
         spans.clear()
@@ -147,7 +148,7 @@ def replay_spans(path: Path) -> tuple[JobSnapshot | None, list[Span]]:
 
 
 class _Reader:
-    """Reads a journal that a living coordinator may be writing."""
+    """A read-only handle on a journal that a running coordinator may be writing."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -26,7 +26,7 @@ from msgspec import Struct
 
 from holdfast.clock import JobClock
 from holdfast.coordinator.diagnosis import Inquests, fitting
-from holdfast.coordinator.fault_requests import Askers
+from holdfast.coordinator.fault_requests import FaultRequests
 from holdfast.coordinator.journal import Journal
 from holdfast.coordinator.stream import Stream
 from holdfast.core import job as jobs
@@ -86,7 +86,10 @@ class Coordinator:
     _told: int = 0
     _visits: int = 0
     """Inquests of visitors have negative numbers."""
-    _askers: Askers = field(default_factory=Askers)
+    _fault_requests: FaultRequests = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._fault_requests = FaultRequests(lambda: self.job)
 
     async def serve(
         self,
@@ -145,7 +148,7 @@ class Coordinator:
             self.journal.write_snapshot(JobSnapshot(self.job, now, self.acked))
         self._set_timer()
         self._tell_incidents()
-        self._askers.answer(self.job)
+        self._fault_requests.answer()
 
     def _carry_out(self, action: AnyAction) -> None:
         if isinstance(action, CloseJob):
@@ -205,7 +208,7 @@ class Coordinator:
             self._asked_why(stream)
 
     def _asked_for_fault(self, stream: Stream, question: AskFault) -> None:
-        """Somebody wants to see what the job does about a fault."""
+        """A user requests a fault."""
         job, injection = self.job, question.injection
         wrong = "the job is over, or has not begun; see `holdfast status`"
         if job is not None and job.result is None:
@@ -219,7 +222,7 @@ class Coordinator:
         if wrong or job is None:
             tell(Refused(reason=wrong))
             return
-        number = self._askers.add(job, tell)
+        number = self._fault_requests.add(tell)
         asked = FaultAsked(at=self.clock.now(), injection=injection, visit=number)
         self._post(Arrival(asked))
 
@@ -256,7 +259,7 @@ class Coordinator:
     def _tell_incidents(self) -> None:
         assert self.job is not None
         for incident in _over(self.job.incidents[self._told :]):
-            log.info("%s", report.incident_line(incident))
+            log.info("%s", report.incident_line(self.job, incident))
             self._told += 1
 
     def _told_before(self) -> int:

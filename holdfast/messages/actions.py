@@ -118,10 +118,10 @@ class CheckpointSettled(Action, frozen=True, kw_only=True):
 
 
 class Inject(Action, frozen=True, kw_only=True):
-    """Have a fault happen that somebody asked for: now, or when that rank comes to that step."""
+    """Inject a fault: now, or when its rank comes to its step."""
 
     node: NodeId
-    """Empty: it befalls the coordinator itself, now."""
+    """Empty: it strikes the coordinator itself, now."""
     round: RoundNumber
     trap: Trap
 

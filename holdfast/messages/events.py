@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from holdfast.messages.chaos import Injection, Outcome
+from holdfast.messages.chaos import Injection, Outcome, Trap
 from holdfast.messages.checkpoints import (
     Attempt,
     CheckpointerId,
@@ -265,23 +265,20 @@ class StoredFound(Event, frozen=True, kw_only=True):
 
 
 class FaultAsked(Event, frozen=True, kw_only=True):
-    """Somebody wants to see what the job does about a fault."""
+    """A user requests a fault."""
 
     injection: Injection
     visit: int = 0
-    """Who waits for an answer."""
+    """Number of the request, which waits for an answer."""
 
 
 class FaultTold(Event, frozen=True, kw_only=True):
-    """A fault that was asked for: its trap is laid, was sprung, or cannot be laid."""
+    """An agent reports what became of a trap."""
 
-    node: NodeId
     round: RoundNumber
-    injection: int
-    occurrence: int
+    trap: Trap
     outcome: Outcome
-    rank: Rank
-    step: StepNumber
+    step: StepNumber = StepNumber(0)
     detail: str = ""
 
 

@@ -161,7 +161,7 @@ class Part(Struct, frozen=True, kw_only=True):
     fetch: tuple[tuple[ImageId, Holder], ...] = ()
     """Images that this node's ranks will want, and others have."""
     traps: tuple[Trap, ...] = ()
-    """Faults that somebody asked for."""
+    """Faults to inject."""
 
 
 class Incident(Struct, kw_only=True):
@@ -188,8 +188,6 @@ class Incident(Struct, kw_only=True):
     back_at: Time | None = None
     closed_at: Time | None = None
     lost_steps: int = 0
-    injected: str = ""
-    """The fault that somebody asked for and that this came of."""
     also: list[str] = field(default_factory=list)
     """What other ranks died of in its wake; the first hundred."""
 

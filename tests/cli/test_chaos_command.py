@@ -13,7 +13,7 @@ from holdfast.cli import flags
 from holdfast.cli.main import main
 from holdfast.config.faults import schedule
 from holdfast.errors import UsageError
-from holdfast.messages.chaos import FAULT_NAMES, MOST_AT_ONCE, Injection
+from holdfast.messages.chaos import FAULT_NAMES, MAX_SCHEDULED, Injection
 
 FLAG = "--chaos"
 
@@ -44,14 +44,14 @@ def test_a_schedule_is_faults_with_semicolons_between() -> None:
         ("kill@step=x", "whole number"),
         ("kill@stp=5", "stp=5 is not understood"),
         ("kill@step", "step is not understood"),
-        ("kill@step=5,step=6", "step is said twice"),
+        ("kill@step=5,step=6", "step is given twice"),
         ("kill@step=5,every=6", "not both"),
         ("kill@step=5,rank=-1", "a rank is a number, or any"),
         ("kill@step=5,value=1", "kill takes no value"),
         ("exit@step=5,value=300", "from 0 to 255"),
         ("exit@step=5,value=nan", "a number, 0 or more"),
         ("kill-coordinator@step=5,rank=1", "one coordinator"),
-        (";".join(["kill@step=5"] * (MOST_AT_ONCE + 1)), "is the most"),
+        (";".join(["kill@step=5"] * (MAX_SCHEDULED + 1)), "is the most"),
     ],
 )
 def test_what_makes_no_sense_is_said_in_one_line(text: str, says: str) -> None:

@@ -520,7 +520,7 @@ def test_status_says_which_hosts_are_excluded_and_why() -> None:
     driver = lab(1, 2).gather("a", "b")
     driver.answer_all(dead=["b"])
     told = report.status(driver.job, driver.at, alive=True)
-    assert told["excluded"] == {"host-b": "failed its solo test: no GPU"}
+    assert told.excluded == {"host-b": "failed its solo test: no GPU"}
 
 
 def test_a_waiting_node_gets_warm_in_the_middle_of_a_check() -> None:

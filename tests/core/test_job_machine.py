@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from driver import WAKE, Driver, check_books, encoded, raised, replayed, revived, spec
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -50,6 +51,7 @@ from holdfast.messages.records import Part, RankProgress, World
 from holdfast.messages.requests import AwaitStragglers
 from holdfast.messages.timings import RankTimings, Timing
 from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber, Time
+from holdfast.view.summary import summary
 
 EXITS: list[dict[str, Any]] = [
     {"code": 0},
@@ -475,11 +477,11 @@ class JobMachine(RuleBasedStateMachine):
     @invariant()
     def it_can_be_reported(self) -> None:
         job, now = self.job, self.driver.at
-        report.status(job, now, alive=True)
-        report.incidents(job)
-        report.summary(job, now)
-        told = report.goodput(job, now)
-        assert all(s >= 0 for s in told["seconds"].values())
+        status = report.status(job, now, alive=True)
+        incidents, goodput = report.incidents(job), report.goodput(job, now)
+        assert summary(status, goodput, incidents)
+        for told in (status, goodput, *incidents):
+            assert msgspec.convert(msgspec.to_builtins(told), type(told)) == told
 
     def teardown(self) -> None:
         if not hasattr(self, "driver"):

@@ -89,7 +89,7 @@ def test_a_slow_rank_becomes_an_incident_that_breaks_no_round() -> None:
     assert incident.closed_at == incident.opened_at
     assert incident.signature.startswith("is slow: 50 % of the speed of the best rank")
     assert incident.action == "training goes on"
-    assert "rank 3 is slow: 50 %" in report.incident_line(incident)
+    assert "rank 3 is slow: 50 %" in report.incident_line(driver.job, incident)
 
 
 def test_it_is_said_once_however_long_it_lasts() -> None:
@@ -129,11 +129,11 @@ def test_status_shows_every_ranks_score_and_who_is_slow() -> None:
     driver = training()
     slowed(driver)
     told = report.status(driver.job, driver.at, alive=True)
-    ranks = {rank["rank"]: rank for node in told["nodes"] for rank in node["ranks"]}
-    assert ranks[3]["straggler"] == "relative"
-    assert abs(ranks[3]["score"] - 0.5) < 0.05
-    assert [ranks[rank]["straggler"] for rank in (0, 1, 2)] == [None] * 3
-    assert all(ranks[rank]["score"] > 0.95 for rank in (0, 1, 2))
+    ranks = {rank.rank: rank for node in told.nodes for rank in node.ranks}
+    assert ranks[3].straggler == "relative"
+    assert abs(ranks[3].score - 0.5) < 0.05
+    assert [ranks[rank].straggler for rank in (0, 1, 2)] == [None] * 3
+    assert all(ranks[rank].score > 0.95 for rank in (0, 1, 2))
 
 
 def test_a_straggler_is_no_fault_and_repairs_take_no_notice_of_it() -> None:
@@ -316,7 +316,7 @@ def test_a_new_round_knows_nothing_of_the_stragglers_of_the_last() -> None:
     driver.start_all()
     assert ask(driver, 0) == []
     told = report.status(driver.job, driver.at, alive=True)
-    assert not any(rank["straggler"] for node in told["nodes"] for rank in node["ranks"])
+    assert not any(rank.straggler for node in told.nodes for rank in node.ranks)
 
 
 def test_a_script_that_missed_many_findings_gets_the_newest() -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from holdfast import cgroups as memorybox
+from holdfast import cgroups
 from holdfast.cli.main import main
 from holdfast.core.chaos.plans import Chaos
 
@@ -104,7 +104,7 @@ def test_a_schedule_befalls_the_same_ranks_in_the_same_steps_each_time(
     assert by_step[90] == ("signal", 1, "abort")
     assert by_step[111] == ("signal", 1, "kill")
     assert len(by_step) == 7
-    assert "InjectedFault: asked for with `holdfast chaos`, at step 45" in run.err
+    assert "InjectedFault: requested with `holdfast chaos`, at step 45" in run.err
     assert "[injected: exit on rank 1 at step 60]" in run.err
 
 
@@ -195,7 +195,7 @@ def test_a_slow_rank_is_as_slow_as_it_was_asked_to_be(run: Run) -> None:
     assert incidents(run) == []
 
 
-@pytest.mark.skipif(not memorybox.possible(), reason="no memory cgroup can be made here")
+@pytest.mark.skipif(not cgroups.possible(), reason="no memory cgroup can be made here")
 def test_a_rank_runs_out_of_memory_alone(run: Run) -> None:
     run.train("--chaos", "oom@step=10,rank=1,value=32", args=["30"])
     assert run.code() == 0
@@ -311,7 +311,7 @@ def test_snapshots_survive_a_full_disk_a_dead_keeper_and_a_flipped_bit(run: Run)
     assert "No space left on device" in found[0]["detail"]
     job = run.peek()
     assert job is not None
-    assert [done.kind for done in job.of(Chaos).done] == [
+    assert [struck.trap.kind for struck in job.of(Chaos).struck] == [
         "diskfull",
         "kill-keeper",
         "corrupt-image",

@@ -9,7 +9,10 @@ import subprocess
 import sys
 from typing import Any
 
+import msgspec
 import pytest
+
+from holdfast.messages.reports import StatusReport
 
 from .harness import MARKER, TRAINER, Run, wait_for
 
@@ -68,6 +71,7 @@ def test_status_tells_where_a_running_job_stands(run: Run) -> None:
     run.until(lambda job: job.steps_per_s, "the speed")
     status = run.ask("status")
     assert {"job", "state", "round", "world_size", "step", "steps_per_s", "nodes"} <= set(status)
+    assert msgspec.to_builtins(msgspec.convert(status, StatusReport)) == status
     assert (status["job"], status["state"]) == (run.job, "running")
     assert (status["round"], status["world_size"]) == (1, 2)
     assert status["step"] > 0
