@@ -2,7 +2,8 @@
 
 `handle` takes an event and the time and returns actions, in the order in which they are to be carried
 out. The event goes to every machine that handles it in the job's present state; what they decide is
-carried out by `core.transitions`; then the job settles: it judges, freezes, ends or closes, if it may.
+carried out by `core.transitions`, and then the job settles: it judges, freezes, ends or closes, if it
+may. An event that decides nothing changes nothing beyond the machines that heard it.
 
 An event that does not fit is refused with a reason, and counted. `docs/states.md` has the table of
 all states and events, printed by `table`.
@@ -20,7 +21,7 @@ from holdfast.core.machine import Effects, Machine, Rule
 from holdfast.core.machine import tell as moment
 from holdfast.core.state import MACHINES, Job, opened
 from holdfast.core.states import ALWAYS, AnyState, Ended, Gathering, StateName
-from holdfast.core.transitions import carry_out, settle
+from holdfast.core.transitions import STEPS, carry_out, settle
 from holdfast.core.view import earliest
 from holdfast.messages.actions import AnyAction, CloseJob
 from holdfast.messages.events import AnyEvent, CoordinatorRestarted, JobOpened, Tick
@@ -42,6 +43,7 @@ def decide(job: Job, event: AnyEvent, now: Time) -> list[AnyAction]:
     job.events += 1
     actions: list[AnyAction] = []
     refusals: list[str] = []
+    decisions = False
     kind = type(event)
     own = _OWN.get(kind)
     listeners = job.listeners.get(kind, ()) if own is None else ()
@@ -53,13 +55,15 @@ def decide(job: Job, event: AnyEvent, now: Time) -> list[AnyAction]:
         if isinstance(decided, Refused):
             refusals.append(decided.reason)
         else:
+            decisions = decisions or any(type(effect) in STEPS for effect in decided)
             actions += carry_out(job, decided, now)
     if own is not None:
+        decisions = True
         actions += carry_out(job, own(job), now)
     elif len(refusals) == len(listeners):
         refused = f"{kind.__name__}: {refusals[0] if refusals else 'nothing handles it'}"
         job.refused[refused] = job.refused.get(refused, 0) + 1
-    return actions + settle(job, now)
+    return actions + settle(job, now) if decisions else actions
 
 
 def deadline(job: Job) -> Time | None:

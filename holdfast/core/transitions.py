@@ -29,6 +29,7 @@ from holdfast.core.decisions import (
     Note,
     Repeat,
     SendAway,
+    Settle,
     Tell,
 )
 from holdfast.core.faults import Fault
@@ -64,7 +65,7 @@ def carry_out(job: Job, effects: Iterable[Effect], now: Time) -> list[AnyAction]
     """Carry out decisions, in their order; the actions that are left, and those that follow."""
     actions: list[AnyAction] = []
     for effect in effects:
-        step = _STEPS.get(type(effect))
+        step = STEPS.get(type(effect))
         actions += [effect] if step is None else step(job, effect, now)  # type: ignore[list-item]
     return actions
 
@@ -303,8 +304,9 @@ def _answer(job: Job, decision: AnswerRequest, now: Time) -> list[AnyAction]:
     return [*job.requests.answer(decision.asker, decision.answer)]
 
 
-_STEPS: dict[type, Callable[[Job, Any, Time], list[AnyAction]]] = {
+STEPS: dict[type, Callable[[Job, Any, Time], list[AnyAction]]] = {
     Tell: _tell,
+    Settle: lambda job, decision, now: [],
     BreakRound: _break_round,
     Blame: _blame,
     LoseNode: _lose_node,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from holdfast.core import faults
-from holdfast.core.decisions import BreakRound, EndJob, LoseNode, Refused, Repeat, SendAway
+from holdfast.core.decisions import BreakRound, EndJob, LoseNode, Refused, Repeat, SendAway, Settle
 from holdfast.core.machine import NONE, Effects, Machine, on, tell
 from holdfast.core.membership import rounds, seating
 from holdfast.core.membership.state import Absence, Membership
@@ -83,7 +83,7 @@ class MembershipMachine(Membership, Machine):
             self.grace.observe(event.slowest_stop_s)
         if self.dissolved_at is not None:
             self.patience.observe(max(0.0, now - self.dissolved_at))
-        return NONE
+        return [Settle()]
 
     @on(NodeLeaving, *LIVE, refusal="the job is ending")
     def on_leaving(self, job: View, event: NodeLeaving, now: Time) -> Effects | Refused:
