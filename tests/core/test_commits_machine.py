@@ -21,7 +21,7 @@ from test_job_machine import JobMachine, picks
 from holdfast.core.commits import restoring
 from holdfast.core.commits import rules as commits
 from holdfast.core.commits import state as commitbook
-from holdfast.core.commits.state import Commits, Taken
+from holdfast.core.commits.state import CommitEffects, Commits
 from holdfast.messages.actions import (
     Answered,
     AnyAction,
@@ -119,7 +119,7 @@ class CommitsMachine(RuleBasedStateMachine):
 
     # ---- in and out ----
 
-    def took(self, taken: Taken, restoring: str = "") -> None:
+    def took(self, taken: CommitEffects, restoring: str = "") -> None:
         commits.validate(self.state)
         for action in taken.actions:
             self.check_action(action)
@@ -367,7 +367,7 @@ class CommitsMachine(RuleBasedStateMachine):
         """A stream broke and is back: the node is told again."""
         node = list(self.images)[number % len(self.images)]
         self.orders = [order for order in self.orders if order.node != node]
-        self.took(Taken(actions=commits.remind(self.state, node)))
+        self.took(CommitEffects(actions=commits.remind(self.state, node)))
 
     @rule(
         rank=picks, book=st.sampled_from(BOOKS), back=st.integers(-1, 3), to=st.sampled_from(TIERS)
@@ -430,7 +430,7 @@ class CommitsMachine(RuleBasedStateMachine):
     def break_round(self) -> None:
         actions = commits.secure(self.state)
         commits.round_over(self.state)
-        self.took(Taken(actions=actions))
+        self.took(CommitEffects(actions=actions))
         while len(self.images) < 1:
             self.new_node()
         self.begin_round(self.images)

@@ -23,7 +23,7 @@ from holdfast.checkpoint.standalone.store_meeting import (
     StoreMeeting,
 )
 from holdfast.core.commits import restoring, rules
-from holdfast.core.commits.state import Commits, Taken
+from holdfast.core.commits.state import CommitEffects, Commits
 from holdfast.errors import CheckpointError
 from holdfast.messages.actions import (
     Answered,
@@ -170,7 +170,7 @@ class CommitDriver:
 
     # ---- what comes of them ----
 
-    def _act_on(self, taken: Taken) -> None:
+    def _act_on(self, taken: CommitEffects) -> None:
         for action in taken.actions:
             self._send(action)
         for asker, answer in taken.answers:

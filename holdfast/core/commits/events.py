@@ -13,7 +13,7 @@ from msgspec import field
 
 from holdfast.core.commits import restoring, rules
 from holdfast.core.commits.replica_placement import placement
-from holdfast.core.commits.state import Address, Commits, Reach, Taken
+from holdfast.core.commits.state import Address, CommitEffects, Commits, Reach
 from holdfast.core.decisions import AnswerRequest, Asker, Effect, EndJob, Note, Refused
 from holdfast.core.faults import Fault
 from holdfast.core.machine import NONE, Effects, Machine, on
@@ -153,7 +153,7 @@ class CommitsMachine(Commits, Machine):
 
     # ---- for the rest of the job ----
 
-    def _take_in(self, job: View, taken: Taken, may_finish: bool = True) -> list[Effect]:
+    def _take_in(self, job: View, taken: CommitEffects, may_finish: bool = True) -> list[Effect]:
         """Turn what the rules decided into effects."""
         answers = [AnswerRequest(asker=asker, answer=answer) for asker, answer in taken.answers]
         effects: list[Effect] = [*taken.actions, *answers]
@@ -173,11 +173,11 @@ class CommitsMachine(Commits, Machine):
             return [EndJob(code=EXIT_FAILED, reason=reason, secure=False)]
         return [EndJob(code=0, reason="finished")]
 
-    def _given_up(self, job: View) -> Taken:
+    def _given_up(self, job: View) -> CommitEffects:
         """Find what it is in vain to wait for, because all ranks of a node have ended without it.
         Where only some have, the node's agent reports it."""
         if not rules.waited_for(self) or job.unfinished == len(job.ranks):
-            return Taken()
+            return CommitEffects()
         present = set(_present(job).values())
         silent = [rank for rank, state in job.ranks.items() if state.node not in present]
         return rules.given_up(self, silent)
