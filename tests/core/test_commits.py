@@ -10,7 +10,7 @@ import pytest
 from driver import Driver
 
 from holdfast.checkpoint.storage.names import rank_file
-from holdfast.core.commits import restoring
+from holdfast.core.commits import restoring, waiting
 from holdfast.core.commits import rules as commits
 from holdfast.core.commits import state as commitbook
 from holdfast.core.commits.state import CommitEffects, Commits
@@ -194,7 +194,7 @@ class Scene:
     def wait(self, rank: int, step: int, to: Tier, attempt: int = 1) -> SaveSettled | None:
         request = AwaitSave(checkpointer=C, step=step, to=to, attempt=attempt)
         round = RoundNumber(self.round)
-        return commits.await_save(self.state, f"{rank}/{to}/{step}", request, round)
+        return waiting.await_save(self.state, f"{rank}/{to}/{step}", request, round)
 
     def ask(self, rank: int, tried: Tried | None = None, step: int | None = None) -> CommitEffects:
         nodes = {Rank(r): NodeId(node) for node, ranks in self.ranks.items() for r in ranks}
@@ -462,11 +462,11 @@ def test_nobody_waits_for_what_a_rank_has_not_saved_before_its_end(two: Scene) -
     assert two.wait(0, 10, "storage") is None
     assert two.wait(1, 11, "memory") is None
     skipped = SaveSettled(outcome="skipped", reason="rank 2 ended without saving it")
-    answers = commits.given_up(two.state, [Rank(2)]).answers
+    answers = waiting.given_up(two.state, [Rank(2)]).answers
     assert answers == [("0/storage/10", skipped), ("1/memory/11", skipped)]
     two.save(12)
     assert two.wait(0, 12, "storage") is None
-    assert commits.given_up(two.state, [Rank(2)]) == CommitEffects(), "that one counts"
+    assert waiting.given_up(two.state, [Rank(2)]) == CommitEffects(), "that one counts"
 
 
 def test_a_save_before_the_restore_takes_nothing_away(two: Scene) -> None:

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from test_commits import NOW, TIERS, revived, shard, snapshot_id
 from test_job_machine import JobMachine, picks
 
-from holdfast.core.commits import restoring
+from holdfast.core.commits import restoring, waiting
 from holdfast.core.commits import rules as commits
 from holdfast.core.commits import state as commitbook
 from holdfast.core.commits.state import CommitEffects, Commits
@@ -377,7 +377,7 @@ class CommitsMachine(RuleBasedStateMachine):
         self.asked += 1
         asker = f"{rank}/{self.asked}"
         request = AwaitSave(checkpointer=book, step=id.step, to=to)
-        settled = commits.await_save(self.state, asker, request, RoundNumber(self.round))
+        settled = waiting.await_save(self.state, asker, request, RoundNumber(self.round))
         if settled is not None:
             self.check_settled(id, to, settled)
         else:

@@ -22,7 +22,7 @@ from holdfast.checkpoint.standalone.store_meeting import (
     RankEvent,
     StoreMeeting,
 )
-from holdfast.core.commits import restoring, rules
+from holdfast.core.commits import restoring, rules, waiting
 from holdfast.core.commits.state import CommitEffects, Commits
 from holdfast.errors import CheckpointError
 from holdfast.messages.actions import (
@@ -141,13 +141,13 @@ class CommitDriver:
         else:
             self._leave(event)
         if self._left:
-            self._act_on(rules.given_up(self._commits, sorted(self._left)))
+            self._act_on(waiting.given_up(self._commits, sorted(self._left)))
 
     def _ask(self, event: Asked) -> None:
         asker, request = f"{event.rank}/{event.number}", event.request
         self._asked[asker] = event
         if isinstance(request, AwaitSave):
-            settled = rules.await_save(self._commits, asker, request, event.round)
+            settled = waiting.await_save(self._commits, asker, request, event.round)
             if settled is not None:
                 self._answer(asker, settled)
         elif isinstance(request, FindState):

@@ -17,24 +17,20 @@ reports of them change nothing. What is restored is decided in `restoring`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from typing import Literal
+from collections.abc import Iterable
 
 from holdfast.core.commits.state import (
-    KEPT_OUTCOMES,
     KEPT_SNAPSHOTS,
     Book,
     CommitEffects,
     Commits,
     Reach,
-    SaveOutcome,
-    SaveWait,
     Snapshot,
     Writing,
     age,
     on_their_way,
 )
-from holdfast.core.requests.store import Asker
+from holdfast.core.commits.waiting import TIERS, answer_passed, answer_waits, outcome_key, settle
 from holdfast.messages.actions import (
     AnyAction,
     CheckpointSettled,
@@ -46,7 +42,6 @@ from holdfast.messages.checkpoints import (
     Holder,
     ImageId,
     SnapshotId,
-    Tier,
     Wish,
 )
 from holdfast.messages.events import (
@@ -56,11 +51,10 @@ from holdfast.messages.events import (
     SnapshotMissed,
     SnapshotsSealed,
 )
-from holdfast.messages.requests import AwaitSave, SaveSettled
-from holdfast.messages.units import NodeId, Rank, RoundNumber
+from holdfast.messages.requests import SaveSettled
+from holdfast.messages.units import NodeId, Rank
 
 SHARDS_PER_MESSAGE = 2000
-TIERS: tuple[Tier, ...] = ("memory", "storage")
 
 # ---- snapshots ----------------------------------------------------------------------------------
 
@@ -110,7 +104,7 @@ def _scatter(book: Book, snapshot: Snapshot, taken: CommitEffects) -> None:
     so this is reported once a round."""
     lacking = next(r for r in range(snapshot.world_size) if not snapshot.holders.get(Rank(r)))
     why = f"rank {lacking} has not saved it; all ranks have to save the same steps"
-    _settle(book, TIERS, snapshot.id, "skipped", why, taken, snapshot.attempt)
+    settle(book, TIERS, snapshot.id, "skipped", why, taken, snapshot.attempt)
     if book.scattered != snapshot.id.round:
         book.scattered = snapshot.id.round
         taken.failed.append((snapshot.id, why))
@@ -128,7 +122,7 @@ def _reckon(book: Book, snapshot: Snapshot, taken: CommitEffects) -> None:
 
 def _count(book: Book, snapshot: Snapshot, taken: CommitEffects) -> None:
     snapshot.counts = True
-    _settle(book, ("memory",), snapshot.id, "saved", "", taken)
+    settle(book, ("memory",), snapshot.id, "saved", "", taken)
     for other in list(book.snapshots):
         # Training went on from an older step, or a node never had the other one. But a script may
         # save before it restores: then what it wants to go back to is still of an older round.
@@ -136,25 +130,7 @@ def _count(book: Book, snapshot: Snapshot, taken: CommitEffects) -> None:
         outdated = (past and other.id.round < snapshot.id.round) or not other.counts
         if outdated and age(other.id) < age(snapshot.id) and other.id not in on_their_way(book):
             book.snapshots.remove(other)
-    for asker, wait in list(book.waits.items()):
-        if _passed(book, wait):
-            del book.waits[asker]
-            taken.answers.append((asker, _PASSED))
-
-
-_PASSED = SaveSettled(
-    outcome="skipped", reason="a newer one was whole on all ranks before, or it is too long ago"
-)
-
-
-def _passed(book: Book, wait: SaveWait) -> bool:
-    """Whether the save that is waited for can no longer happen."""
-    whole = any(
-        s.counts and s.id.round == wait.round and s.id.step > wait.step for s in book.snapshots
-    )
-    return whole and (wait.step, wait.round) not in [
-        (id.step, id.round) for id in on_their_way(book)
-    ]
+    answer_passed(book, taken)
 
 
 def missed(commits: Commits, event: SnapshotMissed) -> CommitEffects:
@@ -163,12 +139,12 @@ def missed(commits: Commits, event: SnapshotMissed) -> CommitEffects:
     id, why = event.snapshot, f"rank {event.rank}: {event.reason}"
     counting = next((s for s in book.snapshots if s.id == id and s.counts), None)
     if counting is None:
-        _settle(book, TIERS, id, event.outcome, why, taken, event.attempt)
+        settle(book, TIERS, id, event.outcome, why, taken, event.attempt)
     elif event.attempt > counting.attempt:
         # An earlier attempt has succeeded, and its images stay.
         counting.attempt = event.attempt
         if id not in on_their_way(book):
-            _settle(book, ("storage",), id, event.outcome, why, taken)
+            settle(book, ("storage",), id, event.outcome, why, taken)
     return taken
 
 
@@ -193,14 +169,14 @@ def _want(book: Book, snapshot: Snapshot, taken: CommitEffects) -> None:
     snapshot.sent = True
     if snapshot.id in on_their_way(book):
         return
-    book.outcomes.pop(_outcome_key("storage", snapshot.id.step, snapshot.id.round), None)
+    book.outcomes.pop(outcome_key("storage", snapshot.id.step, snapshot.id.round), None)
     if book.writing is None:
         _write(book, snapshot, taken)
         return
     if book.wanted is not None:
         older, newer = sorted((book.wanted, snapshot.id), key=age)
         why = f"storage is slower than the saves; step {newer.step} took its place"
-        _settle(book, ("storage",), older, "skipped", why, taken)
+        settle(book, ("storage",), older, "skipped", why, taken)
         book.wanted = newer
     else:
         book.wanted = snapshot.id
@@ -289,16 +265,16 @@ def _end_writing(book: Book, error: str, taken: CommitEffects, gone: bool = Fals
         book.stored = max(id, book.stored or id)
         book.failures = 0
         next(s for s in book.snapshots if s.id == id).stored = True
-        _settle(book, ("storage",), id, "saved", "", taken)
+        settle(book, ("storage",), id, "saved", "", taken)
     elif gone:
-        _settle(book, ("storage",), id, "skipped", error, taken)
+        settle(book, ("storage",), id, "skipped", error, taken)
         newer = _unstored(book, than=id)
         if book.wanted is None and newer is not None:
             _want(book, newer, taken)
     else:
         book.failures += 1
         taken.failed.append((id, error))
-        _settle(book, ("storage",), id, "failed", error, taken)
+        settle(book, ("storage",), id, "failed", error, taken)
     if book.writing is None:
         _write_wanted(book, taken)
 
@@ -310,7 +286,7 @@ def _write_wanted(book: Book, taken: CommitEffects) -> None:
         _write(book, snapshot, taken)
     elif id is not None:
         why = "an image of it was lost before it could be written"
-        _settle(book, ("storage",), id, "skipped", why, taken)
+        settle(book, ("storage",), id, "skipped", why, taken)
 
 
 def _newest(book: Book, wishes: Iterable[Wish] = WISHES) -> Snapshot | None:
@@ -437,99 +413,19 @@ def round_over(commits: Commits) -> None:
         book.search, book.agreed = None, False
 
 
-# ---- waiting for a save -------------------------------------------------------------------------
-
-
-def await_save(
-    commits: Commits, asker: Asker, request: AwaitSave, round: RoundNumber
-) -> SaveSettled | None:
-    """Return the result of a save; None: it is not known yet, and the asker waits."""
-    book = commits.book(request.checkpointer)
-    known = book.outcomes.get(_outcome_key(request.to, request.step, round))
-    if known is not None and known.answers(request.attempt):
-        return known.settled
-    wait = SaveWait(request.step, round, request.to, request.attempt)
-    if _passed(book, wait):
-        return _PASSED
-    book.waits[asker] = wait
-    return None
-
-
-def waited_for(commits: Commits) -> bool:
-    """Whether an asker waits for a save."""
-    return any(book.waits for book in commits.books.values())
-
-
-def given_up(commits: Commits, silent: Collection[Rank]) -> CommitEffects:
-    """Answer those that wait for saves of ranks that have ended without them. Everything that these
-    ranks saved has been reported."""
-    taken = CommitEffects()
-    for book in commits.books.values():
-        for wait in dict.fromkeys(book.waits.values()):
-            this = (wait.step, wait.round)
-            found = [s for s in book.snapshots if (s.id.step, s.id.round) == this]
-            holders = found[0].holders if found else {}
-            lacking = next((rank for rank in silent if not holders.get(rank)), None)
-            if lacking is not None and not any(s.counts for s in found):
-                why = f"rank {lacking} ended without saving it"
-                _answer_waits(book, wait, SaveSettled(outcome="skipped", reason=why), taken)
-    return taken
-
-
 def abandon(commits: Commits, why: str) -> CommitEffects:
     """Fail everything that is not settled yet."""
     taken, failed = CommitEffects(), SaveSettled(outcome="failed", reason=why)
     for book in commits.books.values():
         if book.wanted is not None:
             wanted, book.wanted = book.wanted, None
-            _settle(book, ("storage",), wanted, "failed", why, taken)
+            settle(book, ("storage",), wanted, "failed", why, taken)
         if book.writing is not None:
             _end_writing(book, why, taken)
         book.snapshots = [s for s in book.snapshots if s.counts]
         for wait in dict.fromkeys(book.waits.values()):
-            _answer_waits(book, wait, failed, taken)
+            answer_waits(book, wait, failed, taken)
     return taken
-
-
-def forget(commits: Commits, asker: Asker) -> None:
-    """Drop what an asker waited for: it asks something else now."""
-    for book in commits.books.values():
-        book.waits.pop(asker, None)
-
-
-def _outcome_key(to: Tier, step: int, round: RoundNumber) -> str:
-    return f"{to}/{step}/{round}"
-
-
-def _settle(
-    book: Book,
-    tiers: Iterable[Tier],
-    id: SnapshotId,
-    outcome: Literal["saved", "skipped", "failed"],
-    reason: str,
-    taken: CommitEffects,
-    attempt: int = 0,
-) -> None:
-    """Record the result of a save, and answer those that wait for it. Without a number, it is that of
-    the last attempt."""
-    attempt = attempt or max((s.attempt for s in book.snapshots if s.id == id), default=1)
-    result = SaveOutcome(SaveSettled(outcome=outcome, reason=reason), attempt)
-    for tier in tiers:
-        key = _outcome_key(tier, id.step, id.round)
-        known = book.outcomes.pop(key, result)
-        book.outcomes[key] = known if known.answers(attempt + 1) else result
-        while len(book.outcomes) > KEPT_OUTCOMES:
-            del book.outcomes[next(iter(book.outcomes))]
-        for wait in dict.fromkeys(book.waits.values()):
-            same = (wait.step, wait.round, wait.to) == (id.step, id.round, tier)
-            if same and result.answers(wait.attempt):
-                _answer_waits(book, wait, result.settled, taken)
-
-
-def _answer_waits(book: Book, wait: SaveWait, settled: SaveSettled, taken: CommitEffects) -> None:
-    for asker in [asker for asker, one in book.waits.items() if one == wait]:
-        del book.waits[asker]
-        taken.answers.append((asker, settled))
 
 
 def validate(commits: Commits) -> None:
