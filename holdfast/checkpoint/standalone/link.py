@@ -135,7 +135,7 @@ class ScriptLink:
     def of_script(cls) -> ScriptLink:
         """Make a link for a Checkpointer, that ends with the script."""
         rank, world_size, store = 0, 1, None
-        if dist.is_initialized():
+        if dist.is_available() and dist.is_initialized():
             rank, world_size = dist.get_rank(), dist.get_world_size()
             store = dist.distributed_c10d._get_default_store()
         # A script may have several checkpointers; a meeting is of every rank's first, or second, ...
@@ -235,9 +235,10 @@ class ScriptLink:
         save = SaveProgress(snapshot, attempt, directory)
         with self._lock:
             self._saves[snapshot, attempt] = save
-            old = [key for key, one in self._saves.items() if one.over.done()]
-            for key in old[: max(0, len(self._saves) - _KEPT_SAVES)]:
-                del self._saves[key]
+            if len(self._saves) > _KEPT_SAVES:
+                oldest = next(iter(self._saves))
+                if self._saves[oldest].over.done():
+                    del self._saves[oldest]
         return save
 
     def seal(self, save: SaveProgress, path: Path, state: int, wish: Wish) -> None:
@@ -414,8 +415,8 @@ class ScriptLink:
 
     def _save_of(self, action: Any) -> SaveProgress | None:
         with self._lock:
-            found = [one for one in self._saves.values() if one.snapshot == action.snapshot]
-        return found[-1] if found else None
+            newest_first = reversed(self._saves.values())
+            return next((one for one in newest_first if one.snapshot == action.snapshot), None)
 
     def _answered(self, reply: KeeperReply) -> None:
         event = reply.event

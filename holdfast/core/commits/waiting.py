@@ -28,12 +28,9 @@ _PASSED = SaveSettled(
 
 def _passed(book: Book, wait: SaveWait) -> bool:
     """Whether the save that is waited for can no longer happen."""
-    whole = any(
-        s.counts and s.id.round == wait.round and s.id.step > wait.step for s in book.snapshots
-    )
-    return whole and (wait.step, wait.round) not in [
-        (id.step, id.round) for id in on_their_way(book)
-    ]
+    newer = [s for s in book.snapshots if s.id.round == wait.round and s.id.step > wait.step]
+    written = [(id.step, id.round) for id in on_their_way(book)]
+    return any(s.counts for s in newer) and (wait.step, wait.round) not in written
 
 
 def answer_passed(book: Book, taken: CommitEffects) -> None:
