@@ -96,7 +96,8 @@ HOOKS = """
 
     if "holdfast.checkpoint.keeper" in sys.orig_argv:
         import time
-        from holdfast.checkpoint import disk, image
+        from holdfast.checkpoint.memory import image
+        from holdfast.checkpoint.storage import disk
 
         def gated(name, real):
             def act(*args, **named):

@@ -14,7 +14,7 @@ from holdfast.core.commits.state import (
     SaveWait,
     on_their_way,
 )
-from holdfast.core.requests.store import Asker
+from holdfast.core.decisions import Asker
 from holdfast.messages.checkpoints import SnapshotId, Tier
 from holdfast.messages.requests import AwaitSave, SaveSettled
 from holdfast.messages.units import Rank, RoundNumber
