@@ -19,17 +19,17 @@ from holdfast.checkpoint.standalone.store_meeting import (
     Post,
     RankAction,
     RankEvent,
+    SaveEnded,
     StoreMeeting,
 )
 from holdfast.errors import CheckpointError
 from holdfast.messages.actions import (
     Answered,
-    CheckpointSettled,
     CloseJob,
     CommitCheckpoint,
     WriteShards,
 )
-from holdfast.messages.checkpoints import Sealed, Shard, SnapshotId, StoredStep, Tier, Tried
+from holdfast.messages.checkpoints import Sealed, Shard, SnapshotId, StoredStep, Tier, Tried, Wish
 from holdfast.messages.events import (
     Asked,
     CheckpointWritten,
@@ -41,7 +41,7 @@ from holdfast.messages.events import (
     StoredFound,
 )
 from holdfast.messages.keeper import DiscardShards
-from holdfast.messages.requests import AwaitSave, FindState, SaveSettled, StateFound
+from holdfast.messages.requests import FindState, SaveSettled, StateFound
 from holdfast.messages.units import Rank, RoundNumber, StepNumber, Time
 
 NOW = Time(0.0)
@@ -63,8 +63,8 @@ class Member:
         self.meeting = StoreMeeting(store, "test", rank, size)
         self.node = node_of(rank)
         self.heard: list[RankAction] = []
-        self.answers: dict[int, Any] = {}
-        self._asked = 0
+        self.answers: list[StateFound] = []
+        self.ended: dict[tuple[int, Tier], SaveSettled] = {}
         self._changed = threading.Condition()
         self.listener = threading.Thread(target=self._listen, daemon=True)
         self.listener.start()
@@ -76,7 +76,11 @@ class Member:
                 self.heard += actions
                 for action in actions:
                     if isinstance(action, Answered):
-                        self.answers[action.number] = action.answer
+                        assert isinstance(action.answer, StateFound)
+                        self.answers.append(action.answer)
+                    elif isinstance(action, SaveEnded):
+                        assert (action.snapshot.step, action.to) not in self.ended, "told twice"
+                        self.ended[action.snapshot.step, action.to] = action.settled
                 self._changed.notify_all()
 
     def until(self, so: Callable[[], Any]) -> Any:
@@ -97,36 +101,30 @@ class Member:
     def post(self, *events: RankEvent, directory: str = "") -> None:
         self.meeting.post(Post(events, directory))
 
-    def ask(self, request: AwaitSave | FindState) -> Asked:
-        self._asked += 1
-        rank, number = self.rank, self._asked
-        return Asked(
-            at=NOW,
-            node=self.node,
-            round=ROUND,
-            rank=rank,
-            lane=0,
-            number=number,
-            request=request,
+    def find(self, tried: Tried | None) -> None:
+        request = FindState(checkpointer="c", tried=tried)
+        rank = self.rank
+        self.post(
+            Asked(at=NOW, node=self.node, round=ROUND, rank=rank, lane=0, number=1, request=request)
         )
 
-    def answer(self) -> Any:
-        """The answer to what was asked last."""
-        return self.until(lambda: self.answers.get(self._asked))
+    def found(self) -> StateFound:
+        self.until(lambda: self.answers)
+        return self.answers.pop(0)
 
-    def waiting(self, step: int, to: Tier = "storage") -> Asked:
-        return self.ask(AwaitSave(checkpointer="c", step=step, to=to))
+    def end_of(self, step: int, to: Tier = "storage") -> Any:
+        return self.until(lambda: self.ended.get((step, to)))
 
-    def seal(self, step: int, shared: bytes = b"", directory: str = "") -> None:
+    def seal(self, step: int, shared: bytes = b"", directory: str = "", wish: Wish = "now") -> None:
         sealed = SnapshotsSealed(
             at=NOW,
             node=self.node,
             snapshot=snapshot(step),
             world_size=self.size,
             ranks=(Sealed(self.rank, shared),),
-            wish="now",
+            wish=wish,
         )
-        self.post(sealed, self.waiting(step), directory=directory)
+        self.post(sealed, directory=directory)
 
     def write(self, error: str = "") -> WriteShards:
         order: WriteShards = self.next(WriteShards)
@@ -159,7 +157,7 @@ class World:
         done = CheckpointWritten(at=NOW, node=committer.node, snapshot=snapshot(step))
         committer.post(done)
         for member in self.members:
-            assert member.answer() == SAVED
+            assert (member.end_of(step, "memory"), member.end_of(step)) == (SAVED, SAVED)
 
     def committers(self) -> list[Member]:
         def found() -> list[Member]:
@@ -184,8 +182,6 @@ def test_a_save_is_written_by_all_committed_by_one_and_settled_for_all() -> None
     keys = world.store.num_keys()
     for step in (1, 2):
         world.store_step(step)
-        for member in world.members:
-            assert member.next(CheckpointSettled).error == ""
     until = time.monotonic() + PROMPT_S
     while world.store.num_keys() > keys + 1:  # How many posts there were.
         assert time.monotonic() < until
@@ -208,7 +204,7 @@ def test_the_first_failure_counts_and_what_others_wrote_in_vain_is_removed() -> 
     world.members[2].write(error="rank 2: disk full")
     failed = SaveSettled(outcome="failed", reason="rank 2: disk full")
     for member in world.members:
-        assert member.answer() == failed
+        assert member.end_of(1) == failed
         assert member.next(DiscardShards).snapshot == snapshot(1)
     world.members[0].write()  # It comes too late, and its file was not there to be removed.
     assert world.members[0].next(DiscardShards).snapshot == snapshot(1)
@@ -227,8 +223,7 @@ def test_a_manifest_that_could_not_be_written_leaves_the_files() -> None:
     gone = CheckpointWritten(at=NOW, node=committer.node, snapshot=snapshot(1), error="no")
     committer.post(gone)
     for member in world.members:
-        assert member.answer() == SaveSettled(outcome="failed", reason="no")
-        assert member.next(CheckpointSettled).error == "no"
+        assert member.end_of(1) == SaveSettled(outcome="failed", reason="no")
         assert not any(isinstance(action, DiscardShards) for action in member.heard)
 
 
@@ -242,7 +237,19 @@ def test_ranks_that_gave_different_paths_are_told_so_if_that_fails() -> None:
     gone = CheckpointWritten(at=NOW, node=committer.node, snapshot=snapshot(1), error="not there")
     committer.post(gone)
     reason = "not there (the ranks gave different paths: /0 and /1)"
-    assert [member.answer().reason for member in world.members] == [reason] * 2
+    assert [member.end_of(1).reason for member in world.members] == [reason] * 2
+
+
+def test_a_save_for_memory_is_told_when_it_counts_and_says_nothing_of_storage() -> None:
+    world = World(2)
+    for step in (1, 2):
+        for member in world.members:
+            member.seal(step, wish="if needed")
+        for member in world.members:
+            assert member.end_of(step, "memory") == SAVED
+    world.store_step(3)
+    assert world.said == []
+    assert not any((step, "storage") in member.ended for member in world.members for step in (1, 2))
 
 
 def test_a_rank_without_an_image_fails_the_save_for_all() -> None:
@@ -257,9 +264,11 @@ def test_a_rank_without_an_image_fails_the_save_for_all() -> None:
         outcome="failed",
         reason="no memory",
     )
-    second.post(missed, second.waiting(1))
+    second.post(missed)
     for member in world.members:
-        assert member.answer() == SaveSettled(outcome="failed", reason="rank 1: no memory")
+        for tier in ("memory", "storage"):
+            failed = SaveSettled(outcome="failed", reason="rank 1: no memory")
+            assert member.end_of(1, tier) == failed  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -270,7 +279,7 @@ def test_nobody_waits_for_a_rank_that_left_without_saving(when: str) -> None:
     ]:
         act()
     reason = "rank 1 ended without saving it"
-    assert world.members[0].answer() == SaveSettled(outcome="skipped", reason=reason)
+    assert world.members[0].end_of(1) == SaveSettled(outcome="skipped", reason=reason)
 
 
 def test_a_rank_that_leaves_before_it_has_written_fails_the_save() -> None:
@@ -279,7 +288,7 @@ def test_a_rank_that_leaves_before_it_has_written_fails_the_save() -> None:
         member.seal(1)
     world.members[0].write()
     world.members[1].leave()
-    settled = world.members[0].answer()
+    settled = world.members[0].end_of(1)
     assert settled.outcome == "failed"
     assert "rank 1 was lost with the only image of rank 1" in settled.reason
 
@@ -295,8 +304,7 @@ def test_a_rank_that_gives_up_fails_all_that_is_under_way() -> None:
     second.post(NodeLeaving(at=NOW, node=second.node, reason="rank 1 closed its writer", code=1))
     failed = SaveSettled(outcome="failed", reason="rank 1 closed its writer")
     for member in world.members:
-        assert member.answer() == failed
-        assert member.answers[1] == failed
+        assert (member.end_of(1), member.end_of(2)) == (failed, failed)
     world.store_step(3)
 
 
@@ -314,9 +322,8 @@ def test_a_restore_takes_the_newest_that_all_ranks_can_load() -> None:
     answers: list[list[StateFound]] = []
     for tried in (None, [Tried("damaged"), Tried()], [Tried(), Tried()]):
         for member in world.members:
-            how = tried and tried[member.rank]
-            member.post(member.ask(FindState(checkpointer="c", tried=how)))
-        answers.append([member.answer() for member in world.members])
+            member.find(tried and tried[member.rank])
+        answers.append([member.found() for member in world.members])
     assert [(one.where, one.step) for one in answers[0]] == [("storage", 6)] * 2
     assert [(one.where, one.step) for one in answers[1]] == [("storage", 5)] * 2
     assert answers[1][0].refused == ("step 6 from storage: rank 0: damaged",)
@@ -348,7 +355,6 @@ def test_a_driver_that_must_end_tells_the_others(monkeypatch: pytest.MonkeyPatch
 
 def test_an_event_that_the_rules_cannot_take_ends_the_driver_with_a_word() -> None:
     world = World(2)
-    world.members[1].post(world.members[1].ask(FindState(checkpointer="c")))
     bad = NodeLeft(at=NOW, node="no rank", round=ROUND)  # type: ignore[arg-type]
     world.members[1].post(bad)
     for member in world.members:

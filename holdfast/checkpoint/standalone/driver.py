@@ -20,6 +20,7 @@ from holdfast.checkpoint.standalone.store_meeting import (
     Post,
     RankAction,
     RankEvent,
+    SaveEnded,
     StoreMeeting,
 )
 from holdfast.core.commits import restoring, rules, waiting
@@ -46,7 +47,7 @@ from holdfast.messages.events import (
 )
 from holdfast.messages.keeper import DiscardShards
 from holdfast.messages.requests import AnyAnswer, AwaitSave, FindState, SaveSettled
-from holdfast.messages.units import NodeId, Rank
+from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber
 
 LINGER_S: Final = 10.0
 """At its end rank 0 waits so long for the others to leave: it may host the store."""
@@ -68,10 +69,10 @@ class CommitDriver:
         self._seat = DriverSeat(meeting)
         self._complain = complain
         """Prints why a step is not on storage."""
-        self._complained = ("", 0, 0)
+        self._complained: tuple[SnapshotId, int] | None = None
         self._commits = Commits()
-        self._asked: dict[str, Asked] = {}
-        """Requests without an answer, by asker."""
+        self._asked: dict[str, tuple[Rank, Asked | AwaitSave]] = {}
+        """What each asker waits for, and its rank."""
         self._left: set[Rank] = set()
         self._out: defaultdict[int, list[RankAction]] = defaultdict(list)
         self._directories: dict[SnapshotId, set[str]] = {}
@@ -123,9 +124,11 @@ class CommitDriver:
             self._saved = True
             self._note_directory(event.snapshot, directory)
             self._act_on(rules.sealed(self._commits, event))
+            self._await_end(event)
         elif isinstance(event, SnapshotMissed):
             self._saved = True
             self._act_on(rules.missed(self._commits, event))
+            self._await_end(event)
         elif isinstance(event, ShardsWritten):
             self._note_unused(event)
             self._act_on(rules.shards_written(self._commits, event))
@@ -143,19 +146,28 @@ class CommitDriver:
         if self._left:
             self._act_on(waiting.given_up(self._commits, sorted(self._left)))
 
-    def _ask(self, event: Asked) -> None:
-        asker, request = f"{event.rank}/{event.number}", event.request
-        self._asked[asker] = event
-        if isinstance(request, AwaitSave):
-            settled = waiting.await_save(self._commits, asker, request, event.round)
+    def _await_end(self, event: SnapshotsSealed | SnapshotMissed) -> None:
+        """Have the rank that reports a save told how it ends."""
+        id, rank = event.snapshot, rank_of(event.node)
+        memory_only = isinstance(event, SnapshotsSealed) and event.wish != "now"
+        for tier in waiting.TIERS[: 1 if memory_only else 2]:
+            request = AwaitSave(
+                checkpointer=id.checkpointer, step=id.step, to=tier, attempt=event.attempt
+            )
+            asker = f"{rank}/{tier}/{id.checkpointer}/{id.round}/{id.step}/{event.attempt}"
+            self._asked[asker] = rank, request
+            settled = waiting.await_save(self._commits, asker, request, id.round)
             if settled is not None:
                 self._answer(asker, settled)
-        elif isinstance(request, FindState):
-            nodes = self._present()
-            found = restoring.find(
-                self._commits, event.rank, asker, request, nodes, _unreachable, memory=False
-            )
-            self._act_on(found)
+
+    def _ask(self, event: Asked) -> None:
+        asker, request, nodes = str(event.rank), event.request, self._present()
+        assert isinstance(request, FindState)
+        self._asked[asker] = event.rank, event
+        found = restoring.find(
+            self._commits, event.rank, asker, request, nodes, _unreachable, memory=False
+        )
+        self._act_on(found)
 
     def _leave(self, event: NodeLeft) -> None:
         rank = rank_of(event.node)
@@ -178,42 +190,41 @@ class CommitDriver:
 
     def _send(self, action: AnyAction) -> None:
         assert isinstance(action, WriteShards | CommitCheckpoint | CheckpointSettled)
-        rank = rank_of(action.node)
+        rank, snapshot = rank_of(action.node), action.snapshot
         out = self._out[rank]
-        if isinstance(action, CommitCheckpoint) and out and isinstance(out[-1], CommitCheckpoint):
+        if isinstance(action, CheckpointSettled):
+            if snapshot in self._unused:
+                out.append(DiscardShards(node=action.node, snapshot=snapshot, ranks=(rank,)))
+            return
+        before = out[-1] if out else None
+        if isinstance(action, CommitCheckpoint) and isinstance(before, CommitCheckpoint):
             # The rules split what is too large for one message; here there is no such limit.
-            before = out.pop()
-            assert isinstance(before, CommitCheckpoint)
-            shards = (*before.shards, *action.shards)
-            action = msgspec.structs.replace(action, shards=shards)
+            out.pop()
+            action = msgspec.structs.replace(action, shards=(*before.shards, *action.shards))
         out.append(action)
-        if isinstance(action, CheckpointSettled) and action.snapshot in self._unused:
-            discard = DiscardShards(node=action.node, snapshot=action.snapshot, ranks=(rank,))
-            out.append(discard)
 
     def _answer(self, asker: str, answer: AnyAnswer) -> None:
-        asked = self._asked.pop(asker)
-        request = asked.request
-        self._out[asked.rank].append(
-            Answered(
-                node=asked.node,
-                round=asked.round,
-                rank=asked.rank,
-                lane=asked.lane,
-                number=asked.number,
-                answer=answer,
+        rank, asked = self._asked.pop(asker)
+        if isinstance(asked, AwaitSave):
+            assert isinstance(answer, SaveSettled)
+            round = RoundNumber(int(asker.split("/")[3]))
+            snapshot = SnapshotId(asked.checkpointer, StepNumber(asked.step), round)
+            self._out[rank].append(SaveEnded(snapshot, asked.attempt, asked.to, answer))
+            if answer.outcome != "saved" and asked.to == "storage":
+                self._complain_of(snapshot, asked.attempt, answer.reason)
+        else:
+            node, round, lane, number = asked.node, asked.round, asked.lane, asked.number
+            self._out[rank].append(
+                Answered(node=node, round=round, rank=rank, lane=lane, number=number, answer=answer)
             )
-        )
-        if isinstance(answer, SaveSettled) and isinstance(request, AwaitSave):
-            self._complain_of(request, answer)
 
-    def _complain_of(self, request: AwaitSave, settled: SaveSettled) -> None:
+    def _complain_of(self, snapshot: SnapshotId, attempt: int, why: str) -> None:
         """Tell the user once, and not once for each rank, of a step that is not on storage."""
-        this = (request.checkpointer, request.step, request.attempt)
-        lost = request.to == "storage" and settled.outcome != "saved"
-        if lost and this != self._complained and self._complain is not None:
-            self._complained = this
-            self._complain(f"step {request.step} is not on storage: {settled.reason}")
+        known = [s for s in self._commits.book(snapshot.checkpointer).snapshots if s.id == snapshot]
+        wanted = not known or known[0].wish == "now"
+        if wanted and (snapshot, attempt) != self._complained and self._complain is not None:
+            self._complained = snapshot, attempt
+            self._complain(f"step {snapshot.step} is not on storage: {why}")
 
     def _note_unused(self, event: ShardsWritten) -> None:
         """Remember a snapshot whose writing an error ends: its shards are of no use."""

@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import torch.distributed as dist
@@ -29,10 +29,16 @@ from holdfast.checkpoint.memory.image_home import ImageHome
 from holdfast.checkpoint.restore.load import Stored
 from holdfast.checkpoint.standalone.driver import CommitDriver, node_of
 from holdfast.checkpoint.standalone.keeper_client import END_S, ScriptKeeper
-from holdfast.checkpoint.standalone.store_meeting import Post, RankAction, RankEvent, StoreMeeting
+from holdfast.checkpoint.standalone.store_meeting import (
+    Post,
+    RankAction,
+    RankEvent,
+    SaveEnded,
+    StoreMeeting,
+)
 from holdfast.checkpoint.tickets import SaveId
 from holdfast.errors import CheckpointError, RequestTimeout
-from holdfast.messages.actions import Answered, CheckpointSettled, CloseJob, WriteShards
+from holdfast.messages.actions import Answered, CloseJob, CommitCheckpoint, WriteShards
 from holdfast.messages.checkpoints import (
     Holder,
     ImageId,
@@ -52,9 +58,9 @@ from holdfast.messages.events import (
     SnapshotsSealed,
     StoredFound,
 )
-from holdfast.messages.keeper import FindStored, KeeperAction, KeeperReply, SealImage
+from holdfast.messages.keeper import DiscardShards, FindStored, KeeperReply, SealImage
 from holdfast.messages.local import OpenCheckpointer
-from holdfast.messages.requests import AwaitSave, FindState, SaveSettled, StateFound
+from holdfast.messages.requests import FindState, SaveSettled, StateFound
 from holdfast.messages.units import Rank, RoundNumber, StepNumber, Time
 
 PEERS_PATIENCE_S: Final = 600.0
@@ -82,16 +88,30 @@ class SaveProgress:
     began: float = field(default_factory=time.monotonic)
     took_s: float = 0.0
     """How long this rank's own part took, so far."""
+    tasks: int = 1
+    """What this rank has to do now; the first is to seal its image."""
     over: Future[None] = field(default_factory=Future)
     """Done when all is settled, and this rank's keeper has no more to do for it."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def work(self) -> None:
-        self.idle.clear()
+    def begin_task(self) -> None:
+        with self._lock:
+            self.tasks += 1
+            self.idle.clear()
 
-    def rest(self) -> None:
-        self.took_s = time.monotonic() - self.began
-        self.idle.set()
+    def end_task(self) -> None:
+        with self._lock:
+            self.tasks -= 1
+            self.took_s = time.monotonic() - self.began
+            if self.tasks <= 0:
+                self.idle.set()
         self._check_over()
+
+    def fail(self, why: str) -> None:
+        """Settle what is not settled, and stop waiting for this rank's own tasks."""
+        self.idle.set()
+        for tier in self.settled:
+            self.settle(tier, SaveSettled(outcome="failed", reason=why))
 
     def settle(self, to: Tier, settled: SaveSettled) -> None:
         with suppress(InvalidStateError):  # It is settled already.
@@ -124,9 +144,6 @@ class ScriptLink:
         """The first of them is with the keeper."""
         self._sealed = threading.Condition(self._lock)
         """Notified when all images are sealed."""
-        self._requests = 0
-        self._asked: dict[int, Callable[[Any], None]] = {}
-        """Takes the answer, by the number of the request."""
         self._finding: Future[StateFound] | None = None
         self._listener = threading.Thread(target=self._listen, name="listen", daemon=True)
         self._listener.start()
@@ -197,15 +214,10 @@ class ScriptLink:
             self._seals.clear()
             self._sealed.notify_all()
         for save in saves:
-            self._fail(save, why)
+            save.fail(why)
         if finding is not None:
             with suppress(InvalidStateError):
                 finding.set_exception(CheckpointError(why))
-
-    def _fail(self, save: SaveProgress, why: str) -> None:
-        for tier in save.settled:
-            save.settle(tier, SaveSettled(outcome="failed", reason=why))
-        save.rest()
 
     # ---- saving ----
 
@@ -259,7 +271,7 @@ class ScriptLink:
                 self._seals.append(seal)
             first = len(self._seals) == 1
         if self._broken:
-            self._fail(save, self._broken)
+            save.fail(self._broken)
         elif first:
             self._keeper.give(seal, self._seal_answered)
 
@@ -267,8 +279,8 @@ class ScriptLink:
         event = reply.event
         assert isinstance(event, SnapshotsSealed | SnapshotMissed)
         save = self._saves[event.snapshot, event.attempt]
-        self._post(event, *self._awaits(save), directory=save.directory)
-        save.rest()
+        self._post(event, directory=save.directory)
+        save.end_task()
         with self._lock:
             if self._seals:
                 self._seals.popleft()
@@ -289,26 +301,8 @@ class ScriptLink:
             reason=reason,
             attempt=save.attempt,
         )
-        save.rest()
-        self._post(missed, *self._awaits(save))
-
-    def _awaits(self, save: SaveProgress) -> list[Asked]:
-        """Requests to hear how a save ends."""
-        snapshot = save.snapshot
-        return [
-            self._request(
-                AwaitSave(
-                    checkpointer=snapshot.checkpointer,
-                    step=snapshot.step,
-                    to=tier,
-                    attempt=save.attempt,
-                ),
-                snapshot.round,
-                partial(save.settle, tier),
-            )
-            for tier in save.settled
-            if not save.settled[tier].done()
-        ]
+        save.end_task()
+        self._post(missed)
 
     def wait(self, save: SaveId, to: Tier, timeout_s: float | None) -> SaveSettled:
         known = self._saves.get((self._snapshot(save), save.attempt))
@@ -333,8 +327,16 @@ class ScriptLink:
             assert isinstance(found, StoredFound)
             events.append(found)
         finding = self._finding = Future[StateFound]()
-        request = FindState(checkpointer=checkpointer, step=step, tried=tried)
-        self._post(*events, self._request(request, round, finding.set_result))
+        asked = Asked(
+            at=_now(),
+            node=self._node,
+            round=round,
+            rank=Rank(self.rank),
+            lane=0,
+            number=1,
+            request=FindState(checkpointer=checkpointer, step=step, tried=tried),
+        )
+        self._post(*events, asked)
         return finding.result()
 
     def open_image(self, image: ImageId, holder: Holder, until: ExitStack) -> Stored:
@@ -347,24 +349,6 @@ class ScriptLink:
         """Do nothing: without a coordinator steps are not counted."""
 
     # ---- the driver ----
-
-    def _request(
-        self, request: AwaitSave | FindState, round: RoundNumber, answered: Callable[[Any], None]
-    ) -> Asked:
-        with self._lock:
-            self._requests += 1
-            number = self._requests
-            self._asked[number] = answered
-        rank = Rank(self.rank)
-        return Asked(
-            at=_now(),
-            node=self._node,
-            round=round,
-            rank=rank,
-            lane=0,
-            number=number,
-            request=request,
-        )
 
     def _post(self, *events: RankEvent, directory: str = "") -> None:
         try:
@@ -390,43 +374,36 @@ class ScriptLink:
                 self._break(action.reason)
                 return True
             if isinstance(action, Answered):
-                with self._lock:
-                    answered = self._asked.pop(action.number)
-                answered(action.answer)
-            elif not isinstance(action, CheckpointSettled):
+                assert isinstance(action.answer, StateFound)
+                assert self._finding is not None
+                self._finding.set_result(action.answer)
+            elif isinstance(action, SaveEnded):
+                save = self._saves.get((action.snapshot, action.attempt))
+                if save is not None:
+                    save.settle(action.to, action.settled)
+            else:
                 self._order(action)
         return False
 
-    def _order(self, action: KeeperAction) -> None:
-        assert not isinstance(action, SealImage)
-        save = self._save_of(action)
-        if save is not None and save.directory:
-            self._keeper.give(
-                OpenCheckpointer(
-                    checkpointer=save.snapshot.checkpointer,
-                    directory=save.directory,
-                    keep=b"",
-                    plain=True,
-                )
-            )
-        if save is not None and isinstance(action, WriteShards):
-            save.work()
-        self._keeper.give(action, self._answered)
-
-    def _save_of(self, action: Any) -> SaveProgress | None:
+    def _order(self, action: WriteShards | CommitCheckpoint | DiscardShards) -> None:
         with self._lock:
             newest_first = reversed(self._saves.values())
-            return next((one for one in newest_first if one.snapshot == action.snapshot), None)
+            save = next(one for one in newest_first if one.snapshot == action.snapshot)
+        if save.directory:
+            name, directory = action.snapshot.checkpointer, save.directory
+            self._keeper.give(
+                OpenCheckpointer(checkpointer=name, directory=directory, keep=b"", plain=True)
+            )
+        save.begin_task()
+        self._keeper.give(action, partial(self._answered, save))
 
-    def _answered(self, reply: KeeperReply) -> None:
+    def _answered(self, save: SaveProgress, reply: KeeperReply) -> None:
         event = reply.event
         if isinstance(event, ShardsWritten | CheckpointWritten):
             if event.error and self.world_size > 1:
                 event = msgspec.structs.replace(event, error=f"rank {self.rank}: {event.error}")
             self._post(event)
-            save = self._save_of(event)
-            if save is not None:
-                save.rest()
+        save.end_task()
 
 
 def _complain(text: str) -> None:

@@ -24,13 +24,8 @@ import msgspec
 from msgspec import Struct
 
 from holdfast.errors import CheckpointError, HoldfastError
-from holdfast.messages.actions import (
-    Answered,
-    CheckpointSettled,
-    CloseJob,
-    CommitCheckpoint,
-    WriteShards,
-)
+from holdfast.messages.actions import Answered, CloseJob, CommitCheckpoint, WriteShards
+from holdfast.messages.checkpoints import SnapshotId, Tier
 from holdfast.messages.events import (
     Asked,
     CheckpointWritten,
@@ -42,6 +37,7 @@ from holdfast.messages.events import (
     StoredFound,
 )
 from holdfast.messages.keeper import DiscardShards
+from holdfast.messages.requests import SaveSettled
 
 UNLIMITED: Final = timedelta(days=365)
 """A store wants a limit. A rank that dies ends the others' training in any case."""
@@ -56,9 +52,18 @@ RankEvent = (
     | NodeLeaving
     | NodeLeft
 )
-RankAction = (
-    WriteShards | CommitCheckpoint | CheckpointSettled | DiscardShards | Answered | CloseJob
-)
+
+
+class SaveEnded(Struct, frozen=True, tag=True):
+    """The result of a save, for a rank that has reported it."""
+
+    snapshot: SnapshotId
+    attempt: int
+    to: Tier
+    settled: SaveSettled
+
+
+RankAction = WriteShards | CommitCheckpoint | DiscardShards | SaveEnded | Answered | CloseJob
 
 
 class Post(Struct, frozen=True):
