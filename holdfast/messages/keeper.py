@@ -9,10 +9,19 @@ A keeper has no job clock: the times of its events are of the machine's monotoni
 
 from __future__ import annotations
 
+import msgspec
 from msgspec import Struct
 
 from holdfast.messages.actions import Action, CommitCheckpoint, WriteShards
-from holdfast.messages.checkpoints import Attempt, CheckpointerId, Holder, ImageId, Missed, Wish
+from holdfast.messages.checkpoints import (
+    Attempt,
+    CheckpointerId,
+    Holder,
+    ImageId,
+    Missed,
+    SnapshotId,
+    Wish,
+)
 from holdfast.messages.events import (
     CheckpointWritten,
     Event,
@@ -66,6 +75,15 @@ class BeginRound(Action, frozen=True, kw_only=True):
     """Nodes that each sealed image is replicated to."""
 
 
+class DiscardShards(Action, frozen=True, kw_only=True):
+    """Remove what these ranks wrote for a checkpoint of its own directory: nothing came of it, and no
+    manifest of it was begun."""
+
+    node: NodeId
+    snapshot: SnapshotId
+    ranks: tuple[Rank, ...]
+
+
 class FindStored(Action, frozen=True, kw_only=True):
     """List the checkpoints on storage. Answered: StoredFound."""
 
@@ -103,6 +121,7 @@ KeeperAction = (
     | BeginRound
     | WriteShards
     | CommitCheckpoint
+    | DiscardShards
     | FindStored
     | FetchImage
     | LocateImage
@@ -136,28 +155,28 @@ FromKeeper = KeeperReply | Piece
 
 
 def completed(action: KeeperAction, reply: KeeperReply, at: Time) -> KeeperReply:
-    """Add to a reply that has only an error the event by which that action fails."""
-    error = reply.error
-    failure: KeeperEvent | Denied | None = None
-    if not error or reply.event is not None:
-        return reply
+    """Give a reply the event by which its action fails, if it has only an error; and name the action
+    as the event's cause."""
+    event, error = reply.event, reply.error
+    if event is None and error:
+        event = _failure(action, error, at)
+    if isinstance(event, Event) and isinstance(action, Action) and action.id:
+        event = msgspec.structs.replace(event, cause=action.id)
+    return KeeperReply(reply.number, event, error)
+
+
+def _failure(action: KeeperAction, error: str, at: Time) -> KeeperEvent | Denied | None:
     if isinstance(action, SealImage):
-        failure = missed_by(action, "failed", error, at)
-    elif isinstance(action, WriteShards):
-        failure = ShardsWritten(at=at, node=action.node, snapshot=action.snapshot, error=error)
-    elif isinstance(action, CommitCheckpoint):
-        failure = CheckpointWritten(at=at, node=action.node, snapshot=action.snapshot, error=error)
-    elif isinstance(action, FindStored):
-        failure = StoredFound(
-            at=at,
-            node=action.node,
-            round=action.round,
-            checkpointer=action.checkpointer,
-            refused=(f"storage: {error}",),
-        )
-    elif isinstance(action, LocateImage):
-        failure = Denied(reason="image", detail=error)
-    return KeeperReply(reply.number, failure, error)
+        return missed_by(action, "failed", error, at)
+    if isinstance(action, WriteShards):
+        return ShardsWritten(at=at, node=action.node, snapshot=action.snapshot, error=error)
+    if isinstance(action, CommitCheckpoint):
+        return CheckpointWritten(at=at, node=action.node, snapshot=action.snapshot, error=error)
+    if isinstance(action, FindStored):
+        node, round, refused = action.node, action.round, (f"storage: {error}",)
+        name = action.checkpointer
+        return StoredFound(at=at, node=node, round=round, checkpointer=name, refused=refused)
+    return Denied(reason="image", detail=error) if isinstance(action, LocateImage) else None
 
 
 def missed_by(seal: SealImage, outcome: Missed, reason: str, at: Time) -> SnapshotMissed:

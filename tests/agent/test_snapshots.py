@@ -492,11 +492,13 @@ def test_a_keeper_that_never_answers_does_not_hide_the_end_of_a_rank(
 def test_orders_go_to_the_keeper_and_its_answers_to_the_coordinator(play: Play) -> None:
     async def scene(stage: Stage) -> None:
         keeper = await stage.open()
-        stage.keeping.act(write_shards())
+        order = msgspec.structs.replace(write_shards(), id="7.2")
+        stage.keeping.act(order)
         write = await keeper.next(WriteShards)
-        assert write.action == write_shards()
+        assert write.action == order
         keeper.wrote(write, shards=(SHARD,))
         (written,) = await stage.reported(ShardsWritten)
+        assert written.cause == "7.2"
         assert (written.shards, written.error, written.gone) == ((SHARD,), "", False)
         commit = CommitCheckpoint(
             node=NodeId("n"), snapshot=SNAPSHOT, world_size=1, shards=(SHARD,)

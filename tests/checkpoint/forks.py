@@ -166,7 +166,7 @@ def a_rank(rank: int, port: int, directory: str) -> None:
     dist.barrier()
     control.write_text("hold:__1_")
     dist.barrier()
-    pid = writer._carrying.keeper_pid
+    pid = writer._link.keeper_pid
     future = writer.save(state(), checkpoint_id=f"{directory}/killed")
     dist.barrier()
     time.sleep(0.3)

@@ -29,6 +29,7 @@ from holdfast.checkpoint.state.layout import Contents
 from holdfast.checkpoint.storage.backends import open_storage
 from holdfast.checkpoint.storage.commit import verify
 from holdfast.checkpoint.storage.manifest import steps
+from holdfast.core.commits.state import Commits
 
 from .harness import Run, cmdline, gone, wait_for
 
@@ -95,7 +96,8 @@ HOOKS = """
 
     if "holdfast.checkpoint.keeper" in sys.orig_argv:
         import time
-        from holdfast.checkpoint import disk, image
+        from holdfast.checkpoint.memory import image
+        from holdfast.checkpoint.storage import posix as disk
 
         def gated(name, real):
             def act(*args, **named):
@@ -148,7 +150,7 @@ class Training(Run):
         places = [self.folder / f"{name}.at_{rank}" for rank in range(ranks)]
         self.await_(lambda: all(place.exists() for place in places), f"all ranks at {name}")
 
-    def release(self, name: str) -> None:
+    def let_go(self, name: str) -> None:
         (self.folder / f"{name}.go").touch()
 
     def shut(self, gate: str) -> None:
@@ -362,10 +364,10 @@ class Orphaned:
         run.reached("write")
         kill_coordinator(run)
         run.open("write")
-        run.until(lambda job: any(book.stored for book in job.commits.books.values()), "step 5")
+        run.until(lambda job: any(book.stored for book in job.of(Commits).books.values()), "step 5")
         run.shut("write")
         run.kill_rank(0)
-        run.until(lambda job: job.ranks and job.to_finish == 0, "the end of the only rank")
+        run.until(lambda job: job.ranks and job.unfinished == 0, "the end of the only rank")
         run.reached("write")
         self.ended_early = gone(run.pid)
         run.kill(run.agent())
@@ -390,7 +392,7 @@ def test_a_keeper_that_somebody_stopped_goes_on_with_the_next_save(tmp_path: Pat
         run.go(trainer(SAVE_EACH, then=HOLD_AT_8), 10, nproc=1)
         run.held("eight", 1)
         run.kill(run.keeper(), signal.SIGSTOP)
-        run.release("eight")
+        run.let_go("eight")
         assert run.code(20.0) == 0
         assert run.intact()[-1] == 10
 
@@ -431,7 +433,7 @@ def test_a_step_that_is_being_written_stays_while_newer_ones_are_saved_to_memory
         run.reached("write")
         run.held("9")
         run.open("write")
-        run.release("9")
+        run.let_go("9")
         assert finished(run).intact() == [5]
 
 
@@ -454,7 +456,7 @@ class Abandoned:
         run.go(trainer(SAVE_EACH, then=HOLD_AT_9), 20, "--save-deadline", "0.5")
         run.held("9")
         run.shut("seal")
-        run.release("9")
+        run.let_go("9")
         run.reached("seal")
         run.kill(agent := run.agent())
         wait_for(lambda: run.agent() != agent, "another agent")
@@ -463,7 +465,7 @@ class Abandoned:
         run.reached("write")
         run.held("12")
         run.shut("seal")
-        run.release("12")
+        run.let_go("12")
         run.reached("seal")
         run.kill(run.pid)
         run.assert_nobody_left()
@@ -525,7 +527,7 @@ class Resized:
         self.reached = (run.folder / "write.reached").exists()
         self.intact = run.intact()
         run.open("write")
-        run.release("7")
+        run.let_go("7")
         each = trainer("storage_every=1, keep=holdfast.KeepLatest(2)", together=True)
         self.three = finished(make().go(each, 9, nproc=3))
         self.one = finished(make().go(each, 10, nproc=1))
@@ -592,17 +594,17 @@ class Full:
         run.go(trainer("storage_every=1", then=TELL_STORAGE), 4, nproc=1)
         run.held("1", 1)
         self.fill()
-        run.release("1")
+        run.let_go("1")
         run.held("2", 1)
         self.incidents = run.ask("incidents")
         self.status = run.ask("status")
         (self.disk / "filler").unlink()
-        run.release("2")
+        run.let_go("2")
         run.held("3", 1)
         self.fill()
         run.shut("write")
-        run.release("3")
-        run.until(lambda job: job.ranks and job.to_finish == 0, "the end of the only rank")
+        run.let_go("3")
+        run.until(lambda job: job.ranks and job.unfinished == 0, "the end of the only rank")
         run.reached("write")
         run.open("write")
         self.code = run.code()

@@ -110,7 +110,12 @@ class CheckpointFiles:
             return self._find(action, opened)
         if isinstance(action, WriteShards):
             return self._write(number, action, opened)
-        return self._commit(action, opened)
+        if isinstance(action, CommitCheckpoint):
+            return self._commit(action, opened)
+        if opened.plain:
+            where = opened.needed(action.snapshot.checkpointer)
+            plain.discard(where, opened.plain, action.ranks, action.snapshot.round)
+        return None
 
     def _open(self, action: OpenCheckpointer, opening: Future[Opened]) -> None:
         try:

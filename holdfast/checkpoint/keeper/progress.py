@@ -9,7 +9,13 @@ from dataclasses import dataclass
 
 from holdfast.errors import Refused
 from holdfast.messages.actions import CommitCheckpoint, WriteShards
-from holdfast.messages.keeper import FindStored, KeeperOrder, KeeperReply, WriteAdvanced
+from holdfast.messages.keeper import (
+    DiscardShards,
+    FindStored,
+    KeeperOrder,
+    KeeperReply,
+    WriteAdvanced,
+)
 from holdfast.messages.local import OpenCheckpointer
 from holdfast.messages.units import Time
 
@@ -18,7 +24,7 @@ STALLED_TIMES = 10.0
 """Storage hangs when it accepts no byte for `STALLED_S`, or for ten times its longest pause so far."""
 REPORT_EVERY_S = 0.5
 
-StorageAction = OpenCheckpointer | WriteShards | CommitCheckpoint | FindStored
+StorageAction = OpenCheckpointer | WriteShards | CommitCheckpoint | DiscardShards | FindStored
 
 
 @dataclass

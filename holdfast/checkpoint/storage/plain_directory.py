@@ -1,22 +1,22 @@
-"""A checkpoint that is a directory by itself, at a path that a script chose.
+"""Writes checkpoints that are a directory of their own, at a path that the script chose.
 
-That is how `torch.distributed.checkpoint` has it, and whoever saves there again replaces what there
-was. Nothing of the old one is given up before all of the new one is durable:
+That is how `torch.distributed.checkpoint` does it, and another save to the same path replaces the one
+before. Nothing of the old one is given up before all of the new one is durable:
 
     the ranks' files, under names that no earlier save has used
-    .metadata            replaced at one stroke: from here on torch's readers find the new one
-    holdfast.json        replaced likewise, for our own
+    .metadata            replaced atomically: from here on torch's readers find the new one
+    holdfast.json        replaced likewise, for our own readers
     the old files        removed
 
-So a death anywhere on the way leaves one of the two, whole. Files that torch's own writers left there
-are not ours to remove.
+So a crash at any point leaves one of the two, whole. Files that torch's own writers left there are not
+ours to remove.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Final
 
@@ -43,7 +43,7 @@ _OF_ROUND: Final = re.compile(r"\.?__[0-9]+_([0-9]+)\.distcp")
 
 
 def parent_and_name(at: str) -> tuple[str, str]:
-    """The directory or URL that a checkpoint is in, and what it is called there."""
+    """Split a path or URL into the parent and the name of the checkpoint's directory."""
     parent, _, name = at.rstrip("/").rpartition("/")
     if not name or name in (".", "..") or parent.endswith(":/"):
         raise UsageError(f"{at!r} names no directory that a checkpoint could be")
@@ -51,7 +51,7 @@ def parent_and_name(at: str) -> tuple[str, str]:
 
 
 def opened(at: str) -> tuple[Storage, str]:
-    """Where a checkpoint is to be: a storage, and a directory there."""
+    """Open the storage that a checkpoint goes to; return it with the directory's name there."""
     parent, name = parent_and_name(at)
     return open_storage(parent), name
 
@@ -81,7 +81,7 @@ def replace(
 
 
 def _tidy(storage: Storage, directory: str, round: int, keep: set[str]) -> None:
-    """Remove what earlier saves left. One of a later round may be on its way."""
+    """Remove what earlier saves left, but nothing of a later round, which may be in progress."""
     found = leftovers(storage, directory, keep)
     old = [n for n in found if not (match := _OF_ROUND.match(n)) or int(match[1]) <= round]
     if old:
@@ -89,7 +89,7 @@ def _tidy(storage: Storage, directory: str, round: int, keep: set[str]) -> None:
 
 
 class _AsStep:
-    """Such a directory as the only step of another one, for readers that know steps."""
+    """Presents such a directory as the only step of another one, for readers that know steps."""
 
     def __init__(self, storage: Readable, step: int) -> None:
         self._storage = storage
@@ -111,7 +111,7 @@ class _AsStep:
 
 
 def open_either(where: str) -> Readable:
-    """What there is to read: a directory with a checkpoint of each step, or one that is one."""
+    """Open a directory that has a checkpoint for each step, or that is a checkpoint itself."""
     storage = open_storage(where)
     if all(entry.name != MANIFEST for entry in storage.entries("")):
         return storage
@@ -119,14 +119,14 @@ def open_either(where: str) -> Readable:
     return _AsStep(storage, manifest.step)
 
 
-def discard(at: str, rank: int, round: int) -> None:
-    """Remove what a rank wrote for a save that came to nothing."""
-    storage, directory = opened(at)
-    file = rank_file_name(rank, round)
-    mine = [
+def discard(storage: Storage, directory: str, ranks: Collection[int], round: int) -> None:
+    """Remove the files, whole or partial, that ranks wrote for a save that came to nothing."""
+    files = [rank_file_name(rank, round) for rank in ranks]
+    found = [
         entry.name
         for entry in storage.entries(directory)
-        if entry.name == file or (is_partial(entry.name) and f".{file}." in entry.name)
+        if entry.name in files
+        or (is_partial(entry.name) and any(f".{file}." in entry.name for file in files))
     ]
-    if mine:
-        storage.remove(directory, mine)
+    if found:
+        storage.remove(directory, found)
