@@ -273,6 +273,7 @@ class FaultAsked(Event, frozen=True, kw_only=True):
 class FaultTold(Event, frozen=True, kw_only=True):
     """An agent reports what became of a trap."""
 
+    node: NodeId
     round: RoundNumber
     trap: Trap
     outcome: Outcome

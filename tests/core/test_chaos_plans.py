@@ -43,7 +43,7 @@ def ask(driver: Driver, kind: Any, **more: Any) -> list[AnyAction]:
 
 
 def told(driver: Driver, trap: Trap, outcome: Any = "done", **more: Any) -> list[AnyAction]:
-    said: dict[str, Any] = {"round": driver.round, "step": trap.step}
+    said: dict[str, Any] = {"node": trap.node, "round": driver.round, "step": trap.step}
     return driver.take(FaultTold(at=driver.at, trap=trap, outcome=outcome, **{**said, **more}))
 
 
@@ -412,6 +412,7 @@ class ChaosMachine(JobMachine):
         trap = laid[index % len(laid)]
         event = FaultTold(
             at=self.at(0),
+            node=trap.node,
             round=RoundNumber(max(0, self.job.membership.round - old)),
             trap=trap,
             outcome=outcome,

@@ -213,12 +213,13 @@ def asked(
     if world is None:
         return []
     orders = _set_traps(chaos, plans, world, 0)
-    if injection.kind != "kill-coordinator" or not injection.now:
-        return orders
-    trap = chaos.traps[-1]
-    return told(
-        chaos, FaultTold(at=now, round=world.round, trap=trap, outcome="done", step=highest)
-    )
+    if injection.kind == "kill-coordinator" and injection.now:
+        trap = chaos.traps[-1]
+        done = FaultTold(
+            at=now, node=trap.node, round=world.round, trap=trap, outcome="done", step=highest
+        )
+        return told(chaos, done)
+    return orders
 
 
 def told(chaos: Chaos, event: FaultTold) -> list[AnyAction]:
