@@ -20,7 +20,7 @@ def on_fault_asked(job: Job, event: FaultAsked, now: Time) -> list[AnyAction]:
 
 
 def on_fault_told(job: Job, event: FaultTold, now: Time) -> list[AnyAction]:
-    return chaos.told(job.chaos, event)
+    return chaos.told(job.chaos, event, now)
 
 
 def after(job: Job, event: AnyEvent) -> list[AnyAction]:

@@ -350,6 +350,17 @@ def test_nor_one_of_the_next_round() -> None:
     assert injected(driver) == [False, False]
 
 
+def test_nor_one_that_was_known_before_the_fault() -> None:
+    driver = Driver().running("a", step=5)
+    driver.exit(1, step=6, signal=9)
+    driver.ready("a")
+    driver.after(0.1).start_all()
+    driver.after(0.1).step_all(6, steps=1)
+    (trap,) = traps(ask(driver, "kill", ranks=(1,)))
+    told(driver, trap, round=RoundNumber(1), step=StepNumber(6))
+    assert injected(driver) == [False]
+
+
 def test_a_lost_node_was_cut_off_on_purpose() -> None:
     driver = Driver(min_nodes=1, max_nodes=2).running("a", "b", step=5)
     (trap,) = traps(ask(driver, "netcut", node="1"))

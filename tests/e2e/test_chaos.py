@@ -310,7 +310,7 @@ def test_snapshots_survive_a_full_disk_a_dead_keeper_and_a_flipped_bit(run: Run)
     assert "No space left on device" in found[0]["detail"]
     job = run.peek()
     assert job is not None
-    assert [struck.trap.kind for struck in job.chaos.struck] == [
+    assert [told.trap.kind for told, _ in job.chaos.struck] == [
         "diskfull",
         "kill-keeper",
         "corrupt-image",
