@@ -1,10 +1,9 @@
-"""Network devices: is a link down that was up, did one go down and come back?
+"""Checks the network devices: is a link down that was up, did one go down and come back?
 
-Every InfiniBand port and every Ethernet device with hardware behind it is looked at. Those that are
-nearest to a GPU carry the training: what happens to them fails the node. What happens to others, an
-interface for management perhaps, is a warning. Where no GPU says which they are, all carry it.
-
-A link that was never up is not cabled, for all we know, and no fault.
+Every InfiniBand port and every Ethernet device with hardware behind it is checked. Those nearest to a
+GPU carry the training: what happens to them fails the node. For others, perhaps a management interface,
+it is a warning. Where no GPU shows which they are, all carry it. A link that was never up is probably
+not cabled, and no fault.
 """
 
 from __future__ import annotations
@@ -12,13 +11,12 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
-from xml.etree import ElementTree
 
 from msgspec import Struct
 
 from holdfast.health import pci
-from holdfast.health.baseline import NicSeen, PortSeen, Seen
-from holdfast.health.finding import Finding, Remark, counted, summed
+from holdfast.health.baseline import NicSeen, PortSeen
+from holdfast.health.judgement import Judgement, Remark, counted, summed
 from holdfast.health.node import Node
 from holdfast.messages.health import Fact
 
@@ -26,52 +24,58 @@ _IB, _NET = "sys/class/infiniband", "sys/class/net"
 
 
 class Port(Struct, frozen=True):
+    """A port of a network device."""
+
     state: str
     up: bool | None
-    """None where the device does not say."""
+    """None if the device does not report it."""
     downs: int | None
-    """How often the link went down, ever."""
+    """Number of times that the link went down, ever."""
     device: str
-    """PCI address; empty where there is none."""
+    """PCI address; empty if there is none."""
 
 
 class Near(NamedTuple):
+    """Which devices are nearest to the GPUs."""
+
     by_gpu: dict[str, list[str]]
-    """Names of devices by GPU's address."""
+    """Names of devices by the GPU's PCI address."""
     addresses: set[str] | None
     """PCI addresses of the devices that carry the training; None: all do."""
     trouble: str | None
 
 
-def check_nic(node: Node, before: Seen | None) -> Finding:
-    ports = read_ports(node)
+def check_nic(node: Node, before: NicSeen | None) -> Judgement:
     near = find_near(node)
-    found = judge_ports(ports, before if isinstance(before, NicSeen) else None, near.addresses)
+    found = judge_ports(read_ports(node), before, near.addresses)
     facts: dict[str, Fact] = {**found.facts}
     facts |= {f"near gpu {gpu}": ",".join(names) for gpu, names in near.by_gpu.items() if names}
     if near.trouble is None:
-        return Finding(found.verdict, found.reason, facts, found.seen)
+        return Judgement(found.verdict, found.reason, facts, found.seen)
     trouble = Remark("unknown", near.trouble)
     return summed([Remark(found.verdict, found.reason), trouble], "", facts, found.seen)
 
 
 def read_ports(node: Node) -> dict[str, Port]:
-    """By name: "mlx5_0/1" for a port of InfiniBand, "eth0" for Ethernet."""
+    """Read all ports by name: "mlx5_0/1" for a port of InfiniBand, "eth0" for Ethernet."""
     ports: dict[str, Port] = {}
     for device in node.names(_IB):
         where = _address(node, f"{_IB}/{device}/device")
         for number in node.names(f"{_IB}/{device}/ports"):
             ports[f"{device}/{number}"] = _ib_port(node, f"{_IB}/{device}/ports/{number}", where)
-    for device in node.names(_NET):
-        if node.path(f"{_NET}/{device}/device").exists():
-            where = _address(node, f"{_NET}/{device}/device")
-            ports[device] = _net_port(node, f"{_NET}/{device}", where)
+    for device in _ethernets(node):
+        where = _address(node, f"{_NET}/{device}/device")
+        ports[device] = _net_port(node, f"{_NET}/{device}", where)
     return ports
 
 
+def _ethernets(node: Node) -> list[str]:
+    return [name for name in node.names(_NET) if node.path(f"{_NET}/{name}/device").exists()]
+
+
 def _address(node: Node, device: str) -> str:
-    place = pci.place_of(node, device)
-    return place[-1] if place else ""
+    path = pci.path_of(node, device)
+    return path[-1] if path else ""
 
 
 def _ib_port(node: Node, base: str, device: str) -> Port:
@@ -83,7 +87,7 @@ def _ib_port(node: Node, base: str, device: str) -> Port:
 
 
 def _word(text: str | None) -> str:
-    """The name in the kernel's "4: ACTIVE"."""
+    """Return the name in the kernel's "4: ACTIVE"."""
     return re.sub(r"^\s*[0-9]+:\s*", "", text or "").strip()
 
 
@@ -96,27 +100,26 @@ def _net_port(node: Node, base: str, device: str) -> Port:
 
 
 def find_near(node: Node) -> Near:
-    """Which devices are nearest to the GPUs, as the topology file or sysfs has it."""
-    devices = {name: pci.place_of(node, f"{_IB}/{name}/device") for name in node.names(_IB)}
+    """Find the devices nearest to the GPUs, by the topology file or sysfs."""
+    devices = {name: pci.path_of(node, f"{_IB}/{name}/device") for name in node.names(_IB)}
     if not devices:
-        names = (name for name in node.names(_NET) if node.path(f"{_NET}/{name}/device").exists())
-        devices = {name: pci.place_of(node, f"{_NET}/{name}/device") for name in names}
-    places = {name: place for name, place in devices.items() if place}
-    gpus, trouble = pci.gpu_places(node), None
+        devices = {name: pci.path_of(node, f"{_NET}/{name}/device") for name in _ethernets(node)}
+    paths = {name: path for name, path in devices.items() if path}
+    gpus, trouble = pci.gpu_paths(node), None
     if node.settings.topology is not None:
         try:
             gpus, by_address = pci.read_topology(node.settings.topology)
-            places = {n: by_address[p[-1]] for n, p in places.items() if p[-1] in by_address}
-        except (OSError, ElementTree.ParseError) as error:
+            paths = {n: by_address[p[-1]] for n, p in paths.items() if p[-1] in by_address}
+        except (OSError, SyntaxError) as error:
             trouble = f"the topology file {node.settings.topology} cannot be used: {error}"
-    by_gpu = {gpu: pci.nearest(place, places) for gpu, place in gpus.items()}
+    by_gpu = {gpu: pci.nearest(path, paths) for gpu, path in gpus.items()}
     near = {devices[name][-1] for names in by_gpu.values() for name in names}
     return Near(by_gpu, near or None, trouble)
 
 
 def judge_ports(
     ports: Mapping[str, Port], before: NicSeen | None, carrying: Collection[str] | None
-) -> Finding:
+) -> Judgement:
     known = before.ports if before else {}
     remarks = [
         Remark("fail", f"{name} was up at an earlier look and is gone")
@@ -150,7 +153,7 @@ def _port(name: str, port: Port, was: PortSeen | None, near_gpu: bool) -> Remark
 
 
 def _noted(port: Port, was: PortSeen | None) -> PortSeen:
-    """That a link was up stays known, so that it is missed until it is up again."""
+    """Note a port; one that was up is missed until it is up again."""
     up = port.up is True or (was is not None and was.up)
     if port.downs is None:
         return PortSeen(up, was.downs if was else 0)
