@@ -16,9 +16,11 @@ from holdfast.health.settings import HealthSettings
 from holdfast.messages.health import Verdict
 
 
-class CheckKind(Struct, frozen=True):
+class Kind(Struct, frozen=True):
     """A kind of check."""
 
+    function: str
+    """Module of this package and function; imported when needed, for some modules take long."""
     about: str
     probe: str
     deadline_s: float
@@ -26,23 +28,27 @@ class CheckKind(Struct, frozen=True):
     """Verdict if no answer comes in time: a path that hangs is broken, a driver may be busy."""
 
 
-KINDS: Mapping[str, CheckKind] = {
-    "cpu-cores": CheckKind("cores present and usable, load, heat, frequency", "node", 5),
-    "memory": CheckKind("memory left on the machine and under limits, memory errors", "node", 5),
-    "shm": CheckKind("space in /dev/shm", "node", 5),
-    "limits": CheckKind("limits on open files and locked memory", "node", 5),
-    "clock": CheckKind("whether a time service synchronises the clock", "node", 5),
-    "gpu-xid": CheckKind("errors of the NVIDIA driver in the kernel's log", "node", 5),
-    "cpu-compute": CheckKind("whether each core computes a known result", "node", 10),
-    "gpu-recovery": CheckKind("GPUs lost, or that the driver wants reset", "gpu", 30),
-    "gpu-ecc": CheckKind("GPU memory errors, rows to remap", "gpu", 30),
-    "gpu-memory": CheckKind("GPU memory that a dead process left allocated", "gpu", 30),
-    "nvlink": CheckKind("NVLinks off or wearing out", "gpu", 30),
-    "nic": CheckKind("links down or flapping, nearest to the GPUs first", "nic", 10),
-    "disk": CheckKind("free space and inodes of a path", "path", 5, "fail"),
-    "storage": CheckKind("a file written, synced and read back in a path", "path", 5, "fail"),
-    "service": CheckKind("the answer of a health service of the node", "service", 10),
-    "own": CheckKind("a check of your own", "own", 60, "fail"),
+KINDS: Mapping[str, Kind] = {
+    "cpu-cores": Kind(
+        "cpu:check_cpu", "cores present and usable, load, heat, frequency", "node", 5
+    ),
+    "memory": Kind("memory:check_memory", "memory left, memory errors", "node", 5),
+    "shm": Kind("memory:check_shm", "space in /dev/shm", "node", 5),
+    "limits": Kind("memory:check_limits", "limits on open files and locked memory", "node", 5),
+    "clock": Kind("clock:check_clock", "whether a time service synchronises the clock", "node", 5),
+    "gpu-xid": Kind("xid:check_xid", "errors of the NVIDIA driver in the kernel's log", "node", 5),
+    "cpu-compute": Kind("cpu:check_compute", "whether each core computes correctly", "node", 10),
+    "gpu-recovery": Kind("gpu:check_recovery", "GPUs lost, or that need a reset", "gpu", 30),
+    "gpu-ecc": Kind("gpu:check_ecc", "GPU memory errors, rows to remap", "gpu", 30),
+    "gpu-memory": Kind("gpu:check_gpu_memory", "GPU memory left by dead processes", "gpu", 30),
+    "nvlink": Kind("nvlink:check_nvlink", "NVLinks off or wearing out", "gpu", 30),
+    "nic": Kind("nic:check_nic", "links down or flapping, nearest to the GPUs first", "nic", 10),
+    "disk": Kind("storage:check_disk", "free space and inodes of a path", "path", 5, "fail"),
+    "storage": Kind(
+        "storage:check_storage", "writing to a path and reading back", "path", 5, "fail"
+    ),
+    "service": Kind("service:check_service", "a health service of the node", "service", 10),
+    "own": Kind("own_checks:check_own", "a check of your own", "own", 60, "fail"),
 }
 
 WITH_SUBJECT = ("disk", "storage", "service", "own")

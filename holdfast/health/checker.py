@@ -38,7 +38,10 @@ class Checker:
         self.settings = settings
         self.baseline = baseline or Baseline()
         self.checks: list[HealthCheck] = checks_of(settings, _installed(settings))
-        self._queues = {check.probe: ProbeQueue(keep=check.kind != "own") for check in self.checks}
+        self._queues = {
+            check.probe: ProbeQueue(check.kind != "own", self._question, self._note)
+            for check in self.checks
+        }
         self._look = 0
         self._results: dict[str, HealthResult] = {}
 
@@ -60,7 +63,7 @@ class Checker:
             queued.setdefault(check.probe, []).append(check)
         try:
             for probe, waiting in queued.items():
-                self._queues[probe].begin(waiting, self._question, self._note, out_of_time)
+                self._queues[probe].begin(waiting, out_of_time)
             self._listen([self._queues[probe] for probe in queued])
         except BaseException:
             # An answer that is left over would be taken for the next question's.

@@ -11,11 +11,14 @@ number, so a call that fails makes one value unknown, and no GPU unhealthy.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from msgspec import Struct
+
+T = TypeVar("T")
 
 ERRORS = {
     1: "not initialised",
@@ -138,107 +141,103 @@ class NvmlLibrary:
             import pynvml
         except ImportError:
             return NoNvml(MISSING)
-        session = _Session(pynvml)
-        error = session.call("nvmlInit")
-        if isinstance(error, NvmlRefusal):
-            return NoNvml(f"NVML does not answer: {error}")
         try:
-            return session.gpus()
+            pynvml.nvmlInit()
+        except pynvml.NVMLError as error:
+            return NoNvml(f"NVML does not answer: {NvmlRefusal(error.value)}")
+        try:
+            driver, count = pynvml.nvmlSystemGetDriverVersion(), pynvml.nvmlDeviceGetCount()
+            reader = _Reader(pynvml)
+            return Gpus(driver=str(driver), gpus=tuple(map(reader.gpu, range(count))))
+        except pynvml.NVMLError as error:
+            return NoNvml(f"NVML does not count the GPUs: {NvmlRefusal(error.value)}")
         finally:
-            session.call("nvmlShutdown")
+            pynvml.nvmlShutdown()
 
 
-class _Session:
-    """The library between its start and its end."""
+class _Reader:
+    """Reads GPUs from the library while it is open."""
 
     def __init__(self, pynvml: Any) -> None:
         self._nvml = pynvml
 
-    def call(self, name: str, *arguments: Any) -> Any:
-        """Call a function of NVML; return its result, or the refusal."""
+    def _told(self, get: Callable[[], T]) -> T | NvmlRefusal:
+        """Return a value, or its refusal."""
         try:
-            return getattr(self._nvml, name)(*arguments)
+            return get()
         except self._nvml.NVMLError as error:
             return NvmlRefusal(error.value)
 
-    def gpus(self) -> Gpus | NoNvml:
-        count = self.call("nvmlDeviceGetCount")
-        if isinstance(count, NvmlRefusal):
-            return NoNvml(f"NVML does not count the GPUs: {count}")
-        driver = self._text("nvmlSystemGetDriverVersion")
-        return Gpus(driver=driver, gpus=tuple(map(self._gpu, range(count))))
+    def _text(self, get: Callable[[], str]) -> str:
+        text = self._told(get)
+        return "" if isinstance(text, NvmlRefusal) else text
 
-    def _gpu(self, index: int) -> Gpu:
-        nvml, device = self._nvml, self.call("nvmlDeviceGetHandleByIndex", index)
+    def gpu(self, index: int) -> Gpu:
+        nvml, told = self._nvml, self._told
+        device = told(lambda: nvml.nvmlDeviceGetHandleByIndex(index))
         if isinstance(device, NvmlRefusal):
             return Gpu(index=index, handle=device)
         ecc = (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
-        rows = self.call("nvmlDeviceGetRemappedRows", device)
-        memory = self.call("nvmlDeviceGetMemoryInfo", device, nvml.nvmlMemory_v2)
-        pci = self.call("nvmlDeviceGetPciInfo", device)
         return Gpu(
             index=index,
-            uuid=self._text("nvmlDeviceGetUUID", device),
-            pci=_value(pci, lambda: f"{pci.domain:04x}:{pci.bus:02x}:{pci.device:02x}.0", ""),
-            name=self._text("nvmlDeviceGetName", device),
-            recovery=self._field(device, _RECOVERY_ACTION),
-            ecc_uncorrected=self.call("nvmlDeviceGetTotalEccErrors", device, *ecc),
-            remap_pending=_value(rows, lambda: bool(rows[2])),
-            remap_failed=_value(rows, lambda: bool(rows[3])),
-            used_bytes=_value(memory, lambda: int(memory.used)),
-            processes=self._processes(device),
+            uuid=self._text(lambda: str(nvml.nvmlDeviceGetUUID(device))),
+            pci=self._text(lambda: _address(nvml.nvmlDeviceGetPciInfo(device))),
+            name=self._text(lambda: str(nvml.nvmlDeviceGetName(device))),
+            recovery=told(lambda: self._field(device, _RECOVERY_ACTION)),
+            ecc_uncorrected=told(lambda: int(nvml.nvmlDeviceGetTotalEccErrors(device, *ecc))),
+            remap_pending=told(lambda: bool(nvml.nvmlDeviceGetRemappedRows(device)[2])),
+            remap_failed=told(lambda: bool(nvml.nvmlDeviceGetRemappedRows(device)[3])),
+            used_bytes=told(lambda: self._used(device)),
+            processes=told(lambda: self._processes(device)),
             links=self._links(device),
         )
 
-    def _text(self, name: str, *arguments: Any) -> str:
-        found = self.call(name, *arguments)
-        if isinstance(found, NvmlRefusal):
-            return ""
-        return found.decode(errors="replace") if isinstance(found, bytes) else str(found)
+    def _field(self, device: Any, number: int, scope: int = 0) -> int:
+        (found,) = self._nvml.nvmlDeviceGetFieldValues(device, [(number, scope)])
+        if found.nvmlReturn:
+            raise self._nvml.NVMLError(found.nvmlReturn)
+        wide = found.valueType in (2, 3)  # unsigned long, unsigned long long
+        return int(found.value.ullVal if wide else found.value.uiVal)
 
-    def _field(self, device: Any, number: int, scope: int = 0) -> int | NvmlRefusal:
-        found = self.call("nvmlDeviceGetFieldValues", device, [(number, scope)])
-        if isinstance(found, NvmlRefusal):
-            return found
-        if found[0].nvmlReturn:
-            return NvmlRefusal(int(found[0].nvmlReturn))
-        wide = found[0].valueType in (2, 3)  # unsigned long, unsigned long long
-        return int(found[0].value.ullVal if wide else found[0].value.uiVal)
+    def _used(self, device: Any) -> int:
+        return int(self._nvml.nvmlDeviceGetMemoryInfo(device, self._nvml.nvmlMemory_v2).used)
 
-    def _processes(self, device: Any) -> tuple[GpuProcess, ...] | NvmlRefusal:
-        found: dict[int, GpuProcess] = {}
-        for kind in ("Compute", "Graphics", "MPSCompute"):
-            listed = self.call(f"nvmlDeviceGet{kind}RunningProcesses", device)
-            if not isinstance(listed, NvmlRefusal):
-                found |= {one.pid: GpuProcess(one.pid, one.usedGpuMemory) for one in listed}
-            elif kind == "Compute":
-                return listed
+    def _processes(self, device: Any) -> tuple[GpuProcess, ...]:
+        nvml = self._nvml
+        listed = list(nvml.nvmlDeviceGetComputeRunningProcesses(device))
+        for get in (
+            nvml.nvmlDeviceGetGraphicsRunningProcesses,
+            nvml.nvmlDeviceGetMPSComputeRunningProcesses,
+        ):
+            more = self._told(partial(get, device))
+            listed += [] if isinstance(more, NvmlRefusal) else more
+        found = {one.pid: GpuProcess(one.pid, one.usedGpuMemory) for one in listed}
         return tuple(found.values())
 
     def _links(self, device: Any) -> tuple[NvLink, ...]:
-        nvml, links = self._nvml, []
-        for number in range(nvml.NVML_NVLINK_MAX_LINKS):
-            state = self.call("nvmlDeviceGetNvLinkState", device, number)
-            if isinstance(state, NvmlRefusal):
-                if state.error not in ABSENT:
-                    links.append(NvLink(number, state))
-            elif not state:
-                links.append(NvLink(number, False))
-            else:
-                count = "nvmlDeviceGetNvLinkErrorCounter"
-                replays = self.call(count, device, number, nvml.NVML_NVLINK_ERROR_DL_REPLAY)
-                found = self.call(count, device, number, nvml.NVML_NVLINK_ERROR_DL_RECOVERY)
-                if isinstance(found, NvmlRefusal):  # Newer links have a field instead.
-                    found = self._field(device, _LINK_RECOVERIES, number)
-                links.append(NvLink(number, True, replays, found))
-        return tuple(links)
+        numbers = range(self._nvml.NVML_NVLINK_MAX_LINKS)
+        links = [self._link(device, number) for number in numbers]
+        absent = [NvmlRefusal(error) for error in ABSENT]
+        return tuple(link for link in links if link.enabled not in absent)
+
+    def _link(self, device: Any, number: int) -> NvLink:
+        nvml, told = self._nvml, self._told
+        enabled = told(lambda: bool(nvml.nvmlDeviceGetNvLinkState(device, number)))
+        if enabled is not True:
+            return NvLink(number, enabled)
+
+        def counter(kind: int) -> int | NvmlRefusal:
+            return told(lambda: int(nvml.nvmlDeviceGetNvLinkErrorCounter(device, number, kind)))
+
+        recoveries = counter(nvml.NVML_NVLINK_ERROR_DL_RECOVERY)
+        if isinstance(recoveries, NvmlRefusal):  # Newer links have a field instead.
+            recoveries = told(lambda: self._field(device, _LINK_RECOVERIES, number))
+        return NvLink(number, True, counter(nvml.NVML_NVLINK_ERROR_DL_REPLAY), recoveries)
 
 
-def _value(found: Any, get: Callable[[], Any], otherwise: Any = None) -> Any:
-    """Take a value out of what NVML gave; if it refused, return that, or something else."""
-    if not isinstance(found, NvmlRefusal):
-        return get()
-    return found if otherwise is None else otherwise
+def _address(info: Any) -> str:
+    """Write a PCI address as sysfs does."""
+    return f"{info.domain:04x}:{info.bus:02x}:{info.device:02x}.0"
 
 
 def open_nvml(replacement: str | None) -> Nvml:

@@ -15,36 +15,16 @@ import threading
 import msgspec
 
 from holdfast import kernel
-from holdfast.health.catalogue import WITH_SUBJECT
+from holdfast.health.catalogue import KINDS, WITH_SUBJECT
 from holdfast.health.judgement import READY, Judgement, Question, encode_line, unknown
 from holdfast.health.node import Node
 from holdfast.health.own_checks import loaded
-
-CHECKS = {
-    "cpu-cores": "cpu:check_cpu",
-    "cpu-compute": "cpu:check_compute",
-    "memory": "memory:check_memory",
-    "shm": "memory:check_shm",
-    "limits": "memory:check_limits",
-    "clock": "clock:check_clock",
-    "gpu-recovery": "gpu:check_recovery",
-    "gpu-ecc": "gpu:check_ecc",
-    "gpu-memory": "gpu:check_gpu_memory",
-    "gpu-xid": "xid:check_xid",
-    "nvlink": "nvlink:check_nvlink",
-    "nic": "nic:check_nic",
-    "disk": "storage:check_disk",
-    "storage": "storage:check_storage",
-    "service": "service:check_service",
-    "own": "own_checks:check_own",
-}
-"""Module and function by kind. A module is imported when it is needed: some take long."""
 
 
 def answer(question: Question, node: Node) -> Judgement:
     subject = [question.subject] if question.kind in WITH_SUBJECT else []
     try:
-        check = loaded(f"holdfast.health.{CHECKS[question.kind]}")
+        check = loaded(f"holdfast.health.{KINDS[question.kind].function}")
         found: Judgement = check(node, *subject, question.before)
         return found
     except Exception as error:

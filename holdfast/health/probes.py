@@ -35,16 +35,9 @@ Note = Callable[[HealthCheck, Judgement, float], None]
 """Takes a check, its judgement, and how many seconds it took."""
 
 
-Talk = Generator[float, bytes, None]
-"""Yields until when it waits, is sent each line of the probe, and returns when all are asked."""
-
-
-class ProbeDied(Exception):
-    """The probe has ended by itself or was killed."""
-
-
-class ProbeSilent(Exception):
-    """The probe did not answer in time."""
+Talk = Generator[float, bytes | None, None]
+"""Yields until when it waits, and is sent a line of the probe, or None at the deadline. EOFError is
+thrown in if the probe has died. It returns once all checks have a judgement."""
 
 
 class Probe:
@@ -78,7 +71,7 @@ class Probe:
         except (BrokenPipeError, BlockingIOError):
             taken = 0
         if taken < len(line):
-            raise ProbeDied
+            raise EOFError
 
     def lines(self) -> list[bytes]:
         """Return what it has said since the last call."""
@@ -87,7 +80,7 @@ class Probe:
         except BlockingIOError:
             return []
         if not part:
-            raise ProbeDied
+            raise EOFError
         *whole, self._rest = (self._rest + part).split(b"\n")
         return whole
 
@@ -122,8 +115,10 @@ class Probe:
 class ProbeQueue:
     """A probe, and the checks that wait for it."""
 
-    def __init__(self, keep: bool) -> None:
+    def __init__(self, keep: bool, question: Callable[[HealthCheck], Question], note: Note) -> None:
         self._keep = keep
+        self._question = question
+        self._note = note
         self._probe: Probe | None = None
         self._stuck: Probe | None = None
         self._talk: Talk | None = None
@@ -141,29 +136,21 @@ class ProbeQueue:
         assert self._probe is not None
         return self._probe.fileno()
 
-    def begin(
-        self,
-        checks: Sequence[HealthCheck],
-        question: Callable[[HealthCheck], Question],
-        note: Note,
-        out_of_time: float,
-    ) -> None:
-        """Begin to ask; `note` gets a judgement for each check."""
-        self._talk = self._ask_all(checks, question, note, out_of_time)
+    def begin(self, checks: Sequence[HealthCheck], out_of_time: float) -> None:
+        """Begin to ask; each check gets a judgement, sooner or later."""
+        self._talk = self._ask_all(deque(checks), out_of_time)
         self._go_on(next)
 
     def on_readable(self) -> None:
         assert self._probe is not None
         try:
-            lines = self._probe.lines()
-        except ProbeDied:
-            self._go_on(methodcaller("throw", ProbeDied()))
-            return
-        for line in lines:
-            self._go_on(methodcaller("send", line))
+            for line in self._probe.lines():
+                self._go_on(methodcaller("send", line))
+        except EOFError as died:
+            self._go_on(methodcaller("throw", died))
 
     def on_deadline(self) -> None:
-        self._go_on(methodcaller("throw", ProbeSilent()))
+        self._go_on(methodcaller("send", None))
 
     def _go_on(self, resume: Callable[[Talk], float]) -> None:
         if self._talk is not None:
@@ -172,51 +159,42 @@ class ProbeQueue:
             except StopIteration:
                 self._talk = None
 
-    def _ask_all(
-        self,
-        checks: Sequence[HealthCheck],
-        question: Callable[[HealthCheck], Question],
-        note: Note,
-        out_of_time: float,
-    ) -> Talk:
-        waiting, retried = deque(checks), False
+    def _ask_all(self, waiting: deque[HealthCheck], out_of_time: float) -> Talk:
         if self._stuck is not None and not self._stuck.gone:
             text = f"an earlier look still hangs in the kernel (process {self._stuck.pid})"
             for check in waiting:
-                note(check, Judgement(check.silent, text), 0.0)
+                self._note(check, Judgement(check.silent, text), 0.0)
             return
-        self._stuck = None
+        self._stuck, retried = None, False
         while waiting:
             check, asked_at = waiting[0], None
             try:
                 if self._probe is None:
                     self._probe = Probe()
-                    yield min(time.monotonic() + START_S, out_of_time)
+                    if (yield min(time.monotonic() + START_S, out_of_time)) is None:
+                        late = time.monotonic() >= out_of_time
+                        slow = f"its process did not start within {START_S:.0f} s"
+                        self._skip(waiting, "the time for all checks was over" if late else slow)
+                        continue
                 asked_at = time.monotonic()
-                self._probe.ask(question(check))
+                self._probe.ask(self._question(check))
                 line = yield min(asked_at + check.deadline_s, out_of_time)
-                note(waiting.popleft(), _understood(line), time.monotonic() - asked_at)
+                found = self._silence(check, asked_at, out_of_time) if line is None else _read(line)
+                self._note(waiting.popleft(), found, time.monotonic() - asked_at)
+                if line is None:
+                    self._skip(waiting, f"{check.name} did not answer")
             except OSError as error:
-                self._skip(waiting, note, f"no process can be started ({error.strerror})")
-            except ProbeSilent:
-                if asked_at is not None:
-                    silence = self._silence(check, asked_at, out_of_time)
-                    note(waiting.popleft(), silence, time.monotonic() - asked_at)
-                    self._skip(waiting, note, f"{check.name} did not answer")
-                elif time.monotonic() >= out_of_time:
-                    self._skip(waiting, note, "the time for all checks was over")
-                else:
-                    self._skip(waiting, note, f"its process did not start within {START_S:.0f} s")
-            except ProbeDied:
+                self._skip(waiting, f"no process can be started ({error.strerror})")
+            except EOFError:
                 how, self._probe = self._probe.end() if self._probe else None, None
                 if not retried and (asked_at is None or self._keep):
                     retried = True
                 elif asked_at is None:
-                    self._skip(waiting, note, f"its process did not start ({how})")
+                    self._skip(waiting, f"its process did not start ({how})")
                 else:
                     verdict = check.silent if check.kind == "own" else "unknown"
                     death = Judgement(verdict, f"its process died ({how})")
-                    note(waiting.popleft(), death, time.monotonic() - asked_at)
+                    self._note(waiting.popleft(), death, time.monotonic() - asked_at)
         if not self._keep:
             self._end_probe()
 
@@ -230,11 +208,11 @@ class ProbeQueue:
         where = f" {check.subject}" if check.subject else ""
         return Judgement(check.silent, f"{check.kind}{where} {text}")
 
-    def _skip(self, waiting: deque[HealthCheck], note: Note, why: str) -> None:
+    def _skip(self, waiting: deque[HealthCheck], why: str) -> None:
         """End the probe; the checks that wait are not asked at this look."""
         self._end_probe()
         while waiting:
-            note(waiting.popleft(), unknown(f"not asked: {why}"), 0.0)
+            self._note(waiting.popleft(), unknown(f"not asked: {why}"), 0.0)
 
     def _end_probe(self) -> None:
         probe, self._probe = self._probe, None
@@ -247,7 +225,7 @@ class ProbeQueue:
         self._end_probe()
 
 
-def _understood(line: bytes) -> Judgement:
+def _read(line: bytes) -> Judgement:
     try:
         return msgspec.json.decode(line, type=Judgement)
     except msgspec.DecodeError as error:
