@@ -94,7 +94,7 @@ MOST_USED = (
     _own("--tls-key", "FILE", "see --tls-cert"),
     _own("--tls-ca", "FILE", "see --tls-cert"),
     _own("--node-check", None, "check each node's health before it gets ranks"),
-    Flag("--chaos", "FAULTS", "faults that shall happen to the job, as in kill@step=50,rank=1; see "
+    Flag("--chaos", "FAULTS", "faults to inject into the job, as in kill@step=50,rank=1; see "
          "holdfast chaos --help; default: HOLDFAST_CHAOS", pet=False, variable="HOLDFAST_CHAOS"),
     _own("--quiet", None, "nothing of holdfast's own on the terminal but errors"),
     Flag("--module", None, "SCRIPT is a module, as in python -m", short="-m"),

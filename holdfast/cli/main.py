@@ -17,7 +17,7 @@ COMMANDS = {
     "check": "is this node fit to train: processors, memory, disks, GPUs, network",
     "ckpt": "checkpoints: which there are, whether they are good, one file out of one",
     "why": "where every rank stands now, and who waits for whom",
-    "chaos": "have a fault happen to a running job, to see what it does about it",
+    "chaos": "inject a fault into a running job, to see how it recovers",
     "sim": "a simulated cluster over the real core: faults, invariants, goodput",
 }
 

@@ -135,7 +135,7 @@ class RunSettings(Struct, frozen=True, kw_only=True):
     rendezvous: Rendezvous
     token_file: str | None  # where the job's token is kept; None: in the job's home
     tls: TlsFiles | None
-    chaos: tuple[Injection, ...]  # faults that shall happen to the job
+    chaos: tuple[Injection, ...]  # faults to inject
     warnings: tuple[str, ...]
 
 
