@@ -46,7 +46,7 @@ class Traps:
 
     def add(self, entries: Iterable[bytes]) -> None:
         """Set further traps; any thread may call this."""
-        self._set = self._set + [_decoder.decode(entry) for entry in entries]
+        self._set.extend([_decoder.decode(entry) for entry in entries])
 
     def passed(self, before: int, step: int) -> None:
         """Spring the traps between two steps, in the calling thread, which has finished the second."""
