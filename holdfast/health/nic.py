@@ -4,23 +4,36 @@ Every InfiniBand port and every Ethernet device with hardware behind it is check
 GPU carry the training: what happens to them fails the node. For others, perhaps a management interface,
 it is a warning. Where no GPU shows which they are, all carry it. A link that was never up is probably
 not cabled, and no fault.
+
+Near means a short way through the PCI tree: the one in sysfs, or, where a virtual machine hides it, the
+one in a topology file of NCCL's format. A device's path in the tree is the tuple of bridges from the
+root down to it; the more of it two devices share, the nearer they are. Several devices may be equally
+near, and then all of them count.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Mapping
+from itertools import takewhile
 from typing import NamedTuple
+from xml.etree import ElementTree
 
 from msgspec import Struct
 
-from holdfast.health import pci
 from holdfast.health.baseline import NicSeen, PortSeen
 from holdfast.health.judgement import Judgement, Remark, counted, summed
 from holdfast.health.node import Node
 from holdfast.messages.health import Fact
 
 _IB, _NET = "sys/class/infiniband", "sys/class/net"
+_PART = re.compile(r"pci[0-9a-f:]+|[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]", re.IGNORECASE)
+_GPU_VENDORS = ("0x10de", "0x1002")
+_GPU_CLASSES = ("0x03", "0x12")
+_NIC_CLASSES = ("0x02",)
+
+PciPath = tuple[str, ...]
 
 
 class Port(Struct, frozen=True):
@@ -74,7 +87,7 @@ def _ethernets(node: Node) -> list[str]:
 
 
 def _address(node: Node, device: str) -> str:
-    path = pci.path_of(node, device)
+    path = path_of(node, device)
     return path[-1] if path else ""
 
 
@@ -97,24 +110,6 @@ def _net_port(node: Node, base: str, device: str) -> Port:
     if downs is None:
         downs = node.number(f"{base}/carrier_changes")
     return Port(state, {"up": True, "down": False}.get(state), downs, device)
-
-
-def find_near(node: Node) -> Near:
-    """Find the devices nearest to the GPUs, by the topology file or sysfs."""
-    devices = {name: pci.path_of(node, f"{_IB}/{name}/device") for name in node.names(_IB)}
-    if not devices:
-        devices = {name: pci.path_of(node, f"{_NET}/{name}/device") for name in _ethernets(node)}
-    paths = {name: path for name, path in devices.items() if path}
-    gpus, trouble = pci.gpu_paths(node), None
-    if node.settings.topology is not None:
-        try:
-            gpus, by_address = pci.read_topology(node.settings.topology)
-            paths = {n: by_address[p[-1]] for n, p in paths.items() if p[-1] in by_address}
-        except (OSError, SyntaxError) as error:
-            trouble = f"the topology file {node.settings.topology} cannot be used: {error}"
-    by_gpu = {gpu: pci.nearest(path, paths) for gpu, path in gpus.items()}
-    near = {devices[name][-1] for names in by_gpu.values() for name in names}
-    return Near(by_gpu, near or None, trouble)
 
 
 def judge_ports(
@@ -158,3 +153,83 @@ def _noted(port: Port, was: PortSeen | None) -> PortSeen:
     if port.downs is None:
         return PortSeen(up, was.downs if was else 0)
     return PortSeen(up, port.downs)
+
+
+# ---- nearness -----------------------------------------------------------------------------------
+
+
+def find_near(node: Node) -> Near:
+    """Find the devices nearest to the GPUs, by the topology file or sysfs."""
+    devices = {name: path_of(node, f"{_IB}/{name}/device") for name in node.names(_IB)}
+    if not devices:
+        devices = {name: path_of(node, f"{_NET}/{name}/device") for name in _ethernets(node)}
+    paths = {name: path for name, path in devices.items() if path}
+    gpus, trouble = gpu_paths(node), None
+    if node.settings.topology is not None:
+        try:
+            gpus, by_address = read_topology(node.settings.topology)
+            paths = {n: by_address[p[-1]] for n, p in paths.items() if p[-1] in by_address}
+        except (OSError, ElementTree.ParseError) as error:
+            trouble = f"the topology file {node.settings.topology} cannot be used: {error}"
+    by_gpu = {gpu: nearest(path, paths) for gpu, path in gpus.items()}
+    near = {devices[name][-1] for names in by_gpu.values() for name in names}
+    return Near(by_gpu, near or None, trouble)
+
+
+def address(text: str) -> str:
+    """Write a PCI address as sysfs does."""
+    domain, _, rest = text.lower().partition(":")
+    return f"{domain[-4:]:0>4}:{rest}"
+
+
+def path_of(node: Node, device: str) -> PciPath:
+    """Return the path of a device in sysfs; empty if it is not on PCI."""
+    real = os.path.realpath(node.path(device))
+    return tuple(part.lower() for part in real.split(os.sep) if _PART.fullmatch(part))
+
+
+def gpu_paths(node: Node) -> dict[str, PciPath]:
+    """Return the paths of the GPUs by address."""
+    base = "sys/bus/pci/devices"
+    return {
+        name: path_of(node, f"{base}/{name}")
+        for name in node.names(base)
+        if (node.text(f"{base}/{name}/vendor") or "") in _GPU_VENDORS
+        and (node.text(f"{base}/{name}/class") or "").startswith(_GPU_CLASSES)
+    }
+
+
+def read_topology(path: str) -> tuple[dict[str, PciPath], dict[str, PciPath]]:
+    """Read the paths of GPUs and network devices, by address, from a file in NCCL's XML.
+
+    Raises OSError or ElementTree.ParseError (a SyntaxError) if that is impossible.
+    """
+    gpus: dict[str, PciPath] = {}
+    nics: dict[str, PciPath] = {}
+
+    def walk(element: ElementTree.Element, above: PciPath) -> None:
+        for number, inner in enumerate(element):
+            bus = inner.get("busid")
+            here = (*above, address(bus) if bus else f"{inner.tag}{number}")
+            if inner.tag == "pci" and bus:
+                kind = inner.get("class", "")
+                if kind.startswith(_GPU_CLASSES) or inner.find("gpu") is not None:
+                    gpus[address(bus)] = here
+                elif kind.startswith(_NIC_CLASSES) or inner.find("nic") is not None:
+                    nics[address(bus)] = here
+            walk(inner, here)
+
+    walk(ElementTree.parse(path).getroot(), ())
+    return gpus, nics
+
+
+def nearest(gpu: PciPath, nics: Mapping[str, PciPath]) -> list[str]:
+    """Return the devices that share most of their path with a GPU; none if none shares any."""
+    shared = {name: _shared(gpu, path) for name, path in nics.items()}
+    most = max(shared.values(), default=0)
+    return [name for name, length in shared.items() if length == most and most > 0]
+
+
+def _shared(one: PciPath, other: PciPath) -> int:
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

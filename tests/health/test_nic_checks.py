@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from holdfast.health.baseline import NicSeen, PortSeen, Seen
 from holdfast.health.judgement import Judgement
-from holdfast.health.nic import Port, check_nic, find_near, judge_ports
-from holdfast.health.pci import address, nearest
+from holdfast.health.nic import Port, address, check_nic, find_near, judge_ports, nearest
 
 LEFT, RIGHT = "pci0000:3a/0000:3a:00.0", "pci0000:b0/0000:b0:00.0"
 
