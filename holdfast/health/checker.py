@@ -18,7 +18,6 @@ from __future__ import annotations
 import selectors
 import time
 from collections.abc import Collection, Iterable
-from types import TracebackType
 
 from holdfast.health.baseline import Baseline
 from holdfast.health.catalogue import COSTLY, HealthCheck, checks_of, chosen
@@ -117,12 +116,7 @@ class Checker:
     def __enter__(self) -> Checker:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

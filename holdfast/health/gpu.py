@@ -24,7 +24,7 @@ from collections.abc import Callable
 from holdfast.health.baseline import EccSeen, GpusSeen
 from holdfast.health.judgement import Judgement, Remark, amount, counted, summed, unknown
 from holdfast.health.node import Node
-from holdfast.health.nvml import ABSENT, LOST, Gpu, Gpus, NoNvml, NvmlRefusal
+from holdfast.health.nvml import ABSENT, LOST, Gpu, Gpus, NoNvml, NvmlRefusal, read_gpus
 from holdfast.messages.health import Fact, Verdict
 
 ACTIONS = {
@@ -154,7 +154,7 @@ def check_gpu_memory(node: Node, before: None) -> Judgement:
     if found.verdict != "fail":
         return found
     time.sleep(node.settings.settle_s)
-    return judge_gpus(node.look_again(), node, judge)
+    return judge_gpus(read_gpus(node.settings.nvml), node, judge)
 
 
 def _why_blind(node: Node) -> str | None:

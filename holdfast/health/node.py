@@ -10,7 +10,7 @@ import re
 from functools import cached_property
 from pathlib import Path
 
-from holdfast.health.nvml import Gpus, NoNvml, Nvml, open_nvml
+from holdfast.health.nvml import Gpus, NoNvml, read_gpus
 from holdfast.health.settings import HealthSettings
 
 READ_BYTES = 4 << 20
@@ -20,10 +20,9 @@ _CGROUPS = "sys/fs/cgroup"
 class Node:
     """One look at a machine."""
 
-    def __init__(self, settings: HealthSettings, nvml: Nvml | None = None) -> None:
+    def __init__(self, settings: HealthSettings) -> None:
         self.settings = settings
         self._root = Path(settings.root)
-        self._nvml = nvml or open_nvml(settings.nvml)
 
     @property
     def is_real(self) -> bool:
@@ -95,10 +94,7 @@ class Node:
     @cached_property
     def gpus(self) -> Gpus | NoNvml:
         """The GPUs at this look, read once for all checks."""
-        return self._nvml.look()
-
-    def look_again(self) -> Gpus | NoNvml:
-        return self._nvml.look()
+        return read_gpus(self.settings.nvml)
 
     @cached_property
     def has_nvidia_device(self) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -113,46 +113,30 @@ class NoNvml(Struct, frozen=True):
     reason: str
 
 
-class Nvml(Protocol):
-    """A source of the GPUs' state."""
-
-    def look(self) -> Gpus | NoNvml: ...
-
-
-class NvmlFile:
-    """A JSON file that replaces the library."""
-
-    def __init__(self, path: str) -> None:
-        self._path = Path(path)
-
-    def look(self) -> Gpus | NoNvml:
+def read_gpus(replacement: str | None) -> Gpus | NoNvml:
+    """Read the GPUs from the library, or from the JSON file that replaces it."""
+    if replacement is not None:
         try:
-            return msgspec.json.decode(self._path.read_bytes(), type=Gpus)
+            return msgspec.json.decode(Path(replacement).read_bytes(), type=Gpus)
         except (OSError, msgspec.DecodeError) as error:
             told = error.strerror if isinstance(error, OSError) else error
-            return NoNvml(f"no NVML here ({self._path}: {told})")
-
-
-class NvmlLibrary:
-    """The library itself, through pynvml."""
-
-    def look(self) -> Gpus | NoNvml:
-        try:
-            import pynvml
-        except ImportError:
-            return NoNvml(MISSING)
-        try:
-            pynvml.nvmlInit()
-        except pynvml.NVMLError as error:
-            return NoNvml(f"NVML does not answer: {NvmlRefusal(error.value)}")
-        try:
-            driver, count = pynvml.nvmlSystemGetDriverVersion(), pynvml.nvmlDeviceGetCount()
-            reader = _Reader(pynvml)
-            return Gpus(driver=str(driver), gpus=tuple(map(reader.gpu, range(count))))
-        except pynvml.NVMLError as error:
-            return NoNvml(f"NVML does not count the GPUs: {NvmlRefusal(error.value)}")
-        finally:
-            pynvml.nvmlShutdown()
+            return NoNvml(f"no NVML here ({replacement}: {told})")
+    try:
+        import pynvml
+    except ImportError:
+        return NoNvml(MISSING)
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return NoNvml(f"NVML does not answer: {NvmlRefusal(error.value)}")
+    try:
+        driver, count = pynvml.nvmlSystemGetDriverVersion(), pynvml.nvmlDeviceGetCount()
+        reader = _Reader(pynvml)
+        return Gpus(driver=str(driver), gpus=tuple(map(reader.gpu, range(count))))
+    except pynvml.NVMLError as error:
+        return NoNvml(f"NVML does not count the GPUs: {NvmlRefusal(error.value)}")
+    finally:
+        pynvml.nvmlShutdown()
 
 
 class _Reader:
@@ -238,8 +222,3 @@ class _Reader:
 def _address(info: Any) -> str:
     """Write a PCI address as sysfs does."""
     return f"{info.domain:04x}:{info.bus:02x}:{info.device:02x}.0"
-
-
-def open_nvml(replacement: str | None) -> Nvml:
-    """Return the library, or the file that replaces it; nothing is loaded before the first look."""
-    return NvmlLibrary() if replacement is None else NvmlFile(replacement)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 from typing import Any
@@ -28,8 +27,8 @@ from holdfast.health.nvml import (
     GpuProcess,
     Gpus,
     NoNvml,
-    NvmlLibrary,
     NvmlRefusal,
+    read_gpus,
 )
 
 HEALTHY: dict[str, Any] = {
@@ -197,15 +196,13 @@ def test_memory_of_a_dead_process_fails(fake: FakeNode) -> None:
 
 def test_memory_that_is_given_back_meanwhile_blames_nobody(fake: FakeNode) -> None:
     fake.sees_all_processes()
-    looks = itertools.chain([used(20 * GIB)], itertools.repeat(used(0)))
-
-    class Settling:
-        def look(self) -> Gpus:
-            return next(looks)
-
+    fake.gpus({**HEALTHY, "used_bytes": 20 * GIB, "processes": []})
     node = fake.node()
-    node._nvml = Settling()
+    assert isinstance(node.gpus, Gpus), "the first look"
+    fake.gpus({**HEALTHY, "used_bytes": 0, "processes": []})
     assert check_gpu_memory(node, None).verdict == "pass"
+    fake.gpus({**HEALTHY, "used_bytes": 20 * GIB, "processes": []})
+    assert check_gpu_memory(node, None).verdict == "fail"
 
 
 def test_in_a_container_nobody_can_tell_whose_memory_it_is(fake: FakeNode) -> None:
@@ -292,7 +289,7 @@ def test_without_pynvml_a_check_says_how_to_install_it(
 @pytest.mark.skipif(not os.path.exists("/dev/nvidia0"), reason="no GPU here")
 def test_a_real_gpu_is_described() -> None:
     pytest.importorskip("pynvml")
-    found = NvmlLibrary().look()
+    found = read_gpus(None)
     assert isinstance(found, Gpus)
     for gpu in found.gpus:
         assert gpu.handle is None
