@@ -72,17 +72,8 @@ class MountSeen(Struct, frozen=True, tag="mount"):
     kind: str
 
 
-Seen = (
-    CpuSeen
-    | MemorySeen
-    | ClockSeen
-    | GpusSeen
-    | EccSeen
-    | XidSeen
-    | NvlinkSeen
-    | NicSeen
-    | MountSeen
-)
+SeenOfGpus = GpusSeen | EccSeen | XidSeen | NvlinkSeen
+Seen = SeenOfGpus | CpuSeen | MemorySeen | ClockSeen | NicSeen | MountSeen
 
 
 class Baseline(Struct):

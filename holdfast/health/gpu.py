@@ -48,7 +48,7 @@ def judge_gpus(gpus: Gpus | NoNvml, node: Node, judge: Callable[[Gpus], Judgemen
     if isinstance(gpus, Gpus):
         return judge(gpus)
     if not node.has_nvidia_device:
-        return unknown(f"no GPU here: no NVIDIA device, and {gpus.reason}")
+        return unknown("no GPU here: no NVIDIA device")
     return unknown(f"there is an NVIDIA device, but {gpus.reason}")
 
 

@@ -36,25 +36,12 @@ ON_DEMAND = "autofs"
 """Kind of a mount that something else replaces as soon as the path is used."""
 
 
-class Room(Struct, frozen=True):
-    """What a file system has left for ordinary users."""
-
-    size_bytes: int
-    free_bytes: int
-    inodes: int
-    """0 if the file system does not count them."""
-    free_inodes: int
-
-
 def check_disk(node: Node, path: str, before: None) -> Judgement:
     try:
         disk = os.statvfs(_existing(path) if path == node.settings.home else path)
     except OSError as error:
         return Judgement("fail", f"{path}: {error.strerror}")
-    if disk.f_flag & os.ST_RDONLY:
-        return Judgement("pass", f"{path} is read-only: it needs no space")
-    size, free = disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize
-    return judge_room(Room(size, free, disk.f_files, disk.f_favail), path, node.settings.limits)
+    return judge_disk(disk, path, node.settings.limits)
 
 
 def _existing(path: str) -> Path:
@@ -65,20 +52,22 @@ def _existing(path: str) -> Path:
     return found
 
 
-def judge_room(room: Room, path: str, limits: HealthLimits) -> Judgement:
-    text = f"{amount(room.free_bytes)} of {amount(room.size_bytes)} free"
-    remarks = []
-    if room.free_bytes < limits.disk_bytes:
+def judge_disk(disk: os.statvfs_result, path: str, limits: HealthLimits) -> Judgement:
+    if disk.f_flag & os.ST_RDONLY:
+        return Judgement("pass", f"{path} is read-only: it needs no space")
+    size, free = disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize
+    text, remarks = f"{amount(free)} of {amount(size)} free", []
+    if free < limits.disk_bytes:
         remarks.append(Remark("fail", f"{path}: only {text}"))
-    elif room.free_bytes < limits.disk_share * room.size_bytes:
+    elif free < limits.disk_share * size:
         remarks.append(Remark("warn", f"{path}: only {text}"))
-    facts: dict[str, Fact] = {"free_bytes": room.free_bytes, "size_bytes": room.size_bytes}
-    if room.inodes:
-        facts["free_inodes"] = room.free_inodes
-        files = f"{path}: only {room.free_inodes} of {room.inodes} files can still be created"
-        if room.free_inodes < limits.inodes:
+    facts: dict[str, Fact] = {"free_bytes": free, "size_bytes": size}
+    if disk.f_files:  # Some file systems do not count inodes.
+        facts["free_inodes"] = disk.f_favail
+        files = f"{path}: only {disk.f_favail} of {disk.f_files} files can still be created"
+        if disk.f_favail < limits.inodes:
             remarks.append(Remark("fail", files))
-        elif room.free_inodes < limits.inode_share * room.inodes:
+        elif disk.f_favail < limits.inode_share * disk.f_files:
             remarks.append(Remark("warn", files))
     return summed(remarks, text, facts)
 
