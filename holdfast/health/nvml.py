@@ -131,7 +131,7 @@ def read_gpus(replacement: str | None) -> Gpus | NoNvml:
         return NoNvml(f"NVML does not answer: {NvmlRefusal(error.value)}")
     try:
         driver, count = pynvml.nvmlSystemGetDriverVersion(), pynvml.nvmlDeviceGetCount()
-        reader = _Reader(pynvml)
+        reader = _GpuReader(pynvml)
         return Gpus(driver=str(driver), gpus=tuple(map(reader.gpu, range(count))))
     except pynvml.NVMLError as error:
         return NoNvml(f"NVML does not count the GPUs: {NvmlRefusal(error.value)}")
@@ -139,7 +139,7 @@ def read_gpus(replacement: str | None) -> Gpus | NoNvml:
         pynvml.nvmlShutdown()
 
 
-class _Reader:
+class _GpuReader:
     """Reads GPUs from the library while it is open."""
 
     def __init__(self, pynvml: Any) -> None:
