@@ -1,4 +1,4 @@
-"""Faults on demand: who gets which, when, once, and what is known of it afterwards."""
+"""Injected faults: what each strikes and when, that it strikes once, and what reports say of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults on demand: each befalls whom it shall, in the step it shall, and the job goes on."""
+"""Injected faults end to end: each strikes its target in its step, and the job goes on."""
 
 from __future__ import annotations
 

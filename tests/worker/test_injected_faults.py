@@ -1,4 +1,4 @@
-"""Traps: laid by an agent, sprung by a worker in exactly the step they are for."""
+"""Traps: set by an agent, sprung by a worker in exactly their step."""
 
 from __future__ import annotations
 
