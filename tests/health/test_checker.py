@@ -1,4 +1,4 @@
-"""The checker with real probes: a check that hangs, dies or lies costs its own answer and nothing else."""
+"""The checker with real probes: a check that hangs, dies or lies costs only its own answer."""
 
 from __future__ import annotations
 
