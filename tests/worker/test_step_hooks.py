@@ -18,7 +18,8 @@ from holdfast.shm.rank_page import PageState, ProgressPage, create_page
 BEFORE = """
 import os, sys
 from holdfast.shm.rank_page import ProgressPage
-from holdfast.worker import hooks, runtime
+from holdfast.worker import runtime
+from holdfast.worker.torch_hooks import steps as hooks
 from holdfast.worker.channel import Channel
 from holdfast.worker.runtime import Runtime
 worker = Runtime(Channel(int(sys.argv[1])), ProgressPage(int(sys.argv[2])))
