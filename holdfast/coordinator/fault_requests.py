@@ -14,11 +14,11 @@ from holdfast.core import drills
 from holdfast.core.chaos.plans import Plan
 from holdfast.core.job import Job
 from holdfast.messages.chaos import FAULTS
-from holdfast.messages.wire import FaultTaken, Refused, Taken
+from holdfast.messages.wire import FaultTaken, InjectionOutcome, Rejected
 
 LIMIT_S = 3.0
 
-Answer = FaultTaken | Refused
+Answer = FaultTaken | Rejected
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Askers:
         if plans:
             asker.tell(FaultTaken(taken=tuple(_taken(job, plan) for plan in plans)))
         else:
-            asker.tell(Refused(reason="the job has changed; see `holdfast status`, and ask again"))
+            asker.tell(Rejected(reason="the job has changed; see `holdfast status`, and ask again"))
 
 
 def _plans(job: Job, asker: _Asker) -> list[Plan]:
@@ -74,12 +74,12 @@ def _known(job: Job, plan: Plan) -> bool:
     return not any(trap.injection == plan.number for trap in job.chaos.traps)
 
 
-def _taken(job: Job, plan: Plan) -> Taken:
+def _taken(job: Job, plan: Plan) -> InjectionOutcome:
     outcome, line, whom = drills.answer(job, plan)
     if whom is None:
-        return Taken(injection=plan.number, outcome=outcome, line=line)
+        return InjectionOutcome(injection=plan.number, outcome=outcome, line=line)
     by_rank = FAULTS[plan.injection.kind].befalls == "rank"
-    return Taken(
+    return InjectionOutcome(
         injection=plan.number,
         outcome=outcome,
         line=line,

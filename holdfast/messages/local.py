@@ -120,7 +120,7 @@ class Died(Local, frozen=True, kw_only=True):
     raised: Raised
 
 
-class Done(Local, frozen=True, kw_only=True):
+class ScriptFinished(Local, frozen=True, kw_only=True):
     """Worker to agent: the script ran to its end; only the interpreter's own end is left."""
 
 
@@ -161,7 +161,7 @@ class Ask(Local, frozen=True, kw_only=True):
     request: ScriptRequest
 
 
-class Reply(Local, frozen=True, kw_only=True):
+class ScriptReply(Local, frozen=True, kw_only=True):
     """Agent to worker: the answer to that request."""
 
     lane: int
@@ -186,7 +186,7 @@ FromWorker = (
     | Stepped
     | TrapSprung
     | Died
-    | Done
+    | ScriptFinished
     | Ask
     | OpenCheckpointer
     | ImageWhole
@@ -194,5 +194,5 @@ FromWorker = (
     | Tested
     | Piece
 )
-ToScript = Reply | Piece
+ToScript = ScriptReply | Piece
 """To a worker whose script runs."""

@@ -82,14 +82,14 @@ class Append(Request, frozen=True, kw_only=True):
     value: Value
 
 
-class Wait(Request, frozen=True, kw_only=True):
+class WaitForKeys(Request, frozen=True, kw_only=True):
     """Answered when all keys are there: Granted."""
 
     keys: Keys
     timeout_s: Seconds
 
 
-class Check(Request, frozen=True, kw_only=True):
+class CheckKeys(Request, frozen=True, kw_only=True):
     """Whether all keys are there. Answered: Truth."""
 
     keys: Keys
@@ -146,7 +146,7 @@ class AwaitStragglers(Request, frozen=True, kw_only=True):
     after: Annotated[int, Meta(ge=0)]
 
 
-StoreRequest = Set | Get | Add | CompareSet | Append | Wait | Check | Delete | CountKeys
+StoreRequest = Set | Get | Add | CompareSet | Append | WaitForKeys | CheckKeys | Delete | CountKeys
 HeldRequest = FindState | AwaitSave | AwaitStragglers
 """What is answered when something happens that has nothing to do with other requests."""
 AnyRequest = StoreRequest | JoinBarrier | CastVote | HeldRequest

@@ -60,7 +60,7 @@ class Why(Struct, frozen=True, kw_only=True, tag=True):
     """Ranks that are past their deadlines."""
 
 
-class Taken(Struct, frozen=True, kw_only=True):
+class InjectionOutcome(Struct, frozen=True, kw_only=True):
     """What became of an injection so far."""
 
     injection: int
@@ -73,7 +73,7 @@ class Taken(Struct, frozen=True, kw_only=True):
 
 
 class FaultTaken(Struct, frozen=True, kw_only=True, tag=True):
-    taken: tuple[Taken, ...]
+    taken: tuple[InjectionOutcome, ...]
 
 
 class Welcome(Struct, frozen=True, kw_only=True, tag=True):
@@ -85,7 +85,7 @@ class Welcome(Struct, frozen=True, kw_only=True, tag=True):
     """How often to send a Beat when there is nothing else to say."""
 
 
-class Refused(Struct, frozen=True, kw_only=True, tag=True):
+class Rejected(Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
@@ -113,5 +113,5 @@ class Ack(Struct, frozen=True, kw_only=True, tag=True):
 
 
 FromAgent = Hello | Visit | Sent | Testimony | Beat
-ToVisitor = Why | FaultTaken | Refused
-FromCoordinator = Welcome | Refused | Ack | NodeAction
+ToVisitor = Why | FaultTaken | Rejected
+FromCoordinator = Welcome | Rejected | Ack | NodeAction

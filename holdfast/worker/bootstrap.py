@@ -24,8 +24,8 @@ from holdfast.messages.local import (
     Assign,
     Began,
     Died,
-    Done,
     Program,
+    ScriptFinished,
     Standing,
     Test,
     ToWorker,
@@ -107,7 +107,7 @@ def _be_done(worker: Runtime) -> None:
     vitals = worker.vitals
     if not vitals.read().steps or vitals.trainer != threading.get_ident():
         threading._shutdown()  # type: ignore[attr-defined]
-    worker.channel.send(Done())
+    worker.channel.send(ScriptFinished())
 
 
 def _take_over(assign: Assign, fds: list[int]) -> None:

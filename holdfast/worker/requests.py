@@ -31,7 +31,7 @@ from holdfast.errors import (
     RequestError,
     RequestTimeout,
 )
-from holdfast.messages.local import Ask, Reply, ToScript
+from holdfast.messages.local import Ask, ScriptReply, ToScript
 from holdfast.messages.requests import (
     LARGE_AT_ONCE,
     MAX_LANES,
@@ -154,7 +154,7 @@ class Requests:
         message = self._joiner.message(packet, _reply_decoder.decode)
         if message is None:
             return
-        assert isinstance(message, Reply)
+        assert isinstance(message, ScriptReply)
         if message.number != self._numbers[message.lane]:
             return
         if message.lane in self._waited_for:

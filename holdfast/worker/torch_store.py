@@ -32,7 +32,7 @@ from holdfast.messages.requests import (
     MAX_KEYS,
     Add,
     Append,
-    Check,
+    CheckKeys,
     CompareSet,
     CountKeys,
     Delete,
@@ -42,7 +42,7 @@ from holdfast.messages.requests import (
     Total,
     Truth,
     Values,
-    Wait,
+    WaitForKeys,
 )
 from holdfast.worker.requests import SLACK_S, Requests
 
@@ -80,7 +80,7 @@ class CoordinatorStore(dist.Store):  # type: ignore[misc]
         self._wait(keys, _seconds(timeout or self.timeout))
 
     def check(self, keys: Sequence[str]) -> bool:
-        return all(self._ask(Check(keys=some), Truth).so for some in _batches(keys))
+        return all(self._ask(CheckKeys(keys=some), Truth).so for some in _batches(keys))
 
     def delete_key(self, key: str) -> bool:
         return self._ask(Delete(key=key), Truth).so
@@ -125,7 +125,7 @@ class CoordinatorStore(dist.Store):  # type: ignore[misc]
         deadline = time.monotonic() + limit_s
         with _torch_timeouts():
             for some in _batches(keys):
-                self._requests.ask(Wait(keys=some, timeout_s=limit_s), limit_s + SLACK_S)
+                self._requests.ask(WaitForKeys(keys=some, timeout_s=limit_s), limit_s + SLACK_S)
                 limit_s = max(0.0, deadline - time.monotonic())
 
     def _ask(self, request: StoreRequest, kind: Callable[..., T]) -> T:

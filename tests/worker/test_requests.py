@@ -24,7 +24,7 @@ from holdfast.errors import (
     RequestError,
     RequestTimeout,
 )
-from holdfast.messages.local import PACKET_BYTES, Ask, Piece, Reply
+from holdfast.messages.local import PACKET_BYTES, Ask, Piece, ScriptReply
 from holdfast.messages.requests import (
     MAX_VALUE_BYTES,
     Add,
@@ -75,7 +75,7 @@ class FakeAgent:
                 self.reply(message, answer)
 
     def reply(self, ask: Ask, answer: AnyAnswer) -> None:
-        for packet in packets_of(Reply(lane=ask.lane, number=ask.number, answer=answer)):
+        for packet in packets_of(ScriptReply(lane=ask.lane, number=ask.number, answer=answer)):
             self.socket.send(packet)
 
     def until_asked(self, count: int) -> None:

@@ -39,7 +39,7 @@ from holdfast.messages.requests import (
     HeldRequest,
     JoinBarrier,
     Values,
-    Wait,
+    WaitForKeys,
 )
 from holdfast.messages.units import Rank, Time
 
@@ -222,7 +222,7 @@ def _all_over(desk: Desk, over: Iterable[Over]) -> list[Answered]:
 
 def _keep_open(desk: Desk, event: Asked, asker: Asker, now: Time) -> None:
     request = event.request
-    assert isinstance(request, Wait | JoinBarrier | CastVote | HeldRequest)
+    assert isinstance(request, WaitForKeys | JoinBarrier | CastVote | HeldRequest)
     limit_s = getattr(request, "timeout_s", None)
     until = None if limit_s is None else Time(now + limit_s)
     desk.open[asker] = Open(event, until)
@@ -240,7 +240,7 @@ def _leave(desk: Desk, asker: Asker) -> None:
     asked = desk.open[asker].asked
     if isinstance(asked.request, JoinBarrier | CastVote):
         meeting.withdraw(desk.meetings, asked.request, asked.rank)
-    elif isinstance(asked.request, Wait):
+    elif isinstance(asked.request, WaitForKeys):
         keys.forget(desk.store, asker)
 
 
@@ -251,7 +251,7 @@ def _drop(desk: Desk, asker: Asker) -> None:
 
 def _waited_for(desk: Desk, asked: Asked) -> str:
     request = asked.request
-    if isinstance(request, Wait):
+    if isinstance(request, WaitForKeys):
         missing = [key for key in request.keys if key not in desk.store.items]
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         named = ", ".join(repr(key) for key in missing[:3])

@@ -22,7 +22,7 @@ from holdfast.messages.requests import (
     Add,
     AnyAnswer,
     Append,
-    Check,
+    CheckKeys,
     CompareSet,
     CountKeys,
     Delete,
@@ -34,7 +34,7 @@ from holdfast.messages.requests import (
     Total,
     Truth,
     Values,
-    Wait,
+    WaitForKeys,
 )
 
 MAX_STORE_BYTES = 32 << 20
@@ -47,7 +47,7 @@ Asker = str
 """Who waits: one lane of one rank."""
 
 
-class Waiting(Struct):
+class KeyWait(Struct):
     keys: tuple[str, ...]
     position: int = 0
     """Of the missing key that is watched."""
@@ -56,12 +56,12 @@ class Waiting(Struct):
 class Store(Struct):
     items: dict[str, bytes] = field(default_factory=dict)
     size_bytes: int = 0
-    waits: dict[Asker, Waiting] = field(default_factory=dict)
+    waits: dict[Asker, KeyWait] = field(default_factory=dict)
     watched: dict[str, dict[Asker, bool]] = field(default_factory=dict)
     """Who watches a missing key, in the order in which they came (the values say nothing)."""
 
 
-class Taken(Struct, frozen=True):
+class StoreResponse(Struct, frozen=True):
     """What a request led to."""
 
     answer: AnyAnswer | None
@@ -70,18 +70,18 @@ class Taken(Struct, frozen=True):
     """Whose keys are all there by this request."""
 
 
-def take(store: Store, asker: Asker, request: StoreRequest) -> Taken:
+def take(store: Store, asker: Asker, request: StoreRequest) -> StoreResponse:
     """Do what is asked, at once and as a whole; what is refused changes nothing."""
     if isinstance(request, Get):
-        return Taken(_values(store, request.keys))
-    if isinstance(request, Check):
-        return Taken(Truth(so=all(key in store.items for key in request.keys)))
+        return StoreResponse(_values(store, request.keys))
+    if isinstance(request, CheckKeys):
+        return StoreResponse(Truth(so=all(key in store.items for key in request.keys)))
     if isinstance(request, CountKeys):
-        return Taken(Total(number=len(store.items)))
-    if isinstance(request, Wait):
-        return Taken(None if _watch(store, asker, Waiting(request.keys)) else Granted())
+        return StoreResponse(Total(number=len(store.items)))
+    if isinstance(request, WaitForKeys):
+        return StoreResponse(None if _watch(store, asker, KeyWait(request.keys)) else Granted())
     if isinstance(request, Delete):
-        return Taken(Truth(so=_remove(store, request.key)))
+        return StoreResponse(Truth(so=_remove(store, request.key)))
     if isinstance(request, Set):
         return _write(store, dict(request.items), Granted())
     if isinstance(request, Add):
@@ -114,47 +114,47 @@ def _values(store: Store, keys: tuple[str, ...]) -> Values:
     return Values(values=tuple(values))
 
 
-def _add(store: Store, request: Add) -> Taken:
+def _add(store: Store, request: Add) -> StoreResponse:
     written = store.items.get(request.key, b"0")
     try:
         number = int(written) if len(written) <= _LONGEST_NUMBER else None
     except ValueError:
         number = None
     if number is None:
-        return Taken(Denied(reason="not a number", detail=f"the value of {request.key!r}"))
+        return StoreResponse(Denied(reason="not a number", detail=f"the value of {request.key!r}"))
     number += request.amount
     if not -_INT64 <= number < _INT64:
         detail = f"the value of {request.key!r} would not fit into 64 bits"
-        return Taken(Denied(reason="not a number", detail=detail))
+        return StoreResponse(Denied(reason="not a number", detail=detail))
     return _write(store, {request.key: b"%d" % number}, Total(number=number))
 
 
-def _compare_set(store: Store, request: CompareSet) -> Taken:
+def _compare_set(store: Store, request: CompareSet) -> StoreResponse:
     value = store.items.get(request.key)
     if (value or b"") == request.expected:
         return _write(store, {request.key: request.desired}, Values(values=(request.desired,)))
-    return Taken(Values(values=(value,)))
+    return StoreResponse(Values(values=(value,)))
 
 
 # ---- changes -----------------------------------------------------------------------------------
 
 
-def _write(store: Store, items: dict[str, bytes], answer: AnyAnswer) -> Taken:
+def _write(store: Store, items: dict[str, bytes], answer: AnyAnswer) -> StoreResponse:
     growth = sum(_cost(k, v) - _cost(k, store.items.get(k)) for k, v in items.items())
     longest = max(map(len, items.values()))
     if longest > MAX_VALUE_BYTES:
         detail = f"a value of {longest} bytes; a value has at most {MAX_VALUE_BYTES}"
-        return Taken(Denied(reason="too large", detail=detail))
+        return StoreResponse(Denied(reason="too large", detail=detail))
     if growth > 0 and store.size_bytes + growth > MAX_STORE_BYTES:
         detail = f"the store of this round is full: it holds at most {MAX_STORE_BYTES} bytes"
-        return Taken(Denied(reason="too large", detail=detail))
+        return StoreResponse(Denied(reason="too large", detail=detail))
     fresh = [key for key in items if key not in store.items]
     store.items.update(items)
     store.size_bytes += growth
     woken: list[Asker] = []
     for key in fresh:
         woken += _came(store, key)
-    return Taken(answer, tuple(woken))
+    return StoreResponse(answer, tuple(woken))
 
 
 def _remove(store: Store, key: str) -> bool:
@@ -170,7 +170,7 @@ def _cost(key: str, value: bytes | None) -> int:
 # ---- waiting -----------------------------------------------------------------------------------
 
 
-def _watch(store: Store, asker: Asker, waiting: Waiting) -> bool:
+def _watch(store: Store, asker: Asker, waiting: KeyWait) -> bool:
     """Watch a missing key, the next one from the last on; False when there is none."""
     keys, start = waiting.keys, waiting.position
     for step in range(len(keys)):

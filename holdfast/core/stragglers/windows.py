@@ -53,7 +53,7 @@ class Track(Struct):
     flagged: bool = False
 
 
-class RankState(Struct):
+class RankSpeed(Struct):
     host: str
     best_s: dict[str, float] = field(default_factory=dict)
     last_s: dict[str, float] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class RankScores(Struct, frozen=True):
 
 
 class Stragglers(Struct):
-    ranks: dict[Rank, RankState] = field(default_factory=dict)
+    ranks: dict[Rank, RankSpeed] = field(default_factory=dict)
     """All of the round."""
     window: dict[Rank, Sections] = field(default_factory=dict)
     full: dict[Rank, bool] = field(default_factory=dict)
@@ -87,7 +87,7 @@ def renew(state: Stragglers, hosts: Mapping[Rank, str], now_step: StepNumber) ->
         if track.flagged
     ]
     before = state.ranks if len(hosts) == len(state.ranks) else {}
-    state.ranks = {rank: RankState(host) for rank, host in sorted(hosts.items())}
+    state.ranks = {rank: RankSpeed(host) for rank, host in sorted(hosts.items())}
     for rank, fresh in state.ranks.items():
         if rank in before and before[rank].host == fresh.host:
             fresh.best_s = before[rank].best_s
@@ -168,7 +168,7 @@ def _relative(works: Mapping[Rank, Works]) -> dict[Rank, Score]:
     return {rank: score for rank, score in found.items() if score is not None}
 
 
-def _individual(each: RankState, works: Works) -> Score | None:
+def _individual(each: RankSpeed, works: Works) -> Score | None:
     """How fast the rank is beside its best; a time counts as reached when it was held twice."""
     now_s = {name: work.median_s for name, work in works.items() if not work.hidden}
     for name in filter(each.last_s.__contains__, now_s):
@@ -189,7 +189,7 @@ def _follow(track: Track, score: Score, bar: float) -> bool:
     return True
 
 
-def _tracks(each: RankState) -> tuple[tuple[Kind, Track], tuple[Kind, Track]]:
+def _tracks(each: RankSpeed) -> tuple[tuple[Kind, Track], tuple[Kind, Track]]:
     return ("relative", each.relative), ("individual", each.individual)
 
 
