@@ -6,6 +6,7 @@ steps, the optimizer hook or the user's own `holdfast.progress`, ends up in `Run
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ class Runtime:
         self.channel = channel
         self.round = round
         self.images = images
+        self.pid = os.getpid()
         self.requests = Requests(channel)
         self.store: CoordinatorStore | None = None
         """Made when first asked for; torch needs somebody to hold it."""
