@@ -27,7 +27,7 @@ from holdfast.errors import JournalCorrupt, JournalError
 from holdfast.messages.events import AnyEvent, JobOpened
 from holdfast.messages.units import NodeId, Time
 
-VERSION = 1
+VERSION = 2
 SNAPSHOT_EVERY = 2000
 SNAPSHOT_BYTES = 4 << 20
 
