@@ -1,20 +1,20 @@
-"""`holdfast.store()`: a torch `Store` that the coordinator keeps.
+"""Implements `holdfast.store()`, a torch `Store` whose keys the coordinator keeps.
 
-It is for torch to call as much as for scripts: `init_process_group(store=...)`, a `PrefixStore` around
-it and a process group's own threads reach it from C++. What torch 2.13 lets Python provide for that:
+Torch calls it as much as scripts do: `init_process_group(store=...)`, a `PrefixStore` around it and a
+process group's own threads reach it from C++. As of torch 2.13 that means:
 
-- C++ looks some methods up under its own names (`getNumKeys`, `deleteKey`), others under Python's
-  (`compare_set`, `multi_get`, `has_extended_api`), so both names are there.
-- `wait` is called with one argument or two; values come as bytes from C++ and as str from scripts.
-- Queues (`queue_push` and so on) and `list_keys` cannot be reached through C++ at all; they raise
-  NotImplementedError here as in any other store that has none.
-- C++ keeps the C++ half of a store alive, not the Python half. A store that nobody holds in Python
-  fails with "pure virtual function" on the next call. Therefore there is one for the process, which
-  its runtime holds, and a clone is that same store: it is safe for any number of threads.
-- A Python exception goes through C++ and comes out as itself. A timeout is a `DistStoreError`, so that
-  code written for torch's own stores finds what it expects.
+- C++ looks up some methods by its own names (`getNumKeys`, `deleteKey`) and others by Python's
+  (`compare_set`, `multi_get`, `has_extended_api`), so both names exist.
+- `wait` is called with one argument or two; values are bytes from C++ and str from scripts.
+- Queues (`queue_push` etc.) and `list_keys` cannot be reached from C++; they raise NotImplementedError,
+  as in other stores without them.
+- C++ keeps only the C++ half of a store alive. A store that Python does not hold fails with "pure
+  virtual function" on the next call. So the runtime holds the process's only one, which is
+  thread-safe, and `clone` returns it.
+- A Python exception passes through C++ unchanged. A timeout is a `DistStoreError` too, as code written
+  for torch's own stores expects.
 
-As with torch's stores, `get` and `multi_get` wait for their keys for `store.timeout`.
+As with torch's stores, `get` and `multi_get` wait up to `store.timeout` for their keys.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 
 class StoreTimeout(RequestTimeout, dist.DistStoreError):  # type: ignore[misc]
-    """A key did not come in time."""
+    """A key that did not appear in time."""
 
 
 class CoordinatorStore(dist.Store):  # type: ignore[misc]
@@ -70,7 +70,7 @@ class CoordinatorStore(dist.Store):  # type: ignore[misc]
         return self._ask(Add(key=key, amount=amount), Total).number
 
     def compare_set(self, key: str, expected: Words, desired: Words) -> bytes:
-        """What the key has afterwards; what was expected of it if it is missing, as torch has it."""
+        """Return the value afterwards; `expected` if the key is missing, as torch's stores do."""
         expected = _bytes(expected)
         request = CompareSet(key=key, expected=expected, desired=_bytes(desired))
         (value,) = self._ask(request, Values).values
@@ -115,7 +115,7 @@ class CoordinatorStore(dist.Store):  # type: ignore[misc]
     def clone(self) -> CoordinatorStore:
         return self
 
-    # The names under which C++ looks for these.
+    # The names that C++ looks up.
     getNumKeys = num_keys
     deleteKey = delete_key
 
@@ -139,8 +139,6 @@ class CoordinatorStore(dist.Store):  # type: ignore[misc]
 def _torch_timeouts() -> Iterator[None]:
     try:
         yield
-    except StoreTimeout:
-        raise
     except RequestTimeout as error:
         raise StoreTimeout(str(error)) from None
 

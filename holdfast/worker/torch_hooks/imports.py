@@ -1,6 +1,6 @@
-"""Does something to a module as soon as a script imports it, and never imports it itself.
+"""Runs a callback on a module as soon as the script imports it, without importing it.
 
-A version of the module that has not what we look for is left as it is: the script must not notice.
+A version of the module that lacks what the callback patches is left as it is.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from types import ModuleType
 
 
 def when_imported(name: str, act: Callable[[ModuleType], object]) -> None:
-    """Act on the module now, or when it is imported."""
+    """Call `act` on the module, now or when it is imported."""
     if name in sys.modules:
         _act_on(sys.modules[name], act)
     else:
@@ -21,7 +21,7 @@ def when_imported(name: str, act: Callable[[ModuleType], object]) -> None:
 
 
 class _Watcher(MetaPathFinder):
-    """Finds nothing itself; adds a last step to the import of one module."""
+    """Import hook that finds nothing itself, and adds a last step to the import of one module."""
 
     def __init__(self, name: str, act: Callable[[ModuleType], object]) -> None:
         self._name = name
@@ -34,7 +34,7 @@ class _Watcher(MetaPathFinder):
             return None
         sys.meta_path.remove(self)
         for finder in sys.meta_path:
-            find = getattr(finder, "find_spec", None)  # Finders of old have none.
+            find = getattr(finder, "find_spec", None)  # Old finders have none.
             spec: ModuleSpec | None = find(name, path, target) if find is not None else None
             if spec is not None and spec.loader is not None:
                 spec.loader = _ActingLoader(spec.loader, self._act)

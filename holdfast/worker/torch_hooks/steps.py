@@ -1,17 +1,15 @@
-"""What we add to torch in a worker, for scripts that never heard of Holdfast.
+"""Counts training steps, and hands rank 0's store its socket, in scripts that do not know Holdfast.
 
-**Steps are counted.** Torch lets one register a hook that is called after every step of every
-optimizer. Only the first
-optimizer of a process counts, so that a script with two of them (a GAN) does not count twice; when
-it is gone, the next one takes its place. A script that resumed from a checkpoint has the number of
-its steps in the optimizer's state where the optimizer keeps one (Adam does, plain SGD does not).
+**Steps.** Torch calls global hooks around every step of every optimizer. Only the first optimizer of a
+process counts, so that a script with two (a GAN) is not counted twice; when it is gone, the next one
+takes its place. After a resume the number of earlier steps is read from the optimizer's state, if it
+keeps one (Adam does, plain SGD does not).
 
-**Rank 0's store takes over a socket that listens already.** The agent made it before the round was
-agreed, so its port can be nobody else's, and ranks that are quicker than rank 0 wait in its queue for
-a moment, where a refused connection would have made them wait a second before they try again.
+**Store.** The agent created the socket of rank 0's store before the round was agreed, so no other
+process can have its port, and ranks that are faster than rank 0 wait in its backlog; after a refused
+connection they would wait a second before the next attempt.
 
-Both are added when the module concerned is imported, and a script that never imports torch never
-knows.
+Both are installed when the module concerned is imported, if it is.
 """
 
 from __future__ import annotations
@@ -30,13 +28,13 @@ _RENDEZVOUS = "torch.distributed.rendezvous"
 
 
 class StepCounter:
-    """Called by torch before and after each optimizer step."""
+    """Hooks that torch calls before and after each optimizer step."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._counted: weakref.ref[Any] | None = None
         self._outermost: FrameType | None = None
-        """Where the step that is under way was called; or one was that failed."""
+        """Frame of the outermost step in progress, or of one that failed."""
 
     def before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._outermost is None:
@@ -56,13 +54,13 @@ class StepCounter:
             self._runtime.hook_stepped(0)
 
 
-# A script may compile its optimizer's step: torch's compiler is to leave these out, without a word.
+# A script may compile its optimizer's step: torch's compiler must skip these, without a warning.
 for _hook in (StepCounter.before, StepCounter.after):
     _hook._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def _is_inner(optimizer: Any, wrapper: FrameType) -> bool:
-    """Whether this step is part of another of the same optimizer: a subclass's `super().step()`."""
+    """Return whether this step is part of another one of the same optimizer: `super().step()`."""
     frame = wrapper.f_back
     while frame is not None:
         if frame.f_code is wrapper.f_code and frame.f_locals.get("self") is optimizer:
@@ -72,18 +70,18 @@ def _is_inner(optimizer: Any, wrapper: FrameType) -> bool:
 
 
 def _steps_in_state(optimizer: Any) -> int:
-    """How many steps the optimizer says it took, this one included; 1 when it does not say."""
+    """Return the optimizer's own count of steps, including this one; 1 if it keeps none."""
     try:
         for state in optimizer.state.values():
             if isinstance(state, dict) and "step" in state:
                 return max(1, int(state["step"]))
-    except Exception:  # The user's own optimizer may keep anything under that name.
+    except Exception:  # A user's own optimizer may keep anything under that name.
         pass
     return 1
 
 
 def count_steps(runtime: Runtime) -> None:
-    """Register the hook now, or as soon as torch is imported."""
+    """Register the hooks, now or as soon as torch is imported."""
     counter = StepCounter(runtime)
 
     def register(module: ModuleType) -> None:
@@ -94,7 +92,7 @@ def count_steps(runtime: Runtime) -> None:
 
 
 def host_store(listener_fd: int, port: int) -> None:
-    """Let the store that rank 0 makes at that port use the socket that listens there already."""
+    """Make the store that rank 0 creates at that port use the socket that already listens there."""
     unused = [listener_fd]
 
     def patch(module: ModuleType) -> None:

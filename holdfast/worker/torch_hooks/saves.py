@@ -1,9 +1,8 @@
-"""Saves that a script makes by itself count as what they are.
+"""Books the saves that a script makes by itself as sections named "checkpoint".
 
-Storage may be slow without anything being wrong, and while rank 0 writes, the others wait for it. So
-`torch.save` to a file, and torch's distributed checkpoints, are sections named "checkpoint" without
-the script's doing: they have a deadline of their own, and their time is booked. A save into memory is
-none; scripts make those for all sorts of reasons.
+Storage may be slow without a fault, and while rank 0 writes, the other ranks wait for it. So
+`torch.save` to a file, and torch's distributed checkpoints, get a deadline of their own and are booked
+as checkpoints. A save into memory is not: scripts make those for many reasons.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _DISTRIBUTED = ("save", "async_save", "save_state_dict")
 
 
 def book_saves(runtime: Runtime) -> None:
-    """Wrap what saves, now or as soon as it is imported."""
+    """Wrap the functions that save, now or as soon as they are imported."""
 
     def on_serialization(module: ModuleType) -> None:
         _wrap(runtime, "save", [module, sys.modules.get("torch")], _is_to_memory)
@@ -37,7 +36,7 @@ def book_saves(runtime: Runtime) -> None:
 
 
 def _wrap(
-    runtime: Runtime, name: str, homes: list[ModuleType | None], is_none: Callable[..., bool]
+    runtime: Runtime, name: str, homes: list[ModuleType | None], to_memory: Callable[..., bool]
 ) -> None:
     """Put a section around a function, in each module that has it."""
     real = getattr(homes[0], name, None)
@@ -46,7 +45,7 @@ def _wrap(
 
     @functools.wraps(real)
     def save(*args: Any, **kwargs: Any) -> Any:
-        if is_none(*args, **kwargs):
+        if to_memory(*args, **kwargs):
             return real(*args, **kwargs)
         with runtime.section("checkpoint"):
             return real(*args, **kwargs)
