@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 
 def when_imported(name: str, act: Callable[[ModuleType], object]) -> None:
@@ -37,25 +38,19 @@ class _Watcher(MetaPathFinder):
             find = getattr(finder, "find_spec", None)  # Old finders have none.
             spec: ModuleSpec | None = find(name, path, target) if find is not None else None
             if spec is not None and spec.loader is not None:
-                spec.loader = _ActingLoader(spec.loader, self._act)
+                self._extend(spec.loader)
                 return spec
         return None
 
+    def _extend(self, loader: Any) -> None:
+        real = loader.exec_module
 
-class _ActingLoader(Loader):
-    def __init__(self, loader: Loader, act: Callable[[ModuleType], object]) -> None:
-        self._loader = loader
-        self._act = act
+        def exec_module(module: ModuleType) -> None:
+            vars(loader).pop("exec_module", None)  # Nothing is left for the script to see.
+            real(module)
+            _act_on(module, self._act)
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        _act_on(module, self._act)
+        loader.exec_module = exec_module
 
 
 def _act_on(module: ModuleType, act: Callable[[ModuleType], object]) -> None:

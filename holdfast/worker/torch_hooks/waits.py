@@ -1,13 +1,12 @@
-"""How long a rank waits for others, where that can be seen.
+"""Measures how long a rank waits for other ranks, where that is visible.
 
-Whoever waits for a collective in Python calls `Work.wait`: torch's own functions do, FSDP does, scripts
-do; DTensors call `wait_tensor`. Both are wrapped, so what is spent in there can be told from a rank's
-own work, and a rank that stands in there is one that waits (see `pulse`). DDP waits for its gradients
-in C++, within the backward pass: that is not seen.
+A wait for a collective in Python is a call of `Work.wait`: torch's own functions, FSDP and scripts all
+use it; DTensors call `wait_tensor`. Both are wrapped, so that waiting can be told from a rank's own
+work, and a thread that is in here is one that waits (see `heartbeat`). DDP waits for its gradients in
+C++, within the backward pass: that is not visible.
 
-With a GPU those calls return at once, and it is its stream that waits, as after `Stream.wait_event`, by
-which FSDP waits for a stream that communicates. So `DeviceTimes` has the GPU stamp when it comes to
-such a wait, and when it is over.
+With a GPU those calls return at once and the stream waits instead, as after `Stream.wait_event`, by
+which FSDP waits for its communication stream. `DeviceTimes` then records events around such a wait.
 """
 
 from __future__ import annotations
@@ -23,19 +22,21 @@ from holdfast.shm.vital_signs import OWN_WORK, Vitals
 from holdfast.worker.torch_hooks.device_times import DeviceTimes
 from holdfast.worker.torch_hooks.imports import when_imported
 
-_NONE: Final = -1
-"""The backward pass that a thread is in which is in none. With a GPU, torch has threads for them."""
+_NO_BACKWARD: Final = -1
+"""Graph task id of a thread that is in no backward pass. With a GPU, torch has threads for these."""
 
 Call = Callable[..., Any]
 
 
 class Waits:
+    """Wrappers around everything that waits; they time the training thread."""
+
     def __init__(self, trains: Callable[[], bool]) -> None:
         self.seconds = 0.0
-        """For how long the thread that trains has waited so far."""
+        """Time that the training thread has waited so far."""
         self.device: DeviceTimes | None = None
         self._trains = trains
-        """Whether the thread that asks is that one."""
+        """Returns whether the calling thread is the training thread."""
         self._within = False
 
     def install(self) -> None:
@@ -58,7 +59,7 @@ class Waits:
             if is_compiling() or self._within:
                 return real(*args, **kwargs)
             device = self.device
-            if not (self._trains() or (device is not None and backward_pass() != _NONE)):
+            if not (self._trains() or (device is not None and backward_pass() != _NO_BACKWARD)):
                 return real(*args, **kwargs)
             if device is not None:
                 return device.wait(real, *args, **kwargs)
@@ -87,17 +88,16 @@ class Waits:
 
 
 class HostTimes:
-    """How long the phases of a step take a rank without a GPU: without the waiting that is seen."""
+    """Times of the phases' own work on the CPU, without visible waits."""
 
     def __init__(self, vitals: Vitals, waits: Waits) -> None:
         self._vitals = vitals
         self._waits = waits
         self._phase = -1
-        self._began_at = 0.0
-        self._waited_s = 0.0
+        self._began_at = self._waited_s = 0.0
 
     def mark(self, phase: int, now: float) -> None:
-        """The training thread came to another phase."""
+        """Book the phase that ends, and begin another."""
         waited_s = self._waits.seconds
         if self._phase in OWN_WORK:
             own_s = now - self._began_at - (waited_s - self._waited_s)
