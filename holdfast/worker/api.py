@@ -1,9 +1,8 @@
 """Implements the functions of the `holdfast` module that scripts and frameworks call.
 
-Each function states what it does in a process that `holdfast run` did not start. What only reports
-(`progress`, `section`, `heartbeat`) does nothing there; what describes the process (`is_active`,
-`round`, `restarts`, `rank_info`) falls back to torchrun's environment variables; what needs the
-coordinator raises `NotUnderHoldfast`.
+In a process that `holdfast run` did not start, functions that only report do nothing, those that
+describe the process use torchrun's environment variables, and those that need the coordinator raise
+`NotUnderHoldfast`.
 """
 
 from __future__ import annotations
@@ -17,24 +16,15 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from holdfast.errors import HoldfastError, NotUnderHoldfast, UsageError
+from holdfast.messages import requests as messages
 from holdfast.messages.exits import EXIT_DO_NOT_REQUEUE
-from holdfast.messages.requests import (
-    AwaitStragglers,
-    CastVote,
-    ExcludeNode,
-    JoinBarrier,
-    StopJob,
-    StragglersFound,
-    Tally,
-)
+from holdfast.messages.requests import Tally
 from holdfast.messages.timings import Finding
 from holdfast.worker import runtime
 from holdfast.worker.requests import SLACK_S
 
 if TYPE_CHECKING:
     from holdfast.worker.torch_store import CoordinatorStore
-
-# ---- this process's place in the job -----------------------------------------------------------
 
 
 class RankInfo(Struct, frozen=True, kw_only=True):
@@ -63,10 +53,7 @@ class RankInfo(Struct, frozen=True, kw_only=True):
 
 
 def is_active() -> bool:
-    """Return whether this process is a worker that `holdfast run` started.
-
-    A process that a worker forked or spawned is not one: it cannot reach the coordinator.
-    """
+    """Return whether this process is a worker of `holdfast run`, and not forked from one."""
     worker = runtime.current()
     return worker is not None and worker.pid == os.getpid()
 
@@ -74,8 +61,8 @@ def is_active() -> bool:
 def round() -> int:
     """Return the number of the current round, from 1; 0 outside `holdfast run`.
 
-    Each agreed world is one round, so the number grows with every restart and every change of
-    membership. Use it as a prefix or fencing token for what must not outlive a restart.
+    It grows with every restart and every change of membership: a fencing token for whatever must not
+    outlive a restart.
     """
     worker = runtime.current()
     return 0 if worker is None else worker.round
@@ -84,8 +71,7 @@ def round() -> int:
 def restarts() -> int:
     """Return how often the job had restarted its ranks when this process started.
 
-    The value is torchrun's TORCHELASTIC_RESTART_COUNT, so it is also right under torchrun; 0 where
-    no launcher set it.
+    It is torchrun's TORCHELASTIC_RESTART_COUNT, so it is also right under torchrun; 0 without either.
     """
     return _variable("TORCHELASTIC_RESTART_COUNT", 0)
 
@@ -93,8 +79,8 @@ def restarts() -> int:
 def rank_info() -> RankInfo:
     """Return the rank, the world and the round of this process.
 
-    Ranks and sizes are those of torchrun's environment variables, which `holdfast run` sets. Under
-    another launcher they are that launcher's; without any, the process is rank 0 of 1.
+    Ranks and sizes come from torchrun's environment variables, which `holdfast run` sets too. Without
+    any launcher the process is rank 0 of 1.
     """
     world_size = _variable("WORLD_SIZE", 1)
     return RankInfo(
@@ -117,9 +103,6 @@ def _variable(name: str, default: int) -> int:
         return int(text) if text else default
     except ValueError:
         raise UsageError(f"{name}={text}: the launcher must set it to an integer") from None
-
-
-# ---- what a script reports about itself --------------------------------------------------------
 
 
 def progress(step: int) -> None:
@@ -161,9 +144,6 @@ def heartbeat() -> None:
         worker.heartbeat()
 
 
-# ---- what a script asks of the coordinator -----------------------------------------------------
-
-
 def on_straggler(callback: Callable[[Finding], object]) -> None:
     """Call `callback` with a `Finding` whenever a rank becomes a straggler or ceases to be one.
 
@@ -176,10 +156,10 @@ def on_straggler(callback: Callable[[Finding], object]) -> None:
         after = 0
         while True:
             try:
-                answer = requests.ask(AwaitStragglers(after=after), None)
+                answer = requests.ask(messages.AwaitStragglers(after=after), None)
             except HoldfastError:
                 return  # The round is over, and with it this process.
-            assert isinstance(answer, StragglersFound)
+            assert isinstance(answer, messages.StragglersFound)
             after = answer.total
             for finding in answer.findings:
                 callback(finding)
@@ -210,7 +190,7 @@ def barrier(name: str = "", timeout_s: float | None = None) -> None:
     `timeout_s` seconds the call raises `RequestTimeout`; None waits for as long as the round lasts.
     Raises `NotUnderHoldfast` outside `holdfast run`.
     """
-    request = JoinBarrier(name=name or "barrier", timeout_s=timeout_s)
+    request = messages.JoinBarrier(name=name or "barrier", timeout_s=timeout_s)
     _worker("barrier").requests.ask(request, _patience_s(timeout_s))
 
 
@@ -221,7 +201,7 @@ def vote(name: str, value: bool | int | str, timeout_s: float | None = None) -> 
     have exited with 0 count as absent. After `timeout_s` seconds the call raises `RequestTimeout`;
     None waits for as long as the round lasts. Raises `NotUnderHoldfast` outside `holdfast run`.
     """
-    request = CastVote(name=name, ballot=value, timeout_s=timeout_s)
+    request = messages.CastVote(name=name, ballot=value, timeout_s=timeout_s)
     answer = _worker("vote").requests.ask(request, _patience_s(timeout_s))
     assert isinstance(answer, Tally)
     return answer
@@ -233,7 +213,7 @@ def exclude_this_node(reason: str) -> None:
     The call returns when the agent has passed the request on; a moment later all ranks are stopped,
     and the other nodes start again in a new round. Raises `NotUnderHoldfast` outside `holdfast run`.
     """
-    _worker("exclude_this_node").requests.ask(ExcludeNode(reason=reason))
+    _worker("exclude_this_node").requests.ask(messages.ExcludeNode(reason=reason))
 
 
 def stop_job(reason: str, code: int = EXIT_DO_NOT_REQUEUE) -> None:
@@ -242,7 +222,7 @@ def stop_job(reason: str, code: int = EXIT_DO_NOT_REQUEUE) -> None:
     The default code is 93, do not requeue. The call returns when the agent has passed the request on;
     a moment later all ranks are stopped. Raises `NotUnderHoldfast` outside `holdfast run`.
     """
-    _worker("stop_job").requests.ask(StopJob(reason=reason, code=code))
+    _worker("stop_job").requests.ask(messages.StopJob(reason=reason, code=code))
 
 
 def _worker(function: str) -> runtime.Runtime:

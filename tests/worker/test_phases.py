@@ -70,6 +70,12 @@ def test_the_phases_of_every_kind_of_step_are_seen_in_their_order(with_torch: Ru
     workers = DataLoader(Loads(), batch_size=4, num_workers=2)
     assert without_between(train, workers) == STEP * 2 + ["data"], vitals.marked
 
+    # In the training thread, with a module and another loader of its own: all of it is data.
+    class Nests(Loads):
+        def __getitem__(self, index):
+            return next(iter(DataLoader([nn.Identity()(torch.ones(8))])))[0]
+    assert without_between(train, DataLoader(Nests(), batch_size=4)) == STEP * 2 + ["data"]
+
     # Without a loader.
     assert without_between(train, [ONES] * 2) == STEP[1:] * 2, vitals.marked
 

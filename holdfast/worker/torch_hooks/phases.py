@@ -69,8 +69,9 @@ class Phases:
         """Whether the current step is not followed."""
         self._to_skip = 0
         self._stepped_at = 0.0
-        self._backwards = 0
-        """Depth of nested backward passes of the training thread."""
+        self._within = False
+        """Whether the training thread loads data or computes gradients. Either may nest and call
+        modules, as loaders within loaders and activation checkpointing do."""
         self.drag: Callable[[], None] | None = None
         """Slows the forward pass down, as an injected fault."""
         self._waits = Waits(self._trains)
@@ -131,10 +132,6 @@ class Phases:
         if self.drag is not None:
             self.drag()
 
-    def _between(self) -> None:
-        self._mark(BETWEEN)
-        self._arm()
-
     def _trains(self) -> bool:
         return get_ident() == self._vitals.trainer
 
@@ -165,47 +162,39 @@ class Phases:
             self._vitals.waiting = ALSO_IN_FORWARD if sharded else WITH_GRADIENTS
 
     def _on_loader(self, module: ModuleType) -> None:
-        real = module._BaseDataLoaderIter.__next__
-
-        @functools.wraps(real)
-        def fetch(iterator: Any) -> Any:
-            if self._skips or not self._trains():
-                return real(iterator)
-            self._mark(DATA)
-            try:
-                return real(iterator)
-            finally:
-                if self._compiles:
-                    self._forward()
-                else:
-                    self._between()
-
-        module._BaseDataLoaderIter.__next__ = fetch
+        iterator = module._BaseDataLoaderIter
+        iterator.__next__ = self._marked(iterator.__next__, DATA)
 
     def _on_autograd(self, module: ModuleType) -> None:
-        real = module.backward
+        module.__dict__["backward"] = self._marked(module.backward, BACKWARD)
+
+    def _marked(self, real: Callable[..., Any], phase: int) -> Callable[..., Any]:
+        """Wrap a function that is a phase of its own when the training thread calls it."""
 
         @functools.wraps(real)
-        def backward(*args: Any, **kwargs: Any) -> Any:
-            # Reentrant checkpointing nests backward passes.
-            if self._skips or self._backwards or not self._trains():
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._skips or self._within or not self._trains():
                 return real(*args, **kwargs)
-            self._backwards += 1
-            self._mark(BACKWARD)
+            self._within = True
+            self._mark(phase)
             try:
                 return real(*args, **kwargs)
             finally:
-                self._backwards -= 1
-                self._between()
+                self._within = False
+                if phase == DATA and self._compiles:
+                    self._forward()
+                else:
+                    self._mark(BETWEEN)
+                    self._arm()
 
-        module.__dict__["backward"] = backward
+        return call
 
     def _on_module(self, module: ModuleType) -> None:
         hooks, torch = module._global_forward_pre_hooks, sys.modules["torch"]
 
         def called(root: Any, *_: Any) -> None:
-            if torch.compiler.is_compiling() or self._backwards or not self._trains():
-                return  # Activation checkpointing calls modules again in the backward pass.
+            if torch.compiler.is_compiling() or self._within or not self._trains():
+                return
             if _is_ddp(root):
                 self._reduced = weakref.ref(root.module)
                 return  # DDP waits for rank 0's buffers before it calls its module.
