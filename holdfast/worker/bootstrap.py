@@ -20,27 +20,18 @@ import msgspec
 
 from holdfast.diagnosis import faulthandling, flight
 from holdfast.kernel import PR_SET_PDEATHSIG, prctl
-from holdfast.messages.local import (
-    Assign,
-    Began,
-    Died,
-    Program,
-    ScriptFinished,
-    Standing,
-    Test,
-    ToWorker,
-    TrapSprung,
-)
+from holdfast.messages import local
+from holdfast.messages.local import Assign
 from holdfast.shm.rank_page import ProgressPage
 from holdfast.shm.vital_signs import Times
 from holdfast.worker import node_test, nursery, runtime, script
 from holdfast.worker.channel import Channel, move_up
 from holdfast.worker.heartbeat import Pulse
 from holdfast.worker.runtime import Runtime
-from holdfast.worker.torch_hooks import saves, steps
+from holdfast.worker.torch_hooks import patches
 from holdfast.worker.torch_hooks.phases import Phases
 
-_decoder = msgspec.msgpack.Decoder(ToWorker)
+_decoder = msgspec.msgpack.Decoder(local.ToWorker)
 _NEVER = Times(0, 0.0, ())
 
 
@@ -51,23 +42,23 @@ def become_worker(control_fd: int, page_fd: int, rehearse: bool) -> int:
     os.close(page_fd)
     if rehearse:
         nursery.rehearse()
-        channel.send(Standing())
+        channel.send(local.Standing())
     packet, fds = channel.receive(max_fds=5)
     if not packet:
         os._exit(0)
     assign = _decoder.decode(packet)
-    if isinstance(assign, Test):
+    if isinstance(assign, local.Test):
         channel.send(node_test.run(assign, fds, channel.send))
         os._exit(0)
     _take_over(assign, fds)
     worker = _install(assign, channel, page)
     if len(fds) > 4:
-        steps.host_store(move_up(fds[4]), int(assign.env["MASTER_PORT"]))
+        patches.host_store(move_up(fds[4]), int(assign.env["MASTER_PORT"]))
     _, name, *arguments = sys.argv
-    program = Program(entry=assign.entry, script=name, args=tuple(arguments))
-    channel.send(Began(at=time.monotonic()))
+    program = local.Program(entry=assign.entry, script=name, args=tuple(arguments))
+    channel.send(local.Began(at=time.monotonic()))
     try:
-        code = script.run(program, lambda raised: channel.send(Died(raised=raised)))
+        code = script.run(program, lambda raised: channel.send(local.Died(raised=raised)))
     except SystemExit as leaving:
         if leaving.code in (None, 0):
             _finish(worker)
@@ -84,8 +75,8 @@ def _install(assign: Assign, channel: Channel, page: ProgressPage) -> Runtime:
     os.register_at_fork(after_in_child=page.detach)
     phases = Phases(page.vitals)
     phases.install()
-    saves.book_saves(worker)
-    steps.count_steps(worker)
+    patches.book_saves(worker)
+    patches.count_steps(worker)
     look_for_traps = _trap_finder(worker, page, phases)
     look_for_traps()
 
@@ -106,7 +97,7 @@ def _finish(worker: Runtime) -> None:
     vitals = worker.vitals
     if not vitals.read().steps or vitals.trainer != threading.get_ident():
         threading._shutdown()  # type: ignore[attr-defined]
-    worker.channel.send(ScriptFinished())
+    worker.channel.send(local.ScriptFinished())
 
 
 def _take_over(assign: Assign, fds: list[int]) -> None:
@@ -141,7 +132,7 @@ def _trap_finder(worker: Runtime, page: ProgressPage, phases: Phases) -> Callabl
 
             worker.traps = Traps(
                 page.traps,
-                lambda: worker.channel.send(TrapSprung()),
+                lambda: worker.channel.send(local.TrapSprung()),
                 lambda: page.vitals.times().get("step", _NEVER).latest_s,
             )
             phases.drag = worker.traps.drag.in_forward

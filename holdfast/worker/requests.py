@@ -23,13 +23,7 @@ from contextlib import nullcontext
 
 import msgspec
 
-from holdfast.errors import (
-    FencedError,
-    NotUnderHoldfast,
-    RequestDenied,
-    RequestError,
-    RequestTimeout,
-)
+from holdfast import errors
 from holdfast.messages.local import Ask, ScriptReply, ToScript
 from holdfast.messages.requests import (
     LARGE_AT_ONCE,
@@ -75,7 +69,7 @@ class Requests:
     def ask(self, request: ScriptRequest, patience_s: float | None = PATIENCE_S) -> AnyAnswer:
         """Return the answer; raise if it is a denial or does not come in time."""
         if os.getpid() != self._pid:
-            raise NotUnderHoldfast(
+            raise errors.NotUnderHoldfast(
                 f"process {os.getpid()} was forked from worker {self._pid}; only the worker itself"
                 " can ask the coordinator"
             )
@@ -106,7 +100,7 @@ class Requests:
                 lane = len(self._numbers)
                 self._numbers.append(0)
             else:
-                raise RequestDenied(f"this process already has {MAX_LANES} open requests")
+                raise errors.RequestDenied(f"this process already has {MAX_LANES} open requests")
             self._numbers[lane] += 1
             self._waited_for.add(lane)
             return lane, self._numbers[lane]
@@ -114,7 +108,7 @@ class Requests:
     def _send(self, message: Ask) -> None:
         with self._sending:  # Pieces of two messages must not mix.
             if not all(self._channel.send_packet(packet) for packet in packets_of(message)):
-                raise RequestError("the agent of this worker cannot be reached any more")
+                raise errors.RequestError("the agent of this worker cannot be reached any more")
 
     # ---- waiting ----
 
@@ -122,10 +116,10 @@ class Requests:
         with self._changed:
             while lane not in self._answers:
                 if self._lost:
-                    raise RequestError("the agent of this worker does not answer any more")
+                    raise errors.RequestError("the agent of this worker does not answer any more")
                 left_s = None if deadline is None else deadline - time.monotonic()
                 if left_s is not None and left_s <= 0:
-                    raise RequestTimeout("the coordinator did not answer in time")
+                    raise errors.RequestTimeout("the coordinator did not answer in time")
                 if self._reading:
                     self._changed.wait(left_s)
                 else:
@@ -169,15 +163,15 @@ def _check(request: ScriptRequest) -> None:
         body = _encoder.encode(request)
         _request_decoder.decode(body)
     except (msgspec.ValidationError, UnicodeEncodeError, OverflowError, TypeError) as error:
-        raise RequestDenied(f"not a valid {name} request: {error}") from None
+        raise errors.RequestDenied(f"not a valid {name} request: {error}") from None
     if len(body) > MAX_MESSAGE_BYTES:
         limit = f"the limit is {MAX_MESSAGE_BYTES}"
-        raise RequestDenied(f"a {name} request has {len(body)} bytes; {limit}")
+        raise errors.RequestDenied(f"a {name} request has {len(body)} bytes; {limit}")
 
 
 def _error(denied: Denied) -> Exception:
     if denied.reason == "fenced":
-        return FencedError(denied.detail)
+        return errors.FencedError(denied.detail)
     if denied.reason == "timeout":
-        return RequestTimeout(f"timed out: waited {denied.detail}")
-    return RequestDenied(f"{denied.reason}: {denied.detail}")
+        return errors.RequestTimeout(f"timed out: waited {denied.detail}")
+    return errors.RequestDenied(f"{denied.reason}: {denied.detail}")

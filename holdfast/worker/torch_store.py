@@ -28,26 +28,12 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from holdfast.errors import RequestTimeout
-from holdfast.messages.requests import (
-    MAX_KEYS,
-    Add,
-    Append,
-    CheckKeys,
-    CompareSet,
-    CountKeys,
-    Delete,
-    Get,
-    Set,
-    StoreRequest,
-    Total,
-    Truth,
-    Values,
-    WaitForKeys,
-)
+from holdfast.messages import requests as messages
+from holdfast.messages.requests import MAX_KEYS, StoreRequest, Total, Truth, Values
 from holdfast.worker.requests import SLACK_S, Requests
 
 LONGEST_S = 1e9
-Words = str | bytes
+Text = str | bytes
 T = TypeVar("T")
 
 
@@ -56,23 +42,25 @@ class StoreTimeout(RequestTimeout, dist.DistStoreError):  # type: ignore[misc]
 
 
 class CoordinatorStore(dist.Store):  # type: ignore[misc]
+    """The store of this round."""
+
     def __init__(self, requests: Requests) -> None:
         super().__init__()
         self._requests = requests
 
-    def set(self, key: str, value: Words) -> None:
-        self._ask(Set(items=((key, _bytes(value)),)), object)
+    def set(self, key: str, value: Text) -> None:
+        self.multi_set([key], [value])
 
     def get(self, key: str) -> bytes:
         return self.multi_get([key])[0]
 
     def add(self, key: str, amount: int) -> int:
-        return self._ask(Add(key=key, amount=amount), Total).number
+        return self._ask(messages.Add(key=key, amount=amount), Total).number
 
-    def compare_set(self, key: str, expected: Words, desired: Words) -> bytes:
+    def compare_set(self, key: str, expected: Text, desired: Text) -> bytes:
         """Return the value afterwards; `expected` if the key is missing, as torch's stores do."""
         expected = _bytes(expected)
-        request = CompareSet(key=key, expected=expected, desired=_bytes(desired))
+        request = messages.CompareSet(key=key, expected=expected, desired=_bytes(desired))
         (value,) = self._ask(request, Values).values
         return expected if value is None else value
 
@@ -80,34 +68,35 @@ class CoordinatorStore(dist.Store):  # type: ignore[misc]
         self._wait(keys, _seconds(timeout or self.timeout))
 
     def check(self, keys: Sequence[str]) -> bool:
-        return all(self._ask(CheckKeys(keys=some), Truth).so for some in _batches(keys))
+        return all(self._ask(messages.CheckKeys(keys=some), Truth).so for some in _batches(keys))
 
     def delete_key(self, key: str) -> bool:
-        return self._ask(Delete(key=key), Truth).so
+        return self._ask(messages.Delete(key=key), Truth).so
 
     def num_keys(self) -> int:
-        return self._ask(CountKeys(), Total).number
+        return self._ask(messages.CountKeys(), Total).number
 
-    def append(self, key: str, value: Words) -> None:
-        self._ask(Append(key=key, value=_bytes(value)), object)
+    def append(self, key: str, value: Text) -> None:
+        self._ask(messages.Append(key=key, value=_bytes(value)), object)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         deadline = time.monotonic() + _seconds(self.timeout)
         found: list[bytes] = []
         while len(found) < len(keys):
             some = tuple(keys[len(found) : len(found) + MAX_KEYS])
-            values = self._ask(Get(keys=some), Values).values
+            values = self._ask(messages.Get(keys=some), Values).values
             there = values[: values.index(None)] if None in values else values
             found += [value for value in there if value is not None]
             if len(there) < len(values):
                 self._wait(keys[len(found) :], max(0.0, deadline - time.monotonic()))
         return found
 
-    def multi_set(self, keys: Sequence[str], values: Sequence[Words]) -> None:
+    def multi_set(self, keys: Sequence[str], values: Sequence[Text]) -> None:
         if len(keys) != len(values):
             raise ValueError(f"{len(keys)} keys and {len(values)} values")
         if keys:
-            self._ask(Set(items=tuple(zip(keys, map(_bytes, values), strict=True))), object)
+            items = tuple(zip(keys, map(_bytes, values), strict=True))
+            self._ask(messages.Set(items=items), object)
 
     def has_extended_api(self) -> bool:
         return True
@@ -119,13 +108,12 @@ class CoordinatorStore(dist.Store):  # type: ignore[misc]
     getNumKeys = num_keys
     deleteKey = delete_key
 
-    # ---- asking ----
-
     def _wait(self, keys: Sequence[str], limit_s: float) -> None:
         deadline = time.monotonic() + limit_s
         with _torch_timeouts():
             for some in _batches(keys):
-                self._requests.ask(WaitForKeys(keys=some, timeout_s=limit_s), limit_s + SLACK_S)
+                request = messages.WaitForKeys(keys=some, timeout_s=limit_s)
+                self._requests.ask(request, limit_s + SLACK_S)
                 limit_s = max(0.0, deadline - time.monotonic())
 
     def _ask(self, request: StoreRequest, kind: Callable[..., T]) -> T:
@@ -148,7 +136,7 @@ def _batches(keys: Sequence[str]) -> Iterator[tuple[str, ...]]:
         yield tuple(keys[first : first + MAX_KEYS])
 
 
-def _bytes(value: Words) -> bytes:
+def _bytes(value: Text) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
 
 

@@ -1,19 +1,26 @@
-"""Counts training steps, and hands rank 0's store its socket, in scripts that do not know Holdfast.
+"""Extends torch for scripts that do not know Holdfast.
 
-**Steps.** Torch calls global hooks around every step of every optimizer. Only the first optimizer of a
-process counts, so that a script with two (a GAN) is not counted twice; when it is gone, the next one
-takes its place. After a resume the number of earlier steps is read from the optimizer's state, if it
-keeps one (Adam does, plain SGD does not).
+**Steps are counted.** Torch calls global hooks around every step of every optimizer. Only the first
+optimizer of a process counts, so that a script with two (a GAN) is not counted twice; when it is gone,
+the next one takes its place. After a resume the number of earlier steps is read from the optimizer's
+state, if it keeps one (Adam does, plain SGD does not).
 
-**Store.** The agent created the socket of rank 0's store before the round was agreed, so no other
-process can have its port, and ranks that are faster than rank 0 wait in its backlog; after a refused
-connection they would wait a second before the next attempt.
+**Saves are sections.** Storage may be slow without a fault, and while rank 0 writes, the other ranks
+wait for it. So `torch.save` to a file, and torch's distributed checkpoints, are sections named
+"checkpoint", with a deadline of their own. A save into memory is not: scripts make those for many
+reasons.
 
-Both are installed when the module concerned is imported, if it is.
+**Rank 0's store has its socket.** The agent created it before the round was agreed, so no other process
+can have its port, and ranks that are faster than rank 0 wait in its backlog; after a refused connection
+they would wait a second before the next attempt.
+
+Each patch is applied when the module concerned is imported, if it is.
 """
 
 from __future__ import annotations
 
+import functools
+import io
 import sys
 import weakref
 from collections.abc import Callable
@@ -23,8 +30,16 @@ from typing import Any
 from holdfast.worker.runtime import Runtime
 from holdfast.worker.torch_hooks.imports import when_imported
 
-_OPTIMIZER = "torch.optim.optimizer"
-_RENDEZVOUS = "torch.distributed.rendezvous"
+
+def count_steps(runtime: Runtime) -> None:
+    """Register hooks that count optimizer steps."""
+    counter = StepCounter(runtime)
+
+    def register(module: ModuleType) -> None:
+        module.register_optimizer_step_pre_hook(counter.before)
+        module.register_optimizer_step_post_hook(counter.after)
+
+    when_imported("torch.optim.optimizer", register)
 
 
 class StepCounter:
@@ -80,15 +95,32 @@ def _steps_in_state(optimizer: Any) -> int:
     return 1
 
 
-def count_steps(runtime: Runtime) -> None:
-    """Register the hooks, now or as soon as torch is imported."""
-    counter = StepCounter(runtime)
+def book_saves(runtime: Runtime) -> None:
+    """Wrap the functions that save in sections, in each module that has them."""
 
-    def register(module: ModuleType) -> None:
-        module.register_optimizer_step_pre_hook(counter.before)
-        module.register_optimizer_step_post_hook(counter.after)
+    def wrap(name: str, *homes: ModuleType | None) -> None:
+        real = getattr(homes[0], name, None)
+        if real is None:  # Another version of torch.
+            return
 
-    when_imported(_OPTIMIZER, register)
+        @functools.wraps(real)
+        def save(*args: Any, **kwargs: Any) -> Any:
+            target = kwargs.get("f", args[1] if len(args) > 1 else None)
+            if isinstance(target, io.BytesIO):
+                return real(*args, **kwargs)
+            with runtime.section("checkpoint"):
+                return real(*args, **kwargs)
+
+        for home in homes:
+            if home is not None and home.__dict__.get(name) is real:
+                home.__dict__[name] = save
+
+    def on_distributed(module: ModuleType) -> None:
+        for name in ("save", "async_save", "save_state_dict"):
+            wrap(name, module, sys.modules.get("torch.distributed.checkpoint"))
+
+    when_imported("torch.serialization", lambda module: wrap("save", module, sys.modules["torch"]))
+    when_imported("torch.distributed.checkpoint.state_dict_saver", on_distributed)
 
 
 def host_store(listener_fd: int, port: int) -> None:
@@ -105,4 +137,4 @@ def host_store(listener_fd: int, port: int) -> None:
 
         module.__dict__["TCPStore"] = make_store
 
-    when_imported(_RENDEZVOUS, patch)
+    when_imported("torch.distributed.rendezvous", patch)
