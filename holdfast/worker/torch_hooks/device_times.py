@@ -61,7 +61,7 @@ class DeviceTimes:
         self._waits = 0
         """Events around waits in the current step."""
 
-    def mark(self, phase: int, now: float) -> None:
+    def mark(self, phase: int) -> None:
         """End the timing of the current phase, and begin another."""
         before, self._phase = self._phase, phase
         timed = phase in OWN_WORK and len(self._unread) < MOST_UNREAD

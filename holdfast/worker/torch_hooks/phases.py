@@ -44,7 +44,7 @@ from holdfast.shm.vital_signs import (
 from holdfast.worker.heartbeat import uses_device
 from holdfast.worker.torch_hooks.device_times import DeviceTimes
 from holdfast.worker.torch_hooks.imports import when_imported
-from holdfast.worker.torch_hooks.waits import HostTimes, Waits
+from holdfast.worker.torch_hooks.waits import OwnTimes
 
 COST_S: Final = 60e-6
 """Upper bound of the cost of following one step, without GPU timing."""
@@ -74,8 +74,7 @@ class Phases:
         modules, as loaders within loaders and activation checkpointing do."""
         self.drag: Callable[[], None] | None = None
         """Slows the forward pass down, as an injected fault."""
-        self._waits = Waits(self._trains)
-        self._host = HostTimes(vitals, self._waits)
+        self._own_times = OwnTimes(vitals, self._trains)
         self._root: weakref.ref[Any] | None = None
         """Module that began the last forward pass."""
         self._reduced: weakref.ref[Any] | None = None
@@ -89,7 +88,7 @@ class Phases:
         when_imported("torch.autograd", self._on_autograd)
         when_imported("torch.nn.modules.module", self._on_module)
         when_imported("torch._dynamo", self._on_compiler)
-        self._waits.install()
+        self._own_times.install()
 
     def wake(self) -> None:
         """Follow the script again if its step lasts unusually long. Any thread may call it."""
@@ -111,21 +110,21 @@ class Phases:
         self._skips = self._to_skip > 0
         if not self._skips:
             self._arm()
-            if self._waits.device is None and uses_device():
-                self._waits.device = DeviceTimes(self._vitals, sys.modules["torch"].cuda)
+            if self._own_times.device is None and uses_device():
+                self._own_times.device = DeviceTimes(self._vitals, sys.modules["torch"].cuda)
 
     def _skipped_per_followed(self, step_s: float) -> int:
         """Return how many steps of that length to skip for each one that is followed."""
         if self.drag is not None:
             return 0
-        device = self._waits.device
+        device = self._own_times.device
         cost_s = COST_S if device is None else device.cost_s
         return min(MOST_SKIPPED, int(cost_s / (SHARE * max(step_s, 1e-6))))
 
     def _mark(self, phase: int) -> None:
         now = time.monotonic()
         self._vitals.mark(phase, now)
-        (self._waits.device or self._host).mark(phase, now)
+        self._own_times.mark(phase, now)
 
     def _forward(self) -> None:
         self._mark(FORWARD)

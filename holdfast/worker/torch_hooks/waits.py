@@ -28,16 +28,30 @@ _NO_BACKWARD: Final = -1
 Call = Callable[..., Any]
 
 
-class Waits:
-    """Wrappers around everything that waits; they time the training thread."""
+class OwnTimes:
+    """Books the own work of phases: their times on the CPU or the GPU, without visible waits."""
 
-    def __init__(self, trains: Callable[[], bool]) -> None:
-        self.seconds = 0.0
+    def __init__(self, vitals: Vitals, trains: Callable[[], bool]) -> None:
+        self.waited_s = 0.0
         """Time that the training thread has waited so far."""
         self.device: DeviceTimes | None = None
+        """Times on the GPU, if there is one."""
+        self._vitals = vitals
         self._trains = trains
         """Returns whether the calling thread is the training thread."""
         self._within = False
+        self._phase = -1
+        self._began_at = self._waited_before_s = 0.0
+
+    def mark(self, phase: int, now: float) -> None:
+        """Book the phase that ends, and begin another."""
+        if self.device is not None:
+            self.device.mark(phase)
+            return
+        if self._phase in OWN_WORK:
+            own_s = now - self._began_at - (self.waited_s - self._waited_before_s)
+            self._vitals.took_itself(self._phase, max(0.0, own_s))
+        self._phase, self._began_at, self._waited_before_s = phase, now, self.waited_s
 
     def install(self) -> None:
         when_imported("torch.distributed.distributed_c10d", self._on_collectives)
@@ -68,7 +82,7 @@ class Waits:
             try:
                 return real(*args, **kwargs)
             finally:
-                self.seconds += time.monotonic() - began
+                self.waited_s += time.monotonic() - began
                 self._within = False
 
         return wait
@@ -85,21 +99,3 @@ class Waits:
 
         wait_event._torchdynamo_disable = True  # type: ignore[attr-defined]
         module.Stream.wait_event = wait_event
-
-
-class HostTimes:
-    """Times of the phases' own work on the CPU, without visible waits."""
-
-    def __init__(self, vitals: Vitals, waits: Waits) -> None:
-        self._vitals = vitals
-        self._waits = waits
-        self._phase = -1
-        self._began_at = self._waited_s = 0.0
-
-    def mark(self, phase: int, now: float) -> None:
-        """Book the phase that ends, and begin another."""
-        waited_s = self._waits.seconds
-        if self._phase in OWN_WORK:
-            own_s = now - self._began_at - (waited_s - self._waited_s)
-            self._vitals.took_itself(self._phase, max(0.0, own_s))
-        self._phase, self._began_at, self._waited_s = phase, now, waited_s
