@@ -103,7 +103,7 @@ def _warm_up(channel: Channel, preload: Sequence[str]) -> None:
     began = time.monotonic()
     if importlib.util.find_spec("torch") is not None:
         try:
-            _rehearse_without_backward()
+            _import_and_rehearse()
         except Exception:  # Any version of torch: a standby is only a head start.
             log.exception("torch cannot be rehearsed; standbys start without it")
     for name in preload:
@@ -133,42 +133,32 @@ def _can_fork() -> bool:
     return os.waitstatus_to_exitcode(status) == 0
 
 
-def _rehearse_without_backward() -> None:
+def _import_and_rehearse() -> None:
     import torch
     import torch.distributed
     import torch.nn.parallel
     import torch.utils.data
 
-    with _unnoticed(torch):
-        model = torch.nn.Linear(4, 4)
-        model(torch.zeros(2, 4))
-        parameters = list(model.parameters())
-        optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.SGD(parameters, lr=0.0, momentum=0.9),
-            torch.optim.AdamW(parameters, lr=0.0),
-        ]
-        for optimizer in optimizers:
-            for parameter in parameters:
-                parameter.grad = torch.zeros_like(parameter)
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-# ---- in a standby ------------------------------------------------------------------------------
+    _train(torch, backward=False)
 
 
 def rehearse() -> None:
-    """Take one tiny training step in this process."""
-    torch: Any = sys.modules.get("torch")
-    if torch is None:
-        return
+    """Take tiny training steps in this process, a standby."""
+    if "torch" in sys.modules:
+        _train(sys.modules["torch"], backward=not glob.glob("/dev/nvidia[0-9]*"))
+
+
+def _train(torch: Any, backward: bool) -> None:
     with _unnoticed(torch):
         model = torch.nn.Linear(4, 4)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        loss = model(torch.zeros(2, 4)).sum()
-        if not glob.glob("/dev/nvidia[0-9]*"):
-            loss.backward()
-        optimizer.step()
+        for kind in (torch.optim.SGD, torch.optim.AdamW):
+            optimizer = kind(model.parameters(), lr=0.0)
+            loss = model(torch.zeros(2, 4)).sum()
+            if backward:
+                loss.backward()
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
 
 
 def reseed() -> None:

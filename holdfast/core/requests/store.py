@@ -17,26 +17,8 @@ from __future__ import annotations
 
 from msgspec import Struct, field
 
-from holdfast.messages.requests import (
-    MAX_VALUE_BYTES,
-    Add,
-    AnyAnswer,
-    Append,
-    CheckKeys,
-    CompareSet,
-    CountKeys,
-    Delete,
-    Denied,
-    Get,
-    Granted,
-    Reason,
-    Set,
-    StoreRequest,
-    Total,
-    Truth,
-    Values,
-    WaitForKeys,
-)
+from holdfast.messages import requests as messages
+from holdfast.messages.requests import MAX_VALUE_BYTES, AnyAnswer, Denied, Granted, Total, Truth
 
 MAX_STORE_BYTES = 32 << 20
 KEY_COST_BYTES = 64
@@ -75,27 +57,27 @@ class StoreResponse(Struct, frozen=True):
     """Askers whose wait ends with this request."""
 
 
-def take(store: Store, asker: Asker, request: StoreRequest) -> StoreResponse:
+def take(store: Store, asker: Asker, request: messages.StoreRequest) -> StoreResponse:
     """Carry out a request atomically; one that is denied changes nothing."""
     match request:
-        case Get(keys=keys):
+        case messages.Get(keys=keys):
             return StoreResponse(_values(store, keys))
-        case CheckKeys(keys=keys):
+        case messages.CheckKeys(keys=keys):
             return StoreResponse(Truth(so=all(key in store.items for key in keys)))
-        case CountKeys():
+        case messages.CountKeys():
             return StoreResponse(Total(number=len(store.items)))
-        case WaitForKeys(keys=keys):
+        case messages.WaitForKeys(keys=keys):
             return StoreResponse(None if _watch(store, asker, KeyWait(keys)) else Granted())
-        case Delete(key=key):
+        case messages.Delete(key=key):
             return StoreResponse(Truth(so=_remove(store, key)))
-        case Set(items=items):
+        case messages.Set(items=items):
             return _write(store, dict(items), Granted())
-        case Add():
+        case messages.Add():
             return _add(store, request)
-        case Append(key=key, value=value):
+        case messages.Append(key=key, value=value):
             value = store.items.get(key, b"") + value
             return _write(store, {key: value}, Total(number=len(value)))
-        case CompareSet():
+        case messages.CompareSet():
             return _compare_set(store, request)
 
 
@@ -109,7 +91,7 @@ def forget(store: Store, asker: Asker) -> None:
             del store.watched[key]
 
 
-def _values(store: Store, keys: tuple[str, ...]) -> Values:
+def _values(store: Store, keys: tuple[str, ...]) -> messages.Values:
     values: list[bytes | None] = []
     size = 0
     for key in keys:
@@ -118,10 +100,10 @@ def _values(store: Store, keys: tuple[str, ...]) -> Values:
         if values and size > MAX_VALUE_BYTES:
             break
         values.append(value)
-    return Values(values=tuple(values))
+    return messages.Values(values=tuple(values))
 
 
-def _add(store: Store, request: Add) -> StoreResponse:
+def _add(store: Store, request: messages.Add) -> StoreResponse:
     written = store.items.get(request.key, b"0")
     try:
         number = int(written) if len(written) <= _LONGEST_NUMBER else None
@@ -135,14 +117,16 @@ def _add(store: Store, request: Add) -> StoreResponse:
     return _write(store, {request.key: b"%d" % number}, Total(number=number))
 
 
-def _compare_set(store: Store, request: CompareSet) -> StoreResponse:
+def _compare_set(store: Store, request: messages.CompareSet) -> StoreResponse:
     value = store.items.get(request.key)
     if (value or b"") == request.expected:
-        return _write(store, {request.key: request.desired}, Values(values=(request.desired,)))
-    return StoreResponse(Values(values=(value,)))
+        return _write(
+            store, {request.key: request.desired}, messages.Values(values=(request.desired,))
+        )
+    return StoreResponse(messages.Values(values=(value,)))
 
 
-def _denied(reason: Reason, detail: str) -> StoreResponse:
+def _denied(reason: messages.Reason, detail: str) -> StoreResponse:
     return StoreResponse(Denied(reason=reason, detail=detail))
 
 
