@@ -43,7 +43,7 @@ FORMATS = {
     "journal": Format(
         journal.VERSION,
         "VERSION in holdfast/coordinator/journal.py",
-        (journal.AnyEvent, journal.Snapshot),
+        (journal.AnyEvent, journal.JobSnapshot),
     ),
     "replicas": Format(
         replicas.PROTOCOL,

@@ -31,7 +31,7 @@ from holdfast.agent.stream import CoordinatorStream, Turned
 from holdfast.agent.supervisor import Supervisor
 from holdfast.clock import JobClock
 from holdfast.config.settings import RunSettings
-from holdfast.core.membership.patience import JOIN_LIMIT_S
+from holdfast.core.patience import JOIN_LIMIT_S
 from holdfast.jobhome import JobHome
 from holdfast.messages.events import HealthFound, NodeJoined, NodeWarm
 from holdfast.messages.exits import EXIT_REJOIN, EXIT_TURNED_AWAY
@@ -95,7 +95,7 @@ async def _run(orders: AgentOrders) -> int:
         command=[settings.script, *settings.script_args],
         env=env,
         want=settings.nproc if settings.standby is None else settings.standby,
-        eager=settings.node_check or _seems_to_use_torch(settings),
+        eager=orders.terms.node_check or _seems_to_use_torch(settings),
         preload=settings.preload,
         first_path=_first_path(settings),
         log_path=orders.logs / f"nursery-{os.getpid()}.log",
@@ -166,7 +166,7 @@ class _Agent:
             node=self.node,
             signals=[signal.Signals[name] for name in settings.signals_to_handle],
             launcher_pid=orders.launcher_pid,
-            solitude_limit_s=settings.rendezvous.join_timeout_s or JOIN_LIMIT_S,
+            solitude_limit_s=orders.terms.join_limit_s or JOIN_LIMIT_S,
             clock=self.clock,
             stream=self.stream,
             supervisor=self.supervisor,
@@ -176,8 +176,9 @@ class _Agent:
         self._found: tuple[Result, ...] = ()
         """What the node's checks found before it could be told."""
         self.fitness: FitnessWatch | None = None
-        if FitnessWatch.worth_while(settings.node_check):
-            self.fitness = FitnessWatch(orders.home.path, settings.node_check, self._tell_health)
+        node_check = orders.terms.node_check
+        if FitnessWatch.worth_while(node_check):
+            self.fitness = FitnessWatch(orders.home.path, node_check, self._tell_health)
             table.spared = lambda: self.fitness.pids if self.fitness is not None else ()
 
     def _stream(self) -> CoordinatorStream:

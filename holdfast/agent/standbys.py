@@ -257,7 +257,7 @@ class Pool:
         env = {
             **self.env,
             "HOLDFAST_WORKER": f"nursery,{theirs.fileno()},{mode}",
-            "HOLDFAST_PRELOAD": " ".join(self.preload),
+            "HOLDFAST_NURSERY_PRELOAD": " ".join(self.preload),
             "HOLDFAST_FIRST_PATH": self.first_path,
         }
         output = os.open(

@@ -18,10 +18,10 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from holdfast import cgroups
 from holdfast.agent import error_file as errorfile
-from holdfast.agent import oom
 from holdfast.agent.evidence import Examined
-from holdfast.agent.fault_injector import Target
+from holdfast.agent.fault_injector import FaultTarget
 from holdfast.agent.output import Output
 from holdfast.agent.processes import Exit, Process
 from holdfast.agent.standbys import Standby
@@ -65,7 +65,7 @@ class Worker:
     """The memory file that it writes its stacks to, where nobody else may look at them."""
     stepped: bool = False
     """It has finished its first step."""
-    _oom_kills: int = field(default_factory=oom.kill_count)
+    _oom_kills: int = field(default_factory=cgroups.kill_count)
     """How often the kernel had run out of memory before it began."""
     _raised: Raised | None = None
     _failed: bool = False
@@ -100,10 +100,10 @@ class Worker:
             saves=page.saves,
         )
 
-    def target(self) -> Target:
+    def target(self) -> FaultTarget:
         """Itself, for whoever injects faults."""
         page = self.standby.page if self.standby is not None else None
-        return Target(self.rank, self.process, page)
+        return FaultTarget(self.rank, self.process, page)
 
     def examined(self) -> Examined | None:
         """Itself, for whoever looks at it closely; None for a command, which has no vitals."""
@@ -185,7 +185,7 @@ class Worker:
 
     def memory_ran_out(self) -> bool:
         """Whether the kernel has killed somebody for memory since it began."""
-        return oom.kill_count() > self._oom_kills
+        return cgroups.kill_count() > self._oom_kills
 
     def close(self) -> None:
         self.output.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from holdfast.agent.fault_injector import Target
+from holdfast.agent.fault_injector import FaultTarget
 from holdfast.agent.worker import Worker
 from holdfast.messages.local import ScriptReply
 from holdfast.messages.records import RankProgress
@@ -40,7 +40,7 @@ class Crew:
     def all_stepped(self) -> bool:
         return all(worker.stepped for worker in self.workers.values())
 
-    def targets(self) -> dict[Rank, Target]:
+    def targets(self) -> dict[Rank, FaultTarget]:
         return {rank: worker.target() for rank, worker in self.workers.items()}
 
     def reply(self, rank: Rank, message: ScriptReply) -> None:

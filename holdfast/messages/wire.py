@@ -14,11 +14,11 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from holdfast.messages.actions import NodeAction
-from holdfast.messages.chaos import Injection, Outcome
+from holdfast.messages.chaos import Injection, InjectionReport
 from holdfast.messages.events import AnyEvent
 from holdfast.messages.evidence import RankEvidence, Verdict
 from holdfast.messages.records import Terms
-from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, StepNumber, Time
+from holdfast.messages.units import NodeId, RoundNumber, Seconds, Time
 
 PROTOCOL = 2
 
@@ -38,7 +38,7 @@ class AskWhy(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class AskFault(Struct, frozen=True, kw_only=True, tag=True):
-    """Inject a fault. Answered: FaultTaken, once its outcome is known."""
+    """Inject a fault. Answered: FaultTaken, once the nodes have reported, or after a while."""
 
     injection: Injection
 
@@ -62,20 +62,8 @@ class Why(Struct, frozen=True, kw_only=True, tag=True):
     """Number of ranks past their deadlines."""
 
 
-class InjectionOutcome(Struct, frozen=True, kw_only=True):
-    """State of one injected fault."""
-
-    injection: int
-    outcome: Outcome | None
-    """None until the node has reported."""
-    line: str
-    rank: Rank | None = None
-    node: NodeId | None = None
-    step: StepNumber | None = None
-
-
 class FaultTaken(Struct, frozen=True, kw_only=True, tag=True):
-    taken: tuple[InjectionOutcome, ...]
+    taken: tuple[InjectionReport, ...]
 
 
 class Welcome(Struct, frozen=True, kw_only=True, tag=True):

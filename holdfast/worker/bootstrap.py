@@ -118,12 +118,12 @@ def _take_over(assign: Assign, fds: list[int]) -> None:
 
 
 def _trap_finder(worker: Runtime, page: ProgressPage, phases: Phases) -> Callable[[], None]:
-    """Return a function that notices injected faults; without any it only reads one word."""
+    """Return a function that notices new traps; until there are any, it costs a read of one word."""
     seen = 0
 
     def look() -> None:
         nonlocal seen
-        count = page.traps.count
+        count = page.traps.version
         if count == seen:
             return
         seen = count

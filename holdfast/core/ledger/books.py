@@ -15,21 +15,11 @@ from __future__ import annotations
 from msgspec import Struct, field
 
 from holdfast.messages.records import Cause, RankProgress
+from holdfast.messages.reports import Booking
 from holdfast.messages.units import Rank, RoundNumber, Seconds, StepNumber, Time
 
 _UNDER_WAY = ("start", "init", "productive")
 """Causes of a rank whose script runs; a late report does not bring a rank back from another one."""
-
-
-class Span(Struct, frozen=True):
-    """One booking; a trace is a list of these."""
-
-    rank: Rank
-    cause: Cause
-    begin: Time
-    end: Time
-    round: RoundNumber
-    step: StepNumber
 
 
 class Account(Struct):
@@ -61,7 +51,7 @@ class Ledger(Struct):
     noticed_at: Time | None = None
     closed_s: Seconds = 0.0
     """Rank-seconds of closed accounts."""
-    spans: list[Span] | None = None
+    spans: list[Booking] | None = None
     """Bookings; kept only for a trace."""
 
 
@@ -90,8 +80,8 @@ def book(ledger: Ledger, rank: Rank, until: Time, cause: Cause | None = None) ->
     cause = cause or account.cause
     ledger.seconds[cause] = ledger.seconds.get(cause, 0.0) + (until - account.cursor)
     if ledger.spans is not None:
-        span = Span(rank, cause, account.cursor, until, ledger.round, account.step)
-        ledger.spans.append(span)
+        booking = Booking(rank, cause, account.cursor, until, ledger.round, account.step)
+        ledger.spans.append(booking)
     account.cursor = until
 
 

@@ -17,25 +17,9 @@ import math
 from collections import deque
 from collections.abc import Mapping
 
-from msgspec import Struct
-
-from holdfast.messages.records import NodeSpec, Terms
-from holdfast.messages.units import NodeId, RoundNumber
-
-
-class Candidate(Struct):
-    """A node, and what determines its place."""
-
-    spec: NodeSpec
-    store_port: int
-    joined: int
-    """Join sequence number."""
-    seat: int | None = None
-    """Group rank in its last round."""
-    round: RoundNumber = RoundNumber(0)
-    """Last round in which it had a place."""
-    warm: bool = False
-    """Whether its standbys are ready."""
+from holdfast.core.view import Candidate
+from holdfast.messages.records import Terms
+from holdfast.messages.units import NodeId
 
 
 def unit(terms: Terms) -> int:
