@@ -41,7 +41,7 @@ log = logging.getLogger("holdfast.worker")
 _decoder = msgspec.msgpack.Decoder(ToNursery)
 
 
-class Child(NamedTuple):
+class ForkedProcess(NamedTuple):
     """What a forked process starts with."""
 
     control_fd: int
@@ -49,7 +49,7 @@ class Child(NamedTuple):
     rehearse: bool
 
 
-def serve(channel: Channel, preload: Sequence[str], eager: bool) -> Child | None:
+def serve(channel: Channel, preload: Sequence[str], eager: bool) -> ForkedProcess | None:
     """Fork for the agent until it is gone, then return None; in each child, return its start.
 
     An eager nursery imports first, because the first ranks need it all anyway. One that is not (the
@@ -68,7 +68,7 @@ def serve(channel: Channel, preload: Sequence[str], eager: bool) -> Child | None
         pid = _fork_twice()
         if pid == 0:
             channel.close()
-            return Child(control_fd, page_fd, request.rehearse)
+            return ForkedProcess(control_fd, page_fd, request.rehearse)
         channel.send(Forked(pid=pid))
         os.close(control_fd)
         os.close(page_fd)

@@ -47,7 +47,7 @@ _request_decoder: msgspec.msgpack.Decoder[ScriptRequest] = msgspec.msgpack.Decod
 _reply_decoder: msgspec.msgpack.Decoder[ToScript] = msgspec.msgpack.Decoder(ToScript)
 
 
-class Requests:
+class RequestClient:
     """The worker's end of its script's requests."""
 
     def __init__(self, channel: Channel) -> None:

@@ -18,7 +18,7 @@ from holdfast.shm.rank_page import ProgressPage
 from holdfast.shm.vital_signs import BETWEEN, MOST_SECTIONS, PHASES, WARM_UP_DEVICE
 from holdfast.worker.channel import Channel
 from holdfast.worker.heartbeat import uses_device
-from holdfast.worker.requests import Requests
+from holdfast.worker.requests import RequestClient
 
 if TYPE_CHECKING:
     from holdfast.worker.injected_faults import Traps
@@ -35,7 +35,7 @@ class Runtime:
         self.round = round
         self.images = images
         self.pid = os.getpid()
-        self.requests = Requests(channel)
+        self.requests = RequestClient(channel)
         self.store: CoordinatorStore | None = None
         """Created on first use, and held here because torch does not hold it."""
         self.copies: dict[str, list[threading.Event]] = {}

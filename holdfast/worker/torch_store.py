@@ -30,7 +30,7 @@ import torch.distributed as dist
 from holdfast.errors import RequestTimeout
 from holdfast.messages import requests as messages
 from holdfast.messages.requests import MAX_KEYS, StoreRequest, Total, Truth, Values
-from holdfast.worker.requests import SLACK_S, Requests
+from holdfast.worker.requests import SLACK_S, RequestClient
 
 LONGEST_S = 1e9
 Text = str | bytes
@@ -44,7 +44,7 @@ class StoreTimeout(RequestTimeout, dist.DistStoreError):  # type: ignore[misc]
 class CoordinatorStore(dist.Store):  # type: ignore[misc]
     """The store of this round."""
 
-    def __init__(self, requests: Requests) -> None:
+    def __init__(self, requests: RequestClient) -> None:
         super().__init__()
         self._requests = requests
 

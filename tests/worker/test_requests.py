@@ -42,7 +42,7 @@ from holdfast.messages.requests import (
 from holdfast.wire.packets import Joiner, packets_of
 from holdfast.worker import runtime
 from holdfast.worker.channel import Channel
-from holdfast.worker.requests import Requests
+from holdfast.worker.requests import RequestClient
 
 from_worker = msgspec.msgpack.Decoder(Ask | Piece)
 
@@ -53,7 +53,7 @@ class FakeAgent:
     def __init__(self) -> None:
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.channel = Channel(theirs.detach())
-        self.requests = Requests(self.channel)
+        self.requests = RequestClient(self.channel)
         self.asked: list[Ask] = []
         self.react: Callable[[Ask], AnyAnswer | None] = lambda ask: Granted()
         self._joiner = Joiner()
