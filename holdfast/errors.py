@@ -97,7 +97,7 @@ class FencedError(HoldfastError):
 
 
 class InjectedFault(HoldfastError, RuntimeError):
-    """An exception that `holdfast chaos` asked a rank to raise."""
+    """A fault that `holdfast chaos` injected into a script."""
 
 
 class RequestError(HoldfastError):

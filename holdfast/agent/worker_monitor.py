@@ -75,7 +75,7 @@ class Relay:
         self.crew.add(worker)
         if worker.standby is not None:
             worker.standby.hear = lambda message: self._hear(worker, message)
-        self.injector.hand_over(worker.target())
+        self.injector.begin_rank(worker.target())
 
     def follow(self, worker: Worker) -> None:
         """It has its rank; it may be gone already."""
