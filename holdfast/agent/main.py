@@ -35,7 +35,7 @@ from holdfast.core.patience import JOIN_LIMIT_S
 from holdfast.jobhome import JobHome
 from holdfast.messages.events import HealthFound, NodeJoined, NodeWarm
 from holdfast.messages.exits import EXIT_REJOIN, EXIT_TURNED_AWAY
-from holdfast.messages.health import Result
+from holdfast.messages.health import HealthResult
 from holdfast.messages.records import NodeSpec, Terms
 from holdfast.messages.units import NodeId
 from holdfast.platforms import topology
@@ -173,7 +173,7 @@ class _Agent:
             keeping=self.keeping,
         )
         self._joined = False
-        self._found: tuple[Result, ...] = ()
+        self._found: tuple[HealthResult, ...] = ()
         """What the node's checks found before it could be told."""
         self.fitness: FitnessWatch | None = None
         node_check = orders.terms.node_check
@@ -269,7 +269,7 @@ class _Agent:
             self._tell_warm()
         self.pool.on_warm = self._tell_warm
 
-    def _tell_health(self, results: tuple[Result, ...]) -> None:
+    def _tell_health(self, results: tuple[HealthResult, ...]) -> None:
         if self._joined:
             self.stream.send(HealthFound(at=self.clock.now(), node=self.node, results=results))
         else:

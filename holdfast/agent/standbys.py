@@ -31,7 +31,7 @@ from holdfast.messages.local import (
     FromNursery,
     FromWorker,
     Local,
-    Reply,
+    ScriptReply,
     Standing,
     Test,
     Warm,
@@ -85,7 +85,7 @@ class Standby:
         except OSError:
             log.debug("process %d died before it got its rank", self.pid)
 
-    def reply(self, message: Reply) -> None:
+    def reply(self, message: ScriptReply) -> None:
         """Answer its script; one that does not read its answers is left alone."""
         if self.control.fileno() >= 0 and not self._mailbox.put(packets_of(message)):
             log.warning("process %d does not read its answers; it gets no more", self.pid)

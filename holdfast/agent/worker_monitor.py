@@ -34,12 +34,12 @@ from holdfast.messages.local import (
     Ask,
     Began,
     Died,
-    Done,
     FromWorker,
     ImageMissed,
     ImageWhole,
     OpenCheckpointer,
-    Reply,
+    ScriptFinished,
+    ScriptReply,
     Stepped,
     TrapSprung,
 )
@@ -75,7 +75,7 @@ class Relay:
         self.crew.add(worker)
         if worker.standby is not None:
             worker.standby.hear = lambda message: self._hear(worker, message)
-        self.injector.hand_over(worker.target())
+        self.injector.begin_rank(worker.target())
 
     def follow(self, worker: Worker) -> None:
         """It has its rank; it may be gone already."""
@@ -100,7 +100,7 @@ class Relay:
         elif isinstance(message, Died):
             self.watch.remove(worker.rank)
             worker.script_raised(message.raised)
-        elif isinstance(message, Done):
+        elif isinstance(message, ScriptFinished):
             self.watch.remove(worker.rank)
             worker.script_ended()
         elif isinstance(message, Ask):
@@ -134,7 +134,9 @@ class Relay:
         rank, round, request = worker.rank, worker.round, message.request
 
         def reply(answer: AnyAnswer) -> None:
-            self.crew.reply(rank, Reply(lane=message.lane, number=message.number, answer=answer))
+            self.crew.reply(
+                rank, ScriptReply(lane=message.lane, number=message.number, answer=answer)
+            )
 
         def carry() -> None:
             self.courier.ask(round, rank, message)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from holdfast.agent.fault_injector import FaultTarget
 from holdfast.agent.worker import Worker
-from holdfast.messages.local import Reply
+from holdfast.messages.local import ScriptReply
 from holdfast.messages.records import RankProgress
 from holdfast.messages.units import Rank, Seconds
 
@@ -43,7 +43,7 @@ class Crew:
     def targets(self) -> dict[Rank, FaultTarget]:
         return {rank: worker.target() for rank, worker in self.workers.items()}
 
-    def reply(self, rank: Rank, message: Reply) -> None:
+    def reply(self, rank: Rank, message: ScriptReply) -> None:
         """Say it to that rank's worker, if it is still there and listens."""
         worker = self.workers.get(rank)
         if worker is not None and worker.standby is not None:

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from holdfast.agent.health_monitor import FitnessWatch, watching
-from holdfast.messages.health import Result
+from holdfast.messages.health import HealthResult
 
 HEALTHY = {"index": 0, "uuid": "GPU-0", "recovery": 0, "ecc_uncorrected": 0}
-Told = list[tuple[Result, ...]]
+Told = list[tuple[HealthResult, ...]]
 
 
 @pytest.fixture
