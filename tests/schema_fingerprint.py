@@ -30,10 +30,6 @@ class Format(NamedTuple):
     types: tuple[Any, ...]
 
 
-def _is_struct(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, msgspec.Struct)
-
-
 FORMATS = {
     "wire": Format(
         wire.PROTOCOL,
@@ -47,8 +43,8 @@ FORMATS = {
     ),
     "replicas": Format(
         replicas.PROTOCOL,
-        "PROTOCOL in holdfast/checkpoint/replicas/messages.py",
-        tuple(each for each in vars(replicas).values() if _is_struct(each)),
+        "PROTOCOL in holdfast/checkpoint/replicas/protocol.py",
+        (replicas.PeerHello, replicas.Request, replicas.More, replicas.Reply, replicas.Outline),
     ),
 }
 
