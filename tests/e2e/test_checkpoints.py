@@ -316,6 +316,33 @@ def test_nothing_is_left_in_shared_memory_after_success(killed: Training) -> Non
     assert killed.images() == []
 
 
+SAVE_PLAIN = """
+    import torch, torch.distributed.checkpoint as dcp
+    net = torch.nn.Linear(16, 16)
+    optim = torch.optim.Adam(net.parameters(), lr=0.01)
+    net(torch.ones(16)).sum().backward()
+    optim.step()
+    state = {"net": net.state_dict(), "optim": optim.state_dict(), "rank": 9}
+    dcp.save(state, checkpoint_id="old/step-40", no_dist=True)
+"""
+
+
+def test_a_job_starts_from_a_plain_checkpoint_and_after_a_kill_goes_on_from_its_own(
+    tmp_path: Path,
+) -> None:
+    with trainings(tmp_path) as make:
+        run = make()
+        command = [sys.executable, "-c", textwrap.dedent(SAVE_PLAIN)]
+        subprocess.run(command, cwd=run.folder, check=True)
+        kill = KILL_AT_7.replace("step == 7", "step == 43")
+        script = trainer("memory_every=1, storage_every=1000", together=True, then=kill)
+        script = script.replace("ckpt.restore()", "ckpt.restore(start_from='old')")
+        finished(run.go(script, 45))
+        for rank in (0, 1):
+            assert run.restored(rank) == [(40, "start"), (43, "memory")]
+        assert "step-40, which torch.distributed.checkpoint saved: NOT VERIFIED" in run.err
+
+
 def test_the_same_script_saves_under_torchrun(under_torchrun: Training) -> None:
     assert under_torchrun.restored(1) == [(0, "None")]
     assert under_torchrun.intact() == [6, 12]
