@@ -124,11 +124,6 @@ def open_listed(storage: Readable, directory: str, record: FileRecord) -> Iterat
         yield file
 
 
-def read_trailer(storage: Readable, path: str) -> Trailer:
-    with open_file(storage, path) as file:
-        return file.trailer
-
-
 def is_ours(storage: Readable, path: str) -> bool:
     """Return whether a file has Holdfast's footer; False if it is gone."""
     footer = bytearray(_FOOTER.size)
