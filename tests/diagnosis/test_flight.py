@@ -43,13 +43,6 @@ def states(found: tuple[Collective, ...]) -> list[tuple[str, int, str]]:
     return [(each.group, each.number, each.state) for each in found]
 
 
-@pytest.mark.parametrize("name", ["gloo_2.13", "nccl_2.11"])
-def test_json_and_pickle_say_the_same(name: str) -> None:
-    as_json = flight.read((DATA / f"{name}.json").read_bytes())
-    assert as_json == flight.read((DATA / f"{name}.pickle").read_bytes())
-    assert as_json
-
-
 def test_gloo_never_says_completed_but_retires() -> None:
     newest, before, *_ = flight.read((DATA / "gloo_2.13.json").read_bytes())
     assert newest == Collective(
@@ -59,7 +52,7 @@ def test_gloo_never_says_completed_but_retires() -> None:
 
 
 def test_nccl_says_who_is_in_a_group() -> None:
-    found = flight.read((DATA / "nccl_2.11.pickle").read_bytes())
+    found = flight.read((DATA / "nccl_2.11.json").read_bytes())
     assert states(found)[:2] == [("1 (my sub)", 2, "scheduled"), ("0", 4, "scheduled")]
     assert found[0].ranks == (0,)
 
@@ -67,19 +60,6 @@ def test_nccl_says_who_is_in_a_group() -> None:
 def test_nccls_retired_ones_timed_out_and_are_not_finished() -> None:
     found = flight.read(written(entry(1, state="started", retired=True)))
     assert found[0].state == "started"
-
-
-def test_dumps_of_torch_2_3_are_understood() -> None:
-    old = {
-        "version": "1.1",
-        "pg_config": {1: [0, 1]},
-        "entries": [
-            {"seq_id": 5, "pg_id": 1, "profiling_name": "nccl:all_gather", "state": "scheduled"}
-        ],
-    }
-    assert flight.read(pickle.dumps(old, 2)) == (
-        Collective(group="1", number=5, op="nccl:all_gather", state="scheduled", ranks=(0, 1)),
-    )
 
 
 def test_point_to_point_operations_count_for_themselves() -> None:
@@ -115,7 +95,7 @@ def test_members_are_told_once_for_each_group() -> None:
 
 def test_settings_turn_the_recorder_on_and_leave_the_users_alone() -> None:
     assert flight.settings("2.13.0+cpu", {}) == {"TORCH_FR_BUFFER_SIZE": "2000"}
-    assert flight.settings("2.3.1", {}) == {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
+    assert flight.settings("2.5.1", {}) == {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
     assert flight.settings("nightly", {}) == {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
     assert flight.settings("2.13.0", {"TORCH_FR_BUFFER_SIZE": "0"}) == {}
 
@@ -136,11 +116,6 @@ def ours(body: bytes) -> bytes:
     return b"holdfast flight 1\n" + zlib.compress(body)
 
 
-class Evil:
-    def __reduce__(self) -> Any:
-        return exec, ("raise SystemExit(99)",)
-
-
 BAD = {
     "empty": b"",
     "text": b"hello",
@@ -149,15 +124,11 @@ BAD = {
     "no name": b'{"entries": [{}]}',
     "negative": written(entry(-2)),
     "huge number": written(entry(1 << 70)),
-    "huge digits": b'{"entries": [{"profiling_name": "", "seq_id": ' + b"9" * 100_000 + b"}]}",
+    "huge digits": b'{"entries": [{"profiling_name": "", "op_id": ' + b"9" * 100_000 + b"}]}",
     "deep": b'{"entries": ' + b"[" * 200_000,
     "deep unknown": b'{"x": ' + b"[" * 200_000,
-    "pickled code": pickle.dumps({"entries": [Evil()]}),
-    "pickle of something else": pickle.dumps([1, 2, 3], 2),
-    "deep pickle": b"\x80\x02}X\x07\x00\x00\x00entriesN" + b"\x85" * 100_000 + b"s.",
-    "pickled code in ours": ours(
-        json.dumps({"groups": {}, "pickles": ["Y29zCnN5c3RlbQooUycnCnRSLg=="]}).encode()
-    ),
+    "a pickle": pickle.dumps({"entries": []}),
+    "a trace in ours that is none": ours(b'{"groups": {}, "traces": [5]}'),
     "not packed": b"holdfast flight 1\nnonsense",
     "cut off": ours(b'{"groups": {}}')[:-3],
     "bomb": ours(b'{"groups": {}, "x": "' + b" " * (flight.MAX_DUMP_BYTES + 1) + b'"}'),
@@ -173,7 +144,7 @@ def test_what_is_no_dump_is_refused_by_name(kind: str) -> None:
     assert time.monotonic() - began < 2
 
 
-@given(data=st.binary(max_size=200), head=st.sampled_from([b"", b"{", b"\x80\x02", b'{"entries":']))
+@given(data=st.binary(max_size=200), head=st.sampled_from([b"", b"{", b'{"entries":']))
 def test_any_bytes_are_read_or_refused(data: bytes, head: bytes) -> None:
     try:
         flight.read(head + data)
@@ -182,7 +153,7 @@ def test_any_bytes_are_read_or_refused(data: bytes, head: bytes) -> None:
 
 
 @given(
-    name=st.sampled_from(["gloo_2.13.json", "gloo_2.13.pickle", "nccl_2.11.pickle"]),
+    name=st.sampled_from(["gloo_2.13.json", "nccl_2.11.json"]),
     at=st.integers(0, 10_000),
     what=st.binary(min_size=1, max_size=4),
 )
