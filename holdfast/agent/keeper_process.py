@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.agent.outbox import Mailbox
+from holdfast.agent.outbox import Outbox
 from holdfast.agent.processes import Exit, Process, ProcessTable, spawn
 from holdfast.messages.keeper import (
     AnyOrder,
@@ -73,7 +73,7 @@ class KeeperProcess:
     _next: int = 1
     _process: Process | None = None
     _control: socket.socket | None = None
-    _mailbox: Mailbox | None = None
+    _outbox: Outbox | None = None
     _joiner: Joiner = field(default_factory=Joiner)
     _deaths: list[float] = field(default_factory=list)
     _closing: bool = False
@@ -121,7 +121,7 @@ class KeeperProcess:
         ours.send(_encoder.encode(self.begin))
         ours.setblocking(False)
         # It reads all that it is told, at once; an order may list every rank of a large world.
-        self._control, self._mailbox, self._joiner = ours, Mailbox(ours, None), Joiner()
+        self._control, self._outbox, self._joiner = ours, Outbox(ours, None), Joiner()
         asyncio.get_running_loop().add_reader(ours.fileno(), self._read)
         self._process = self.table.watch(pid)
         self._process.on_exit = self._exited
@@ -160,8 +160,8 @@ class KeeperProcess:
     # ---- what is said ----
 
     def _send(self, order: AnyOrder) -> None:
-        if self._mailbox is not None:
-            self._mailbox.put(packets_of(order))
+        if self._outbox is not None:
+            self._outbox.put(packets_of(order))
 
     def _read(self) -> None:
         while self._control is not None:
@@ -188,11 +188,11 @@ class KeeperProcess:
 
     def _stop_reading(self) -> None:
         if self._control is not None:
-            assert self._mailbox is not None
-            self._mailbox.close()
+            assert self._outbox is not None
+            self._outbox.close()
             asyncio.get_running_loop().remove_reader(self._control.fileno())
             self._control.close()
-            self._control = self._mailbox = None
+            self._control = self._outbox = None
 
 
 def _lost(order: AnyOrder, deaths: int) -> AnyReply:

@@ -1,8 +1,8 @@
-"""One agent, from its start to its exit code.
+"""Runs one agent, from its start to its exit code.
 
 Here its parts are put together: orders come in by the stream and are carried out by the supervisor,
-and whatever the parts have to tell goes out by the stream again. The rest is what an agent says of
-itself: who it is when it joins, whether it is warm, what its checks found, and its last word.
+and the parts' events go out by the stream. The rest is what an agent reports about its node: that
+it joins, that it is warm, what its checks found, and that it leaves.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from holdfast import kernel
-from holdfast.agent.environment import node_environment
-from holdfast.agent.health_monitor import FitnessWatch, watching
-from holdfast.agent.nodecheck import Tester
+from holdfast.agent.health_monitor import HealthMonitor, monitoring
+from holdfast.agent.nodecheck import NodeTester
 from holdfast.agent.output import Console
 from holdfast.agent.processes import ProcessTable
-from holdfast.agent.shutdown import Leaving
+from holdfast.agent.shutdown import Shutdown
 from holdfast.agent.snapshots import Keeping
 from holdfast.agent.standbys import Pool
-from holdfast.agent.starting import Starter
-from holdfast.agent.stream import CoordinatorStream, Turned
+from holdfast.agent.starting import Starter, node_environment
+from holdfast.agent.stream import CoordinatorStream, NodeRefused
 from holdfast.agent.supervisor import Supervisor
 from holdfast.clock import JobClock
 from holdfast.config.settings import RunSettings
@@ -49,7 +48,7 @@ LAST_WORD_LIMIT_S = 2.0
 
 @dataclass(frozen=True)
 class AgentOrders:
-    """All that an agent is told when it is started."""
+    """Everything that an agent is started with."""
 
     node: NodeId
     settings: RunSettings
@@ -60,7 +59,7 @@ class AgentOrders:
     address: str
     """Where other nodes reach this one."""
     store_port: int
-    """Where the user wants rank 0's store; 0: anywhere."""
+    """The port that the user wants for rank 0's store; 0 for any."""
     run_id: str
     logs: Path
     launcher_pid: int
@@ -69,7 +68,7 @@ class AgentOrders:
     """The directory of this node's snapshots, which outlives this agent."""
 
     def find_coordinator(self) -> tuple[str, int] | None:
-        """Where the job's home says that the coordinator is, if it is still this job's."""
+        """Return the coordinator's address from the job's home, if it is still this job's."""
         try:
             content = self.home.read_job_file()
             known = content["token"] == self.token
@@ -79,7 +78,7 @@ class AgentOrders:
 
 
 def run_agent(orders: AgentOrders) -> int:
-    """Be the agent of this node until the job is over; the exit code."""
+    """Be the agent of this node until the job is over; return the exit code."""
     kernel.name_process("holdfast-agent")
     kernel.adopt_orphans()
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -103,11 +102,11 @@ async def _run(orders: AgentOrders) -> int:
     pool.open()
     agent = _Agent(orders, table, pool, env)
     try:
-        with watching(agent.fitness):
+        with monitoring(agent.health):
             return await agent.run()
     finally:
         pool.close()
-        agent.keeping.keeper.close()
+        agent.snapshots.keeper.close()
         agent.console.close(CONSOLE_LIMIT_S)
         _stop_listening(
             {signal.SIGCHLD, *map(signal.Signals.__getitem__, settings.signals_to_handle)}
@@ -115,7 +114,7 @@ async def _run(orders: AgentOrders) -> int:
 
 
 def _stop_listening(signals: set[signal.Signals]) -> None:
-    """A loop that is being closed must not be woken up by a signal any more."""
+    """Remove the signal handlers: a loop that is being closed must not be woken by a signal."""
     loop = asyncio.get_running_loop()
     for number in signals:
         loop.remove_signal_handler(number)
@@ -123,7 +122,7 @@ def _stop_listening(signals: set[signal.Signals]) -> None:
 
 
 class _Agent:
-    """All parts of an agent, and what it says of itself."""
+    """All parts of an agent, and the events about the node itself."""
 
     def __init__(
         self, orders: AgentOrders, table: ProcessTable, pool: Pool, env: dict[str, str]
@@ -136,7 +135,7 @@ class _Agent:
         self.node = orders.node
         self.listener = _image_listener(orders.address)
         self.stream = self._stream()
-        self.keeping = self._keeping(table, env)
+        self.snapshots = self._snapshots(table, env)
         self.starter = Starter(
             settings=settings,
             run_id=orders.run_id,
@@ -149,36 +148,36 @@ class _Agent:
             pool=pool,
             env=env,
         )
-        self.tester = Tester(self.node, orders.address, pool, self.clock, self.stream.send)
+        self.tester = NodeTester(self.node, orders.address, pool, self.clock, self.stream.send)
         self.supervisor = Supervisor(
             node=self.node,
             clock=self.clock,
             stream=self.stream,
             table=table,
             pool=pool,
-            keeping=self.keeping,
+            snapshots=self.snapshots,
             starter=self.starter,
             tester=self.tester,
             hang_terms=orders.terms.hangs,
             save_deadline_s=settings.save_deadline_s,
         )
-        self.leaving = Leaving(
+        self.shutdown = Shutdown(
             node=self.node,
             signals=[signal.Signals[name] for name in settings.signals_to_handle],
             launcher_pid=orders.launcher_pid,
-            solitude_limit_s=settings.rendezvous.join_timeout_s or JOIN_LIMIT_S,
+            unreachable_limit_s=settings.rendezvous.join_timeout_s or JOIN_LIMIT_S,
             clock=self.clock,
             stream=self.stream,
             supervisor=self.supervisor,
-            keeping=self.keeping,
+            snapshots=self.snapshots,
         )
         self._joined = False
         self._found: tuple[Result, ...] = ()
-        """What the node's checks found before it could be told."""
-        self.fitness: FitnessWatch | None = None
-        if FitnessWatch.worth_while(settings.node_check):
-            self.fitness = FitnessWatch(orders.home.path, settings.node_check, self._tell_health)
-            table.spared = lambda: self.fitness.pids if self.fitness is not None else ()
+        """What the health checks found before the node joined."""
+        self.health: HealthMonitor | None = None
+        if HealthMonitor.is_useful(settings.node_check):
+            self.health = HealthMonitor(orders.home.path, settings.node_check, self._tell_health)
+            table.spared = lambda: self.health.pids if self.health is not None else ()
 
     def _stream(self) -> CoordinatorStream:
         return CoordinatorStream(
@@ -192,10 +191,10 @@ class _Agent:
             act=lambda order: self.supervisor.act(order),
             terms=self.orders.terms,
             tls=client_context(self.orders.settings.tls),
-            resumed=lambda sent: self.supervisor.courier.ask_again(sent),
+            resumed=lambda sent: self.supervisor.requests.ask_again(sent),
         )
 
-    def _keeping(self, table: ProcessTable, env: dict[str, str]) -> Keeping:
+    def _snapshots(self, table: ProcessTable, env: dict[str, str]) -> Keeping:
         return Keeping(
             node=self.node,
             images=self.orders.images,
@@ -211,29 +210,29 @@ class _Agent:
         )
 
     async def run(self) -> int:
-        self.leaving.mind_signals()
+        self.shutdown.handle_signals()
         talking = asyncio.ensure_future(self.stream.run(self._join))
-        minding = asyncio.ensure_future(self.leaving.mind_solitude())
+        watching = asyncio.ensure_future(self.shutdown.watch_coordinator())
         either: set[asyncio.Future[Any]] = {talking, self.supervisor.finished}
         done, _ = await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        minding.cancel()
+        watching.cancel()
         if talking in done:
-            return self._turned_away(talking)
+            return self._refused(talking)
         order = self.supervisor.finished.result()
         try:
             await asyncio.wait_for(self.stream.drained.wait(), LAST_WORD_LIMIT_S)
         except asyncio.TimeoutError:
-            log.warning("the coordinator did not hear this node's last word")
+            log.warning("the coordinator did not acknowledge this node's last events")
         talking.cancel()
         if order.rejoin:
             log.warning("%s", order.reason)
             return EXIT_REJOIN
         return order.code
 
-    def _turned_away(self, talking: asyncio.Future[None]) -> int:
+    def _refused(self, talking: asyncio.Future[None]) -> int:
         self.supervisor.kill_all()
         error = talking.exception()
-        if not isinstance(error, Turned) and error is not None:
+        if not isinstance(error, NodeRefused) and error is not None:
             raise error
         print(f"holdfast: the coordinator refused this node: {error}", file=sys.stderr)
         return EXIT_TURNED_AWAY
@@ -260,10 +259,10 @@ class _Agent:
             NodeJoined(at=self.clock.now(), node=self.node, spec=spec, store_port=port)
         )
         self._joined = True
-        self.keeping.tell_images()
+        self.snapshots.tell_images()
         if self._found:
             self._tell_health(self._found)
-        self.leaving.joined()
+        self.shutdown.joined()
         if self.pool.warm:
             self._tell_warm()
         self.pool.on_warm = self._tell_warm
@@ -282,8 +281,8 @@ class _Agent:
 
 
 def _image_listener(address: str) -> socket.socket:
-    """Where other nodes ask for images; bound now, so that its number can be told, and served by
-    the keeper once there is one."""
+    """Listen for other nodes that fetch images: bound before the node joins, which announces the
+    port, and served by the keeper once there is one."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.bind((address, 0))
@@ -292,14 +291,14 @@ def _image_listener(address: str) -> socket.socket:
 
 
 def _first_path(settings: RunSettings) -> str:
-    """Where python would look first for what the script imports."""
+    """Return the first directory in which Python looks for the script's imports."""
     if settings.entry == "module":
         return os.getcwd()
     return os.path.dirname(os.path.realpath(settings.script))
 
 
 def _seems_to_use_torch(settings: RunSettings) -> bool:
-    """Whether the first ranks will import torch anyway, judged by the script's own text."""
+    """Return whether the first ranks will import torch anyway, judged by the script's text."""
     if settings.entry == "script":
         try:
             return b"torch" in Path(settings.script).read_bytes()

@@ -1,11 +1,12 @@
 """Why does the job stand still? Gathers what all agents saw, and compares it.
 
-An inquest is opened for an incident, or because somebody asks. It is closed when every node that was
-asked has answered, or when its time is up; then there is a verdict, from as much as there is. Repair
-never waits for it. What was seen is kept, as it came, with the incident.
+An inquest is opened for an incident, or because somebody asks. It is closed when every node that
+was asked has answered, or when its time is up; then there is a verdict, from as much as there is.
+Repair never waits for it. What was seen is kept, as it came, with the incident.
 
-A node that comes back on a new stream is told again to stop, and to look before. Nobody looks twice:
-if the inquest is over, that changes nothing, and if no node saw anything, there is nothing to say.
+A node that comes back on a new stream is told again to stop, and to look before. Nobody looks
+twice: if the inquest is over, that changes nothing, and if no node saw anything, there is nothing
+to say.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class Inquests:
         world_size: int,
         closed: Callable[[Verdict, list[RankEvidence]], None],
     ) -> None:
-        """`closed` is called once, with the verdict; for an incident of which nobody saw anything, and
-        one that had its inquest, it is not."""
+        """`closed` is called once, with the verdict; for an incident of which nobody saw anything,
+        and one that had its inquest, it is not."""
         if number in self._open:
             inquest = self._open[number]
             inquest.waiting |= set(nodes) - inquest.heard

@@ -1,11 +1,12 @@
 """Evidence: what can be seen of a rank that stands still, and what is concluded from it.
 
-An agent gathers one `RankEvidence` for each of its ranks; the verdict is made where all of them come
-together. Whatever could not be had is absent (`None`, "?", an empty list) and `missing` says why: the
-verdict must be able to tell "nothing there" from "could not look".
+An agent gathers one `RankEvidence` for each of its ranks; the verdict is made where all of them
+come together. Whatever could not be had is absent (`None`, "?", an empty list) and `missing` says
+why: the verdict must be able to tell "nothing there" from "could not look".
 
-Sizes are limited, because a stack may be as deep as a script likes and a job has thousands of ranks.
-`fit` makes any evidence small enough to send: it cuts stacks in the middle, where they say least.
+Sizes are limited, because a stack may be as deep as a script likes and a job has thousands of
+ranks. `fit` makes any evidence small enough to send: it cuts stacks in the middle, where they say
+least.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ from holdfast.worker import (
     torch_save_hooks as saves,
 )
 from holdfast.worker.channel import Channel, move_up
-from holdfast.worker.heartbeat import Pulse
+from holdfast.worker.heartbeat import Heartbeat
 from holdfast.worker.runtime import Runtime
 from holdfast.worker.torch_hooks import steps as hooks
 from holdfast.worker.torch_hooks.phases import Phases
@@ -84,7 +84,7 @@ def become_worker(control_fd: int, page_fd: int, rehearse: bool) -> int:
         phases.wake()
         look_for_traps()
 
-    Pulse(page.vitals, lambda: _dump_flight(assign.flight), each_beat).start()
+    Heartbeat(page.vitals, lambda: _dump_flight(assign.flight), each_beat).start()
     if len(fds) > 4:
         hooks.host_store(move_up(fds[4]), int(assign.env["MASTER_PORT"]))
     _, name, *arguments = sys.argv

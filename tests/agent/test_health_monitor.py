@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.agent.health_monitor import FitnessWatch, watching
+from holdfast.agent.health_monitor import HealthMonitor, monitoring
 from holdfast.messages.health import Result
 
 HEALTHY = {"index": 0, "uuid": "GPU-0", "recovery": 0, "ecc_uncorrected": 0}
@@ -39,7 +39,7 @@ def watched(root: Path, enough: Callable[[Told], bool], thorough: bool = False) 
     told: Told = []
 
     async def watch() -> None:
-        with watching(FitnessWatch(root, thorough, told.append)):
+        with monitoring(HealthMonitor(root, thorough, told.append)):
             deadline = time.monotonic() + 20
             while not enough(told):
                 assert time.monotonic() < deadline, f"waited in vain; told {told}"
@@ -76,8 +76,8 @@ def test_an_agent_that_ends_does_not_wait_for_a_check_that_hangs(node: Path) -> 
     began = time.monotonic()
 
     async def end_in_the_middle() -> None:
-        watch = FitnessWatch(node, True, lambda results: None)
-        with watching(watch):
+        watch = HealthMonitor(node, True, lambda results: None)
+        with monitoring(watch):
             while not watch.pids:
                 await asyncio.sleep(0.01)
 

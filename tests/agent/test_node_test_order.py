@@ -44,7 +44,7 @@ class FakeStandby:
         self.given: local.Test | None = None
         self.fds: list[int] = []
 
-    def test(self, message: local.Test, fds: list[int]) -> None:
+    def order(self, message: local.Test, fds: list[int]) -> None:
         self.given, self.fds = message, fds
 
     def read_all(self) -> None:
@@ -64,7 +64,9 @@ class Stage:
         self.give.set()
         clock = JobClock()
         clock.adopt(Time(1000.0), 0.0)
-        self.tester = testing.Tester(NODE, "127.0.0.1", cast(Pool, self), clock, self.told.append)
+        self.tester = testing.NodeTester(
+            NODE, "127.0.0.1", cast(Pool, self), clock, self.told.append
+        )
 
     async def extra(self) -> FakeStandby:
         await self.give.wait()

@@ -7,8 +7,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any, cast
 from unittest.mock import MagicMock
 
-from holdfast.agent.starting import Minder
 from holdfast.agent.supervisor import Supervisor
+from holdfast.agent.worker_monitor import WorkerMonitor
 from holdfast.clock import JobClock
 from holdfast.messages.actions import Finish, StartWorkers, StopWorkers
 from holdfast.messages.events import AnyEvent, NodeLeft, NodeReady
@@ -26,7 +26,7 @@ class FakeStarter:
         self.port = MagicMock(number=1)
         self.started: list[int] = []
 
-    async def start(self, part: Part, minder: Minder) -> None:
+    async def start(self, part: Part, monitor: WorkerMonitor) -> None:
         self.started.append(part.round)
         await asyncio.get_running_loop().create_future()
 
@@ -44,16 +44,16 @@ class Stage:
         self.starter = FakeStarter()
         clock = JobClock()
         clock.adopt(Time(1000.0), 0.0)
-        stream, keeping = MagicMock(), MagicMock()
+        stream, snapshots = MagicMock(), MagicMock()
         stream.send = self.told.append
-        keeping.when_settled = lambda limit_s, act: act()
+        snapshots.when_settled = lambda limit_s, act: act()
         self.supervisor = Supervisor(
             node=NODE,
             clock=clock,
             stream=stream,
             table=MagicMock(),
             pool=MagicMock(),
-            keeping=keeping,
+            snapshots=snapshots,
             starter=cast(Any, self.starter),
             tester=MagicMock(),
             hang_terms=HangTerms(),

@@ -25,7 +25,7 @@ from holdfast.shm.vital_signs import (
     STEP,
     VITALS_BYTES,
     WARM_UP,
-    Open,
+    OpenSection,
     Times,
     Vitals,
     section_name,
@@ -87,13 +87,13 @@ def test_sections_nest_and_overlap_and_are_read_the_oldest_first(acts: list[int]
     vitals = fresh()
     for index in range(4):
         vitals.name_section(index, f"s{index}")
-    inside: list[tuple[int, Open]] = []
+    inside: list[tuple[int, OpenSection]] = []
     for now, act in enumerate(acts, 1):
         if act >= 0:
             place = vitals.enter(act, float(now), own=act != 3)
             assert (place < 0) == (len(inside) == MOST_OPEN)
             if place >= 0:
-                inside.append((place, Open(float(now), f"s{act}", own=act != 3)))
+                inside.append((place, OpenSection(float(now), f"s{act}", own=act != 3)))
         elif inside:
             place, _ = inside.pop(act % len(inside))
             vitals.leave(place)

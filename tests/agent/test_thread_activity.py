@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.agent.stall_kinds import Effort, Lately, effort, lately, process_state
+from holdfast.agent.stall_detector import Activity, activity
+from holdfast.proc import Effort, effort, process_state
 
 PATIENCE_S = 10.0
 
 
 def test_processor_time_is_that_of_the_one_thread() -> None:
-    """The pulse, gloo's threads and a logger's do not make a rank busy."""
+    """The heartbeat, gloo's threads and a logger's do not make a rank busy."""
     stop = threading.Event()
     other = threading.Thread(target=lambda: all(not stop.is_set() for _ in iter(int, 1)))
     other.start()
@@ -46,7 +47,7 @@ def test_of_a_process_that_is_gone_nothing_is_known() -> None:
         os._exit(0)
     os.waitpid(pid, 0)
     assert effort(pid, 0) == Effort()
-    assert process_state(pid) == "?"
+    assert process_state(pid) == "X"
 
 
 def test_a_stopped_process_is_seen_to_be_stopped() -> None:
@@ -66,12 +67,12 @@ def test_a_stopped_process_is_seen_to_be_stopped() -> None:
 @pytest.mark.parametrize(
     ("after", "seconds", "expected"),
     [
-        (Effort(3.0, 10), 2.0, Lately(1.0, moved=False)),
-        (Effort(1.0, 11), 2.0, Lately(0.0, moved=True)),
-        (Effort(3.0, 11), 0.0, Lately(0.0, moved=True)),
+        (Effort(3.0, 10), 2.0, Activity(1.0, moved=False)),
+        (Effort(1.0, 11), 2.0, Activity(0.0, moved=True)),
+        (Effort(3.0, 11), 0.0, Activity(0.0, moved=True)),
     ],
 )
 def test_what_was_done_lately_is_the_difference(
-    after: Effort, seconds: float, expected: Lately
+    after: Effort, seconds: float, expected: Activity
 ) -> None:
-    assert lately(Effort(1.0, 10), after, seconds) == expected
+    assert activity(Effort(1.0, 10), after, seconds) == expected
