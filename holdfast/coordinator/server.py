@@ -25,7 +25,7 @@ from itertools import takewhile
 from msgspec import Struct
 
 from holdfast.clock import JobClock
-from holdfast.coordinator.diagnosis import Inquests, fitting
+from holdfast.coordinator.diagnosis import Examinations, fitting
 from holdfast.coordinator.fault_requests import Askers
 from holdfast.coordinator.journal import Entry, Journal, Snapshot
 from holdfast.coordinator.stream import Stream
@@ -72,7 +72,7 @@ class Coordinator:
     journal: Journal
     clock: JobClock
     token: str
-    inquests: Inquests
+    inquests: Examinations
     acked: dict[NodeId, int] = field(default_factory=dict)
     _streams: dict[NodeId, Stream] = field(default_factory=dict)
     _strangers: set[Stream] = field(default_factory=set)

@@ -102,7 +102,7 @@ class Stream(asyncio.Protocol):
                 raise WireError(f"node {self.node} spoke for another")
             self._coordinator.arrived(self.node, message)
         elif isinstance(message, Testimony):
-            self._coordinator.inquests.testify(self.node, message)
+            self._coordinator.inquests.add(self.node, message)
         elif not isinstance(message, Beat):
             raise WireError("it said hello twice")
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from holdfast import proc
 from holdfast.health.catalogue import Check
 from holdfast.health.exchange import READY, Question, finding_in, written
 from holdfast.health.finding import Finding, unknown
@@ -79,11 +80,7 @@ class Probe:
 
     def asleep(self) -> bool:
         """Whether it waits for something, rather than for its turn on a core."""
-        try:
-            with open(f"/proc/{self.pid}/stat") as stat:
-                return stat.read().rpartition(")")[2].split()[0] in "SD"
-        except (OSError, IndexError):
-            return False
+        return proc.process_state(self.pid) in ("S", "D")
 
     @property
     def gone(self) -> bool:
