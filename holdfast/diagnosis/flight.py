@@ -4,8 +4,8 @@ Torch keeps the last operations of its process groups in a ring in memory. A wor
 thread dumps it as JSON (the main thread is the one that hangs), and the agent reads the dump
 without torch. There are two recorders in a process, one for NCCL (torch 2.5) and one for every
 backend (torch 2.8); both are asked. Recording costs 2 µs an operation (3 µs under a deep stack) and
-3 MB; torch 2.11 and later record by default, for gloo too, and `settings` turns recording on in
-older versions.
+3 MB; torch 2.11 and later record by default, for gloo too, and `turn_on` has
+older versions record as well.
 
 Backends differ: gloo never notes a start or an end and only marks a finished operation as retired,
 while NCCL also retires one that timed out, so that there only the state counts; and gloo does not
@@ -17,9 +17,11 @@ shows who is behind, and the oldest unfinished one, which holds the group up.
 
 from __future__ import annotations
 
+import os
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -124,18 +126,21 @@ class FlightDump(Struct):
 # ---- in a worker ----
 
 
-def settings(torch_version: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that turn the recorder on, to be set before torch is
-    imported.
+def turn_on(torch: ModuleType) -> None:
+    """Turn the recorder on where it is off by default, before the first process group is created."""
+    os.environ.update(settings(torch.__version__, os.environ))
 
-    A user's own setting stays; setting both names would make torch warn of the older one.
+
+def settings(torch_version: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variable that turns the recorder on, if the user has not set it.
+
+    Before torch 2.8 it has another name, of which later versions warn.
     """
     old, new = "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"
-    if old in environment or new in environment:
+    numbers = [int(word) for word in torch_version.split(".")[:2] if word.isdecimal()]
+    if old in environment or new in environment or not numbers or numbers >= [2, 11]:
         return {}
-    words = torch_version.split(".")
-    parts = tuple(int(word) if word.isdecimal() else 0 for word in words[:2])
-    return {new if parts >= (2, 8) else old: str(ENTRIES)}
+    return {new if numbers >= [2, 8] else old: str(ENTRIES)}
 
 
 def dump() -> bytes:

@@ -48,6 +48,7 @@ from holdfast.worker.channel import Channel, move_up
 from holdfast.worker.heartbeat import Heartbeat
 from holdfast.worker.runtime import Runtime
 from holdfast.worker.torch_hooks import steps as hooks
+from holdfast.worker.torch_hooks.imports import when_imported
 from holdfast.worker.torch_hooks.phases import Phases
 
 _decoder = msgspec.msgpack.Decoder(ToWorker)
@@ -77,6 +78,7 @@ def become_worker(control_fd: int, page_fd: int, rehearse: bool) -> int:
     phases.install()
     saves.book_saves(worker)
     hooks.count_steps(worker)
+    when_imported("torch", flight.turn_on)
     look_for_traps = _trap_finder(worker, page, phases)
     look_for_traps()
 

@@ -94,10 +94,11 @@ def test_members_are_told_once_for_each_group() -> None:
 
 
 def test_settings_turn_the_recorder_on_and_leave_the_users_alone() -> None:
-    assert flight.settings("2.13.0+cpu", {}) == {"TORCH_FR_BUFFER_SIZE": "2000"}
+    assert flight.settings("2.10.0+cpu", {}) == {"TORCH_FR_BUFFER_SIZE": "2000"}
     assert flight.settings("2.5.1", {}) == {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
-    assert flight.settings("nightly", {}) == {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
-    assert flight.settings("2.13.0", {"TORCH_FR_BUFFER_SIZE": "0"}) == {}
+    assert flight.settings("2.10.0", {"TORCH_FR_BUFFER_SIZE": "0"}) == {}
+    assert flight.settings("2.11.0", {}) == flight.settings("3.0", {}) == {}, "on by default"
+    assert flight.settings("nightly", {}) == {}
 
 
 def test_without_torch_there_is_nothing_to_dump() -> None:
