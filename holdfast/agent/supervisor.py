@@ -246,24 +246,12 @@ class Supervisor:
 
     # ---- other orders ----
 
-    def _prepare(self, order: Prepare) -> None:
-        self.pool.refill()
-
-    def _answer(self, order: Answered) -> None:
-        self.requests.answered(order)
-
     def _test(self, order: TestNode) -> None:
         if not isinstance(self._stopping, Finish):
             self.tester.act(order)
 
     def _look(self, order: Examine) -> None:
         self._spawn(self._examine(order.inquest, order.limit_s))
-
-    def _save(self, order: WriteShards | CommitCheckpoint | CheckpointSettled) -> None:
-        self.snapshots.act(order)
-
-    def _inject(self, order: Inject) -> None:
-        self._injector.take(order)
 
     async def _examine(self, number: int, limit_s: Seconds) -> None:
         """Examine the workers and send what was seen."""
@@ -282,12 +270,12 @@ _ORDERS: dict[type[NodeAction], Callable[[Supervisor, Any], None]] = {
     StartWorkers: Supervisor._start,
     StopWorkers: Supervisor._stop,
     Finish: Supervisor._finish,
-    Prepare: Supervisor._prepare,
-    Answered: Supervisor._answer,
     TestNode: Supervisor._test,
     Examine: Supervisor._look,
-    WriteShards: Supervisor._save,
-    CommitCheckpoint: Supervisor._save,
-    CheckpointSettled: Supervisor._save,
-    Inject: Supervisor._inject,
+    Prepare: lambda agent, order: agent.pool.refill(),
+    Answered: lambda agent, order: agent.requests.answered(order),
+    WriteShards: lambda agent, order: agent.snapshots.act(order),
+    CommitCheckpoint: lambda agent, order: agent.snapshots.act(order),
+    CheckpointSettled: lambda agent, order: agent.snapshots.act(order),
+    Inject: lambda agent, order: agent._injector.take(order),
 }

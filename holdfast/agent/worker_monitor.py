@@ -243,9 +243,6 @@ class WorkerMonitor:
         if self.workers.all_stepped():
             self.pool.refill()
 
-    def _sprung(self, worker: Worker, message: TrapSprung) -> None:
-        self.injector.look(worker.target())
-
     def _died(self, worker: Worker, message: Died) -> None:
         self.detector.remove(worker.rank)
         worker.script_raised(message.raised)
@@ -269,15 +266,6 @@ class WorkerMonitor:
             self.snapshots.look(round, request.checkpointer, forward)
         else:
             forward()
-
-    def _opened(self, worker: Worker, message: OpenCheckpointer) -> None:
-        self.snapshots.opened(message)
-
-    def _whole(self, worker: Worker, message: ImageWhole) -> None:
-        self.snapshots.whole(worker.rank, message)
-
-    def _missed(self, worker: Worker, message: ImageMissed) -> None:
-        self.snapshots.missed(worker.rank, message)
 
     # ---- its progress ----
 
@@ -311,12 +299,12 @@ class WorkerMonitor:
 _HANDLERS: dict[type[Any], Callable[[WorkerMonitor, Worker, Any], None]] = {
     Began: WorkerMonitor._began,
     Stepped: WorkerMonitor._stepped,
-    TrapSprung: WorkerMonitor._sprung,
+    TrapSprung: lambda monitor, worker, message: monitor.injector.look(worker.target()),
     Died: WorkerMonitor._died,
     Done: WorkerMonitor._done,
     Ask: WorkerMonitor._asked,
-    OpenCheckpointer: WorkerMonitor._opened,
-    ImageWhole: WorkerMonitor._whole,
-    ImageMissed: WorkerMonitor._missed,
+    OpenCheckpointer: lambda monitor, worker, message: monitor.snapshots.opened(message),
+    ImageWhole: lambda monitor, worker, message: monitor.snapshots.whole(worker.rank, message),
+    ImageMissed: lambda monitor, worker, message: monitor.snapshots.missed(worker.rank, message),
 }
 """What a worker with a rank may say; a standby's and a node test's words are not for the monitor."""
