@@ -111,12 +111,6 @@ class Activity:
     """Whether it read or wrote since the last look, or in the later half of its silence."""
 
 
-def activity(before: Effort, now: Effort, seconds: float) -> Activity:
-    """Return what a thread did between two looks."""
-    share = (now.cpu_s - before.cpu_s) / seconds if seconds > 0 else 0.0
-    return Activity(share, now.moved_bytes > before.moved_bytes)
-
-
 def stall_kind(state: str, signs: Signs, did: Activity, now: float, for_s: float) -> StallKind:
     """Classify a rank that made no progress for `for_s` seconds."""
     if state == "T":
@@ -172,11 +166,11 @@ class WatchedRank:
         """Return what the training thread did since the last look, which this is from now on."""
         before, since = self.effort, self.looked_at
         self.effort, self.looked_at = effort, now
-        did = activity(before, effort, now - since)
-        if did.moved and since >= signs.mark_at:
+        share = (effort.cpu_s - before.cpu_s) / (now - since) if now > since else 0.0
+        moved = effort.moved_bytes > before.moved_bytes
+        if moved and since >= signs.mark_at:
             self.moved_at = now
-        moved = did.moved or self.moved_at > (signs.mark_at + now) / 2
-        return Activity(did.cpu_share, moved)
+        return Activity(share, moved or self.moved_at > (signs.mark_at + now) / 2)
 
     def timings(self) -> tuple[Timing, ...]:
         """Return what its steps consisted of since the last call: counts and median durations; of

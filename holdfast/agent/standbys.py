@@ -15,7 +15,8 @@ import signal
 import socket
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -258,8 +259,7 @@ class Pool:
             self.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
         )
         null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        command = [_python(), "-u", "-m", "holdfast.worker", *self.command]
-        pid = spawn(command, env, [theirs.fileno()], [null, output, output])
+        pid = spawn(self._command(), env, [theirs.fileno()], [null, output, output])
         theirs.close()
         os.close(output)
         os.close(null)
@@ -297,14 +297,10 @@ class Pool:
     async def _fork(self, rehearse: bool) -> WorkerProcess:
         """Fork a process, from the next nursery if this one dies meanwhile."""
         while self._failures < NURSERY_TRIES and self._socket is not None:
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            page_fd = create_page()
-            standby = WorkerProcess(ours, page_fd, warm=self._warm is not None or self.eager)
-            fork = _PendingFork(standby, asyncio.get_running_loop().create_future())
-            self._forks.append(fork)
-            self._send(Fork(rehearse=rehearse), [theirs.fileno(), page_fd])
-            theirs.close()
-            os.close(page_fd)
+            with _both_ends(warm=self._warm is not None or self.eager) as (standby, fds):
+                fork = _PendingFork(standby, asyncio.get_running_loop().create_future())
+                self._forks.append(fork)
+                self._send(Fork(rehearse=rehearse), fds)
             try:
                 return await fork.forked
             except _NurseryDied:
@@ -342,24 +338,31 @@ class Pool:
             fork.forked.set_result(fork.standby)
 
     def _spawn_fresh(self) -> WorkerProcess:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        page_fd = create_page()
-        env = {**self.env, "HOLDFAST_WORKER": f"fresh,{theirs.fileno()},{page_fd}"}
-        command = [_python(), "-u", "-m", "holdfast.worker", *self.command]
-        pid = spawn(command, env, [theirs.fileno(), page_fd])
-        standby = WorkerProcess(ours, page_fd, warm=False)
-        standby.process = self.table.watch(pid)
-        theirs.close()
-        os.close(page_fd)
-        return standby
+        with _both_ends(warm=False) as (worker, fds):
+            control_fd, page_fd = fds
+            env = {**self.env, "HOLDFAST_WORKER": f"fresh,{control_fd},{page_fd}"}
+            worker.process = self.table.watch(spawn(self._command(), env, fds))
+        return worker
+
+    def _command(self) -> list[str]:
+        python = os.environ.get("PYTHON_EXEC", sys.executable)
+        return [python, "-u", "-m", "holdfast.worker", *self.command]
 
 
 class _NurseryDied(Exception):
     """The nursery died before it answered."""
 
 
-def _python() -> str:
-    return os.environ.get("PYTHON_EXEC", sys.executable)
+@contextmanager
+def _both_ends(warm: bool) -> Iterator[tuple[WorkerProcess, list[int]]]:
+    """Yield the agent's end of a new process and the descriptors for its own, closed on exit."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    page_fd = create_page()
+    try:
+        yield WorkerProcess(ours, page_fd, warm), [theirs.fileno(), page_fd]
+    finally:
+        theirs.close()
+        os.close(page_fd)
 
 
 def _set_priority(pid: int, low: bool) -> None:

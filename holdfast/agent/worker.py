@@ -16,20 +16,19 @@ import json
 import logging
 import os
 import signal
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from holdfast.agent import oom
 from holdfast.agent.evidence import Examined
 from holdfast.agent.fault_injector import Target
+from holdfast.agent.output import Output
 from holdfast.agent.processes import Exit, Process
+from holdfast.agent.standbys import WorkerProcess
 from holdfast.clock import JobClock
-from holdfast.messages.local import FromWorker, Reply
+from holdfast.messages.local import Reply
 from holdfast.messages.records import Raised, RankProgress
 from holdfast.messages.units import Rank, RoundNumber, Seconds, StepNumber
-from holdfast.shm.rank_page import ProgressPage
 
 log = logging.getLogger("holdfast.agent")
 
@@ -41,26 +40,6 @@ ENDING_LIMIT = "HOLDFAST_ENDING_LIMIT"
 """Environment variable that overrides both limits, in seconds, for tests."""
 MESSAGE_CHARS = 2000
 TRACEBACK_CHARS = 16000
-
-
-class RuntimeLink(Protocol):
-    """The connection to the runtime inside a worker (see `standbys.WorkerProcess`)."""
-
-    page: ProgressPage
-    warm: bool
-    hear: Callable[[FromWorker], None]
-
-    def reply(self, message: Reply) -> None: ...
-    def read_all(self) -> None: ...
-    def close(self) -> None: ...
-
-
-class RankOutput(Protocol):
-    """Where a rank's prints go (see `output.Output`)."""
-
-    def drain(self) -> None: ...
-    def tail(self) -> str: ...
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -79,9 +58,9 @@ class Worker:
     round: RoundNumber
     rank: Rank
     process: Process
-    runtime: RuntimeLink | None
+    runtime: WorkerProcess | None
     """None for a command without our runtime (`--no-python`)."""
-    output: RankOutput
+    output: Output
     error_file: Path
     flight: Path
     """Where it writes its flight recorder."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Annotated, Any, TypeVar
 
@@ -102,25 +102,19 @@ class RecordedOperation(Struct):
         return text if len(text) <= _MAX_SIZES_CHARS else text[: _MAX_SIZES_CHARS - 3] + "..."
 
 
-class RecordedGroup(Struct):
-    """A process group, as NCCL's recorder describes it."""
-
-    ranks: Text = "[]"
-    """A list of numbers, as text."""
-
-
 class FlightTrace(Struct):
     """One recorder's dump."""
 
     entries: Annotated[list[RecordedOperation], Meta(max_length=100_000)] = []
-    pg_config: dict[Text, RecordedGroup] = {}
 
 
 class FlightDump(Struct):
     """What a worker writes: each recorder's dump as it is, and the members of its groups."""
 
-    groups: dict[str, tuple[int, ...]]
+    groups: dict[str, tuple[int, ...]] = {}
     traces: list[msgspec.Raw] = []
+    missing: str = ""
+    """Why there is no recorder."""
 
 
 # ---- in a worker ----
@@ -144,25 +138,18 @@ def settings(torch_version: str, environment: Mapping[str, str]) -> dict[str, st
 
 
 def dump() -> bytes:
-    """Dump the recorders of this process, from any thread; empty if there are none (see
-    `missing`)."""
-    if missing():
-        return b""
-    found = FlightDump(groups=_groups())
-    for dump_json in _dump_functions():
-        trace = dump_json()
-        found.traces.append(msgspec.Raw(trace.encode() if isinstance(trace, str) else trace))
-    return _MAGIC + zlib.compress(msgspec.json.encode(found), level=1)
-
-
-def missing() -> str:
-    """Return why this process has no flight recorder; empty if it has one."""
+    """Dump the recorders of this process, from any thread; or say why there are none."""
+    functions = _dump_functions()
     if "torch" not in sys.modules:
-        return "flight recorder: the script has not imported torch"
-    if not _dump_functions():
+        found = FlightDump(missing="the script has not imported torch")
+    elif not functions:
         version = getattr(sys.modules["torch"], "__version__", "of this version")
-        return f"flight recorder: torch {version} has none in this build"
-    return ""
+        found = FlightDump(missing=f"torch {version} has none in this build")
+    else:
+        answers = [dump_json() for dump_json in functions]
+        traces = [one.encode() if isinstance(one, str) else one for one in answers]
+        found = FlightDump(groups=_groups(), traces=[msgspec.Raw(trace) for trace in traces])
+    return _MAGIC + zlib.compress(msgspec.json.encode(found), level=1)
 
 
 def _dump_functions() -> list[Callable[[], bytes | str]]:
@@ -181,14 +168,21 @@ def _groups() -> dict[str, tuple[int, ...]]:
 
 
 def read(data: bytes) -> tuple[Collective, ...]:
-    """Return the operations that matter, newest first, of a worker's dump or of torch's own JSON."""
-    if len(data) > MAX_DUMP_BYTES:
-        raise BadFrame(f"a flight recorder dump of {len(data)} bytes is larger than allowed")
-    if not data.startswith(_MAGIC):
-        return _collectives([_decode(data, FlightTrace)], {})
+    """Return the operations of a dump that matter, newest first."""
+    if len(data) > MAX_DUMP_BYTES or not data.startswith(_MAGIC):
+        raise BadFrame(f"not a flight recorder dump: {len(data)} bytes")
     found = _decode(_decompress(data[len(_MAGIC) :]), FlightDump)
+    if found.missing:
+        raise BadFrame(found.missing)
     traces = [_decode(bytes(each), FlightTrace) for each in found.traces]
-    return _collectives(traces, found.groups)
+    # The two recorders of a process may share operations, which then have the same numbers.
+    seen = {
+        (one.group, one.number, one.op_id, one.record_id, one.op): one
+        for trace in traces
+        for one in trace.entries
+    }
+    by_age = sorted(seen.values(), key=lambda e: (e.time_created_ns, e.record_id), reverse=True)
+    return _selected(_of_living_groups(by_age), found.groups)
 
 
 def _decode(data: bytes, kind: type[T]) -> T:
@@ -207,20 +201,6 @@ def _decompress(data: bytes) -> bytes:
     if not decompressor.eof:
         raise BadFrame("a flight recorder dump is truncated or unpacks to more than allowed")
     return plain
-
-
-def _collectives(traces: Iterable[FlightTrace], members: Members) -> tuple[Collective, ...]:
-    known = dict(members)
-    seen: dict[tuple[str, int, int, int, str], RecordedOperation] = {}
-    for trace in traces:
-        for name, group in trace.pg_config.items():
-            words = group.ranks.strip("[]() ").split(",")
-            known.setdefault(name, tuple(int(w) for w in words if w.strip().isdecimal()))
-        for one in trace.entries:
-            # The two recorders of a process may share operations, which then have the same numbers.
-            seen[one.group, one.number, one.op_id, one.record_id, one.op] = one
-    by_age = sorted(seen.values(), key=lambda e: (e.time_created_ns, e.record_id), reverse=True)
-    return _selected(_of_living_groups(by_age), known)
 
 
 def _of_living_groups(newest_first: list[RecordedOperation]) -> list[RecordedOperation]:

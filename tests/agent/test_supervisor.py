@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any, cast
+from typing import Any, cast, get_args
 from unittest.mock import MagicMock
 
+from holdfast.agent import supervisor
 from holdfast.agent.supervisor import Supervisor
 from holdfast.agent.worker_monitor import WorkerMonitor
 from holdfast.clock import JobClock
-from holdfast.messages.actions import Finish, StartWorkers, StopWorkers
+from holdfast.messages.actions import Finish, NodeAction, StartWorkers, StopWorkers
 from holdfast.messages.events import AnyEvent, NodeLeft, NodeReady
 from holdfast.messages.hangs import HangTerms
 from holdfast.messages.records import Part
@@ -142,6 +143,10 @@ def test_a_stop_of_another_round_does_nothing() -> None:
     stage = play(scenario)
     assert stage.told == []
     assert stage.busy
+
+
+def test_there_is_a_way_to_carry_out_every_order() -> None:
+    assert set(supervisor._ORDERS) == set(get_args(NodeAction))
 
 
 def test_finish_is_the_last_order() -> None:

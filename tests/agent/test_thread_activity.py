@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.agent.stall_detector import Activity, activity
+from holdfast.agent.stall_detector import Activity, WatchedRank
+from holdfast.messages.units import Rank
 from holdfast.proc import Effort, effort, process_state
+from holdfast.shm.vital_signs import BETWEEN, VITALS_BYTES, Vitals
 
 PATIENCE_S = 10.0
 
@@ -75,4 +77,8 @@ def test_a_stopped_process_is_seen_to_be_stopped() -> None:
 def test_what_was_done_lately_is_the_difference(
     after: Effort, seconds: float, expected: Activity
 ) -> None:
-    assert activity(Effort(1.0, 10), after, seconds) == expected
+    vitals = Vitals(memoryview(bytearray(VITALS_BYTES)))
+    one = WatchedRank(Rank(0), 1, vitals, 0.0, looked_at=50.0, effort=Effort(1.0, 10))
+    vitals.mark(BETWEEN, 60.0)
+    assert one.activity(vitals.read(), after, 50.0 + seconds) == expected
+    assert one.activity(vitals.read(), after, 61.0) == Activity()
