@@ -15,7 +15,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from holdfast.health.checker import Checker
@@ -40,7 +40,7 @@ class HealthMonitor:
         self._report = report
         self._checker = Checker(settings_here(os.environ, home=str(home)))
         self._every_s = EVERY_FAKE_S if FAKE_NODE in os.environ else EVERY_S
-        self._logged: set[str] = set()
+        self._logged: set[tuple[str, str]] = set()
         self._checking = False
 
     @staticmethod
@@ -62,20 +62,16 @@ class HealthMonitor:
             await self._check(self._checker.names(costly=False))
 
     async def _check(self, names: list[str] | None) -> None:
-        results = await self._results(names)
+        results = [r for r in await self._results(names) if r.verdict in ("warn", "fail")]
+        fresh = {(r.check, r.verdict) for r in results} - self._logged
         for result in results:
-            if result.verdict == "warn" and result.check not in self._logged:
-                self._logged.add(result.check)
-                log.warning("this node: %s: %s", result.check, result.reason)
-        failed = tuple(r for r in results if r.verdict == "fail")
-        decisive = tuple(r for r in failed if r.check.startswith(_DECISIVE))
-        fresh = {r.check for r in failed} - self._logged
-        for result in failed:
-            if result.check in fresh:
-                log.warning("this node: %s fails: %s", result.check, result.reason)
+            if (result.check, result.verdict) in fresh:
+                fails = " fails" if result.verdict == "fail" else ""
+                log.warning("this node: %s%s: %s", result.check, fails, result.reason)
         self._logged |= fresh
-        if any(r.check in fresh for r in decisive):
-            self._report(decisive)
+        failed = [r for r in results if r.verdict == "fail" and r.check.startswith(_DECISIVE)]
+        if any((r.check, r.verdict) in fresh for r in failed):
+            self._report(tuple(failed))
 
     async def _results(self, names: list[str] | None) -> list[Result]:
         """Check in a separate thread: the loop would wait for one of its own when the agent ends,
@@ -96,10 +92,8 @@ class HealthMonitor:
                 Exception
             ):  # The edge of the thread: a bug in a check does not make the node sick.
                 log.exception("the health checks of this node crashed")
-            try:
+            with suppress(RuntimeError):  # The agent may have ended.
                 loop.call_soon_threadsafe(settle, results)
-            except RuntimeError:
-                pass  # The agent has ended.
 
         self._checking = True
         threading.Thread(target=check, name="holdfast-health", daemon=True).start()
@@ -111,10 +105,8 @@ class HealthMonitor:
             return
         # The thread uses the checker; it ends when its processes are gone, or with the agent.
         for pid in self._checker.pids:
-            try:
+            with suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
 
 
 @contextmanager

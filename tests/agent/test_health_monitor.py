@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.agent.health_monitor import HealthMonitor, monitoring
-from holdfast.messages.health import Result
+from holdfast.health.checker import Checker
+from holdfast.messages.health import Result, Verdict
 
 HEALTHY = {"index": 0, "uuid": "GPU-0", "recovery": 0, "ecc_uncorrected": 0}
 Told = list[tuple[Result, ...]]
@@ -68,6 +69,20 @@ def test_a_node_that_falls_ill_later_is_reported_then_and_once(node: Path) -> No
         return bool(told) and looks > 150
 
     assert len(watched(node, enough)) == 1
+
+
+def test_a_check_that_only_warned_is_reported_once_it_fails(
+    node: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[Verdict] = ["warn", "warn", "fail", "fail"]
+
+    def run(*args: object, **more: object) -> list[Result]:
+        verdict = looks.pop(0) if len(looks) > 1 else looks[0]
+        return [Result(check="gpu-memory", verdict=verdict, reason="", seconds=0.0)]
+
+    monkeypatch.setattr(Checker, "run", run)
+    told = watched(node, lambda told: len(looks) == 1)
+    assert [result.verdict for results in told for result in results] == ["fail"]
 
 
 def test_an_agent_that_ends_does_not_wait_for_a_check_that_hangs(node: Path) -> None:
