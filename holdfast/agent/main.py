@@ -13,13 +13,12 @@ import os
 import signal
 import socket
 import sys
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from holdfast import kernel
 from holdfast.agent.health_monitor import HealthMonitor, monitoring
 from holdfast.agent.nodecheck import NodeTester
+from holdfast.agent.orders import AgentOrders
 from holdfast.agent.output import Console
 from holdfast.agent.processes import ProcessTable
 from holdfast.agent.shutdown import Shutdown
@@ -29,52 +28,16 @@ from holdfast.agent.starting import Starter, node_environment
 from holdfast.agent.stream import CoordinatorStream, NodeRefused
 from holdfast.agent.supervisor import Supervisor
 from holdfast.clock import JobClock
-from holdfast.config.settings import RunSettings
-from holdfast.core.membership.patience import JOIN_LIMIT_S
-from holdfast.jobhome import JobHome
 from holdfast.messages.events import HealthFound, NodeJoined, NodeWarm
 from holdfast.messages.exits import EXIT_REJOIN, EXIT_TURNED_AWAY
 from holdfast.messages.health import Result
-from holdfast.messages.records import NodeSpec, Terms
-from holdfast.messages.units import NodeId
+from holdfast.messages.records import NodeSpec
 from holdfast.platforms import topology
-from holdfast.wire.tls import client_context
 
 log = logging.getLogger("holdfast.agent")
 
 CONSOLE_LIMIT_S = 5.0
 LAST_WORD_LIMIT_S = 2.0
-
-
-@dataclass(frozen=True)
-class AgentOrders:
-    """Everything that an agent is started with."""
-
-    node: NodeId
-    settings: RunSettings
-    host: str
-    port: int
-    token: str
-    terms: Terms
-    address: str
-    """Where other nodes reach this one."""
-    store_port: int
-    """The port that the user wants for rank 0's store; 0 for any."""
-    run_id: str
-    logs: Path
-    launcher_pid: int
-    home: JobHome
-    images: Path
-    """The directory of this node's snapshots, which outlives this agent."""
-
-    def find_coordinator(self) -> tuple[str, int] | None:
-        """Return the coordinator's address from the job's home, if it is still this job's."""
-        try:
-            content = self.home.read_job_file()
-            known = content["token"] == self.token
-            return (str(content["host"]), int(content["port"])) if known else None
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
 
 
 def run_agent(orders: AgentOrders) -> int:
@@ -89,16 +52,7 @@ async def _run(orders: AgentOrders) -> int:
     settings = orders.settings
     env = node_environment(settings, os.environ)
     table = ProcessTable()
-    pool = Pool(
-        table=table,
-        command=[settings.script, *settings.script_args],
-        env=env,
-        want=settings.nproc if settings.standby is None else settings.standby,
-        eager=settings.node_check or _seems_to_use_torch(settings),
-        preload=settings.preload,
-        first_path=_first_path(settings),
-        log_path=orders.logs / f"nursery-{os.getpid()}.log",
-    )
+    pool = Pool(table, settings, env, orders.logs)
     pool.open()
     agent = _Agent(orders, table, pool, env)
     try:
@@ -134,20 +88,15 @@ class _Agent:
         self.clock = JobClock()
         self.node = orders.node
         self.listener = _image_listener(orders.address)
-        self.stream = self._stream()
-        self.snapshots = self._snapshots(table, env)
-        self.starter = Starter(
-            settings=settings,
-            run_id=orders.run_id,
-            address=orders.address,
-            store_port=orders.store_port,
-            logs=orders.logs,
-            images=orders.images,
-            console=self.console,
-            table=table,
-            pool=pool,
-            env=env,
+        self.stream = CoordinatorStream(
+            orders=orders,
+            clock=self.clock,
+            state=lambda: (self.supervisor.round, self.supervisor.busy),
+            act=lambda order: self.supervisor.act(order),
+            resumed=lambda sent: self.supervisor.requests.ask_again(sent),
         )
+        self.snapshots = self._snapshots(table, env)
+        self.starter = Starter(orders, self.console, table, pool, env)
         self.tester = NodeTester(self.node, orders.address, pool, self.clock, self.stream.send)
         self.supervisor = Supervisor(
             node=self.node,
@@ -161,16 +110,7 @@ class _Agent:
             hang_terms=orders.terms.hangs,
             save_deadline_s=settings.save_deadline_s,
         )
-        self.shutdown = Shutdown(
-            node=self.node,
-            signals=[signal.Signals[name] for name in settings.signals_to_handle],
-            launcher_pid=orders.launcher_pid,
-            unreachable_limit_s=settings.rendezvous.join_timeout_s or JOIN_LIMIT_S,
-            clock=self.clock,
-            stream=self.stream,
-            supervisor=self.supervisor,
-            snapshots=self.snapshots,
-        )
+        self.shutdown = Shutdown(orders, self.clock, self.stream, self.supervisor, self.snapshots)
         self._joined = False
         self._found: tuple[Result, ...] = ()
         """What the health checks found before the node joined."""
@@ -178,21 +118,6 @@ class _Agent:
         if HealthMonitor.is_useful(settings.node_check):
             self.health = HealthMonitor(orders.home.path, settings.node_check, self._tell_health)
             table.spared = lambda: self.health.pids if self.health is not None else ()
-
-    def _stream(self) -> CoordinatorStream:
-        return CoordinatorStream(
-            host=self.orders.host,
-            port=self.orders.port,
-            find=self.orders.find_coordinator,
-            token=self.orders.token,
-            node=self.node,
-            clock=self.clock,
-            state=lambda: (self.supervisor.round, self.supervisor.busy),
-            act=lambda order: self.supervisor.act(order),
-            terms=self.orders.terms,
-            tls=client_context(self.orders.settings.tls),
-            resumed=lambda sent: self.supervisor.requests.ask_again(sent),
-        )
 
     def _snapshots(self, table: ProcessTable, env: dict[str, str]) -> Keeping:
         return Keeping(
@@ -288,20 +213,3 @@ def _image_listener(address: str) -> socket.socket:
     listener.bind((address, 0))
     listener.listen(128)
     return listener
-
-
-def _first_path(settings: RunSettings) -> str:
-    """Return the first directory in which Python looks for the script's imports."""
-    if settings.entry == "module":
-        return os.getcwd()
-    return os.path.dirname(os.path.realpath(settings.script))
-
-
-def _seems_to_use_torch(settings: RunSettings) -> bool:
-    """Return whether the first ranks will import torch anyway, judged by the script's text."""
-    if settings.entry == "script":
-        try:
-            return b"torch" in Path(settings.script).read_bytes()
-        except OSError:
-            return True
-    return settings.entry != "command"

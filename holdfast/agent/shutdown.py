@@ -16,18 +16,19 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from holdfast import kernel
+from holdfast.agent.orders import AgentOrders
 from holdfast.agent.stream import CoordinatorStream
 from holdfast.agent.supervisor import Supervisor
 from holdfast.clock import JobClock
+from holdfast.core.membership.patience import JOIN_LIMIT_S
 from holdfast.messages.actions import Finish
 from holdfast.messages.events import NodeLeaving
 from holdfast.messages.exits import EXIT_FAILED, EXIT_TRY_AGAIN
-from holdfast.messages.units import NodeId, Seconds
+from holdfast.messages.units import Seconds
 
 log = logging.getLogger("holdfast.agent")
 
@@ -44,12 +45,7 @@ class Hurried(Protocol):
 
 @dataclass
 class Shutdown:
-    node: NodeId
-    signals: Sequence[signal.Signals]
-    """Signals that end the node."""
-    launcher_pid: int
-    unreachable_limit_s: Seconds
-    """How long an idle node waits for an unreachable coordinator."""
+    orders: AgentOrders
     clock: JobClock
     stream: CoordinatorStream
     supervisor: Supervisor
@@ -69,14 +65,15 @@ class Shutdown:
     def handle_signals(self) -> None:
         """Install the signal handlers."""
         loop = asyncio.get_running_loop()
-        for number in self.signals:
+        for name in self.orders.settings.signals_to_handle:
+            number = signal.Signals[name]
             loop.add_signal_handler(number, self._on_signal, number)
         kernel.unblock_signals()
         if self._orphaned():
             self._on_signal(signal.SIGTERM)
 
     def _orphaned(self) -> bool:
-        return os.getppid() != self.launcher_pid
+        return os.getppid() != self.orders.launcher_pid
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self._orphaned() or self._wanted is not None:
@@ -95,17 +92,18 @@ class Shutdown:
 
     def _tell(self, finish: Finish) -> None:
         now, reason, code = self.clock.now(), finish.reason, finish.code
-        self.stream.send(NodeLeaving(at=now, node=self.node, reason=reason, code=code))
+        self.stream.send(NodeLeaving(at=now, node=self.orders.node, reason=reason, code=code))
 
     def _finish(self, number: signal.Signals, grace_s: Seconds) -> Finish:
         code = EXIT_FAILED if number == signal.SIGINT else EXIT_TRY_AGAIN
         reason = f"stopped by {number.name}"
-        return Finish(node=self.node, code=code, reason=reason, grace_s=grace_s)
+        return Finish(node=self.orders.node, code=code, reason=reason, grace_s=grace_s)
 
     # ---- no coordinator ----
 
     async def watch_coordinator(self) -> None:
         """Give up when the node is idle and the coordinator is unreachable for too long."""
+        limit_s = self.orders.settings.rendezvous.join_timeout_s or JOIN_LIMIT_S
         where = f"the coordinator at {self.stream.host}:{self.stream.port}"
         warned = False
         while not self.supervisor.finished.done():
@@ -114,8 +112,10 @@ class Shutdown:
             if alone_s > WARN_AFTER_S and not warned:
                 log.warning("cannot reach %s; trying on", where)
             warned = alone_s > WARN_AFTER_S
-            if alone_s > self.unreachable_limit_s and not self.supervisor.busy:
+            if alone_s > limit_s and not self.supervisor.busy:
                 reason = f"{where} cannot be reached"
                 print(f"holdfast: {reason}; try again", file=sys.stderr)
-                order = Finish(node=self.node, code=EXIT_TRY_AGAIN, reason=reason, grace_s=0.0)
+                order = Finish(
+                    node=self.orders.node, code=EXIT_TRY_AGAIN, reason=reason, grace_s=0.0
+                )
                 self.supervisor.act(order)

@@ -25,6 +25,7 @@ import msgspec
 from holdfast import proc
 from holdfast.agent.outbox import Outbox
 from holdfast.agent.processes import Exit, Process, ProcessTable, spawn
+from holdfast.config.settings import RunSettings
 from holdfast.messages.local import (
     NOT_FORKABLE,
     PACKET_BYTES,
@@ -138,17 +139,9 @@ class Pool:
     """All processes of this node that have no rank yet."""
 
     table: ProcessTable
-    command: Sequence[str]
-    """The script and its arguments, which their command line shows."""
+    settings: RunSettings
     env: Mapping[str, str]
-    want: int
-    """Number of standbys to keep; 0 for no nursery at all."""
-    eager: bool
-    """Whether the first ranks wait for the nursery's imports, because they need them anyway."""
-    preload: Sequence[str]
-    first_path: str
-    """The directory of the script's own modules, which `preload` may name."""
-    log_path: Path
+    logs: Path
     on_warm: Callable[[], None] = lambda: None
     waiting: list[WorkerProcess] = field(default_factory=list)
     _forks: deque[_PendingFork] = field(default_factory=deque)
@@ -158,6 +151,14 @@ class Pool:
     _warm: Warm | None = None
     _failures: int = 0
     _closed: bool = False
+
+    def __post_init__(self) -> None:
+        settings = self.settings
+        self.want = settings.nproc if settings.standby is None else settings.standby
+        """Number of standbys to keep; 0 for no nursery at all."""
+        self._eager = settings.node_check or _seems_to_use_torch(settings)
+        """Whether the first ranks wait for the nursery's imports, because they need them anyway."""
+        self._log_path = self.logs / f"nursery-{os.getpid()}.log"
 
     @property
     def warm(self) -> bool:
@@ -248,15 +249,15 @@ class Pool:
 
     def _start_nursery(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        mode = "eager" if self.eager else "later"
+        mode = "eager" if self._eager else "later"
         env = {
             **self.env,
             "HOLDFAST_WORKER": f"nursery,{theirs.fileno()},{mode}",
-            "HOLDFAST_PRELOAD": " ".join(self.preload),
-            "HOLDFAST_FIRST_PATH": self.first_path,
+            "HOLDFAST_PRELOAD": " ".join(self.settings.preload),
+            "HOLDFAST_FIRST_PATH": _first_path(self.settings),
         }
         output = os.open(
-            self.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
+            self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
         )
         null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         pid = spawn(self._command(), env, [theirs.fileno()], [null, output, output])
@@ -285,7 +286,7 @@ class Pool:
             self._failures = NURSERY_TRIES
             log.warning("no standbys: a module of --preload has initialized the GPUs")
         else:
-            log.warning("the nursery died (%s); see %s", end, self.log_path)
+            log.warning("the nursery died (%s); see %s", end, self._log_path)
         forks, self._forks = list(self._forks), deque()
         if self._failures < NURSERY_TRIES:
             self._start_nursery()
@@ -297,7 +298,7 @@ class Pool:
     async def _fork(self, rehearse: bool) -> WorkerProcess:
         """Fork a process, from the next nursery if this one dies meanwhile."""
         while self._failures < NURSERY_TRIES and self._socket is not None:
-            with _both_ends(warm=self._warm is not None or self.eager) as (standby, fds):
+            with _both_ends(warm=self._warm is not None or self._eager) as (standby, fds):
                 fork = _PendingFork(standby, asyncio.get_running_loop().create_future())
                 self._forks.append(fork)
                 self._send(Fork(rehearse=rehearse), fds)
@@ -345,8 +346,8 @@ class Pool:
         return worker
 
     def _command(self) -> list[str]:
-        python = os.environ.get("PYTHON_EXEC", sys.executable)
-        return [python, "-u", "-m", "holdfast.worker", *self.command]
+        settings, python = self.settings, os.environ.get("PYTHON_EXEC", sys.executable)
+        return [python, "-u", "-m", "holdfast.worker", settings.script, *settings.script_args]
 
 
 class _NurseryDied(Exception):
@@ -374,3 +375,20 @@ def _set_priority(pid: int, low: bool) -> None:
         os.sched_setscheduler(pid, policy, os.sched_param(0))
     except (ProcessLookupError, PermissionError):
         pass
+
+
+def _first_path(settings: RunSettings) -> str:
+    """Return the first directory in which Python looks for the script's imports."""
+    if settings.entry == "module":
+        return os.getcwd()
+    return os.path.dirname(os.path.realpath(settings.script))
+
+
+def _seems_to_use_torch(settings: RunSettings) -> bool:
+    """Return whether the first ranks will import torch anyway, judged by the script's text."""
+    if settings.entry == "script":
+        try:
+            return b"torch" in Path(settings.script).read_bytes()
+        except OSError:
+            return True
+    return settings.entry != "command"

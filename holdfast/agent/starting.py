@@ -17,9 +17,10 @@ import logging
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
+from holdfast.agent.orders import AgentOrders
 from holdfast.agent.output import Console, Output, rank_output
 from holdfast.agent.processes import Process, ProcessTable, spawn
 from holdfast.agent.standbys import Pool, WorkerProcess
@@ -68,29 +69,21 @@ class StorePort:
 
 @dataclass
 class Starter:
-    settings: RunSettings
-    run_id: str
-    address: str
-    """Where other nodes reach this one."""
-    store_port: int
-    """The port that the user wants for rank 0's store; 0 for any."""
-    logs: Path
-    images: Path
-    """The directory of this node's snapshots."""
+    orders: AgentOrders
     console: Console
     table: ProcessTable
     pool: Pool
     env: dict[str, str]
     """The environment that all processes of the node share."""
-    port: StorePort = field(init=False)
 
     def __post_init__(self) -> None:
-        self.port = StorePort(self.address, self.store_port)
+        self.settings = self.orders.settings
+        self.port = StorePort(self.orders.address, self.orders.store_port)
 
     def renew_port(self) -> None:
         """Offer a socket for the store of the next round."""
         self.port.close()
-        self.port = StorePort(self.address, self.store_port)
+        self.port = StorePort(self.orders.address, self.orders.store_port)
 
     async def start(self, part: Part, monitor: WorkerMonitor) -> None:
         """Start a process for each rank of the part."""
@@ -119,7 +112,7 @@ class Starter:
             entry=self.settings.entry,
             agent_pid=os.getpid(),
             round=part.round,
-            images=str(self.images),
+            images=str(self.orders.images),
             flight=str(worker.flight),
         )
         store = [self.port.fileno()] if worker.rank == 0 else []
@@ -157,7 +150,9 @@ class Starter:
 
     def _environment(self, part: Part, local_rank: int) -> dict[str, str]:
         error_file = self._file(part, local_rank, "error.json")
-        return rank_environment(self.settings, part, local_rank, self.run_id, error_file, self.env)
+        return rank_environment(
+            self.settings, part, local_rank, self.orders.run_id, error_file, self.env
+        )
 
     def _output(self, part: Part, local_rank: int) -> Output:
         path = self._file(part, local_rank, "log")
@@ -165,14 +160,16 @@ class Starter:
         return rank_output(self.settings, self.console, path, rank, local_rank)
 
     def _file(self, part: Part, local_rank: int, kind: str) -> Path:
-        return self.logs / f"round_{part.round}" / f"rank_{part.first_rank + local_rank}.{kind}"
+        return (
+            self.orders.logs / f"round_{part.round}" / f"rank_{part.first_rank + local_rank}.{kind}"
+        )
 
     def _make_log_folder(self, part: Part) -> None:
         """Create the round's folder; ranks write their error files into it themselves."""
         try:
-            (self.logs / f"round_{part.round}").mkdir(parents=True, exist_ok=True)
+            (self.orders.logs / f"round_{part.round}").mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            log.error("%s: no logs of round %d (%s)", self.logs, part.round, error.strerror)
+            log.error("%s: no logs of round %d (%s)", self.orders.logs, part.round, error.strerror)
 
 
 def node_environment(settings: RunSettings, environ: Mapping[str, str]) -> dict[str, str]:

@@ -15,12 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from holdfast import kernel
+from holdfast.agent.orders import AgentOrders
 from holdfast.clock import JobClock
 from holdfast.errors import WireError
 from holdfast.messages.actions import NodeAction
 from holdfast.messages.events import AnyEvent
-from holdfast.messages.records import Terms
-from holdfast.messages.units import NodeId, RoundNumber
+from holdfast.messages.units import RoundNumber
 from holdfast.messages.wire import (
     PROTOCOL,
     Ack,
@@ -33,6 +33,7 @@ from holdfast.messages.wire import (
     Welcome,
 )
 from holdfast.wire import framing
+from holdfast.wire.tls import client_context
 
 log = logging.getLogger("holdfast.agent")
 
@@ -48,18 +49,11 @@ class NodeRefused(WireError):
 
 @dataclass
 class CoordinatorStream:
-    host: str
-    port: int
-    find: Callable[[], tuple[str, int] | None]
-    """Returns where the coordinator is now, in case it was restarted elsewhere."""
-    token: str
-    node: NodeId
+    orders: AgentOrders
     clock: JobClock
     state: Callable[[], tuple[RoundNumber, bool]]
     """Returns the round and whether there are workers, to announce on a new stream."""
     act: Callable[[NodeAction], None]
-    terms: Terms
-    tls: ssl.SSLContext | None = None
     resumed: Callable[[list[AnyEvent]], None] = lambda sent: None
     """Called on each new stream, with the events that were just resent on it."""
     _unacked: deque[Sent] = field(default_factory=deque)
@@ -69,6 +63,10 @@ class CoordinatorStream:
     _lost_at: float = field(default_factory=lambda: asyncio.get_running_loop().time())
     """When the last stream was lost."""
     drained: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.host, self.port = self.orders.host, self.orders.port
+        self._tls = client_context(self.orders.settings.tls)
 
     def send(self, event: AnyEvent) -> None:
         """Send an event, again after a broken stream until it is acknowledged."""
@@ -123,14 +121,14 @@ class CoordinatorStream:
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
         try:
-            connecting = asyncio.open_connection(self.host, self.port, ssl=self.tls)
+            connecting = asyncio.open_connection(self.host, self.port, ssl=self._tls)
             reader, writer = await asyncio.wait_for(connecting, CONNECT_LIMIT_S)
             kernel.keep_alive(writer.get_extra_info("socket"))
             return reader, writer
         except ssl.SSLError as error:
             raise NodeRefused(f"no TLS connection to {self.host}:{self.port}: {error}") from None
         except (OSError, asyncio.TimeoutError):
-            self.host, self.port = self.find() or (self.host, self.port)
+            self.host, self.port = self.orders.find_coordinator() or (self.host, self.port)
             return None
 
     def _lost(self) -> None:
@@ -149,11 +147,11 @@ class CoordinatorStream:
         round, busy = self.state()
         hello = Hello(
             protocol=PROTOCOL,
-            token=self.token,
-            node=self.node,
+            token=self.orders.token,
+            node=self.orders.node,
             round=round,
             busy=busy,
-            terms=self.terms,
+            terms=self.orders.terms,
         )
         writer.write(framing.encode(hello))
         decoder = framing.FrameDecoder[FromCoordinator](FromCoordinator)  # type: ignore[arg-type]

@@ -327,7 +327,8 @@ def _launch(
     run_id = settings.rendezvous.run_id or site.home.name
 
     def be_agent() -> int:
-        from holdfast.agent.main import AgentOrders, run_agent
+        from holdfast.agent.main import run_agent
+        from holdfast.agent.orders import AgentOrders
 
         orders = AgentOrders(
             node=node_of(os.getpid()),

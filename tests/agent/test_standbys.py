@@ -21,7 +21,7 @@ def test_when_a_start_is_given_up_whoever_was_got_for_it_stands_by(turns: int) -
         return got[-1]
 
     async def scenario() -> None:
-        pool = Pool(MagicMock(), (), {}, 0, False, (), "", Path())
+        pool = Pool(MagicMock(), MagicMock(standby=0), {}, Path())
         pool._spawn_fresh = get  # type: ignore[method-assign]
         taking = asyncio.ensure_future(pool.take(3))
         for _ in range(turns):
