@@ -27,7 +27,7 @@ from holdfast.messages.chaos import BY_AGENT, FAULT_NAMES, IN_MAIN_THREAD, Fault
 from holdfast.messages.events import AnyEvent, FaultTold
 from holdfast.messages.records import Part
 from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber, Time
-from holdfast.shm.rank_page import ProgressPage
+from holdfast.shm.rank_page import RankPage
 
 log = logging.getLogger("holdfast.agent")
 
@@ -51,7 +51,7 @@ class Target(NamedTuple):
 
     rank: Rank
     process: Process
-    page: ProgressPage | None
+    page: RankPage | None
     """None for a command that is no Python of ours."""
 
 

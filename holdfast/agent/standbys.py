@@ -39,7 +39,7 @@ from holdfast.messages.local import (
     Test,
     Warm,
 )
-from holdfast.shm.rank_page import ProgressPage, create_page
+from holdfast.shm.rank_page import RankPage, create_page
 from holdfast.wire.packets import Joiner, packets_of
 
 log = logging.getLogger("holdfast.agent")
@@ -59,7 +59,7 @@ class WorkerProcess:
 
     def __init__(self, control: socket.socket, page_fd: int, warm: bool) -> None:
         self.control = control
-        self.page = ProgressPage(page_fd)
+        self.page = RankPage(page_fd)
         self.warm = warm
         self.rehearsed = False
         self.process: Process | None = None

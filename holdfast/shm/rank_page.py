@@ -42,7 +42,7 @@ class PageState(Struct, frozen=True):
     """Number of checkpoints that this process finished."""
 
 
-class ProgressPage:
+class RankPage:
     """One process's mapping of the page; the worker writes, the agent reads."""
 
     def __init__(self, fd: int) -> None:
@@ -103,6 +103,6 @@ class ProgressPage:
 
 def create_page() -> int:
     """Create an anonymous page and return its file descriptor: nothing of it can be left behind."""
-    fd = os.memfd_create("holdfast-progress", os.MFD_CLOEXEC)
+    fd = os.memfd_create("holdfast-rank-page", os.MFD_CLOEXEC)
     os.ftruncate(fd, PAGE_BYTES)
     return fd

@@ -31,7 +31,7 @@ from holdfast.messages.local import (
     ToWorker,
     TrapSprung,
 )
-from holdfast.shm.rank_page import ProgressPage
+from holdfast.shm.rank_page import RankPage
 from holdfast.shm.vital_signs import Times
 from holdfast.worker import (
     node_test as selftest,
@@ -58,7 +58,7 @@ _NEVER = Times(0, 0.0, ())
 def become_worker(control_fd: int, page_fd: int, rehearse: bool) -> int:
     """Wait for a rank and be it; the exit status."""
     channel = Channel(control_fd)
-    page = ProgressPage(page_fd)
+    page = RankPage(page_fd)
     os.close(page_fd)
     if rehearse:
         rehearsal.rehearse()
@@ -129,7 +129,7 @@ def _take_over(assign: Assign, fds: list[int]) -> None:
     gc.unfreeze()
 
 
-def _trap_finder(worker: Runtime, page: ProgressPage, phases: Phases) -> Callable[[], None]:
+def _trap_finder(worker: Runtime, page: RankPage, phases: Phases) -> Callable[[], None]:
     """Sees when a fault is asked for; until then it costs a look at one word."""
     seen = 0
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.shm.rank_page import ProgressPage, create_page
+from holdfast.shm.rank_page import RankPage, create_page
 from holdfast.shm.vital_signs import (
     BETWEEN,
     DATA,
@@ -195,7 +195,7 @@ def test_a_dump_that_is_wanted_is_made_once() -> None:
 def test_what_a_forked_process_does_is_no_sign_of_the_worker() -> None:
     """DataLoader's workers are forks of the rank, with its hooks and its memory."""
     fd = create_page()
-    page, reader = ProgressPage(fd), ProgressPage(fd)
+    page, reader = RankPage(fd), RankPage(fd)
     page.vitals.mark(DATA, 1.0)
     page.write(7, 7, 1.0, 1.0, 0.0, 0.0)
     pid = os.fork()
