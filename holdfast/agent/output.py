@@ -157,10 +157,6 @@ class RankPipe:
         os.set_blocking(self._reader, False)
         asyncio.get_running_loop().add_reader(self._reader, self._read)
 
-    def handed_over(self) -> None:
-        """Close the writing end, now that the worker has it."""
-        os.close(self.writer)
-
     def _read(self) -> bool:
         try:
             data = os.read(self._reader, READ_BYTES)
@@ -221,7 +217,7 @@ class Output:
     ) -> None:
         self.log = LogFile(path)
         self._files = [self.log]
-        pipes = []
+        self._pipes: list[RankPipe] = []
         for fd, name in ((1, "stdout"), (2, "stderr")):
             readers: list[LineReader] = []
             console, texts = consoles[fd - 1], filters[fd - 1]
@@ -230,23 +226,24 @@ class Output:
             if texts:
                 self._files.append(LogFile(path.with_name(f"filtered_{name}.log")))
                 readers.append(matching_into(self._files[-1], [text.encode() for text in texts]))
-            pipes.append(RankPipe(self.log, readers))
-        self._out, self._err = pipes
+            self._pipes.append(RankPipe(self.log, readers))
 
-    def writers(self) -> tuple[int, int]:
-        return self._out.writer, self._err.writer
+    def writers(self) -> list[int]:
+        """Return the writing ends, for the worker's stdout and stderr."""
+        return [pipe.writer for pipe in self._pipes]
 
     def handed_over(self) -> None:
-        self._out.handed_over()
-        self._err.handed_over()
+        """Close the writing ends, now that the worker has them."""
+        for writer in self.writers():
+            os.close(writer)
 
     def drain(self) -> None:
-        self._out.drain()
-        self._err.drain()
+        for pipe in self._pipes:
+            pipe.drain()
 
     def close(self) -> None:
-        self._out.close()
-        self._err.close()
+        for pipe in self._pipes:
+            pipe.close()
         for file in self._files:
             file.close()
 
