@@ -12,8 +12,8 @@ import asyncio
 import signal
 from collections.abc import Callable
 
-from holdfast.agent.processes import Exit
-from holdfast.agent.standbys import Pool, WorkerProcess
+from holdfast.agent.processes import Exit, WorkerProcess
+from holdfast.agent.standbys import Pool
 from holdfast.agent.starting import StorePort
 from holdfast.clock import JobClock
 from holdfast.messages.actions import TestNode

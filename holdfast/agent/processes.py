@@ -8,13 +8,27 @@ even a daemon that a script forked twice can be found and ended with the round i
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
+import socket
 import subprocess
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import msgspec
+
 from holdfast import kernel, proc
+from holdfast.agent.outbox import Outbox
+from holdfast.messages.local import PACKET_BYTES, Assign, FromWorker, Reply, Standing, Test
+from holdfast.shm.rank_page import RankPage, create_page
+from holdfast.wire.packets import Joiner, packets_of
+
+log = logging.getLogger("holdfast.agent")
+
+_encoder = msgspec.msgpack.Encoder()
+_from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
 
 
 @dataclass(frozen=True)
@@ -155,3 +169,87 @@ def _group_of(pid: int) -> int:
         return os.getpgid(pid)
     except ProcessLookupError:
         return -1
+
+
+class WorkerProcess:
+    """A process with its control socket and rank page: a standby, then the process of a rank."""
+
+    def __init__(self, control: socket.socket, page_fd: int, warm: bool) -> None:
+        self.control = control
+        self.page = RankPage(page_fd)
+        self.warm = warm
+        self.rehearsed = False
+        self.process: Process | None = None
+        self.hear: Callable[[FromWorker], None] = self._hear_standby
+        self._outbox = Outbox(control)
+        self._joiner = Joiner()
+        control.setblocking(False)
+        asyncio.get_running_loop().add_reader(control.fileno(), self._read)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid if self.process is not None else 0
+
+    def order(self, message: Assign | Test, fds: Sequence[int]) -> None:
+        """Make it a rank, or have it test the node: it is no standby after that."""
+        try:
+            socket.send_fds(self.control, [_encoder.encode(message)], list(fds))
+        except OSError:  # Its pidfd tells that it died.
+            log.debug("process %d died before it got its rank", self.pid)
+
+    def reply(self, message: Reply) -> None:
+        """Answer its script; one that does not read its answers gets no more."""
+        if self.control.fileno() >= 0 and not self._outbox.put(packets_of(message)):
+            log.warning("process %d does not read its answers; it gets no more of them", self.pid)
+            self._stop_reading()
+
+    def read_all(self) -> None:
+        """Take what it still said before it died."""
+        while self.control.fileno() >= 0 and self._read():
+            pass
+
+    def close(self) -> None:
+        self.read_all()
+        self._stop_reading()
+        self.page.close()
+
+    def _read(self) -> bool:
+        try:
+            packet = self.control.recv(PACKET_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError:
+            packet = b""
+        if not packet:
+            self._stop_reading()
+            return False
+        try:
+            message = self._joiner.message(packet, _from_worker.decode)
+            if message is not None:
+                self.hear(message)
+        except msgspec.DecodeError as error:
+            log.warning("process %d sent an invalid message: %s", self.pid, error)
+        return True
+
+    def _stop_reading(self) -> None:
+        """Close the socket. A script may do so and live on: the process is watched, not the
+        socket."""
+        if self.control.fileno() >= 0:
+            self._outbox.close()
+            asyncio.get_running_loop().remove_reader(self.control.fileno())
+            self.control.close()
+
+    def _hear_standby(self, message: FromWorker) -> None:
+        self.rehearsed = isinstance(message, Standing)
+
+
+@contextmanager
+def both_ends(warm: bool) -> Iterator[tuple[WorkerProcess, list[int]]]:
+    """Yield the agent's end of a new process and the descriptors for its own, closed on exit."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    page_fd = create_page()
+    try:
+        yield WorkerProcess(ours, page_fd, warm), [theirs.fileno(), page_fd]
+    finally:
+        theirs.close()
+        os.close(page_fd)

@@ -15,115 +15,33 @@ import signal
 import socket
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
 from holdfast import proc
-from holdfast.agent.outbox import Outbox
-from holdfast.agent.processes import Exit, Process, ProcessTable, spawn
-from holdfast.config.settings import RunSettings
-from holdfast.messages.local import (
-    NOT_FORKABLE,
-    PACKET_BYTES,
-    Assign,
-    Fork,
-    FromNursery,
-    FromWorker,
-    Local,
-    Reply,
-    Standing,
-    Test,
-    Warm,
+from holdfast.agent.processes import (
+    Exit,
+    Process,
+    ProcessTable,
+    WorkerProcess,
+    both_ends,
+    spawn,
 )
-from holdfast.shm.rank_page import RankPage, create_page
-from holdfast.wire.packets import Joiner, packets_of
+from holdfast.config.settings import RunSettings
+from holdfast.messages.local import NOT_FORKABLE, PACKET_BYTES, Fork, FromNursery, Local, Warm
 
 log = logging.getLogger("holdfast.agent")
 
 _encoder = msgspec.msgpack.Encoder()
 _from_nursery: msgspec.msgpack.Decoder[FromNursery] = msgspec.msgpack.Decoder(FromNursery)
-_from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
 
 NURSERY_TRIES = 3
 STANDBY_FLOOR_BYTES = 64 << 20
 MEMORY_SHARE = 0.25
 CAP_SYS_NICE = 23
-
-
-class WorkerProcess:
-    """A process with its control socket and rank page: a standby, then the process of a rank."""
-
-    def __init__(self, control: socket.socket, page_fd: int, warm: bool) -> None:
-        self.control = control
-        self.page = RankPage(page_fd)
-        self.warm = warm
-        self.rehearsed = False
-        self.process: Process | None = None
-        self.hear: Callable[[FromWorker], None] = self._hear_standby
-        self._outbox = Outbox(control)
-        self._joiner = Joiner()
-        control.setblocking(False)
-        asyncio.get_running_loop().add_reader(control.fileno(), self._read)
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid if self.process is not None else 0
-
-    def order(self, message: Assign | Test, fds: Sequence[int]) -> None:
-        """Make it a rank, or have it test the node: it is no standby after that."""
-        try:
-            socket.send_fds(self.control, [_encoder.encode(message)], list(fds))
-        except OSError:  # Its pidfd tells that it died.
-            log.debug("process %d died before it got its rank", self.pid)
-
-    def reply(self, message: Reply) -> None:
-        """Answer its script; one that does not read its answers gets no more."""
-        if self.control.fileno() >= 0 and not self._outbox.put(packets_of(message)):
-            log.warning("process %d does not read its answers; it gets no more of them", self.pid)
-            self._stop_reading()
-
-    def read_all(self) -> None:
-        """Take what it still said before it died."""
-        while self.control.fileno() >= 0 and self._read():
-            pass
-
-    def close(self) -> None:
-        self.read_all()
-        self._stop_reading()
-        self.page.close()
-
-    def _read(self) -> bool:
-        try:
-            packet = self.control.recv(PACKET_BYTES)
-        except BlockingIOError:
-            return False
-        except OSError:
-            packet = b""
-        if not packet:
-            self._stop_reading()
-            return False
-        try:
-            message = self._joiner.message(packet, _from_worker.decode)
-            if message is not None:
-                self.hear(message)
-        except msgspec.DecodeError as error:
-            log.warning("process %d sent an invalid message: %s", self.pid, error)
-        return True
-
-    def _stop_reading(self) -> None:
-        """Close the socket. A script may do so and live on: the process is watched, not the
-        socket."""
-        if self.control.fileno() >= 0:
-            self._outbox.close()
-            asyncio.get_running_loop().remove_reader(self.control.fileno())
-            self.control.close()
-
-    def _hear_standby(self, message: FromWorker) -> None:
-        self.rehearsed = isinstance(message, Standing)
 
 
 @dataclass
@@ -298,7 +216,7 @@ class Pool:
     async def _fork(self, rehearse: bool) -> WorkerProcess:
         """Fork a process, from the next nursery if this one dies meanwhile."""
         while self._failures < NURSERY_TRIES and self._socket is not None:
-            with _both_ends(warm=self._warm is not None or self._eager) as (standby, fds):
+            with both_ends(warm=self._warm is not None or self._eager) as (standby, fds):
                 fork = _PendingFork(standby, asyncio.get_running_loop().create_future())
                 self._forks.append(fork)
                 self._send(Fork(rehearse=rehearse), fds)
@@ -339,7 +257,7 @@ class Pool:
             fork.forked.set_result(fork.standby)
 
     def _spawn_fresh(self) -> WorkerProcess:
-        with _both_ends(warm=False) as (worker, fds):
+        with both_ends(warm=False) as (worker, fds):
             control_fd, page_fd = fds
             env = {**self.env, "HOLDFAST_WORKER": f"fresh,{control_fd},{page_fd}"}
             worker.process = self.table.watch(spawn(self._command(), env, fds))
@@ -352,18 +270,6 @@ class Pool:
 
 class _NurseryDied(Exception):
     """The nursery died before it answered."""
-
-
-@contextmanager
-def _both_ends(warm: bool) -> Iterator[tuple[WorkerProcess, list[int]]]:
-    """Yield the agent's end of a new process and the descriptors for its own, closed on exit."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    page_fd = create_page()
-    try:
-        yield WorkerProcess(ours, page_fd, warm), [theirs.fileno(), page_fd]
-    finally:
-        theirs.close()
-        os.close(page_fd)
 
 
 def _set_priority(pid: int, low: bool) -> None:

@@ -22,8 +22,8 @@ from pathlib import Path
 
 from holdfast.agent.orders import AgentOrders
 from holdfast.agent.output import Console, Output, rank_output
-from holdfast.agent.processes import Process, ProcessTable, spawn
-from holdfast.agent.standbys import Pool, WorkerProcess
+from holdfast.agent.processes import Process, ProcessTable, WorkerProcess, spawn
+from holdfast.agent.standbys import Pool
 from holdfast.agent.worker import Worker
 from holdfast.agent.worker_monitor import WorkerMonitor
 from holdfast.config.settings import RunSettings

@@ -23,8 +23,7 @@ from holdfast.agent import oom
 from holdfast.agent.evidence import Examined
 from holdfast.agent.fault_injector import Target
 from holdfast.agent.output import Output
-from holdfast.agent.processes import Exit, Process
-from holdfast.agent.standbys import WorkerProcess
+from holdfast.agent.processes import Exit, Process, WorkerProcess
 from holdfast.clock import JobClock
 from holdfast.messages.local import Reply
 from holdfast.messages.records import Raised, RankProgress
