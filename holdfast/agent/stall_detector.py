@@ -72,16 +72,12 @@ WAITING = {
 """Phases whose durations may include waits for other ranks."""
 
 
-class Timer(Protocol):
-    def cancel(self) -> None: ...
-
-
 class System(Protocol):
     """What the detector needs besides vital signs: a monotonic clock, timers, and the kernel's
     view."""
 
     def now(self) -> float: ...
-    def call_later(self, delay_s: float, act: Callable[[], None]) -> Timer: ...
+    def call_later(self, delay_s: float, act: Callable[[], None]) -> asyncio.TimerHandle: ...
     def process_state(self, pid: int) -> str: ...
     def effort(self, pid: int, thread: int) -> Effort: ...
 
@@ -92,7 +88,7 @@ class KernelSystem:
     def now(self) -> float:
         return asyncio.get_running_loop().time()
 
-    def call_later(self, delay_s: float, act: Callable[[], None]) -> Timer:
+    def call_later(self, delay_s: float, act: Callable[[], None]) -> asyncio.TimerHandle:
         return asyncio.get_running_loop().call_later(delay_s, act)
 
     process_state = staticmethod(proc.process_state)
@@ -215,10 +211,6 @@ class Due:
     own: bool = True
     """Whether the training thread is in it."""
 
-    @property
-    def at(self) -> float:
-        return self.since + self.deadline.limit_s
-
 
 class StallDetector:
     """Watches the ranks of one node; `report` gets the stalled ones whenever that changes."""
@@ -241,7 +233,7 @@ class StallDetector:
         self._reported_longest: dict[str, float] = {}
         self._first_step_s = 0.0
         """Longest time that a rank took to its first step."""
-        self._timer: Timer | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._due_at = 0.0
         self._not_before = 0.0
         """Signs count as not older than this."""
@@ -260,8 +252,7 @@ class StallDetector:
 
     def stepped(self, rank: Rank) -> None:
         """Note that a rank finished its first step."""
-        if rank in self._watched:
-            one = self._watched[rank]
+        if one := self._watched.get(rank):
             one.stepped = True
             self._first_step_s = max(self._first_step_s, self._system.now() - one.began_at)
 
@@ -302,7 +293,8 @@ class StallDetector:
         signs = one.vitals.read()
         state = self._system.process_state(one.pid)
         did = one.activity(signs, self._system.effort(one.pid, signs.thread), now)
-        due = min(self._dues(one, signs, paces), key=lambda due: due.at)
+        dues = self._dues(one, signs, paces)
+        due = min(dues, key=lambda due: due.since + due.deadline.limit_s)
         since, limit_s = max(due.since, self._not_before), due.deadline.limit_s
         for_s = now - since
         if for_s > limit_s:
@@ -353,8 +345,7 @@ class StallDetector:
         return Due(name, since, deadline, section.own)
 
     def _first_step(self, one: WatchedRank, signs: Signs) -> Due:
-        deadline = self._limits.until_first_step()
-        since = one.began_at
+        deadline, since = self._limits.until_first_step(), one.began_at
         if self._terms.initial_rank_heartbeat_timeout is None:
             since = max(since, signs.mark_at)
         if not deadline.known:  # It may be a script that takes no steps at all.
@@ -385,12 +376,9 @@ class StallDetector:
     def news(self) -> Paces | None:
         """Return the durations that have grown since they were last reported."""
         paces = self._paces()
-        longest_s = paces.longest_s
-        if self._first_step_s:
-            longest_s = longest_s | {FIRST_STEP: self._first_step_s}
         fresh = {
             name: longest
-            for name, longest in longest_s.items()
+            for name, longest in {**paces.longest_s, FIRST_STEP: self._first_step_s}.items()
             if longest > NEWS_FACTOR * self._reported_longest.get(name, 0.0)
         }
         if not fresh:
