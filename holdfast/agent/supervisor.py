@@ -60,7 +60,7 @@ class EventStream(Protocol):
     def fall_silent(self, seconds: float) -> None: ...
 
 
-class Strays(Protocol):
+class StrayProcesses(Protocol):
     def end_strays(self) -> int: ...
 
 
@@ -91,7 +91,7 @@ class Supervisor:
     node: NodeId
     clock: JobClock
     stream: EventStream
-    table: Strays
+    table: StrayProcesses
     pool: StandbyPool
     snapshots: NodeSnapshotOrders
     starter: WorkerStarter

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.diagnosis.frames import thread_in_collective
+from holdfast.messages.evidence import Frame, ThreadStack
 from holdfast.messages.hangs import LINES
 from holdfast.shm.vital_signs import BETWEEN, IN_BACKWARD, IN_COLLECTIVE, NO, VITALS_BYTES, Vitals
 from holdfast.worker import requests
@@ -81,6 +83,13 @@ CASES = [
 @pytest.mark.parametrize(("files", "expected"), CASES, ids=lambda case: str(case)[-60:])
 def test_who_is_in_a_collective_waits(files: tuple[str, ...], expected: int) -> None:
     assert waits(frame_in(*files)) == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("files", "expected"), CASES, ids=lambda case: str(case)[-60:])
+def test_a_verdict_sees_the_same_waits_in_a_stack(files: tuple[str, ...], expected: int) -> None:
+    frames = tuple(Frame(file=file, line=1, function="f") for file in reversed(files))
+    seen = thread_in_collective(ThreadStack(name="MainThread", frames=frames))
+    assert (seen == "yes") == (expected == IN_COLLECTIVE)
 
 
 def test_a_backward_pass_may_wait() -> None:
