@@ -110,7 +110,7 @@ class Shutdown:
             await asyncio.sleep(LOOK_EVERY_S)
             alone_s = self.stream.lost_for_s()
             if alone_s > WARN_AFTER_S and not warned:
-                log.warning("cannot reach %s; trying on", where)
+                log.warning("cannot reach %s; still trying", where)
             warned = alone_s > WARN_AFTER_S
             if alone_s > limit_s and not self.supervisor.busy:
                 reason = f"{where} cannot be reached"
