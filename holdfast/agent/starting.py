@@ -87,89 +87,64 @@ class Starter:
 
     async def start(self, part: Part, monitor: WorkerMonitor) -> None:
         """Start a process for each rank of the part."""
+        folder = self.orders.logs / f"round_{part.round}"
         try:
-            self._make_log_folder(part)
-            if self.settings.entry == "command":
-                for local_rank in range(part.slots):
-                    self._run_command(part, local_rank, monitor)
-                return
-            processes = await self.pool.take(part.slots)
-            for local_rank, process in enumerate(processes):
-                self._assign(part, local_rank, process, monitor)
+            folder.mkdir(parents=True, exist_ok=True)  # Ranks write their error files into it.
+        except OSError as error:
+            log.error("%s: no logs of round %d (%s)", folder.parent, part.round, error.strerror)
+        is_command = self.settings.entry == "command"
+        try:
+            standbys = [None] * part.slots if is_command else await self.pool.take(part.slots)
+            for local_rank, standby in enumerate(standbys):
+                self._start_rank(part, local_rank, standby, folder, monitor)
         finally:
             self.port.close()
 
-    def _assign(
-        self, part: Part, local_rank: int, standby: WorkerProcess, monitor: WorkerMonitor
+    def _start_rank(
+        self,
+        part: Part,
+        local_rank: int,
+        standby: WorkerProcess | None,
+        folder: Path,
+        monitor: WorkerMonitor,
     ) -> None:
-        assert standby.process is not None
-        output = self._output(part, local_rank)
-        worker = self._worker(part, local_rank, standby.process, standby, output)
-        worker.stacks_fd = os.memfd_create("holdfast-stacks", os.MFD_CLOEXEC)
+        """Give a rank to a standby, or to the user's command if there is none."""
+        rank = Rank(part.first_rank + local_rank)
+        path = folder / f"rank_{rank}"
+        error_file = path.with_suffix(".error.json")
+        log_file = path.with_suffix(".log")
+        output = rank_output(self.settings, self.console, log_file, rank, local_rank)
+        run_id = self.orders.run_id
+        env = rank_environment(self.settings, part, local_rank, run_id, error_file, self.env)
+        process = standby.process if standby is not None else self._run_command(env, output)
+        assert process is not None
+        flight = path.with_suffix(".flight")
+        worker = Worker(part.round, rank, process, standby, output, error_file, flight)
         monitor.expect(worker)
+        if standby is not None:
+            self._assign(worker, standby, env, output)
+        output.handed_over()
+        monitor.follow(worker)
+
+    def _run_command(self, env: dict[str, str], output: Output) -> Process:
+        command = [self.settings.script, *self.settings.script_args]
+        stdio = [STDIN, *output.writers()]
+        return self.table.watch(spawn(command, {**self.env, **env}, stdio=stdio))
+
+    def _assign(
+        self, worker: Worker, standby: WorkerProcess, env: dict[str, str], output: Output
+    ) -> None:
+        worker.stacks_fd = os.memfd_create("holdfast-stacks", os.MFD_CLOEXEC)
         assign = Assign(
-            env=self._environment(part, local_rank),
+            env=env,
             entry=self.settings.entry,
             agent_pid=os.getpid(),
-            round=part.round,
+            round=worker.round,
             images=str(self.orders.images),
             flight=str(worker.flight),
         )
         store = [self.port.fileno()] if worker.rank == 0 else []
         standby.order(assign, [STDIN, *output.writers(), worker.stacks_fd, *store])
-        output.handed_over()
-        monitor.follow(worker)
-
-    def _run_command(self, part: Part, local_rank: int, monitor: WorkerMonitor) -> None:
-        output = self._output(part, local_rank)
-        env = {**self.env, **self._environment(part, local_rank)}
-        command = [self.settings.script, *self.settings.script_args]
-        pid = spawn(command, env, stdio=[STDIN, *output.writers()])
-        output.handed_over()
-        worker = self._worker(part, local_rank, self.table.watch(pid), None, output)
-        monitor.expect(worker)
-        monitor.follow(worker)
-
-    def _worker(
-        self,
-        part: Part,
-        local_rank: int,
-        process: Process,
-        runtime: WorkerProcess | None,
-        output: Output,
-    ) -> Worker:
-        return Worker(
-            round=part.round,
-            rank=Rank(part.first_rank + local_rank),
-            process=process,
-            runtime=runtime,
-            output=output,
-            error_file=self._file(part, local_rank, "error.json"),
-            flight=self._file(part, local_rank, "flight"),
-        )
-
-    def _environment(self, part: Part, local_rank: int) -> dict[str, str]:
-        error_file = self._file(part, local_rank, "error.json")
-        return rank_environment(
-            self.settings, part, local_rank, self.orders.run_id, error_file, self.env
-        )
-
-    def _output(self, part: Part, local_rank: int) -> Output:
-        path = self._file(part, local_rank, "log")
-        rank = part.first_rank + local_rank
-        return rank_output(self.settings, self.console, path, rank, local_rank)
-
-    def _file(self, part: Part, local_rank: int, kind: str) -> Path:
-        return (
-            self.orders.logs / f"round_{part.round}" / f"rank_{part.first_rank + local_rank}.{kind}"
-        )
-
-    def _make_log_folder(self, part: Part) -> None:
-        """Create the round's folder; ranks write their error files into it themselves."""
-        try:
-            (self.orders.logs / f"round_{part.round}").mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            log.error("%s: no logs of round %d (%s)", self.orders.logs, part.round, error.strerror)
 
 
 def node_environment(settings: RunSettings, environ: Mapping[str, str]) -> dict[str, str]:
