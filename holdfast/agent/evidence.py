@@ -46,6 +46,8 @@ async def examine(
     node: NodeId, round: RoundNumber, workers: Sequence[Examined], limit_s: float
 ) -> list[RankEvidence]:
     """Return all that can be seen of these workers within the limit."""
+    if not workers:
+        return []
     now = asyncio.get_running_loop().time()
     signs = {worker.rank: worker.vitals.read() for worker in workers}
     for worker in workers:
