@@ -1,8 +1,12 @@
-"""A memory cgroup for one process, so that it can run out of memory alone.
+"""Reads and creates memory cgroups: whether the kernel ran out of memory, and a limit for one process.
 
-When a process in a cgroup with a limit takes more, the kernel kills a process of that cgroup; with
-nobody else in it, nobody else is in danger. Making one takes the right to write to our own cgroup,
-which root has and most containers do not give.
+A process that the kernel's out-of-memory (OOM) killer killed looks like any other that got SIGKILL;
+only the kernel's counters tell. The counter of our own cgroup comes first, because it counts no other
+job's processes, together with those of the cgroups that were created within it.
+
+When a process in a cgroup with a limit exceeds it, the kernel kills a process of that cgroup; if it is
+alone in there, no other process is in danger. Creating one takes the right to write to our own
+cgroup, which root has and most containers do not give.
 """
 
 from __future__ import annotations
@@ -12,77 +16,92 @@ from pathlib import Path
 from typing import Final
 
 PREFIX: Final = "holdfast-oom-"
+PROC: Final = Path("/proc")
+CGROUPS: Final = Path("/sys/fs/cgroup")
+
+
+def kill_count(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
+    """Return how many processes the OOM killer has killed so far, as far as can be seen from here."""
+    own = _own_cgroups(proc, cgroups)
+    files = [cgroup / name for cgroup in own for name in ("memory.events", "memory.oom_control")]
+    for path in [*files, proc / "vmstat"]:
+        count = _kills(path)
+        if count is not None:
+            inner = path.parent.glob(f"{PREFIX}*/{path.name}")
+            return count + sum(_kills(other) or 0 for other in inner)
+    return 0
+
+
+def _kills(path: Path) -> int | None:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return None
+    counts = [int(line.split()[1]) for line in lines if line.startswith("oom_kill ")]
+    return counts[0] if counts else None
 
 
 def enter(limit_bytes: int) -> bool:
-    """Put this process into a box of its own; False when there can be none."""
-    box = _made(str(os.getpid()))
-    if box is None:
+    """Put this process into a cgroup of its own with that limit; False if none can be created."""
+    created = _create(str(os.getpid()))
+    if created is None:
         return False
     try:
-        (_limit_file(box)).write_text(str(limit_bytes))
-        swap = box / "memory.swap.max"
+        _limit_file(created).write_text(str(limit_bytes))
+        swap = created / "memory.swap.max"
         if swap.exists():
             swap.write_text("0")
-        (box / "cgroup.procs").write_text(str(os.getpid()))
+        (created / "cgroup.procs").write_text(str(os.getpid()))
     except OSError:
-        remove(os.getpid())
+        _remove(created)
         return False
     return True
 
 
 def possible() -> bool:
-    """Whether a process here could have one."""
-    name = f"probe-{os.getpid()}"
-    box = _made(name)
-    if box is not None:
-        _remove(box)
-    return box is not None
+    """Whether a process here can have a cgroup of its own."""
+    created = _create(f"probe-{os.getpid()}")
+    if created is not None:
+        _remove(created)
+    return created is not None
 
 
 def remove(pid: int) -> None:
-    """Take away the box of a process that is gone."""
-    parent = _own_cgroup()
-    if parent is not None:
-        _remove(parent / f"{PREFIX}{pid}")
+    """Remove the cgroup of a process that is gone, if it had one."""
+    for cgroup in _own_cgroups()[:1]:
+        _remove(cgroup / f"{PREFIX}{pid}")
 
 
-def _made(name: str) -> Path | None:
-    parent = _own_cgroup()
-    if parent is None:
-        return None
-    box = parent / f"{PREFIX}{name}"
-    try:
-        box.mkdir()
-    except OSError:
-        return None
-    if _limit_file(box).exists():
-        return box
-    _remove(box)
+def _create(name: str) -> Path | None:
+    for cgroup in _own_cgroups()[:1]:
+        path = cgroup / f"{PREFIX}{name}"
+        try:
+            path.mkdir()
+        except OSError:
+            return None
+        if _limit_file(path).exists():
+            return path
+        _remove(path)
     return None
 
 
-def _remove(box: Path) -> None:
+def _remove(path: Path) -> None:
     try:
-        box.rmdir()
+        path.rmdir()
     except OSError:
-        pass  # It is not there, or not empty: a cgroup goes with its last process at the latest.
+        pass  # It does not exist, or is not empty: a cgroup ends with its last process at the latest.
 
 
-def _limit_file(box: Path) -> Path:
-    newer = box / "memory.max"
-    return newer if newer.exists() else box / "memory.limit_in_bytes"
+def _limit_file(cgroup: Path) -> Path:
+    newer = cgroup / "memory.max"
+    return newer if newer.exists() else cgroup / "memory.limit_in_bytes"
 
 
-def _own_cgroup(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> Path | None:
-    """The directory of our memory cgroup."""
+def _own_cgroups(proc: Path = PROC, cgroups: Path = CGROUPS) -> list[Path]:
+    """Return the directories of our memory cgroups: that of version 1, if there is one, then of 2."""
     try:
-        lines = (proc / "self/cgroup").read_text().splitlines()
+        lines = [line.split(":", 2) for line in (proc / "self/cgroup").read_text().splitlines()]
     except OSError:
-        return None
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            return cgroups / "memory" / path.lstrip("/")
-    unified = [line.split(":", 2)[2] for line in lines if line.startswith("0::")]
-    return cgroups / unified[0].lstrip("/") if unified else None
+        return []
+    older = [cgroups / "memory" / p.lstrip("/") for _, c, p in lines if "memory" in c.split(",")]
+    return older + [cgroups / path.lstrip("/") for _, controllers, path in lines if not controllers]

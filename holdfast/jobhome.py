@@ -1,14 +1,14 @@
-"""A job's home: the directory in which everything about it is found, while it runs and after.
+"""A job's home is the directory that holds everything about it, while it runs and afterwards.
 
     $HOLDFAST_HOME/jobs/<job>/
         job.json      address and token of the coordinator, mode 0600
         journal.db    every event
         logs/         round_<n>/rank_<r>.log
-        incidents/    what was seen of ranks that stood still
-        trace.json    opens in Perfetto, once the job is over
-        lock          held while somebody runs the job
+        incidents/    stacks and other evidence on hung ranks
+        trace.json    opens in Perfetto, written when the job ends
+        lock          held by the launcher or coordinator while the job runs
 
-A home is never written over: a new job of the same name moves the old one's home aside.
+A home is never overwritten: a new job of the same name first renames the old one's home.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from holdfast.config import settings as config
+from holdfast.config.sources import holdfast_home
 from holdfast.errors import JobError, JobHomeError
 
 
 class JobHome:
+    """The paths of one job, and the lock that says whether it runs."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self.name = path.name
@@ -39,7 +41,7 @@ class JobHome:
         self._lock_fd = -1
 
     def write_job_file(self, content: dict[str, Any]) -> None:
-        """Write job.json whole or not at all, readable by nobody else."""
+        """Write job.json atomically, readable by this user only."""
         temporary = self._job_file.with_suffix(".new")
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(fd, "w") as file:
@@ -55,7 +57,7 @@ class JobHome:
         return content
 
     def lock(self) -> bool:
-        """Claim the job for this process and those it forks; False when it is being run."""
+        """Lock the job for this process and those it forks; False if it runs already."""
         fd = os.open(self._lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -66,7 +68,7 @@ class JobHome:
         return True
 
     def alive(self) -> bool:
-        """Whether somebody is running the job."""
+        """Whether a live process holds the job's lock."""
         try:
             fd = os.open(self._lock_file, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
@@ -81,8 +83,8 @@ class JobHome:
 
 
 def create(name: str | None, script: str) -> JobHome:
-    """A fresh home for a job that starts now, claimed by this process."""
-    jobs = config.home() / "jobs"
+    """Create a home for a job that starts now, locked by this process."""
+    jobs = _jobs()
     stem = Path(script).stem or "job"
     safe = "".join(c if c.isalnum() or c in "._-" else "-" for c in stem).lstrip(".") or "job"
     chosen = name or f"{safe[:60]}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
@@ -98,17 +100,21 @@ def create(name: str | None, script: str) -> JobHome:
                 _set_aside(home.path)
             home.logs.mkdir(parents=True, mode=0o700)
             if not home.lock():
-                raise JobHomeError(f"job {chosen} was started twice at once; try again")
+                raise JobHomeError(f"job {chosen} was started twice at the same time; try again")
     except OSError as error:
-        raise JobHomeError(
-            f"{home.path}: cannot be written ({error.strerror}); set HOLDFAST_HOME elsewhere"
-        ) from None
+        raise _unwritable(home, error) from None
     return home
+
+
+def _unwritable(home: JobHome, error: OSError) -> JobHomeError:
+    return JobHomeError(
+        f"{home.path}: cannot be written ({error.strerror}); set HOLDFAST_HOME to another directory"
+    )
 
 
 @contextmanager
 def _one_at_a_time(directory: Path) -> Iterator[None]:
-    """Two jobs that start at once must not set each other's home aside."""
+    """Keep two jobs that start at the same time from renaming each other's home."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -125,20 +131,18 @@ def _set_aside(path: Path) -> None:
 
 
 def share(name: str) -> JobHome:
-    """The home of a job that is run from elsewhere, for this node's logs."""
-    home = JobHome(config.home() / "jobs" / name)
+    """Open the home of a job that another machine hosts, for this node's logs."""
+    home = JobHome(_jobs() / name)
     try:
         home.logs.mkdir(parents=True, mode=0o700, exist_ok=True)
     except OSError as error:
-        raise JobHomeError(
-            f"{home.path}: cannot be written ({error.strerror}); set HOLDFAST_HOME elsewhere"
-        ) from None
+        raise _unwritable(home, error) from None
     return home
 
 
 def at_port(port: int) -> JobHome | None:
-    """The running job of this machine whose coordinator has that port."""
-    for path in _homes(config.home() / "jobs"):
+    """The running job on this machine whose coordinator listens on this port."""
+    for path in _homes(_jobs()):
         home = JobHome(path)
         if home.alive() and home.read_job_file().get("port") == port:
             return home
@@ -146,8 +150,8 @@ def at_port(port: int) -> JobHome | None:
 
 
 def find(name: str | None) -> JobHome:
-    """The home of that job, or of the newest one."""
-    jobs = config.home() / "jobs"
+    """Find the home of a job by its name, or of the newest job."""
+    jobs = _jobs()
     if name is not None:
         home = JobHome(jobs / name)
         if not home.journal.exists():
@@ -158,6 +162,10 @@ def find(name: str | None) -> JobHome:
     if not homes:
         raise JobError(f"no jobs in {jobs}; start one with `holdfast run`")
     return JobHome(max(homes, key=lambda path: (path / "job.json").stat().st_mtime))
+
+
+def _jobs() -> Path:
+    return holdfast_home() / "jobs"
 
 
 def _homes(jobs: Path) -> list[Path]:

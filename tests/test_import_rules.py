@@ -57,9 +57,11 @@ RULES: dict[str, set[str]] = {
     "diagnosis": {"messages", "core", *LEAVES},
     # The simulated coordinator is restarted from the real journal.
     "sim": {"coordinator", "core", "messages", "errors"},
+    # Viewers know reports, and nothing else of a job.
+    "view": {"messages"},
     # The commands that look at a job read its journal; nothing else of a shell is theirs to use.
     "cli": {
-        *("launch", "coordinator", "sim", "core", "messages"),
+        *("launch", "coordinator", "sim", "core", "messages", "view"),
         *("checkpoint", "diagnosis", "health"),
         *LEAVES,
         *TOOLS,
@@ -110,6 +112,10 @@ def test_nothing_but_the_command_line_and_the_launcher_may_import_a_shell() -> N
     assert may == {"cli", "launch", "sim", "__init__"}
 
 
+def test_viewers_are_leaves() -> None:
+    assert {part for part, allowed in RULES.items() if "view" in allowed} <= {"cli", "launch"}
+
+
 OF_SHELLS = {
     "cli": {"holdfast.coordinator.journal", "holdfast.coordinator.main"},
     "sim": {"holdfast.coordinator.journal"},
@@ -154,7 +160,7 @@ def modules_after(code: str) -> set[str]:
     return set(done.stdout.rpartition("MODULES ")[2].split())
 
 
-HELPS = [["--help"], ["run", "--help"]]
+HELPS = [["--help"], ["run", "--help"], ["config", "--help"]]
 
 
 @pytest.mark.parametrize("arguments", HELPS, ids=" ".join)

@@ -89,7 +89,7 @@ def test_a_job_whose_runner_was_killed_is_not_alive() -> None:
         "jobhome.create('llm', 'x'); os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", code], timeout=30, check=False)
-    assert not jobhome.JobHome(jobhome.config.home() / "jobs" / "llm").alive()
+    assert not jobhome.JobHome(jobhome.holdfast_home() / "jobs" / "llm").alive()
     assert jobhome.create("llm", "x").alive()
 
 
@@ -175,7 +175,7 @@ def test_a_home_that_cannot_be_written_is_one_clear_line(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "file"))
-    with pytest.raises(JobHomeError, match="set HOLDFAST_HOME elsewhere") as caught:
+    with pytest.raises(JobHomeError, match="set HOLDFAST_HOME to another directory") as caught:
         jobhome.create("llm", "train.py")
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 2

@@ -52,7 +52,7 @@ async def _run(orders: AgentOrders) -> int:
     settings = orders.settings
     env = node_environment(settings, os.environ)
     table = ProcessTable()
-    pool = Pool(table, settings, env, orders.logs)
+    pool = Pool(orders, table, env)
     pool.open()
     agent = _Agent(orders, table, pool, env)
     try:
@@ -115,8 +115,9 @@ class _Agent:
         self._found: tuple[Result, ...] = ()
         """What the health checks found before the node joined."""
         self.health: HealthMonitor | None = None
-        if HealthMonitor.is_useful(settings.node_check):
-            self.health = HealthMonitor(orders.home.path, settings.node_check, self._tell_health)
+        node_check = orders.terms.node_check
+        if HealthMonitor.is_useful(node_check):
+            self.health = HealthMonitor(orders.home.path, node_check, self._tell_health)
             table.spared = lambda: self.health.pids if self.health is not None else ()
 
     def _snapshots(self, table: ProcessTable, env: dict[str, str]) -> Keeping:

@@ -1,12 +1,12 @@
-"""Cuts connections of running processes, as a pulled cable would: nobody is told.
+"""Cuts TCP connections of running processes, as a pulled cable would: neither end is told.
 
-A filter on a socket decides which packets the kernel hands to it; one that takes none makes it deaf.
-Whoever sends to it gets no answer, not even that its packets came, and no connection is closed. What
-the process itself sends still leaves, until it has to wait for an answer. When the filter is gone,
-the kernels on both sides send again what was lost, and it goes on as if nothing had been.
+A filter on a socket decides which packets the kernel delivers to it; one that accepts none makes it
+deaf. The sender gets no acknowledgement, and no connection is closed. What the process itself sends
+still leaves, until it has to wait for an answer. Once the filter is removed, TCP retransmits what was
+lost on both sides, and the connection goes on.
 
-We get at another process's sockets with pidfd_getfd, which takes the right to trace it: a parent has
-that, except where a container or its policy takes it away.
+We reach the sockets of another process with pidfd_getfd, which takes the right to trace it: a parent
+has that, except where a container or its policy denies it.
 """
 
 from __future__ import annotations
@@ -16,84 +16,67 @@ import os
 import socket
 import struct
 from collections.abc import Iterable
-from typing import Any, Final
+from contextlib import suppress
+from typing import Final
 
 _PIDFD_GETFD: Final = 438
 _SO_ATTACH_FILTER: Final = 26
 _SO_DETACH_FILTER: Final = 27
-_TAKE_NOTHING: Final = struct.pack("HBBI", 0x06, 0, 0, 0)
+_ACCEPT_NOTHING: Final = struct.pack("HBBI", 0x06, 0, 0, 0)
 
 
 class Cut:
-    """The connections of these processes with anybody else, made deaf until it is healed."""
+    """The connections of these processes to other nodes, cut until `heal` is called."""
 
     def __init__(self, pids: Iterable[int]) -> None:
-        connections = [one for pid in pids for one in _connections(pid)]
-        own = {one.getsockname()[:2] for one in connections}
+        connections = [connection for pid in pids for connection in _connections(pid)]
+        own = {connection.getsockname()[:2] for connection in connections}
+        program = ctypes.create_string_buffer(_ACCEPT_NOTHING, len(_ACCEPT_NOTHING))
+        described = struct.pack("HP", 1, ctypes.addressof(program))
         self._cut: list[socket.socket] = []
-        for one in connections:
-            if _peer(one) in own:  # Both ends are on this node.
-                one.close()
+        for connection in connections:
+            if connection.getpeername()[:2] in own:  # Both ends are on this node.
+                connection.close()
             else:
-                _deafen(one)
-                self._cut.append(one)
+                connection.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, described)
+                self._cut.append(connection)
 
     def __len__(self) -> int:
         return len(self._cut)
 
     def heal(self) -> None:
-        for one in self._cut:
-            try:
-                one.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
-            finally:
-                one.close()
+        for connection in self._cut:
+            with connection:
+                connection.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
         self._cut = []
 
 
-def _deafen(connection: socket.socket) -> None:
-    program = ctypes.create_string_buffer(_TAKE_NOTHING, len(_TAKE_NOTHING))
-    described = struct.pack("HP", 1, ctypes.addressof(program))
-    connection.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, described)
-
-
-def _peer(connection: socket.socket) -> Any:
-    return connection.getpeername()[:2]
-
-
 def _connections(pid: int) -> list[socket.socket]:
-    """Copies of a process's TCP connections; none when we may not have them."""
-    found = []
+    """Duplicate the open TCP connections of a process, as far as we may have them."""
     try:
         pidfd = os.pidfd_open(pid)
         numbers = [int(name) for name in os.listdir(f"/proc/{pid}/fd")]
     except OSError:
         return []
     try:
-        for number in numbers:
-            one = _copied(pidfd, pid, number)
-            if one is not None:
-                found.append(one)
+        copies = [_duplicate(pidfd, pid, number) for number in numbers]
     finally:
         os.close(pidfd)
-    return found
+    return [copy for copy in copies if copy is not None]
 
 
-def _copied(pidfd: int, pid: int, number: int) -> socket.socket | None:
-    try:
-        if not os.readlink(f"/proc/{pid}/fd/{number}").startswith("socket:"):
-            return None
-    except OSError:
-        return None
-    libc = ctypes.CDLL(None, use_errno=True)
-    fd = libc.syscall(_PIDFD_GETFD, pidfd, number, 0)
+def _duplicate(pidfd: int, pid: int, number: int) -> socket.socket | None:
+    """Duplicate a descriptor of a process; None unless it is an open TCP connection."""
+    fd = -1
+    with suppress(OSError):  # It may be closed by now.
+        if os.readlink(f"/proc/{pid}/fd/{number}").startswith("socket:"):
+            fd = ctypes.CDLL(None).syscall(_PIDFD_GETFD, pidfd, number, 0)
     if fd < 0:
         return None
-    one = socket.socket(fileno=fd)
-    try:
-        if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
-            one.getpeername()
-            return one
-    except OSError:
-        pass  # It listens, or the other end is gone.
-    one.close()
+    copy = socket.socket(fileno=fd)
+    with suppress(OSError):  # It may listen, or its other end may be gone.
+        if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
+            copy.getpeername()
+            return copy
+    copy.close()
     return None

@@ -24,7 +24,7 @@ from holdfast.agent.orders import AgentOrders
 from holdfast.agent.stream import CoordinatorStream
 from holdfast.agent.supervisor import Supervisor
 from holdfast.clock import JobClock
-from holdfast.core.membership.patience import JOIN_LIMIT_S
+from holdfast.core.patience import JOIN_LIMIT_S
 from holdfast.messages.actions import Finish
 from holdfast.messages.events import NodeLeaving
 from holdfast.messages.exits import EXIT_FAILED, EXIT_TRY_AGAIN
@@ -103,7 +103,7 @@ class Shutdown:
 
     async def watch_coordinator(self) -> None:
         """Give up when the node is idle and the coordinator is unreachable for too long."""
-        limit_s = self.orders.settings.rendezvous.join_timeout_s or JOIN_LIMIT_S
+        limit_s = self.orders.terms.join_limit_s or JOIN_LIMIT_S
         where = f"the coordinator at {self.stream.host}:{self.stream.port}"
         warned = False
         while not self.supervisor.finished.done():

@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast import proc
+from holdfast.agent.orders import AgentOrders
 from holdfast.agent.processes import (
     Exit,
     Process,
@@ -56,10 +57,9 @@ class _PendingFork:
 class Pool:
     """All processes of this node that have no rank yet."""
 
+    orders: AgentOrders
     table: ProcessTable
-    settings: RunSettings
     env: Mapping[str, str]
-    logs: Path
     on_warm: Callable[[], None] = lambda: None
     waiting: list[WorkerProcess] = field(default_factory=list)
     _forks: deque[_PendingFork] = field(default_factory=deque)
@@ -71,12 +71,12 @@ class Pool:
     _closed: bool = False
 
     def __post_init__(self) -> None:
-        settings = self.settings
+        settings = self.orders.settings
         self.want = settings.nproc if settings.standby is None else settings.standby
         """Number of standbys to keep; 0 for no nursery at all."""
-        self._eager = settings.node_check or _seems_to_use_torch(settings)
+        self._eager = self.orders.terms.node_check or _seems_to_use_torch(settings)
         """Whether the first ranks wait for the nursery's imports, because they need them anyway."""
-        self._log_path = self.logs / f"nursery-{os.getpid()}.log"
+        self._log_path = self.orders.logs / f"nursery-{os.getpid()}.log"
 
     @property
     def warm(self) -> bool:
@@ -171,8 +171,8 @@ class Pool:
         env = {
             **self.env,
             "HOLDFAST_WORKER": f"nursery,{theirs.fileno()},{mode}",
-            "HOLDFAST_PRELOAD": " ".join(self.settings.preload),
-            "HOLDFAST_FIRST_PATH": _first_path(self.settings),
+            "HOLDFAST_NURSERY_PRELOAD": " ".join(self.orders.settings.preload),
+            "HOLDFAST_FIRST_PATH": _first_path(self.orders.settings),
         }
         output = os.open(
             self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
@@ -264,7 +264,7 @@ class Pool:
         return worker
 
     def _command(self) -> list[str]:
-        settings, python = self.settings, os.environ.get("PYTHON_EXEC", sys.executable)
+        settings, python = self.orders.settings, os.environ.get("PYTHON_EXEC", sys.executable)
         return [python, "-u", "-m", "holdfast.worker", settings.script, *settings.script_args]
 
 

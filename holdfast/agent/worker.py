@@ -19,9 +19,9 @@ import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from holdfast.agent import oom
+from holdfast import cgroups
 from holdfast.agent.evidence import Examined
-from holdfast.agent.fault_injector import Target
+from holdfast.agent.fault_injector import FaultTarget
 from holdfast.agent.output import Output
 from holdfast.agent.processes import Exit, Process, WorkerProcess
 from holdfast.clock import JobClock
@@ -67,7 +67,7 @@ class Worker:
     """Memory file that it writes its stacks to where py-spy may not read them."""
     stepped: bool = False
     """Whether it has finished its first step."""
-    _oom_kills: int = field(default_factory=oom.kill_count)
+    _oom_kills: int = field(default_factory=cgroups.kill_count)
     """The kernel's count of OOM kills when it began."""
     _raised: Raised | None = None
     _failed: bool = False
@@ -102,10 +102,10 @@ class Worker:
             saves=page.saves,
         )
 
-    def target(self) -> Target:
+    def target(self) -> FaultTarget:
         """Return what the fault injector needs of it."""
         page = self.runtime.page if self.runtime is not None else None
-        return Target(self.rank, self.process, page)
+        return FaultTarget(self.rank, self.process, page)
 
     def examined(self) -> Examined | None:
         """Return what an examination needs of it; None for a command, which has no vital signs."""
@@ -191,7 +191,7 @@ class Worker:
 
     def memory_ran_out(self) -> bool:
         """Return whether the kernel has killed a process for memory since this one began."""
-        return oom.kill_count() > self._oom_kills
+        return cgroups.kill_count() > self._oom_kills
 
     def close(self) -> None:
         self.output.close()
@@ -244,7 +244,7 @@ class Workers:
     def all_stepped(self) -> bool:
         return all(worker.stepped for worker in self.running.values())
 
-    def targets(self) -> dict[Rank, Target]:
+    def targets(self) -> dict[Rank, FaultTarget]:
         return {rank: worker.target() for rank, worker in self.running.items()}
 
     def examined(self) -> list[Examined]:

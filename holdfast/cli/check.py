@@ -1,9 +1,10 @@
-"""`holdfast check`: is this node fit to train?"""
+"""`holdfast check` runs the health checks of this node."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import select
 import socket
 import sys
 import time
@@ -16,43 +17,44 @@ from typing import Any, get_args
 
 import msgspec
 
-from holdfast.cli.view import Parser, print_json, print_table
-from holdfast.config import settings as config
+from holdfast.cli.view import Parser, print_json
 from holdfast.config import values
+from holdfast.config.sources import holdfast_home
 from holdfast.errors import UsageError
 from holdfast.health import baseline as baselines
 from holdfast.health.catalogue import Check, chosen
 from holdfast.health.checker import Checker, worst_verdict
 from holdfast.health.settings import HealthSettings, settings_here
 from holdfast.messages.health import Result, Verdict
+from holdfast.view.terminal import print_table
 
 ABOUT = """\
-Look at this machine: processors, memory, disks, clock, GPUs, network, and what you add.
+Check this machine: processors, memory, disks, clock, GPUs, network, and what you add.
 
-  pass      looked at, and good
-  fail      looked at, and bad: the reason says what, and what can be done
-  warn      works, but a person should look
-  unknown   could not be looked at; neither good nor bad
+  pass      healthy
+  fail      broken; the reason says what, and what can be done
+  warn      works, but a person should look at it
+  unknown   could not be checked
 
-Ends with 1 if anything failed, else with 0. Each check has a deadline, so that a disk or
-a driver that hangs is an answer too.
+Ends with 1 if a check failed, else with 0. Each check has a deadline, so that a hung disk or
+driver is reported as well.
 
 examples:
   holdfast check                                 all checks
-  holdfast check --path /data --path /ckpt       also these directories: room, write, read back
+  holdfast check --path /data --path /ckpt       also these directories: space, write, read back
   holdfast check --only gpu,nic                  some checks, by name or kind; --list names them
-  holdfast check --skip cpu-compute --json       all but one, for a program
-  holdfast check --baseline /var/tmp/node.json   what changed since the last time: counters, links
-  holdfast check --watch 30 --only gpu,nvlink    again every 30 seconds
-  holdfast check --service unix:/run/node.sock   ask a health service of the node
-  holdfast check --check mychecks:fan            run fan() of mychecks.py; raising fails it
+  holdfast check --skip cpu-compute --json       all but one, as JSON
+  holdfast check --baseline /var/tmp/node.json   changes since the last run: counters, links
+  holdfast check --watch 30 --only gpu,nvlink    repeat every 30 seconds
+  holdfast check --service unix:/run/node.sock   also ask a health service of the node
+  holdfast check --check mychecks:fan            also run fan() of mychecks.py; an exception fails it
 
-Installed packages can offer checks by an entry point of the group "holdfast.checks"."""
+Installed packages can add checks by an entry point of the group "holdfast.checks"."""
 
 COLOURS: dict[Verdict, str] = {"pass": "green", "fail": "red", "warn": "yellow", "unknown": "dim"}
 
 INTERRUPTED = 130
-"""Ended by Ctrl-C before anything could be said."""
+"""Exit code after Ctrl-C before the first result."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -62,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
         baseline = baselines.load(arguments.baseline)
     watch_s = _positive(arguments.watch, "--watch")
     code = INTERRUPTED
-    with _ended_by_hand(), Checker(_settings(arguments), baseline) as checker:
+    with _until_interrupted(), Checker(_settings(arguments), baseline) as checker:
         checks = _chosen(checker.checks, arguments)
         if arguments.list:
             _show_names(checks, arguments.json)
@@ -73,41 +75,51 @@ def main(argv: Sequence[str]) -> int:
             _show(results, arguments)
             if arguments.baseline is not None:
                 baselines.save(checker.baseline, arguments.baseline)
-            if watch_s is None:
+            if watch_s is None or _reader_left(watch_s):
                 break
-            time.sleep(watch_s)
     return code
+
+
+def _reader_left(within_s: float) -> bool:
+    """Wait; end early, with True, when the pipe or terminal for the results is closed."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)  # Errors and hang-ups are always reported.
+    return bool(output.poll(min(within_s, 1e6) * 1000))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="holdfast check", description=ABOUT, raw=True)
     add = parser.add_argument
-    add("--only", metavar="NAMES", action="append", default=[], help="these checks, with commas")
-    add("--skip", metavar="NAMES", action="append", default=[], help="not these checks")
-    add("--path", metavar="DIR", action="append", default=[], help="a directory the job uses")
+    add("--only", metavar="NAMES", action="append", default=[], help="these checks, as in a,b")
+    add("--skip", metavar="NAMES", action="append", default=[], help="all but these checks")
+    add("--path", metavar="DIR", action="append", default=[], help="directory that the job uses")
     add("--service", metavar="URL", help="http://HOST:PORT/PATH or unix:/SOCKET[:/PATH]")
     add(
         "--service-unreachable",
         choices=get_args(Verdict),
         default="unknown",
-        help="the verdict if it does not answer (unknown)",
+        help="verdict if the service does not answer; default: unknown",
     )
-    add("--check", metavar="MODULE:FUNCTION", action="append", default=[], help="your own check")
-    add("--topology", metavar="FILE", help="NCCL's XML: which NIC is near which GPU")
-    add("--baseline", metavar="FILE", type=Path, help="what was seen before; read, then written")
-    add("--deadline", metavar="SECONDS", help="for each check (as each has it)")
-    add("--watch", metavar="SECONDS", help="look again and again, that long apart")
-    add("--list", action="store_true", help="name the checks and run none")
-    add("--json", action="store_true", help="print JSON for programs; with --watch a line each")
+    add("--check", metavar="MODULE:FUNCTION", action="append", default=[], help="a check of yours")
+    add("--topology", metavar="FILE", help="NCCL's XML file of which NIC is near which GPU")
+    add("--baseline", metavar="FILE", type=Path, help="counters of the last run; is updated")
+    add("--deadline", metavar="SECONDS", help="time limit of each check; default: its own")
+    add("--watch", metavar="SECONDS", help="repeat, with this pause in between")
+    add("--list", action="store_true", help="list the checks and run none")
+    add(
+        "--json",
+        action="store_true",
+        help="print JSON for programs; with --watch, one line per run",
+    )
     return parser
 
 
 def _settings(arguments: argparse.Namespace) -> HealthSettings:
-    settings = settings_here(os.environ, home=str(config.home()))
+    settings = settings_here(os.environ, home=str(holdfast_home()))
     if arguments.service is not None:
         from holdfast.health.service import target
 
-        target(arguments.service)  # Refuses what is no URL.
+        target(arguments.service)  # Raises UsageError for an invalid URL.
     for path in arguments.path:
         if not path.isprintable():
             raise UsageError(f"--path {path}: only paths in printable UTF-8 can be checked")
@@ -115,7 +127,7 @@ def _settings(arguments: argparse.Namespace) -> HealthSettings:
         _refuse_if_missing(name)
     return msgspec.structs.replace(
         settings,
-        # Nothing of a path is touched here: it may hang.
+        # The file system is not touched here: it may hang.
         paths=tuple(map(os.path.abspath, arguments.path)),
         service=arguments.service,
         service_unreachable=arguments.service_unreachable,
@@ -131,7 +143,7 @@ def _positive(text: str | None, flag: str) -> float | None:
 
 
 def _refuse_if_missing(name: str) -> None:
-    """A check that was asked for by hand and is not there is a slip of the hand."""
+    """Refuse a check of the user's whose module does not exist."""
     module, colon, function = name.partition(":")
     words = [*module.split("."), *function.split(".")]
     if not colon or not all(word.isidentifier() for word in words):
@@ -144,7 +156,7 @@ def _refuse_if_missing(name: str) -> None:
 def _installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ValueError:  # Loaded without a spec, as __main__ is: not to be loaded again elsewhere.
+    except ValueError:  # Loaded without a spec, as __main__ is: it must not be loaded again.
         return False
 
 
@@ -164,7 +176,7 @@ def _show_names(checks: list[Check], as_json: bool) -> None:
         print_json([{"check": check.name, "about": check.about} for check in checks])
         return
     rows = [(_plain(check.name), check.about) for check in checks]
-    print_table("checks", ("check", "looks at"), rows)
+    print_table("checks", ("check", "what it checks"), rows)
 
 
 def _show(results: list[Result], arguments: argparse.Namespace) -> None:
@@ -210,7 +222,7 @@ def _coloured(verdict: Verdict) -> str:
 
 
 def _plain(text: str) -> str:
-    """A terminal's table takes brackets for markup; a reason means them as they are."""
+    """Escape brackets, which a terminal's table would take for markup."""
     if not sys.stdout.isatty():
         return text
     from rich.markup import escape
@@ -219,8 +231,8 @@ def _plain(text: str) -> str:
 
 
 @contextmanager
-def _ended_by_hand() -> Iterator[None]:
-    """Ctrl-C is how one ends watching, and no failure worth a traceback."""
+def _until_interrupted() -> Iterator[None]:
+    """End quietly on Ctrl-C, which is how a user stops watching."""
     try:
         yield
     except KeyboardInterrupt:

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from holdfast.cli.view import Parser, print_json, print_table
+from holdfast.cli.view import Parser, print_json
 from holdfast.errors import NotThere, UsageError
+from holdfast.view.terminal import print_table
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.storage.backends import Readable

@@ -1,4 +1,4 @@
-"""`holdfast COMMAND ...`: finds the command's module and turns errors into lines and exit codes."""
+"""`holdfast COMMAND` runs the command's module and turns errors into one line and an exit code."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from holdfast.errors import HoldfastError
 COMMANDS = {
     "run": "start a training script, in place of torchrun, and keep it going",
     "coordinator": "run a job's coordinator alone, for nodes that join with --coordinator",
-    "status": "where a job stands: state, round, step, speed, nodes",
+    "config": "every setting, its value and which flag, variable or file it came from",
+    "status": "state of a job: round, step, speed, nodes",
     "incidents": "each fault of a job: what, where, what was done, seconds lost by phase",
-    "goodput": "where every second of every rank went",
-    "check": "is this node fit to train: processors, memory, disks, GPUs, network",
-    "ckpt": "checkpoints: which there are, whether they are good, one file out of one",
-    "why": "where every rank stands now, and who waits for whom",
-    "chaos": "have a fault happen to a running job, to see what it does about it",
-    "sim": "a simulated cluster over the real core: faults, invariants, goodput",
+    "goodput": "seconds of every rank by cause",
+    "check": "health checks of this node: processors, memory, disks, GPUs, network",
+    "ckpt": "list, verify and export checkpoints",
+    "why": "where every rank is now, and which ranks wait for which",
+    "chaos": "inject a fault into a running job",
+    "sim": "simulate a cluster over the real core: faults, invariants, goodput",
 }
 
 
@@ -54,12 +55,12 @@ def _help() -> str:
     return f"""usage: holdfast COMMAND ...
 
 Training that does not stop: a dead process, a hung rank or a killed coordinator
-costs tenths of a second, and the report says where every lost second went.
+costs tenths of a second, and the report names the cause of every lost second.
 
 {commands}
 
 Try:
-  holdfast run --nproc-per-node 2 train.py --lr 0.1   where you typed torchrun
+  holdfast run --nproc-per-node 2 train.py --lr 0.1   in place of torchrun
   holdfast goodput                                    the newest job's seconds by cause
 
-`holdfast COMMAND --help` tells more about each."""
+`holdfast COMMAND --help` explains each."""

@@ -1,4 +1,4 @@
-"""`holdfast run`: start a job, see it through, say how it went."""
+"""`holdfast run` starts a job, runs it to its end and prints a summary."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def main(argv: Sequence[str]) -> int:
     for warning in settings.warnings:
         print(f"holdfast run: {warning}", file=sys.stderr)
 
-    from holdfast.launch import process as launcher
+    from holdfast.launch.process import launch
 
     logging.basicConfig(
         format="[holdfast] %(message)s",
         level=logging.ERROR if settings.terminal.quiet else logging.INFO,
     )
-    code, home = launcher.launch(settings, since)
+    code, home = launch(settings, since)
     if home is not None:
         from holdfast.cli.view import tell_end
 
@@ -34,17 +34,17 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _fill_standard_fds() -> None:
-    """Where a standard stream is closed, see to it that no socket of ours gets its number."""
+    """Open /dev/null for each closed standard stream, so that no socket of ours gets its number."""
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # The lowest number that is free: this one.
+            os.open(os.devnull, os.O_RDWR)  # Gets the lowest free number: this one.
             os.set_inheritable(fd, True)
 
 
 def _process_start() -> float:
-    """When this process was started, on the monotonic clock: a job's seconds begin there."""
+    """When this process was started, on the monotonic clock; the job's ledger begins there."""
     ticks = int(proc.stat("self")[19])
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.monotonic() - max(0.0, age)

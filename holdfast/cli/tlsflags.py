@@ -1,22 +1,20 @@
-"""The three flags that say which certificates to show and to trust."""
+"""The TLS flags name the certificates to show and to trust, for commands other than `run`."""
 
 from __future__ import annotations
 
 import argparse
 
-from holdfast.errors import UsageError
+from holdfast.cli.flags import add_flag, given_settings
+from holdfast.config.schema import Settings
+from holdfast.config.settings import tls_files
 from holdfast.wire.tls import TlsFiles
 
 
-def add_tls_flags(parser: argparse.ArgumentParser, about: str = "as for `holdfast run`") -> None:
-    for name in ("cert", "key", "ca"):
-        parser.add_argument(f"--tls-{name}", metavar="FILE", help=about)
+def add_tls_flags(parser: argparse.ArgumentParser) -> None:
+    for setting in (Settings.tls_cert, Settings.tls_key, Settings.tls_ca):
+        add_flag(parser, setting)
 
 
-def tls_given(given: argparse.Namespace) -> TlsFiles | None:
-    files = (given.tls_cert, given.tls_key, given.tls_ca)
-    if not any(files):
-        return None
-    if not all(files):
-        raise UsageError("--tls-cert, --tls-key and --tls-ca go together")
-    return TlsFiles.of(files)
+def tls_given(parsed: argparse.Namespace) -> TlsFiles | None:
+    """The certificates from flags, variables or holdfast.toml."""
+    return tls_files(given_settings(parsed))

@@ -1,4 +1,4 @@
-"""What the commands that only look at a job have in common: which job, `--json`, tables."""
+"""Finds the job that a command looks at, replays its journal, and prints JSON."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
 from typing import Any, NoReturn
+
+import msgspec
 
 from holdfast.coordinator.journal import replay, replay_spans
 from holdfast.core import report
-from holdfast.core.job import Job
+from holdfast.core.replay import JobSnapshot
 from holdfast.errors import HoldfastError, JobError, UsageError
 from holdfast.jobhome import JobHome, find
+from holdfast.messages.reports import GoodputReport, IncidentReport, StatusReport
 from holdfast.messages.units import Time
+from holdfast.view.summary import summary
+from holdfast.view.trace import trace
 
 
 class Parser(argparse.ArgumentParser):
-    """Argparse whose errors are one line, like all of ours."""
+    """An argument parser whose errors are one line, like all errors of Holdfast."""
 
     def __init__(self, prog: str, description: str, raw: bool = False) -> None:
         layout = argparse.RawDescriptionHelpFormatter if raw else argparse.HelpFormatter
@@ -31,66 +35,66 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; see `{self.prog} --help`")
 
 
-class Viewed:
-    """A job as its journal tells it, at this moment or at its end."""
-
-    def __init__(self, home: JobHome, job: Job, last_at: Time) -> None:
-        self.home = home
-        self.job = job
-        self.alive = home.alive()
-        # Between two events of a living job time goes on; of a dead one nothing more is known.
-        self.now = Time(max(time.time(), last_at)) if self.alive else last_at
-
-
-def look(command: str, about: str, argv: Sequence[str]) -> tuple[Viewed, bool]:
-    """The job that the command line names, and whether it wants JSON."""
+def view_parser(command: str, about: str) -> Parser:
+    """Make the parser of a command that only looks at a job; the command may add options."""
     parser = Parser(prog=f"holdfast {command}", description=about)
     parser.add_argument("job", nargs="?", metavar="JOB", help="its name; the newest when left out")
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
-    arguments = parser.parse_args(argv)
-    home = find(arguments.job)
+    return parser
+
+
+class ViewedJob:
+    """A job as its journal describes it, at this moment or at its end."""
+
+    def __init__(self, home: JobHome, snapshot: JobSnapshot) -> None:
+        self.name = snapshot.job.name
+        self._job = snapshot.job
+        self._alive = home.alive()
+        # Time goes on between two events of a living job; of a dead one nothing more is known.
+        self._now = Time(max(time.time(), snapshot.at)) if self._alive else snapshot.at
+
+    def status(self) -> StatusReport:
+        return report.status(self._job, self._now, self._alive)
+
+    def goodput(self) -> GoodputReport:
+        return report.goodput(self._job, self._now)
+
+    def incidents(self) -> list[IncidentReport]:
+        return report.incidents(self._job)
+
+
+def look(job: str | None) -> ViewedJob:
+    """Read the journal of the job of that name, or of the newest job."""
+    home = find(job)
     snapshot = replay(home.journal) if home.journal.exists() else None
     if snapshot is None:
         raise JobError(f"job {home.name} has no events yet; try again in a moment")
-    return Viewed(home, snapshot.job, snapshot.at), arguments.json
+    return ViewedJob(home, snapshot)
 
 
 def tell_end(home: JobHome, quiet: bool) -> None:
-    """A job is over: the summary on the terminal, the trace in the job's home."""
+    """Report a job that is over: the summary on the terminal, the trace in the job's home."""
     try:
-        snapshot, spans = replay_spans(home.journal)
+        snapshot, bookings = replay_spans(home.journal)
         if snapshot is None:
             return
-        home.trace.write_text(json.dumps(report.trace(snapshot.job, spans)))
+        status = report.status(snapshot.job, snapshot.at, alive=False)
+        incidents = report.incidents(snapshot.job)
+        drawn = trace(status.job, status.opened_at, bookings, incidents)
+        home.trace.write_text(json.dumps(drawn))
         if not quiet:
-            lines = [*report.summary(snapshot.job, snapshot.at), f"more in {home.path}"]
+            goodput = report.goodput(snapshot.job, snapshot.at)
+            lines = [*summary(status, goodput, incidents), f"more in {home.path}"]
             print("\n".join(f"[holdfast] {line}" for line in lines), file=sys.stderr)
     except BrokenPipeError:
-        # Nobody reads it any more. Python shall not stumble over that at its exit either: the exit
-        # code is the job's.
+        # Standard error has no reader any more. The exit code must stay the job's, so Python's own
+        # flush at exit goes to /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     except (HoldfastError, OSError) as error:
         print(f"[holdfast] no summary: {error}", file=sys.stderr)
 
 
 def print_json(content: Any) -> None:
-    json.dump(content, sys.stdout, indent=1)
+    """Print structs or plain values as JSON."""
+    json.dump(msgspec.to_builtins(content), sys.stdout, indent=1)
     sys.stdout.write("\n")
-
-
-def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table for people: drawn on a terminal, tab-separated into a pipe."""
-    if not sys.stdout.isatty():
-        print(title)
-        for row in (columns, *rows):
-            print("\t".join(row))
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)

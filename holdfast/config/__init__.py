@@ -1,1 +1,1 @@
-"""One schema for flags, environment variables and `holdfast.toml`."""
+"""Flags, environment variables and `holdfast.toml` share one schema."""

@@ -1,7 +1,7 @@
-"""What one value of a flag means.
+"""Readers turn the text of one setting into its value.
 
-Each reader takes the text and the flag it came from, and answers with the value or raises a
-`UsageError`: one line that says what is wrong and what to do.
+Each takes the text and where it came from (a flag, a variable or a line of `holdfast.toml`), and
+returns the value or raises a `UsageError`: one line that says what is wrong and what to do.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import math
 import os
 import re
 import signal
-from collections.abc import Callable
 
 from holdfast.errors import UsageError
 
 NUMA_BINDINGS = ("node", "socket", "exclusive", "core-complex")
 
 
-def as_said(text: str, flag: str) -> str:
+def any_text(text: str, flag: str) -> str:
     return text
 
 
@@ -33,7 +32,7 @@ def seconds(text: str, flag: str) -> float:
 
 
 def time_limit(text: str, flag: str) -> float:
-    """Seconds, and not none of them: that would be no time to do anything in."""
+    """Read a positive number of seconds."""
     value = seconds(text, flag)
     if value == 0:
         raise UsageError(f"{flag} {text}: more than 0 seconds are needed")
@@ -41,7 +40,7 @@ def time_limit(text: str, flag: str) -> float:
 
 
 def factor(text: str, flag: str) -> float:
-    """How many times as much."""
+    """Read a multiplier of at least 1."""
     return _number(text, flag, 1, "a number")
 
 
@@ -61,11 +60,11 @@ def yes_or_no(text: str, flag: str) -> bool:
         return True
     if word in ("0", "false", "f", "no", "n"):
         return False
-    raise UsageError(f"{flag} {text}: say 1 or 0")
+    raise UsageError(f"{flag} {text}: 1 or 0 is needed")
 
 
 def job_name(text: str, flag: str) -> str:
-    """A name that is also a directory: letters, digits and ._- only, no leading dot."""
+    """Read a name that is safe as a directory: letters, digits and ._- only, no leading dot."""
     if re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}", text) is None:
         raise UsageError(
             f"{flag} {text[:120]}: a job's name is 1 to 100 of A-Z a-z 0-9 . _ - "
@@ -75,10 +74,10 @@ def job_name(text: str, flag: str) -> str:
 
 
 def nodes_range(text: str, flag: str) -> tuple[int, int]:
-    """N, or MIN:MAX."""
+    """Read N or MIN:MAX as (min, max)."""
     match = re.fullmatch(r"\s*([0-9]{1,9})\s*(?::\s*([0-9]{1,9})\s*)?", text)
     if match is None:
-        raise UsageError(f"{flag} {text}: say a number of nodes, or MIN:MAX")
+        raise UsageError(f"{flag} {text}: a number of nodes or MIN:MAX is needed")
     lowest = int(match[1])
     highest = int(match[2] or match[1])
     if lowest < 1:
@@ -89,25 +88,27 @@ def nodes_range(text: str, flag: str) -> tuple[int, int]:
 
 
 def ranks_per_node(text: str, flag: str) -> int:
-    """auto, cpu, gpu or a number."""
+    """Read a number of ranks: auto, cpu, gpu or a number."""
     if text == "xpu":
-        raise UsageError(f"{flag} xpu: holdfast cannot count these; say how many, as in {flag} 4")
+        raise UsageError(
+            f"{flag} xpu: Holdfast cannot count XPUs; give their number, as in {flag} 4"
+        )
     if text in ("auto", "gpu"):
         gpus = gpu_count(os.environ.get("CUDA_VISIBLE_DEVICES"), len(_gpu_devices()))
         if text == "gpu" and gpus == 0:
-            raise UsageError(f"{flag} gpu: no GPU is visible here; say cpu, auto or a number")
+            raise UsageError(f"{flag} gpu: no GPU is visible here; use cpu, auto or a number")
         return gpus or _cpu_count()
     if text == "cpu":
         return _cpu_count()
     if re.fullmatch(r"\s*-?[0-9]{1,9}\s*", text) is None:
-        raise UsageError(f"{flag} {text}: say auto, cpu, gpu or a number")
+        raise UsageError(f"{flag} {text}: auto, cpu, gpu or a number is needed")
     if int(text) < 1:
         raise UsageError(f"{flag} {text}: at least one rank per node is needed")
     return int(text)
 
 
 def gpu_count(visible: str | None, devices: int) -> int:
-    """How many GPUs CUDA would show, given CUDA_VISIBLE_DEVICES and the number of device files.
+    """Count the GPUs that CUDA would show, given CUDA_VISIBLE_DEVICES and the device files.
 
     CUDA's rules: the first entry that names no device ends the list, a repeated one empties it.
     """
@@ -133,48 +134,39 @@ def _cpu_count() -> int:
 
 
 def standby_count(text: str, flag: str) -> int | None:
-    """auto (None) or a number."""
+    """Read auto (None) or a number."""
     if text == "auto":
         return None
     if re.fullmatch(r"[0-9]{1,9}", text) is None:
-        raise UsageError(f"{flag} {text}: say auto or a number of standbys, 0 for none")
+        raise UsageError(f"{flag} {text}: auto or a number of standbys (0 for none) is needed")
     return int(text)
 
 
-def stream_masks(nproc: int) -> Callable[[str, str], dict[int, int]]:
-    """Reader of torchrun's stream masks: "3" for all local ranks, or "0:1,1:2" by local rank.
-
-    A rank that is not named has 0. One that this node does not have is passed over, as in torchrun,
-    so that one command line fits nodes of different sizes.
-    """
-
-    def masks(text: str, flag: str) -> dict[int, int]:
-        if re.fullmatch(r"[0-3]", text):
-            return dict.fromkeys(range(nproc), int(text))
-        if not re.fullmatch(r"[0-9]{1,9}:[0-3](,[0-9]{1,9}:[0-3])*", text):
-            raise UsageError(
-                f"{flag} {text}: say 0 (none), 1 (stdout), 2 (stderr) or 3 (both), "
-                "or that by local rank, as in 0:1,1:2"
-            )
-        named = {int(rank): int(mask) for rank, mask in (m.split(":") for m in text.split(","))}
-        return {rank: named.get(rank, 0) for rank in range(nproc)}
-
-    return masks
+def stream_masks(text: str, flag: str) -> int | dict[int, int]:
+    """Read torchrun's stream masks: "3" for all local ranks, or "0:1,1:2" by local rank."""
+    if re.fullmatch(r"[0-3]", text):
+        return int(text)
+    if not re.fullmatch(r"[0-9]{1,9}:[0-3](,[0-9]{1,9}:[0-3])*", text):
+        raise UsageError(
+            f"{flag} {text}: 0 (none), 1 (stdout), 2 (stderr) or 3 (both) is needed, "
+            "for all ranks or by local rank, as in 0:1,1:2"
+        )
+    return {int(rank): int(mask) for rank, mask in (m.split(":") for m in text.split(","))}
 
 
 def rank_list(text: str, flag: str) -> tuple[int, ...]:
     if re.fullmatch(r"\s*[0-9]{1,9}\s*(,\s*[0-9]{1,9}\s*)*", text) is None:
-        raise UsageError(f"{flag} {text}: local ranks with commas between are needed, as in 0,1")
+        raise UsageError(f"{flag} {text}: local ranks separated by commas are needed, as in 0,1")
     return tuple(sorted({int(rank) for rank in text.split(",")}))
 
 
 def section_timeouts(text: str, flag: str) -> dict[str, float]:
-    """ "step:10,checkpointing:600": seconds for each section."""
+    """Read "step:10,checkpointing:600" as seconds by section."""
     found = {}
     for pair in text.split(","):
         name, colon, limit = pair.rpartition(":")
         if not colon or not name:
-            raise UsageError(f"{flag} {text}: write NAME:SECONDS, separated by commas")
+            raise UsageError(f"{flag} {text}: NAME:SECONDS is needed, several separated by commas")
         found[name.strip()] = time_limit(limit, flag)
     return found
 
@@ -184,7 +176,7 @@ def comma_list(text: str, flag: str) -> tuple[str, ...]:
 
 
 def line_filters(text: str, flag: str) -> tuple[str, ...]:
-    """Texts with commas between; two commas stand for one."""
+    """Read texts separated by commas; two commas stand for one within a text."""
     return tuple(part.replace("\0", ",") for part in text.replace(",,", "\0").split(","))
 
 
@@ -202,13 +194,13 @@ def signal_names(text: str, flag: str) -> tuple[str, ...]:
 
 def numa_binding(text: str, flag: str) -> str:
     if text not in NUMA_BINDINGS:
-        raise UsageError(f"{flag} {text}: say one of {', '.join(NUMA_BINDINGS)}")
+        raise UsageError(f"{flag} {text}: one of {', '.join(NUMA_BINDINGS)} is needed")
     return text
 
 
 def directory(text: str, flag: str) -> str:
     if os.path.exists(text) and not os.path.isdir(text):
-        raise UsageError(f"{flag} {text}: is a file; name a directory, it is made if missing")
+        raise UsageError(f"{flag} {text}: is a file; name a directory, which is created if missing")
     return text
 
 
@@ -218,26 +210,29 @@ def port_number(text: str, flag: str) -> int:
     return int(text)
 
 
-def address(default_port: int | None) -> Callable[[str, str], tuple[str, int]]:
-    """Reader of HOST:PORT. With no default the port must be said, and must be a real one."""
-
-    def read(text: str, flag: str) -> tuple[str, int]:
-        match = re.fullmatch(r"(\[[0-9A-Fa-f:.%\w]+\]|[\w.-]+)(?::([0-9]{1,5}))?", text.strip())
-        port = default_port if match is None or match[2] is None else int(match[2])
-        wanted = "HOST:PORT" if default_port is None else "HOST or HOST:PORT"
-        if match is None or port is None or port > 65535 or (port == 0 and default_port is None):
-            raise UsageError(f"{flag} {text}: {wanted} is needed, as in node0:29400 or [::1]:29400")
-        return match[1].strip("[]"), port
-
-    return read
+def address(text: str, flag: str) -> tuple[str, int]:
+    """Read HOST:PORT."""
+    host, port = endpoint(text, flag, needs_port=True)
+    return host, port or 0
 
 
-def _joined(host: str, port: int) -> str:
+def endpoint(text: str, flag: str, *, needs_port: bool = False) -> tuple[str, int | None]:
+    """Read HOST or HOST:PORT; the port is None if the text has none."""
+    match = re.fullmatch(r"(\[[0-9A-Fa-f:.%\w]+\]|[\w.-]+)(?::([0-9]{1,5}))?", text.strip())
+    port = None if match is None or match[2] is None else int(match[2])
+    if match is None or (port or 0) > 65535 or (needs_port and not port):
+        wanted = "HOST:PORT" if needs_port else "HOST or HOST:PORT"
+        raise UsageError(f"{flag} {text}: {wanted} is needed, as in node0:29400 or [::1]:29400")
+    return match[1].strip("[]"), port
+
+
+def joined(host: str, port: int) -> str:
+    """Write an address as HOST:PORT."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def key_values(text: str, flag: str) -> dict[str, str]:
-    """KEY=VALUE pairs with commas between."""
+    """Read KEY=VALUE pairs separated by commas."""
     pairs: dict[str, str] = {}
     for pair in comma_list(text, flag):
         key, _, value = (part.strip() for part in pair.partition("="))

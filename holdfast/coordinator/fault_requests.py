@@ -1,89 +1,50 @@
-"""Who asked for a fault and waits to hear what became of it.
+"""Answers users who requested a fault, once the nodes have reported what became of it.
 
-They are answered when the node that it befalls has said something about it, or when that takes too
-long; what they asked for happens anyway.
+If a node takes too long, the answer says what is known so far; the fault strikes anyway.
 """
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from holdfast.core import drills
-from holdfast.core.chaos.plans import Plan
+from holdfast.core import report
+from holdfast.core.chaos.plans import Chaos
 from holdfast.core.job import Job
-from holdfast.messages.chaos import FAULTS
-from holdfast.messages.wire import FaultTaken, Refused, Taken
+from holdfast.messages.wire import FaultTaken, Refused
 
 LIMIT_S = 3.0
 
 Answer = FaultTaken | Refused
 
 
-@dataclass
-class _Asker:
-    visit: int
-    after: int
-    """How many injections there were before."""
-    tell: Callable[[Answer], None]
-    timer: asyncio.TimerHandle
+class FaultRequests:
+    """The requests that wait for an answer, by their number."""
 
+    def __init__(self, job: Callable[[], Job | None]) -> None:
+        self._job = job
+        self._waiting: dict[int, tuple[Callable[[Answer], None], asyncio.TimerHandle]] = {}
 
-class Askers:
-    def __init__(self) -> None:
-        self._waiting: list[_Asker] = []
-        self._visits = 0
+    def add(self, tell: Callable[[Answer], None]) -> int:
+        """Answer a request later; return its number, which no other request of the job has had."""
+        visit = secrets.randbits(53)
+        timer = asyncio.get_running_loop().call_later(LIMIT_S, self.answer, visit)
+        self._waiting[visit] = (tell, timer)
+        return visit
 
-    def add(self, job: Job, tell: Callable[[Answer], None]) -> int:
-        """Somebody asks; the number of the visit."""
-        self._visits += 1
-        loop = asyncio.get_running_loop()
-        timer = loop.call_later(LIMIT_S, self._answer_late, job, self._visits)
-        self._waiting.append(_Asker(self._visits, len(job.chaos.plans), tell, timer))
-        return self._visits
-
-    def answer(self, job: Job) -> None:
-        """Answer those of whom all is known."""
-        for asker in list(self._waiting):
-            plans = _plans(job, asker)
-            if not plans or all(_known(job, plan) for plan in plans):
-                self._tell(job, asker, plans)
-
-    def _answer_late(self, job: Job, visit: int) -> None:
-        for asker in [one for one in self._waiting if one.visit == visit]:
-            self._tell(job, asker, _plans(job, asker))
-
-    def _tell(self, job: Job, asker: _Asker, plans: list[Plan]) -> None:
-        self._waiting.remove(asker)
-        asker.timer.cancel()
-        if plans:
-            asker.tell(FaultTaken(taken=tuple(_taken(job, plan) for plan in plans)))
-        else:
-            asker.tell(Refused(reason="the job has changed; see `holdfast status`, and ask again"))
-
-
-def _plans(job: Job, asker: _Asker) -> list[Plan]:
-    return [plan for plan in job.chaos.plans[asker.after :] if plan.visit == asker.visit]
-
-
-def _known(job: Job, plan: Plan) -> bool:
-    """Whether there is nothing to wait for: it is not laid on anybody yet, or somebody told."""
-    if plan.over or plan.armed or plan.refused or plan.last:
-        return True
-    return not any(trap.injection == plan.number for trap in job.chaos.traps)
-
-
-def _taken(job: Job, plan: Plan) -> Taken:
-    outcome, line, whom = drills.answer(job, plan)
-    if whom is None:
-        return Taken(injection=plan.number, outcome=outcome, line=line)
-    by_rank = FAULTS[plan.injection.kind].befalls == "rank"
-    return Taken(
-        injection=plan.number,
-        outcome=outcome,
-        line=line,
-        rank=whom.rank if by_rank else None,
-        node=whom.node,
-        step=whom.step or None,
-    )
+    def answer(self, late: int | None = None) -> None:
+        """Answer the requests whose outcome is known, and the one whose time is up."""
+        job = self._job()
+        assert job is not None
+        for visit, (tell, timer) in list(self._waiting.items()):
+            plans = [plan for plan in job.of(Chaos).plans if plan.visit == visit]
+            taken = tuple(report.injection(job, plan) for plan in plans)
+            # Without an outcome and without a node, there is nothing to wait for.
+            if visit == late or all(one.outcome or not one.node for one in taken):
+                timer.cancel()
+                del self._waiting[visit]
+                changed = Refused(
+                    reason="the job has changed; see `holdfast status`, and try again"
+                )
+                tell(FaultTaken(taken=taken) if taken else changed)

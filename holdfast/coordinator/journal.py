@@ -18,16 +18,16 @@ from typing import Any
 from urllib.parse import quote
 
 import msgspec
-from msgspec import Struct
 
-from holdfast.core import job as jobs
+from holdfast.core import replay as replaying
 from holdfast.core.job import Job
-from holdfast.core.ledger.books import Span
+from holdfast.core.ledger.books import Ledger
+from holdfast.core.replay import Entry, JobSnapshot
 from holdfast.errors import JournalCorrupt, JournalError
-from holdfast.messages.events import AnyEvent, JobOpened
-from holdfast.messages.units import NodeId, Time
+from holdfast.messages.events import AnyEvent
+from holdfast.messages.reports import Booking
 
-VERSION = 1
+VERSION = 2
 SNAPSHOT_EVERY = 2000
 SNAPSHOT_BYTES = 4 << 20
 
@@ -46,24 +46,7 @@ _encoder = msgspec.json.Encoder()
 _event_decoder = msgspec.json.Decoder(AnyEvent)
 
 
-class Entry(Struct, frozen=True):
-    """One event as the core took it in: at that time, and from which node with which number."""
-
-    at: Time
-    event: AnyEvent
-    node: NodeId | None = None
-    node_number: int = 0
-
-
-class Snapshot(Struct):
-    """The state after the event of that number."""
-
-    job: Job
-    at: Time
-    acked: dict[NodeId, int]
-
-
-_snapshot_decoder = msgspec.json.Decoder(Snapshot)
+_snapshot_decoder = msgspec.json.Decoder(JobSnapshot)
 
 
 class Journal:
@@ -81,13 +64,15 @@ class Journal:
             raise JournalError(f"{path}: cannot be opened as a journal: {error}") from None
         self.numbered: int = last or 0
         """How many events are in it."""
+        self.trouble: str | None = None
+        """Why the newest events could not be written."""
         self._backlog: list[Entry] = []
         self._since_snapshot = 0
         self._bytes_since_snapshot = 0
         self._state_bytes = 0
 
-    def append(self, entries: Sequence[Entry]) -> str | None:
-        """Write events in one transaction; the reason if that was not possible.
+    def append(self, entries: Sequence[Entry]) -> None:
+        """Write events in one transaction, or say in `trouble` why that was not possible.
 
         What could not be written (a full disk) is kept and written with the next events: training
         goes on, and only a coordinator that dies before the disk has room again forgets it.
@@ -105,19 +90,25 @@ class Journal:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             self._backlog = pending
-            return str(error)
-        self._backlog = []
+            self.trouble = str(error)
+            return
+        self._backlog, self.trouble = [], None
         self.numbered += len(rows)
         self._since_snapshot += len(rows)
         self._bytes_since_snapshot += sum(len(event) for *_, event in rows)
-        return None
+
+    def read(self) -> tuple[JobSnapshot | None, list[Entry]]:
+        """Read the newest snapshot, and what came after it, written or not."""
+        with _Reader(self.path) as reader:
+            snapshot, after = reader.newest_snapshot()
+            return snapshot, [*reader.entries(after), *self._backlog]
 
     def snapshot_due(self) -> bool:
         long = self._since_snapshot >= max(SNAPSHOT_EVERY, self._state_bytes // 200)
         large = self._bytes_since_snapshot >= max(SNAPSHOT_BYTES, 4 * self._state_bytes)
         return (long or large) and not self._backlog
 
-    def write_snapshot(self, snapshot: Snapshot) -> None:
+    def write_snapshot(self, snapshot: JobSnapshot) -> None:
         """Keep the state after the last event; older snapshots go."""
         state = _encoder.encode(snapshot).decode()
         self._since_snapshot = self._bytes_since_snapshot = 0
@@ -138,39 +129,26 @@ class Journal:
         self._db.close()
 
 
-def replay(path: Path) -> Snapshot | None:
-    """The state that the journal leads to; None when it holds no job."""
+def replay(path: Path) -> JobSnapshot | None:
+    """Replay the journal from its newest snapshot; None when it holds no job."""
     with _Reader(path) as reader:
-        snapshot, after = reader.newest_snapshot()
-        return _run(reader.entries(after), snapshot)
+        return replaying.replay(reader.since_snapshot)
 
 
-def replay_spans(path: Path) -> tuple[Snapshot | None, list[Span]]:
-    """The same, from the first event on, with every booking of the ledger."""
-    spans: list[Span] = []
+def replay_spans(path: Path) -> tuple[JobSnapshot | None, list[Booking]]:
+    """Replay the journal from its first event, and collect every booking of the ledger."""
+    spans: list[Booking] = []
+
+    def keep_spans(job: Job) -> None:
+        spans.clear()
+        job.of(Ledger).spans = spans
+
     with _Reader(path) as reader:
-        return _run(reader.entries(0), None, spans), spans
-
-
-def _run(
-    entries: Iterator[Entry], snapshot: Snapshot | None, spans: list[Span] | None = None
-) -> Snapshot | None:
-    for entry in entries:
-        if snapshot is None:
-            if not isinstance(entry.event, JobOpened):
-                raise JournalCorrupt("the journal does not begin with the opening of a job")
-            snapshot = Snapshot(jobs.opened(entry.event), entry.at, {})
-            snapshot.job.ledger.spans = spans
-            continue
-        jobs.handle(snapshot.job, entry.event, entry.at)
-        snapshot.at = entry.at
-        if entry.node is not None:
-            snapshot.acked[entry.node] = entry.node_number
-    return snapshot
+        return replaying.replay(reader.from_the_start, prepare=keep_spans), spans
 
 
 class _Reader:
-    """Reads a journal that a living coordinator may be writing."""
+    """A read-only handle on a journal that a running coordinator may be writing."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -189,7 +167,7 @@ class _Reader:
     def __exit__(self, *exc: object) -> None:
         self._db.close()
 
-    def newest_snapshot(self) -> tuple[Snapshot | None, int]:
+    def newest_snapshot(self) -> tuple[JobSnapshot | None, int]:
         if self._empty:
             return None, 0
         rows = self._select("SELECT number, state FROM snapshots ORDER BY number DESC LIMIT 1")
@@ -199,6 +177,13 @@ class _Reader:
             except msgspec.DecodeError:
                 return None, 0
         return None, 0
+
+    def since_snapshot(self) -> tuple[JobSnapshot | None, Iterator[Entry]]:
+        snapshot, after = self.newest_snapshot()
+        return snapshot, self.entries(after)
+
+    def from_the_start(self) -> tuple[None, Iterator[Entry]]:
+        return None, self.entries(0)
 
     def entries(self, after: int) -> Iterator[Entry]:
         if self._empty:

@@ -26,16 +26,19 @@ from msgspec import Struct
 
 from holdfast.clock import JobClock
 from holdfast.coordinator.diagnosis import Examinations, fitting
-from holdfast.coordinator.fault_requests import Askers
-from holdfast.coordinator.journal import Entry, Journal, Snapshot
+from holdfast.coordinator.fault_requests import FaultRequests
+from holdfast.coordinator.journal import Journal
 from holdfast.coordinator.stream import Stream
 from holdfast.core import job as jobs
 from holdfast.core import report
 from holdfast.core.chaos import plans as chaos
+from holdfast.core.chaos.plans import Chaos
+from holdfast.core.hangs.rules import Hangs
 from holdfast.core.job import Job
-from holdfast.core.membership.patience import Silence
+from holdfast.core.patience import Silence
+from holdfast.core.replay import Entry, Intake, JobSnapshot
 from holdfast.kernel import keep_alive
-from holdfast.messages.actions import CloseJob, Examine, Inject, StopWorkers
+from holdfast.messages.actions import AnyAction, CloseJob, Diagnose, Examine
 from holdfast.messages.events import (
     AnyEvent,
     FaultAsked,
@@ -83,7 +86,10 @@ class Coordinator:
     _told: int = 0
     _visits: int = 0
     """Inquests of visitors have negative numbers."""
-    _askers: Askers = field(default_factory=Askers)
+    _fault_requests: FaultRequests = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._fault_requests = FaultRequests(lambda: self.job)
 
     async def serve(
         self,
@@ -127,27 +133,33 @@ class Coordinator:
         fresh = [arrival for arrival in batch if self._is_new(arrival)]
         now = self.clock.now()
         entries = [Entry(now, a.event, a.node if a.number else None, a.number) for a in fresh]
-        self._note_trouble(self.journal.append(entries))
         assert self.job is not None
-        for arrival in fresh:
-            for action in jobs.handle(self.job, arrival.event, now):
-                if isinstance(action, CloseJob):
-                    self._closed.set_result(action.code)
-                    continue
-                if isinstance(action, StopWorkers) and action.examine:
-                    self._look_into(action.examine)
-                if isinstance(action, Inject) and not action.node:
-                    asyncio.get_running_loop().call_soon(_die)
-                if action.node in self._streams:
-                    self._streams[action.node].send(action)
+        intake = Intake(self.job, self.journal)
+        for _, actions in intake.take(entries):
+            self.job = intake.job
+            for action in actions:
+                self._carry_out(action)
+        self.job = intake.job
+        self._note_trouble(self.journal.trouble)
         for node in {arrival.node for arrival in batch if arrival.number}:
             if node is not None and node in self._streams:
                 self._streams[node].send(Ack(number=self.acked[node]))
         if self.journal.snapshot_due():
-            self.journal.write_snapshot(Snapshot(self.job, now, self.acked))
+            self.journal.write_snapshot(JobSnapshot(self.job, now, self.acked))
         self._set_timer()
         self._tell_incidents()
-        self._askers.answer(self.job)
+        self._fault_requests.answer()
+
+    def _carry_out(self, action: AnyAction) -> None:
+        if isinstance(action, CloseJob):
+            self._closed.set_result(action.code)
+        elif isinstance(action, Diagnose):
+            self._diagnose(action)
+        elif action.node:
+            if action.node in self._streams:
+                self._streams[action.node].send(action)
+        else:  # A fault that befalls the coordinator.
+            asyncio.get_running_loop().call_soon(_die)
 
     def _is_new(self, arrival: Arrival) -> bool:
         """False for what was sent again after a broken stream and is in the journal already."""
@@ -173,21 +185,21 @@ class Coordinator:
 
     # ---- looking into it ----
 
-    def _look_into(self, incident: int) -> None:
-        """A round that stood still is being stopped, and all nodes look at their ranks before."""
-        assert self.job is not None
-        nodes = [node for node in self.job.membership.busy if node in self._streams]
+    def _diagnose(self, action: Diagnose) -> None:
+        """Gather what the nodes of a hung round see of their ranks before they stop them."""
+        nodes = [node for node in action.nodes if node in self._streams]
 
         def closed(verdict: Verdict, evidence: list[RankEvidence]) -> None:
             reached = VerdictReached(
                 at=self.clock.now(),
-                incident=incident,
+                cause=action.id,
+                incident=action.incident,
                 guilty=verdict.guilty,
                 sentence=verdict.sentence,
             )
             self._post(Arrival(reached))
 
-        self.inquests.open(incident, nodes, len(self.job.ranks), closed)
+        self.inquests.open(action.incident, nodes, action.world_size, closed)
 
     def visited(self, stream: Stream, visit: Visit) -> None:
         if isinstance(visit.question, AskFault):
@@ -196,12 +208,12 @@ class Coordinator:
             self._asked_why(stream)
 
     def _asked_for_fault(self, stream: Stream, question: AskFault) -> None:
-        """Somebody wants to see what the job does about a fault."""
+        """A user requests a fault."""
         job, injection = self.job, question.injection
         wrong = "the job is over, or has not begun; see `holdfast status`"
-        if job is not None and job.ended is None:
-            world = job.membership.world
-            wrong = chaos.refusal(job.chaos, injection, world, job.highest)
+        if job is not None and job.result is None:
+            world = job.world
+            wrong = chaos.refusal(job.of(Chaos), injection, world, job.highest)
 
         def tell(answer: Struct) -> None:
             stream.send(answer)
@@ -210,14 +222,14 @@ class Coordinator:
         if wrong or job is None:
             tell(Refused(reason=wrong))
             return
-        number = self._askers.add(job, tell)
+        number = self._fault_requests.add(tell)
         asked = FaultAsked(at=self.clock.now(), injection=injection, visit=number)
         self._post(Arrival(asked))
 
     def _asked_why(self, stream: Stream) -> None:
         """Somebody wants to know why the job stands still, or whether it does."""
         job = self.job
-        if job is None or job.membership.world is None:
+        if job is None or job.world is None:
             stream.send(Refused(reason="no round is in force now; see `holdfast status`"))
             stream.transport.close()
             return
@@ -225,7 +237,7 @@ class Coordinator:
         nodes = [node for node in job.membership.placed if node in self._streams]
 
         def closed(verdict: Verdict, evidence: list[RankEvidence]) -> None:
-            standing = sum(map(len, job.hangs.stalls.values()))
+            standing = sum(map(len, job.of(Hangs).stalls.values()))
             stream.send(fitting(Why(verdict=verdict, evidence=tuple(evidence), standing=standing)))
             stream.transport.close()
 
@@ -247,7 +259,7 @@ class Coordinator:
     def _tell_incidents(self) -> None:
         assert self.job is not None
         for incident in _over(self.job.incidents[self._told :]):
-            log.info("%s", report.incident_line(incident))
+            log.info("%s", report.incident_line(self.job, incident))
             self._told += 1
 
     def _told_before(self) -> int:
@@ -279,7 +291,8 @@ class Coordinator:
     def open(self, terms: Terms, at: Time) -> None:
         """The job begins."""
         opened = JobOpened(at=at, job=self.name, terms=terms)
-        self._note_trouble(self.journal.append([Entry(opened.at, opened)]))
+        self.journal.append([Entry(opened.at, opened)])
+        self._note_trouble(self.journal.trouble)
         self.job = jobs.opened(opened)
 
     def arrived(self, node: NodeId, message: Sent) -> None:

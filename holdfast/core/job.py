@@ -1,173 +1,139 @@
-"""The machine that joins the others: one job, from its first event to its last.
+"""One job, from its first event to its last.
 
-`handle` takes an event and the time and returns actions. It is the only place where membership,
-recovery and the ledger meet:
+`handle` takes an event and the time and returns actions, in the order in which they are to be carried
+out. The event goes to every machine that handles it in the job's present state; what they decide is
+carried out by `core.transitions`; then the job settles: it judges, freezes, ends or closes, if it may.
 
-    a worker dies ──▶ the incident opens, the world is dissolved, every node is told to stop
-    every node is ready ──▶ all deaths of the round are known: the culprit is judged
-                            ├── try again: the next round is frozen, every node gets its part
-                            └── give up: every node is told to finish
-    every rank has finished a step ──▶ the incident closes
-
-Judging waits until all nodes are ready, because only then is it known who died first, and it costs
-nothing: whatever the verdict, the workers had to be stopped before.
-
-The job ends when all ranks ended with 0, when recovery gives up, or when too many nodes were told to
-leave; then each node is told to finish, and with the last one gone the job is closed.
+An event that does not fit is refused with a reason, and counted. `docs/states.md` has the table of
+all states and events, printed by `table`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
-from holdfast.core import drills
-from holdfast.core.chaos import plans as chaos
-from holdfast.core.checkpoints import (
-    on_checkpoint_written,
-    on_held,
-    on_missed,
-    on_sealed,
-    on_shards_written,
-    on_stored_found,
-)
-from holdfast.core.commits import rules as commits
-from holdfast.core.drills import on_fault_asked, on_fault_told
-from holdfast.core.fitness import on_health, on_tested
-from holdfast.core.hangs import rules as hangs
-from holdfast.core.ledger import books
-from holdfast.core.membership import rounds
-from holdfast.core.nodecheck import schedule as checking
-from holdfast.core.nodes import (
-    on_joined,
-    on_leaving,
-    on_left,
-    on_ready,
-    on_restarted,
-    on_resumed,
-    on_stream_ended,
-    on_tick,
-    on_warm,
-)
-from holdfast.core.recovery import rules as faults
-from holdfast.core.requests import desk as requests
-from holdfast.core.requests.desk import Desk
-from holdfast.core.scripts import attendance, on_asked, on_exclude_asked, on_stop_asked
-from holdfast.core.standstill import on_stalled, on_verdict
-from holdfast.core.state import Job, opened
-from holdfast.core.stragglers import windows as stragglers
-from holdfast.core.workers import on_exited, on_progress, on_started
-from holdfast.messages.actions import AnyAction
-from holdfast.messages.events import (
-    AnyEvent,
-    Asked,
-    CheckpointWritten,
-    CoordinatorRestarted,
-    ExcludeAsked,
-    FaultAsked,
-    FaultTold,
-    HealthFound,
-    ImagesHeld,
-    JobOpened,
-    NodeJoined,
-    NodeLeaving,
-    NodeLeft,
-    NodeReady,
-    NodeResumed,
-    NodeTested,
-    NodeWarm,
-    Progress,
-    RanksStalled,
-    ShardsWritten,
-    SnapshotMissed,
-    SnapshotsSealed,
-    StopAsked,
-    StoredFound,
-    StreamEnded,
-    Tick,
-    VerdictReached,
-    WorkerExited,
-    WorkerStarted,
-)
+from msgspec import Struct
+from msgspec.structs import replace
+
+from holdfast.core.decisions import Refused
+from holdfast.core.machine import Effects, Machine, Rule, on
+from holdfast.core.machine import tell as moment
+from holdfast.core.state import MACHINES, Job, opened
+from holdfast.core.states import ALWAYS, AnyState, Ended, Gathering, StateName
+from holdfast.core.transitions import carry_out, settle
+from holdfast.core.view import View, earliest
+from holdfast.messages.actions import AnyAction, CloseJob
+from holdfast.messages.events import AnyEvent, CoordinatorRestarted, JobOpened, Tick
 from holdfast.messages.units import Time
 
-__all__ = ["Job", "deadline", "handle", "opened", "validate"]
+__all__ = ["MACHINES", "Job", "deadline", "decide", "handle", "opened", "table", "validate"]
 
 
 def handle(job: Job, event: AnyEvent, now: Time) -> list[AnyAction]:
-    """Take one event in; the actions are to be carried out in their order."""
-    job.ledger.now = now
-    try:
-        actions = _HANDLERS[type(event)](job, event, now)
-        return actions + drills.after(job, event) if job.chaos.plans else actions
-    finally:
-        job.ledger.now = None
+    """Take one event in; each action names itself and the event that it follows from."""
+    actions = decide(job, event, now)
+    cause = job.cause
+    return [replace(one, id=f"{cause}.{i}", cause=cause) for i, one in enumerate(actions)]
+
+
+def decide(job: Job, event: AnyEvent, now: Time) -> list[AnyAction]:
+    """Take one event in; the same actions, without their ids."""
+    job.events += 1
+    actions: list[AnyAction] = []
+    refusals: list[str] = []
+    listeners = _listeners(tuple(map(type, job.machines))).get(type(event), ())
+    for listener in listeners:
+        if not isinstance(job.state, listener.rule.states):
+            refusals.append(listener.rule.refusal)
+            continue
+        decided = listener.handle(listener.machine_of(job), job, event, now)
+        if isinstance(decided, Refused):
+            refusals.append(decided.reason)
+        else:
+            actions += carry_out(job, decided, now)
+    if len(refusals) == len(listeners):
+        refused = f"{type(event).__name__}: {refusals[0] if refusals else 'nothing handles it'}"
+        job.refused[refused] = job.refused.get(refused, 0) + 1
+    return actions + settle(job, now)
 
 
 def deadline(job: Job) -> Time | None:
     """When the job next wants a Tick."""
-    m = job.membership
-    deadlines = [job.absent_until, m.closes_at, job.short_until, job.desk.until, job.checking.until]
-    if m.busy and job.ended is None:
-        deadlines.append(m.patient_until)
-    return min((at for at in deadlines if at is not None), default=None)
-
-
-def _on_opened_again(job: Job, event: JobOpened, now: Time) -> list[AnyAction]:
-    return []
-
-
-_HANDLERS: dict[type, Callable[[Job, Any, Time], list[AnyAction]]] = {
-    JobOpened: _on_opened_again,
-    NodeJoined: on_joined,
-    NodeWarm: on_warm,
-    NodeReady: on_ready,
-    ExcludeAsked: on_exclude_asked,
-    StopAsked: on_stop_asked,
-    Asked: on_asked,
-    NodeLeaving: on_leaving,
-    NodeLeft: on_left,
-    StreamEnded: on_stream_ended,
-    NodeResumed: on_resumed,
-    CoordinatorRestarted: on_restarted,
-    WorkerStarted: on_started,
-    WorkerExited: on_exited,
-    Progress: on_progress,
-    SnapshotsSealed: on_sealed,
-    ImagesHeld: on_held,
-    ShardsWritten: on_shards_written,
-    CheckpointWritten: on_checkpoint_written,
-    StoredFound: on_stored_found,
-    SnapshotMissed: on_missed,
-    RanksStalled: on_stalled,
-    VerdictReached: on_verdict,
-    FaultAsked: on_fault_asked,
-    FaultTold: on_fault_told,
-    NodeTested: on_tested,
-    HealthFound: on_health,
-    Tick: on_tick,
-}
+    short_until = job.state.short_until if isinstance(job.state, Gathering) else None
+    due = earliest(short_until, *(machine.deadline(job) for machine in job.machines))
+    pause = job.recovery.ticks_after
+    return due if due is None or pause is None else max(due, pause)
 
 
 def validate(job: Job) -> None:
-    """Every invariant of the job and of the machines in it."""
-    rounds.validate(job.membership)
-    faults.validate(job.recovery)
-    books.validate(job.ledger)
-    requests.validate(job.desk, attendance(job))
-    commits.validate(job.commits)
-    hangs.validate(job.hangs)
-    chaos.validate(job.chaos)
-    checking.validate(job.checking, job.membership)
-    stragglers.validate(job.stragglers)
-    ranks = job.ranks.values()
-    assert job.to_start == sum(not r.started for r in ranks), "miscounted starts"
-    assert job.to_step == sum(not r.stepped for r in ranks), "miscounted steps"
-    assert job.to_finish == sum(not r.finished for r in ranks), "miscounted ends"
-    assert (job.fault is None) or job.membership.world is None, "a broken world is in force"
-    assert [i.id for i in job.incidents] == list(range(1, len(job.incidents) + 1))
-    assert sum(i.closed_at is None for i in job.incidents) <= 1, "two incidents are open"
-    if job.membership.world is None or job.ended is not None:
-        assert job.desk == Desk(), "what a round shared outlived it"
-    if job.membership.world is not None:
-        assert len(job.ranks) == job.membership.world.size, "ranks beside the world"
+    """Assert every invariant of the job and of the machines in it."""
+    for machine in job.machines:
+        machine.validate(job)
+
+
+# ---- who handles what --------------------------------------------------------------------------
+
+
+class Listener(Struct, frozen=True):
+    """One handler of one event, and the machine that it belongs to; None: the job itself."""
+
+    rule: Rule
+    handle: Callable[..., Any]
+    machine: type[Machine] | None = None
+
+    @property
+    def name(self) -> str:
+        room = self.handle.__module__.removeprefix("holdfast.core.").partition(".")[0]
+        return f"{room}.{self.handle.__name__}"
+
+    def machine_of(self, job: Job) -> Machine | None:
+        return None if self.machine is None else job.of(self.machine)
+
+
+@on(JobOpened, refusal="the job is open already")
+def on_opened_again(_: None, job: View, event: JobOpened, now: Time) -> Effects:
+    raise AssertionError("no state takes it")
+
+
+@on(CoordinatorRestarted, *ALWAYS, refusal="")
+def on_restarted(_: None, job: View, event: CoordinatorRestarted, now: Time) -> Effects:
+    """Give every node time to come back; a job that is over closes again."""
+    if isinstance(job.state, Ended):  # It died with the last event written and not acted upon.
+        return [CloseJob(code=job.state.result.code, reason=job.state.result.reason)]
+    return [moment(Machine.coordinator_restarted)]
+
+
+@on(Tick, *ALWAYS, refusal="")
+def on_tick(_: None, job: View, event: Tick, now: Time) -> Effects:
+    return [moment(Machine.tick)]
+
+
+@cache
+def _listeners(machines: tuple[type[Machine], ...]) -> dict[type, tuple[Listener, ...]]:
+    """Find all handlers by the event they take, in the order in which they are asked."""
+    found: dict[type, tuple[Listener, ...]] = {}
+    marked: list[tuple[type[Machine] | None, Any]] = [
+        *((machine, one) for machine in machines for one in vars(machine).values()),
+        *((None, one) for one in (on_opened_again, on_restarted, on_tick)),
+    ]
+    for machine, handler in marked:
+        rule = getattr(handler, "rule", None)
+        if isinstance(rule, Rule):
+            found[rule.event] = (*found.get(rule.event, ()), Listener(rule, handler, machine))
+    return found
+
+
+def table() -> list[tuple[str, dict[StateName, str]]]:
+    """List for each event, by state, the functions that take it, or why it is refused."""
+    rows = []
+    for event, listeners in sorted(_listeners(MACHINES).items(), key=lambda one: one[0].__name__):
+        cells = {state.name: _cell(state, listeners) for state in ALWAYS}
+        rows.append((event.__name__, cells))
+    return rows
+
+
+def _cell(state: type[AnyState], listeners: tuple[Listener, ...]) -> str:
+    names = [one.name for one in listeners if issubclass(state, one.rule.states)]
+    return ", ".join(names) or f"refused: {listeners[0].rule.refusal}"

@@ -1,143 +1,117 @@
-"""A job in words and numbers: what `status`, `incidents`, `goodput` and the summary say.
+"""Derives reports from a job's state.
 
-Everything here is derived from the job's state at a given time, so it is the same whether the job is
-running, over, or replayed from its journal on another machine.
+Reports depend on the state and the given time alone, so they are the same whether the job is running,
+has ended, or was replayed from its journal on another machine. Every report reads the job through this
+module; those who show reports know only `messages/reports.py`.
 """
 
 from __future__ import annotations
 
-from typing import Any, get_args
-
-from holdfast.core import drills
+from holdfast.core.chaos import plans as chaos
+from holdfast.core.chaos.plans import Chaos, Plan
+from holdfast.core.commits.state import Commits
+from holdfast.core.faults import subject
+from holdfast.core.hangs import rules as hangs
+from holdfast.core.hangs.rules import Hangs
 from holdfast.core.job import Job
 from holdfast.core.ledger import books
-from holdfast.core.ledger.books import Span
-from holdfast.core.recovery.rules import subject
+from holdfast.core.ledger.books import Ledger
+from holdfast.core.nodecheck.schedule import Checking
+from holdfast.core.states import Ended
 from holdfast.core.stragglers import windows as stragglers
-from holdfast.messages.exits import EXIT_DO_NOT_REQUEUE, EXIT_TRY_AGAIN
-from holdfast.messages.records import Cause, Incident
-from holdfast.messages.units import Seconds, Time
-
-CAUSES: tuple[Cause, ...] = get_args(Cause)
-
-
-def status(job: Job, now: Time, alive: bool) -> dict[str, Any]:
-    """Where the job stands. `alive` is whether somebody is still running it."""
-    state: str = job.state
-    if not alive and state != "ended":
-        state = "lost"
-    ranks = _ranks(job)
-    world = job.membership.world
-    pace = job.pace.per_s if job.pace is not None and state == "running" else None
-    return {
-        "job": job.name,
-        "state": state,
-        "round": job.membership.round,
-        "world_size": world.size if world is not None else len(job.ranks),
-        "step": job.highest,
-        "steps_per_s": None if pace is None else round(pace, 3),
-        "wall_s": round(_until(job, now) - job.opened_at, 3),
-        "restarts": job.recovery.restarts,
-        "nodes": [_node(job, node, ranks.get(node, [])) for node in job.membership.nodes()],
-        "checkpoints": _checkpoints(job),
-        "excluded": job.excluded,
-        "faults": drills.told(job),
-        "last_incident": incident_line(job.incidents[-1]) if job.incidents else None,
-        "exit_code": job.ended.code if job.ended else None,
-        "reason": job.ended.reason if job.ended else None,
-    }
+from holdfast.core.stragglers.windows import Stragglers
+from holdfast.messages.chaos import FaultsReport, InjectionReport
+from holdfast.messages.records import Incident
+from holdfast.messages.reports import (
+    CAUSES,
+    CheckpointerReport,
+    GoodputReport,
+    IncidentReport,
+    JobState,
+    NodeReport,
+    NodeState,
+    RankReport,
+    StatusReport,
+)
+from holdfast.messages.units import NodeId, Seconds, Time
 
 
-def _ranks(job: Job) -> dict[str, list[dict[str, Any]]]:
-    """By node: how far each rank is, and how fast beside the best and beside its own best."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    scores = stragglers.scores(job.stragglers)
-    for number, rank in job.ranks.items():
-        score = scores.get(number, stragglers.RankScores(None, None))
-        shown = {
-            "rank": number,
-            "pid": rank.pid,
-            "step": rank.step,
-            "finished": rank.finished,
-            "score": _rounded(score.relative),
-            "own_score": _rounded(score.individual),
-            "straggler": score.straggler,
-        }
-        found.setdefault(rank.node, []).append(shown)
-    return found
+def status(job: Job, now: Time, alive: bool) -> StatusReport:
+    """Report where the job stands. `alive` says whether a process still runs it."""
+    state = _state(job, alive)
+    end = job.result
+    return StatusReport(
+        job=job.name,
+        state=state,
+        round=job.membership.round,
+        world_size=_world_size(job),
+        step=job.highest,
+        steps_per_s=_rounded(job.steps_per_s, 3) if state == "running" else None,
+        wall_s=round(_until(job, now) - job.opened_at, 3),
+        restarts=job.recovery.history.restarts,
+        nodes=_nodes(job),
+        checkpoints=_checkpoints(job),
+        excluded=job.membership.excluded,
+        faults=_faults(job),
+        last_incident=incident_line(job, job.incidents[-1]) if job.incidents else None,
+        exit_code=end.code if end is not None else None,
+        reason=end.reason if end is not None else None,
+        opened_at=job.opened_at,
+        refused=job.refused,
+    )
 
 
-def _checkpoints(job: Job) -> list[dict[str, Any]]:
-    """What each checkpointer has in memory and on storage."""
-    found = []
-    for name, book in job.commits.books.items():
-        whole = [s.id.step for s in book.snapshots if s.counts and s.alive]
-        found.append(
-            {
-                "checkpointer": name,
-                "in_memory": max(whole, default=None),
-                "on_storage": book.stored.step if book.stored is not None else None,
-                "writing": book.writing.snapshot.step if book.writing is not None else None,
-                "failures": book.failures,
-            }
-        )
-    return found
-
-
-def _node(job: Job, node: Any, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    m = job.membership
-    candidate = m.placed.get(node) or m.busy.get(node) or m.waiting[node]
-    place = "placed" if node in m.placed else "busy" if node in m.busy else "waiting"
-    if job.checking.check is not None and node in job.checking.check.owed:
-        place = "testing"
-    return {"node": node, "host": candidate.spec.host, "state": place, "ranks": ranks}
-
-
-def goodput(job: Job, now: Time) -> dict[str, Any]:
-    """The ledger: seconds by cause, over all ranks; they add up to wall_s × ranks."""
+def goodput(job: Job, now: Time) -> GoodputReport:
+    """Report the seconds of all ranks by cause."""
     until = _until(job, now)
     wall_s = until - job.opened_at
-    seconds = books.seconds_until(job.ledger, until)
-    total = books.rank_seconds(job.ledger, until)
+    seconds = books.seconds_until(job.of(Ledger), until)
+    total = books.rank_seconds(job.of(Ledger), until)
     ranks = total / wall_s if wall_s > 0 else float(len(job.ranks))
     whole = round(ranks)
-    return {
-        "job": job.name,
-        "wall_s": round(wall_s, 6),
-        "ranks": whole if abs(ranks - whole) < 0.005 else round(ranks, 3),
-        "seconds": {cause: round(seconds.get(cause, 0.0), 6) for cause in CAUSES},
-        "goodput": round(seconds.get("productive", 0.0) / total, 6) if total > 0 else 0.0,
-    }
+    return GoodputReport(
+        job=job.name,
+        wall_s=round(wall_s, 6),
+        ranks=whole if abs(ranks - whole) < 0.005 else round(ranks, 3),
+        seconds={cause: round(seconds.get(cause, 0.0), 6) for cause in CAUSES},
+        goodput=round(seconds.get("productive", 0.0) / total, 6) if total > 0 else 0.0,
+    )
 
 
-def incidents(job: Job) -> list[dict[str, Any]]:
-    """Each fault: what, where, what was done, and what it cost."""
+def incidents(job: Job) -> list[IncidentReport]:
+    """Report each fault: what, where, what was done, and what it cost."""
     return [
-        {
-            "id": incident.id,
-            "kind": incident.kind,
-            "node": incident.node,
-            "rank": incident.rank,
-            "round": incident.round,
-            "step": incident.step,
-            "at": incident.fault_at,
-            "signature": incident.signature,
-            "action": incident.action,
-            "phases": {name: round(s, 6) for name, s in phases(incident).items()},
-            "lost_s": _rounded(lost_s(incident)),
-            "lost_steps": incident.lost_steps,
-            "also": incident.also,
-            "detail": incident.detail,
-            "injected": incident.injected or None,
-        }
+        IncidentReport(
+            id=incident.id,
+            kind=incident.kind,
+            node=incident.node,
+            rank=incident.rank,
+            round=incident.round,
+            step=incident.step,
+            at=incident.fault_at,
+            signature=incident.signature,
+            action=incident.action,
+            rung=incident.rung or None,
+            cause=incident.cause,
+            phases={name: round(s, 6) for name, s in phases(incident).items()},
+            lost_s=_rounded(lost_s(incident)),
+            lost_steps=incident.lost_steps,
+            also=incident.also,
+            detail=incident.detail,
+            injected=injected_by(job, incident) or None,
+            line=incident_line(job, incident),
+        )
         for incident in job.incidents
     ]
 
 
-def phases(incident: Incident) -> dict[str, Seconds]:
-    """How long each part of the repair took, in order, as far as it came; together what was lost.
+# ---- an incident ---------------------------------------------------------------------------------
 
-    Clocks of several nodes tell these moments, which need not agree to the millisecond."""
+
+def phases(incident: Incident) -> dict[str, Seconds]:
+    """Split the repair into its phases, in order, as far as it has come; together they are `lost_s`.
+
+    The marks come from the clocks of several nodes, which need not agree to the millisecond."""
     marks = [
         ("detect", incident.opened_at),
         ("stop", incident.stopped_at),
@@ -157,16 +131,17 @@ def phases(incident: Incident) -> dict[str, Seconds]:
 
 
 def lost_s(incident: Incident) -> Seconds | None:
-    """From the fault to the first good step, or to whatever ended the incident instead."""
+    """Time from the fault to the first good step, or to what ended the incident instead."""
     end = incident.back_at or incident.closed_at
     return None if end is None else max(0.0, end - incident.fault_at)
 
 
-def incident_line(incident: Incident) -> str:
-    """One incident in one line."""
+def incident_line(job: Job, incident: Incident) -> str:
+    """Describe an incident in one line."""
     line = f"{_what(incident)} at step {incident.step}"
-    if incident.injected:
-        line += f" [injected: {incident.injected}]"
+    injected = injected_by(job, incident)
+    if injected:
+        line += f" [injected: {injected}]"
     if incident.closed_at is None:
         return f"{line}: being repaired"
     if incident.back_at is None:
@@ -188,95 +163,106 @@ def _what(incident: Incident) -> str:
     return f"{subject(incident)} {verb}{incident.signature}"
 
 
-def summary(job: Job, now: Time) -> list[str]:
-    """What `holdfast run` prints at the end."""
-    books_now = goodput(job, now)
-    lines = [_headline(job)]
-    spent = sorted(books_now["seconds"].items(), key=lambda item: -item[1])
-    total = sum(books_now["seconds"].values())
-    if job.highest and total:
-        shown = ", ".join(f"{cause} {s / total:.1%}" for cause, s in spent if s / total >= 0.001)
-        lines.append(
-            f"{job.highest} steps in {books_now['wall_s']:.1f} s on {books_now['ranks']} ranks,"
-            f" goodput {books_now['goodput']:.1%} ({shown})"
-        )
-    many = len(job.incidents)
-    if many > 10:
-        lines.append(f"{many} incidents, the last 10 of them (`holdfast incidents` has all):")
-    lines += [f"incident {i.id}: {incident_line(i)}" for i in job.incidents[-10:]]
-    return lines
+def injected_by(job: Job, incident: Incident) -> str:
+    """Name the injected fault that caused an incident; empty if none did."""
+    step_s = hangs.paces(job.of(Hangs)).step_s or 0.0
+    return chaos.injected_by(job.of(Chaos), incident, step_s)
 
 
-def _headline(job: Job) -> str:
-    if job.ended is None:
-        return f"job {job.name}: not ended properly"
-    code, reason = job.ended.code, job.ended.reason
-    if code == 0:
-        return f"job {job.name} finished"
-    advice = {
-        EXIT_TRY_AGAIN: " (try again)",
-        EXIT_DO_NOT_REQUEUE: " (do not requeue: it would fail again)",
-    }.get(code, "")
-    return f"job {job.name} ended with exit code {code}{advice}: {reason}"
+# ---- injected faults -----------------------------------------------------------------------------
 
 
-def trace(job: Job, spans: list[Span]) -> dict[str, Any]:
-    """The job in the trace format that Perfetto and chrome://tracing open."""
-    zero = job.opened_at
-    events: list[dict[str, Any]] = [_named(0, f"job {job.name}"), _named(1, "ranks")]
-    events += [_thread(rank) for rank in sorted({span.rank for span in spans})]
-    for span in spans:
-        steps = span.cause in ("productive", "redo")
-        name = f"{span.cause} to step {span.step}" if steps else span.cause
-        where: dict[str, Any] = {"round": span.round, "step": span.step}
-        events.append(_slice(1, span.rank, name, span.cause, span.begin, span.end, zero, where))
-    for incident in job.incidents:
-        end = incident.back_at or incident.closed_at or incident.opened_at
-        arguments = {"line": incident_line(incident), "also": incident.also}
-        name = f"incident {incident.id}: {incident.signature}"
-        events.append(_slice(0, 0, name, "incident", incident.fault_at, end, zero, arguments))
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+def injection(job: Job, plan: Plan) -> InjectionReport:
+    return chaos.report(job.of(Chaos), plan, lambda rank: job.ranks[rank].step)
 
 
-def _slice(
-    pid: int,
-    tid: int,
-    name: str,
-    category: str,
-    begin: Time,
-    end: Time,
-    zero: Time,
-    arguments: dict[str, Any],
-) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "pid": pid,
-        "tid": tid,
-        "name": name,
-        "cat": category,
-        "ts": round((begin - zero) * 1e6),
-        "dur": max(1, round((end - begin) * 1e6)),
-        "args": arguments,
-    }
+def _faults(job: Job) -> FaultsReport:
+    plans, ended = job.of(Chaos).plans, job.result is not None
+    return FaultsReport(
+        pending=[injection(job, plan) for plan in plans if not plan.over and not ended],
+        injected=job.of(Chaos).count,
+        refused=[injection(job, plan) for plan in plans if plan.refused],
+    )
 
 
-def _named(pid: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "pid": pid, "tid": 0, "name": "process_name", "args": {"name": name}}
+# ---- pieces of the status ------------------------------------------------------------------------
 
 
-def _thread(rank: int) -> dict[str, Any]:
-    return {
-        "ph": "M",
-        "pid": 1,
-        "tid": rank,
-        "name": "thread_name",
-        "args": {"name": f"rank {rank}"},
-    }
+def _state(job: Job, alive: bool) -> JobState:
+    state = job.state.name
+    return state if alive or state == "ended" else "lost"
 
 
 def _until(job: Job, now: Time) -> Time:
-    return job.ended.at if job.ended is not None and job.closed else now
+    """The time up to which a report accounts: the job's end, if it has come."""
+    return job.state.result.at if isinstance(job.state, Ended) else now
 
 
-def _rounded(seconds: Seconds | None) -> Seconds | None:
-    return None if seconds is None else round(seconds, 6)
+def _world_size(job: Job) -> int:
+    return job.world.size if job.world is not None else len(job.ranks)
+
+
+def _nodes(job: Job) -> list[NodeReport]:
+    ranks = _ranks(job)
+    m = job.membership
+    found = []
+    for node in m.nodes():
+        candidate = m.find(node)
+        assert candidate is not None
+        found.append(
+            NodeReport(
+                node=node,
+                host=candidate.spec.host,
+                state=_node_state(job, node),
+                ranks=ranks.get(node, []),
+            )
+        )
+    return found
+
+
+def _node_state(job: Job, node: NodeId) -> NodeState:
+    check = job.of(Checking).check
+    if check is not None and node in check.owed:
+        return "testing"
+    if node in job.membership.placed:
+        return "placed"
+    return "busy" if node in job.membership.busy else "waiting"
+
+
+def _ranks(job: Job) -> dict[NodeId, list[RankReport]]:
+    """Group the ranks by node."""
+    found: dict[NodeId, list[RankReport]] = {}
+    scores = stragglers.scores(job.of(Stragglers))
+    for number, rank in job.ranks.items():
+        score = scores.get(number, stragglers.RankScores(None, None))
+        shown = RankReport(
+            rank=number,
+            pid=rank.pid,
+            step=rank.step,
+            finished=rank.finished,
+            score=_rounded(score.relative),
+            own_score=_rounded(score.individual),
+            straggler=score.straggler,
+        )
+        found.setdefault(rank.node, []).append(shown)
+    return found
+
+
+def _checkpoints(job: Job) -> list[CheckpointerReport]:
+    found = []
+    for name, book in job.of(Commits).books.items():
+        committed = [s.id.step for s in book.snapshots if s.counts and s.alive]
+        found.append(
+            CheckpointerReport(
+                checkpointer=name,
+                in_memory=max(committed, default=None),
+                on_storage=book.stored.step if book.stored is not None else None,
+                writing=book.writing.snapshot.step if book.writing is not None else None,
+                failures=book.failures,
+            )
+        )
+    return found
+
+
+def _rounded(value: float | None, digits: int = 6) -> float | None:
+    return None if value is None else round(value, digits)

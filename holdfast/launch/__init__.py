@@ -1,1 +1,1 @@
-"""`holdfast run`: the process that starts the others and outlives them."""
+"""`holdfast run` is one process that starts the others: its site, its orders for them, itself."""

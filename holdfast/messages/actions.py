@@ -8,11 +8,13 @@ from holdfast.messages.chaos import Trap
 from holdfast.messages.checkpoints import Shard, SnapshotId
 from holdfast.messages.records import Part
 from holdfast.messages.requests import AnyAnswer
-from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds
+from holdfast.messages.units import CauseId, NodeId, Rank, RoundNumber, Seconds
 
 
 class Action(Struct, frozen=True, kw_only=True, tag=True):
-    pass
+    id: CauseId = ""
+    cause: CauseId = ""
+    """The event that the action follows from."""
 
 
 class StartWorkers(Action, frozen=True, kw_only=True):
@@ -116,12 +118,20 @@ class CheckpointSettled(Action, frozen=True, kw_only=True):
 
 
 class Inject(Action, frozen=True, kw_only=True):
-    """Have a fault happen that somebody asked for: now, or when that rank comes to that step."""
+    """Inject a fault: now, or when its rank comes to its step."""
 
     node: NodeId
-    """Empty: it befalls the coordinator itself, now."""
+    """Empty: it strikes the coordinator itself, now."""
     round: RoundNumber
     trap: Trap
+
+
+class Diagnose(Action, frozen=True, kw_only=True):
+    """Gather what these nodes saw of a hang, and say VerdictReached. For the coordinator itself."""
+
+    incident: int
+    nodes: tuple[NodeId, ...]
+    world_size: int
 
 
 class CloseJob(Action, frozen=True, kw_only=True):
@@ -144,4 +154,6 @@ NodeAction = (
     | CheckpointSettled
     | Inject
 )
-AnyAction = NodeAction | CloseJob
+CoordinatorAction = Diagnose | CloseJob
+"""What the coordinator does itself."""
+AnyAction = NodeAction | CoordinatorAction

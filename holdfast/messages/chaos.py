@@ -1,48 +1,25 @@
-"""Faults that somebody asked for: what there is to ask for, and what is said about it.
+"""Defines the faults that can be injected, and the records in which they are requested and reported.
 
-An *injection* is what was asked for: a kind of fault, whom it shall befall, and when. Its
-*occurrences* are counted from 1; each becomes a *trap*, which is laid on one rank: it springs when
-that rank finishes a certain step, or at once.
+An *injection* is a request: a kind of fault, what it strikes, and when. Its *occurrences* are counted
+from 1; each becomes a *trap* for one rank, which springs when that rank finishes a given step, or at
+once. `FAULTS` is the only list of faults: parser, help, checks and marks on incidents derive from it.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal, NamedTuple, get_args
+import signal
+from typing import Annotated, Final, Literal, NamedTuple
 
 from msgspec import Meta, Struct
 
-from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber, Time
+from holdfast.messages.units import NodeId, Rank, StepNumber
 
-FaultName = Literal[
-    "kill",
-    "term",
-    "stop",
-    "cont",
-    "hang",
-    "gil",
-    "loop",
-    "segfault",
-    "abort",
-    "oom",
-    "exception",
-    "exit",
-    "slow",
-    "gpu-error",
-    "netcut",
-    "diskfull",
-    "kill-agent",
-    "stop-agent",
-    "kill-keeper",
-    "corrupt-image",
-    "kill-coordinator",
-]
-FAULT_NAMES: Final[tuple[FaultName, ...]] = get_args(FaultName)
-
-Where = Literal["rank", "node", "coordinator"]
+Strikes = Literal["rank", "node", "coordinator"]
+Actor = Literal["worker", "agent"]
 
 
-class Value(NamedTuple):
-    """What the number after a fault means, and which numbers make sense."""
+class FaultValue(NamedTuple):
+    """The number that a fault takes, and its range."""
 
     meaning: str
     default: float
@@ -51,100 +28,97 @@ class Value(NamedTuple):
     whole: bool = False
 
 
-class About(NamedTuple):
-    """What a fault is."""
+class FaultType(NamedTuple):
+    """One fault that can be injected."""
 
-    befalls: Where
-    text: str
-    value: Value | None = None
+    strikes: Strikes
+    help: str
+    causes: tuple[str, ...] = ()
+    """Kinds of the incidents that it may lead to."""
+    value: FaultValue | None = None
+    actor: Actor = "worker"
+    """Who carries it out at a step: the rank's main thread, or its agent once the rank is there."""
+    signal: int = 0
+    """Signal that carries it out; without a step, the agent sends it at once."""
+
+    @property
+    def needs_main_thread(self) -> bool:
+        """Whether it happens only at the end of a step, even if it is requested for now."""
+        return self.actor == "worker" and not self.signal
+
+    @property
+    def described(self) -> str:
+        value = self.value
+        return self.help + (f" (V: {value.meaning}, default {value.default:g})" if value else "")
 
 
-FAULTS: Final[dict[FaultName, About]] = {
-    "kill": About("rank", "SIGKILL"),
-    "term": About("rank", "SIGTERM"),
-    "stop": About("rank", "SIGSTOP: the process is there and does nothing"),
-    "cont": About("rank", "SIGCONT, for one that was stopped; only now, not at a step"),
-    "hang": About("rank", "the main thread sleeps for ever"),
-    "gil": About("rank", "the main thread holds the interpreter's lock for ever, in C"),
-    "loop": About("rank", "the main thread runs round an empty loop for ever"),
-    "segfault": About("rank", "reads from address 0"),
-    "abort": About("rank", "abort()"),
-    "oom": About(
-        "rank",
-        "takes memory until the kernel kills it, in a memory cgroup of its own; where there can be"
-        " none this is refused, unless --force: then the whole machine runs out of memory",
-        Value("MiB that it may take", 256, 16, 1 << 20),
-    ),
-    "exception": About("rank", "raises InjectedFault, a RuntimeError, in the main thread"),
-    "exit": About("rank", "sys.exit(V)", Value("exit code", 1, 0, 255, whole=True)),
-    "slow": About(
-        "rank",
-        "each step takes V times as long from now on; 1 ends it",
-        Value("times as long", 2, 1, 1000),
-    ),
-    "gpu-error": About("rank", "a CUDA kernel writes where it must not; refused without CUDA"),
-    "netcut": About(
-        "node",
-        "for V seconds the agent neither hears nor says anything to the coordinator, and what"
-        " other nodes send to its ranks and its keeper on open connections is dropped; no"
-        " connection is closed",
-        Value("seconds", 10, 0.1, 3600),
-    ),
-    "diskfull": About(
-        "node",
-        "the next V files of checkpoints cannot be written: no space left",
-        Value("files", 1, 1, 1_000_000, whole=True),
-    ),
-    "kill-agent": About("node", "SIGKILL for the node's agent; its ranks die with it"),
-    "stop-agent": About(
-        "node",
-        "SIGSTOP for the node's agent, and SIGCONT V seconds later; with 0 never, and its launcher"
-        " ends one that stays stopped for 15 s",
-        Value("seconds", 10, 0, 3600),
-    ),
-    "kill-keeper": About("node", "SIGKILL for the node's keeper"),
-    "corrupt-image": About("rank", "flips a bit in the rank's newest image in memory"),
-    "kill-coordinator": About(
-        "coordinator",
-        "SIGKILL for the job's coordinator; its launcher starts it again, but one that runs alone"
-        " (`holdfast coordinator`) is for whoever started it to start again",
-    ),
-}
+_DEATH = ("signal", "oom", "exit", "exception")
+_HANG = ("hang",)
 
-IN_MAIN_THREAD: Final[frozenset[FaultName]] = frozenset(
-    {
-        *("hang", "gil", "loop", "segfault", "abort", "oom", "exception", "exit", "slow"),
-        "gpu-error",
-    }
-)
-"""These happen only where a rank's main thread comes by: at the end of a step."""
-BY_AGENT: Final[frozenset[FaultName]] = frozenset(
-    name for name, about in FAULTS.items() if about.befalls == "node"
-) | {"corrupt-image", "kill-coordinator"}
-"""These are nothing that a rank does to itself: when it comes to the step, its agent is told."""
+FAULTS: Final[dict[str, FaultType]] = {
+    "kill": FaultType("rank", "SIGKILL", _DEATH, signal=signal.SIGKILL),
+    "term": FaultType("rank", "SIGTERM", _DEATH, signal=signal.SIGTERM),
+    "stop": FaultType("rank", "SIGSTOP: the process exists but makes no progress", _HANG,
+        signal=signal.SIGSTOP),
+    "cont": FaultType("rank", "SIGCONT, for a stopped rank; only now, not at a step",
+        signal=signal.SIGCONT),
+    "hang": FaultType("rank", "the main thread sleeps forever", _HANG),
+    "gil": FaultType("rank", "the main thread holds the GIL forever, in C", _HANG),
+    "loop": FaultType("rank", "the main thread runs an empty loop forever", _HANG),
+    "segfault": FaultType("rank", "reads from address 0", _DEATH),
+    "abort": FaultType("rank", "abort()", _DEATH),
+    "oom": FaultType("rank", "allocates memory until the kernel kills it, in a memory cgroup of its"
+        " own; refused where none can be created, unless --force: then the whole machine runs out of"
+        " memory", _DEATH, FaultValue("limit in MiB", 256, 16, 1 << 20)),
+    "exception": FaultType("rank", "raises InjectedFault, a RuntimeError, in the main thread",
+        _DEATH),
+    "exit": FaultType("rank", "sys.exit(V)", _DEATH, FaultValue("exit code", 1, 0, 255, whole=True)),
+    "slow": FaultType("rank", "each step takes V times as long from now on; 1 ends it",
+        ("hang", "straggler", "exclude"), FaultValue("factor", 2, 1, 1000)),
+    "gpu-error": FaultType("rank", "a CUDA kernel writes to an illegal address; refused without CUDA",
+        (*_DEATH, "hang")),
+    "netcut": FaultType("node", "for V seconds the agent neither receives from the coordinator nor"
+        " sends to it, and packets from other nodes to open connections of its ranks and keeper are"
+        " dropped; no connection is closed", ("node", "hang"),
+        FaultValue("seconds", 10, 0.1, 3600), "agent"),
+    "diskfull": FaultType("node", "the next V checkpoint files cannot be written: no space left",
+        ("storage",), FaultValue("files", 1, 1, 1_000_000, whole=True), "agent"),
+    "kill-agent": FaultType("node", "SIGKILL for the node's agent; its ranks die with it", ("node",),
+        actor="agent"),
+    "stop-agent": FaultType("node", "SIGSTOP for the node's agent, and SIGCONT V seconds later; with 0"
+        " never, and its launcher kills an agent that stays stopped for 15 s", ("node",),
+        FaultValue("seconds", 10, 0, 3600), "agent"),
+    "kill-keeper": FaultType("node", "SIGKILL for the node's keeper", ("storage",), actor="agent"),
+    "corrupt-image": FaultType("rank", "flips a bit in the rank's newest image in memory",
+        actor="agent"),
+    "kill-coordinator": FaultType("coordinator", "SIGKILL for the job's coordinator; its launcher"
+        " restarts it, but one that runs alone (`holdfast coordinator`) must be restarted by the user",
+        actor="agent"),
+}  # fmt: skip
+FAULT_NAMES: Final = tuple(FAULTS)
 
-MOST_AT_ONCE: Final = 16
+MAX_SCHEDULED: Final = 16
 """Injections in one schedule."""
 
 Number = Annotated[int, Meta(ge=1, le=1 << 53)]
 
 
 class Injection(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What somebody asked for."""
+    """A request for a fault."""
 
-    kind: FaultName
+    kind: str
     ranks: Annotated[tuple[Annotated[int, Meta(ge=0, le=1 << 30)], ...], Meta(max_length=64)] = ()
-    """Each of these; with none, any one: the seed says which."""
+    """Each of these ranks; if empty, one rank that the seed selects."""
     node: Annotated[str, Meta(max_length=300)] = ""
-    """Its place in the round (0 is the first), its name or its host's; empty: any."""
+    """Index in the round (0 is the first), name or host name; if empty, any node."""
     at_step: Number | None = None
-    """When the rank has finished that step."""
+    """Strike when the rank has finished this step."""
     every: Number | None = None
-    """Once in so many steps: in the last of them, or in one that the seed picks, if there is one."""
+    """Strike once in this many steps: in the last of them, or in one that the seed selects."""
     seed: Annotated[int, Meta(ge=0, le=1 << 53)] | None = None
     value: Annotated[float, Meta(ge=0.0, le=1e9)] | None = None
     force: bool = False
-    """Although the machine may suffer."""
+    """Accept harm to the whole machine."""
 
     @property
     def now(self) -> bool:
@@ -152,93 +126,115 @@ class Injection(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def amount(self) -> float:
-        """The number after it, said or not."""
+        """The value, or its default."""
         value = FAULTS[self.kind].value
         return float(self.value if self.value is not None else value.default if value else 0)
 
 
 def complaint(injection: Injection) -> str:
-    """Why this cannot be meant; empty when it can."""
-    kind, about = injection.kind, FAULTS[injection.kind]
+    """Return why an injection makes no sense; empty if it does."""
+    kind, given, fault = injection.kind, injection.value, FAULTS.get(injection.kind)
+    if fault is None:
+        return f"no fault is called {kind}"
     if injection.at_step is not None and injection.every is not None:
-        return "a step or a number of steps between two, not both"
+        return "a step or an interval in steps, not both"
     if kind == "cont" and not injection.now:
-        return "cont: a rank that is stopped comes to no step; leave the step out"
+        return "cont: a stopped rank comes to no step; leave the step out"
     if injection.node and injection.ranks:
         return "a rank or a node, not both: each rank is on one node"
-    if about.befalls == "coordinator" and (injection.node or injection.ranks):
+    if fault.strikes == "coordinator" and (injection.node or injection.ranks):
         return f"{kind}: there is one coordinator; leave rank and node out"
     if len(set(injection.ranks)) < len(injection.ranks):
         return "the same rank twice"
-    return _complaint_of_value(injection)
-
-
-def _complaint_of_value(injection: Injection) -> str:
-    kind, value, given = injection.kind, FAULTS[injection.kind].value, injection.value
     if given is None:
         return ""
-    if value is None:
+    if fault.value is None:
         return f"{kind} takes no value"
-    if not value.least <= given <= value.most or (value.whole and given != int(given)):
-        whole = "a whole number" if value.whole else "a number"
-        return f"{kind}: {whole} from {value.least:g} to {value.most:g} is needed ({value.meaning})"
+    meaning, _, least, most, whole = fault.value
+    if not least <= given <= most or (whole and given != int(given)):
+        number = "a whole number" if whole else "a number"
+        return f"{kind}: {number} from {least:g} to {most:g} is needed ({meaning})"
     return ""
 
 
 def sentence(injection: Injection) -> str:
-    """What was asked for, in words."""
-    words: list[str] = [injection.kind]
-    if injection.value is not None:
-        words.append(f"({injection.value:g})")
+    """Describe an injection in words."""
+    strikes = FAULTS[injection.kind].strikes
+    value = "" if injection.value is None else f" ({injection.value:g})"
+    where = "" if strikes == "coordinator" else f" on any {strikes}"
     if injection.ranks:
-        words.append(f"on rank {', '.join(map(str, injection.ranks))}")
+        where = f" on rank {', '.join(map(str, injection.ranks))}"
     elif injection.node:
-        words.append(f"on node {injection.node}")
-    elif FAULTS[injection.kind].befalls != "coordinator":
-        words.append(f"on any {FAULTS[injection.kind].befalls}")
-    if injection.at_step is not None:
-        words.append(f"at step {injection.at_step}")
-    elif injection.every is not None:
-        words.append(f"once in {injection.every} steps")
-    else:
-        words.append("now")
-    if injection.seed is not None:
-        words.append(f"(seed {injection.seed})")
-    return " ".join(words)
+        where = f" on node {injection.node}"
+    when = "now" if injection.at_step is None else f"at step {injection.at_step}"
+    if injection.every is not None:
+        when = f"once in {injection.every} steps"
+    seed = "" if injection.seed is None else f" (seed {injection.seed})"
+    return f"{injection.kind}{value}{where} {when}{seed}"
 
 
 class Trap(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One occurrence, laid on one rank."""
+    """One occurrence of an injection, assigned to one rank."""
 
     injection: Number
-    """The injection's number in its job."""
+    """Number of the injection in its job."""
     occurrence: Number
-    kind: FaultName
+    kind: str
     node: NodeId
     rank: Rank
-    """Whom it befalls; for what befalls a node, the rank whose steps are counted."""
+    """The rank that is struck; for a fault that strikes a node, the rank whose steps count."""
     step: StepNumber = StepNumber(0)
-    """0: now, or where it must be the main thread, at the end of its current step."""
+    """0: now, or at the end of the current step if the main thread must do it."""
     value: float = 0.0
     spot: int = 0
-    """A number from the seed, for what has to be picked where it happens."""
+    """Pseudorandom number for choices on the node, such as which bit to flip."""
     force: bool = False
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.injection, self.occurrence
+
+    @property
+    def target(self) -> str:
+        """What it strikes, in words."""
+        strikes = FAULTS[self.kind].strikes
+        rank_or_node = f"rank {self.rank}" if strikes == "rank" else f"node {self.node}"
+        return "the coordinator" if strikes == "coordinator" else rank_or_node
 
 
 Outcome = Literal["armed", "done", "missed", "refused"]
-"""The trap is laid; it was sprung; it was sprung and there was nothing to befall; it cannot be laid."""
+"""The trap is set; it has struck; it sprang but found nothing to strike; it cannot be set."""
 
 
-class Done(Struct, frozen=True, kw_only=True):
-    """A fault that was injected."""
+class InjectionReport(Struct, frozen=True, kw_only=True):
+    """What has become of one injection so far."""
 
     injection: int
-    occurrence: int
-    kind: FaultName
-    node: NodeId
-    rank: Rank
-    round: RoundNumber
-    step: StepNumber
-    at: Time
-    known_at: Time
-    """When that was written down."""
+    """The injection's number in its job."""
+    fault: str
+    """Kind of fault."""
+    outcome: Outcome | None
+    """What the node reported; null: nothing yet."""
+    line: str
+    """The injection, and where and when it strikes next, in words."""
+    rank: Rank | None = None
+    """Rank that it strikes; null when it strikes a node or the coordinator."""
+    node: NodeId | None = None
+    """Node that it strikes."""
+    step: StepNumber | None = None
+    """Step after which it strikes; null for at once."""
+    missed: bool = False
+    """Its rank is past that step: it strikes only if training goes back to before it."""
+    why: str = ""
+    """Reason of a refusal."""
+
+
+class FaultsReport(Struct, frozen=True, kw_only=True):
+    """The injected faults of a job, as `holdfast status` shows them."""
+
+    pending: list[InjectionReport]
+    """Faults that have yet to strike."""
+    injected: int
+    """Number of faults injected so far."""
+    refused: list[InjectionReport]
+    """Faults that cannot strike, each with the reason."""

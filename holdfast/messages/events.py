@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from holdfast.messages.chaos import Injection, Outcome
+from holdfast.messages.chaos import Injection, Outcome, Trap
 from holdfast.messages.checkpoints import (
     Attempt,
     CheckpointerId,
@@ -26,11 +26,13 @@ from holdfast.messages.nodecheck import TestResult
 from holdfast.messages.records import NodeSpec, Raised, RankProgress, Terms
 from holdfast.messages.requests import AnyRequest, Lane, Number
 from holdfast.messages.timings import RankTimings
-from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, StepNumber, Time
+from holdfast.messages.units import CauseId, NodeId, Rank, RoundNumber, Seconds, StepNumber, Time
 
 
 class Event(Struct, frozen=True, kw_only=True, tag=True):
     at: Time
+    cause: CauseId = ""
+    """The action that the event follows from, where it follows from one."""
 
 
 class JobOpened(Event, frozen=True, kw_only=True):
@@ -263,24 +265,36 @@ class StoredFound(Event, frozen=True, kw_only=True):
 
 
 class FaultAsked(Event, frozen=True, kw_only=True):
-    """Somebody wants to see what the job does about a fault."""
+    """A user requests a fault."""
 
     injection: Injection
     visit: int = 0
-    """Who waits for an answer."""
+    """Number of the request, which waits for an answer."""
 
 
 class FaultTold(Event, frozen=True, kw_only=True):
-    """A fault that was asked for: its trap is laid, was sprung, or cannot be laid."""
+    """An agent reports what became of a trap."""
 
-    node: NodeId
     round: RoundNumber
-    injection: int
-    occurrence: int
+    trap: Trap
     outcome: Outcome
-    rank: Rank
-    step: StepNumber
+    step: StepNumber = StepNumber(0)
     detail: str = ""
+
+
+class EventSetAside(Event, frozen=True, kw_only=True):
+    """The handler of an event raised an exception. The state is as if the event had never come."""
+
+    number: int
+    """Of the event. Replaying the journal skips it and those up to `last`, which are given again."""
+    last: int
+    what: str
+    """The event's type."""
+    node: NodeId | None = None
+    error: str
+    traceback: str
+    dropped: bool
+    """The handler failed each time: the event is not given again."""
 
 
 class Tick(Event, frozen=True, kw_only=True):
@@ -315,5 +329,6 @@ AnyEvent = (
     | SnapshotMissed
     | FaultAsked
     | FaultTold
+    | EventSetAside
     | Tick
 )

@@ -9,7 +9,7 @@ from msgspec import Meta, Struct, field
 from holdfast.messages.chaos import Injection, Trap
 from holdfast.messages.checkpoints import Holder, ImageId
 from holdfast.messages.hangs import HangTerms, Paces
-from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, StepNumber, Time
+from holdfast.messages.units import CauseId, NodeId, Rank, RoundNumber, Seconds, StepNumber, Time
 
 Cause = Literal[
     "productive",
@@ -40,9 +40,10 @@ FaultKind = Literal[
     "unfit",
     "straggler",
     "storage",
+    "internal",
 ]
-"""What broke a round: a worker's death in four ways, a node that is gone, or a change we wanted; and
-what broke none: a checkpoint that could not be written."""
+"""What broke a round (a worker's death in four ways, a hang, a lost node, a change that was wanted), or
+what broke none: an unfit node, a slow rank, a checkpoint that was not written, an error of our own."""
 
 
 class Terms(Struct, frozen=True, kw_only=True):
@@ -160,7 +161,7 @@ class Part(Struct, frozen=True, kw_only=True):
     fetch: tuple[tuple[ImageId, Holder], ...] = ()
     """Images that this node's ranks will want, and others have."""
     traps: tuple[Trap, ...] = ()
-    """Faults that somebody asked for."""
+    """Faults to inject."""
 
 
 class Incident(Struct, kw_only=True):
@@ -175,6 +176,10 @@ class Incident(Struct, kw_only=True):
     signature: str
     action: str = ""
     detail: str = ""
+    rung: str = ""
+    """The kind of repair that was chosen: see `core.ladder`."""
+    cause: CauseId = ""
+    """The event that opened it."""
     fault_at: Time
     opened_at: Time
     stopped_at: Time | None = None
@@ -183,13 +188,11 @@ class Incident(Struct, kw_only=True):
     back_at: Time | None = None
     closed_at: Time | None = None
     lost_steps: int = 0
-    injected: str = ""
-    """The fault that somebody asked for and that this came of."""
     also: list[str] = field(default_factory=list)
     """What other ranks died of in its wake; the first hundred."""
 
 
-class Ended(Struct, frozen=True, kw_only=True):
+class JobResult(Struct, frozen=True, kw_only=True):
     """How the job ended: the exit code of the launcher and the reason in one line."""
 
     code: int

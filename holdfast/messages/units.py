@@ -24,3 +24,6 @@ Time = NewType("Time", Annotated[float, Meta(ge=0.0, le=1e12)])
 refused on the wire: the journal's JSON could not hold it, and no later replay could read it."""
 
 Seconds = Annotated[float, Meta(ge=0.0, le=1e12)]
+
+CauseId = str
+"""An event of the job by its number ("17"), or an action by its event's and its own ("17.3")."""

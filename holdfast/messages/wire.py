@@ -12,11 +12,11 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from holdfast.messages.actions import NodeAction
-from holdfast.messages.chaos import Injection, Outcome
+from holdfast.messages.chaos import Injection, InjectionReport
 from holdfast.messages.events import AnyEvent
 from holdfast.messages.evidence import RankEvidence, Verdict
 from holdfast.messages.records import Terms
-from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, StepNumber, Time
+from holdfast.messages.units import NodeId, RoundNumber, Seconds, Time
 
 PROTOCOL = 1
 
@@ -36,7 +36,7 @@ class AskWhy(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class AskFault(Struct, frozen=True, kw_only=True, tag=True):
-    """Have a fault happen. Answered: FaultTaken, once it is known what becomes of it."""
+    """Inject a fault. Answered: FaultTaken, once the nodes have reported, or after a while."""
 
     injection: Injection
 
@@ -60,20 +60,8 @@ class Why(Struct, frozen=True, kw_only=True, tag=True):
     """Ranks that are past their deadlines."""
 
 
-class Taken(Struct, frozen=True, kw_only=True):
-    """What became of an injection so far."""
-
-    injection: int
-    outcome: Outcome | None
-    """None: no word from the node yet."""
-    line: str
-    rank: Rank | None = None
-    node: NodeId | None = None
-    step: StepNumber | None = None
-
-
 class FaultTaken(Struct, frozen=True, kw_only=True, tag=True):
-    taken: tuple[Taken, ...]
+    taken: tuple[InjectionReport, ...]
 
 
 class Welcome(Struct, frozen=True, kw_only=True, tag=True):

@@ -1,1 +1,1 @@
-"""What differs between the places a job can run in: who starts an agent, and what it is told."""
+"""Platforms differ in who starts an agent and in what the environment tells it."""

@@ -1,17 +1,18 @@
-"""Where the infrastructure says that a node stands, read from its environment.
+"""The topology is a node's place in the infrastructure, read from its environment.
 
-The infra rank orders nodes as the scheduler placed them. Its sources, the first that is set wins:
+The infra rank orders nodes as the scheduler placed them. Its sources, of which the first that is set
+wins:
 
-    HOLDFAST_INFRA_RANK            set by hand
-    HOLDFAST_RANK_FROM_NODENAME    1: the digits in SLURMD_NODENAME, or in the host's name
+    HOLDFAST_INFRA_RANK            set by the user
+    HOLDFAST_RANK_FROM_NODENAME    if true: the digits in SLURMD_NODENAME, or in the host's name
     CROSS_SLURM_PROCID             a rank over several Slurm jobs
     SLURM_TOPOLOGY_ADDR            block and node numbers, where Slurm knows the topology
     SLURM_ARRAY_TASK_ID            with SLURM_NNODES and SLURM_PROCID: the place within an array
     SLURM_PROCID                   the place within the job
     GROUP_RANK                     set by another launcher
 
-Labels name what a node shares with its neighbours: HOLDFAST_SWITCH, HOLDFAST_BLOCK (else the parts of
-SLURM_TOPOLOGY_ADDR) and HOLDFAST_DOMAIN, the fast interconnect that segments lie within.
+Labels name what a node shares with its neighbours: HOLDFAST_SWITCH and HOLDFAST_BLOCK (or else the
+parts of SLURM_TOPOLOGY_ADDR), and HOLDFAST_DOMAIN, the fast interconnect of a segment.
 """
 
 from __future__ import annotations
@@ -19,16 +20,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from holdfast.config.sources import from_environment
 from holdfast.errors import UsageError
 
 _BLOCK_STRIDE = 10**10
 
 
 def infra_rank(environ: Mapping[str, str], host: str) -> int | None:
-    """The node's place as the infrastructure has it; None when nobody says."""
+    """The node's place in the infrastructure's order; None if no source is set."""
     if "HOLDFAST_INFRA_RANK" in environ:
         return _number(environ, "HOLDFAST_INFRA_RANK")
-    if environ.get("HOLDFAST_RANK_FROM_NODENAME") == "1":
+    if from_environment(environ).rank_from_nodename:
         return _digits(environ.get("SLURMD_NODENAME", host), "HOLDFAST_RANK_FROM_NODENAME")
     if "CROSS_SLURM_PROCID" in environ:
         return _number(environ, "CROSS_SLURM_PROCID")
@@ -47,13 +49,14 @@ def infra_rank(environ: Mapping[str, str], host: str) -> int | None:
 
 
 def labels(environ: Mapping[str, str]) -> tuple[str, str, str]:
-    """Switch, block and domain of this node; empty where nobody says."""
-    block, switch = environ.get("HOLDFAST_BLOCK", ""), environ.get("HOLDFAST_SWITCH", "")
+    """Switch, block and domain of this node; empty where unknown."""
+    given = from_environment(environ)
+    block, switch = given.block, given.switch
     address = environ.get("SLURM_TOPOLOGY_ADDR", "")
     if address and not (block or switch):
         parts = address.split(".")
         block, switch = parts[0], ".".join(parts[:-1])
-    return switch, block, environ.get("HOLDFAST_DOMAIN", "")
+    return switch, block, given.domain
 
 
 def _topology(address: str) -> tuple[str, str]:

@@ -15,8 +15,8 @@ from typing import IO
 
 import msgspec
 
-from holdfast.core.membership.patience import Silence
 from holdfast.core.membership.seating import choose
+from holdfast.core.patience import Silence
 from holdfast.messages.actions import AnyAction, Finish
 from holdfast.messages.records import Terms
 from holdfast.messages.units import NodeId, Seconds
@@ -236,7 +236,7 @@ class Cluster:
         self._run_until(healed + LIVE_WITHIN_S, on_progress, lambda: self._advanced(before))
         alive_after_s = self.clock.now - healed
         self._run_until(healed + LIVE_WITHIN_S, on_progress, self._as_large_as_can_be)
-        if self.coordinator.job.ended is None:
+        if self.coordinator.job.result is None:
             self.watch.demand(
                 self._advanced(before),
                 f"no step beyond {before} in {LIVE_WITHIN_S:.0f} s after everything was healed",
@@ -252,19 +252,20 @@ class Cluster:
 
     def _advanced(self, before: int) -> bool:
         job = self.coordinator.job
-        return job.highest > before and job.state == "running"
+        return job.highest > before and job.state.name == "running"
 
     def _as_large_as_can_be(self) -> bool:
-        m = self.coordinator.job.membership
+        job = self.coordinator.job
+        m = job.membership
         size = len(choose({**m.placed, **m.waiting}, self.terms))
-        return m.world is not None and len(m.world.places) >= size
+        return job.world is not None and len(job.world.places) >= size
 
     def heal(self) -> None:
         """No more faults; every host that may come comes, and new ones for those that may not."""
         self.mishaps.over = True
         self.healing = True
         self.log.fault(self.clock.now, "heal", "")
-        excluded = self.coordinator.job.excluded
+        excluded = self.coordinator.job.membership.excluded
         for host in list(self.hosts):
             if host.name in excluded:
                 fresh = self._host(len(self.hosts))
@@ -291,8 +292,8 @@ class Cluster:
     def agent_ended(self, agent: SimAgent, order: Finish) -> None:
         """An agent ended in order; whoever started it may start another."""
         job = self.coordinator.job
-        excluded = agent.host.name in job.excluded
-        if job.ended is not None or (self.healing and excluded):
+        excluded = agent.host.name in job.membership.excluded
+        if job.result is not None or (self.healing and excluded):
             return
         if order.rejoin:
             self.come_back(agent.host, self.rng.uniform(0.2, 1.0))

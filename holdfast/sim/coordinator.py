@@ -7,15 +7,18 @@ the actions go out. The journal is a list of encoded entries and now and then an
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from holdfast.coordinator.journal import SNAPSHOT_EVERY, Entry, Snapshot
+from holdfast.coordinator.journal import SNAPSHOT_EVERY
 from holdfast.core import job as jobs
 from holdfast.core.job import Job
-from holdfast.messages.actions import AnyAction, CloseJob
+from holdfast.core.replay import Entry, Intake, JobSnapshot, replay
+from holdfast.core.states import Ended
+from holdfast.messages.actions import AnyAction, CloseJob, CoordinatorAction
 from holdfast.messages.events import (
     AnyEvent,
     CoordinatorRestarted,
@@ -30,7 +33,7 @@ from holdfast.messages.wire import Ack, Hello, Welcome
 from holdfast.sim.network import Stream, Upward
 
 if TYPE_CHECKING:
-    from holdfast.sim.cluster import Cluster
+    from holdfast.sim.cluster import Cluster, Log
 
 SNAPSHOT_PER_RANK = 4
 """A state is written at most once per so many events of each rank: it costs as much as they do."""
@@ -39,50 +42,40 @@ CrashPoint = Literal["before the journal", "after the journal", "half-way throug
 
 _encoder = msgspec.json.Encoder()
 _entry_decoder = msgspec.json.Decoder(Entry)
-_snapshot_decoder = msgspec.json.Decoder(Snapshot)
+_snapshot_decoder = msgspec.json.Decoder(JobSnapshot)
 
 
 class MemoryJournal:
     """Encoded entries since the newest encoded state."""
 
-    def __init__(self) -> None:
+    def __init__(self, log: Log) -> None:
+        self._log = log
         self._state: bytes | None = None
         self._entries: list[bytes] = []
 
-    def append(self, entry: Entry) -> bytes:
-        encoded = _encoder.encode(entry)
-        self._entries.append(encoded)
-        return encoded
+    def append(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            encoded = _encoder.encode(entry)
+            self._entries.append(encoded)
+            self._log.event(encoded)
 
     def snapshot_if_due(self, job: Job, at: Time, acked: dict[NodeId, int]) -> None:
         if len(self._entries) >= max(SNAPSHOT_EVERY, SNAPSHOT_PER_RANK * len(job.ranks)):
-            self._state = _encoder.encode(Snapshot(job, at, acked))
+            self._state = _encoder.encode(JobSnapshot(job, at, acked))
             self._entries.clear()
 
-    def replay(self) -> Snapshot:
-        """The state that the entries lead to."""
+    def read(self) -> tuple[JobSnapshot | None, Iterator[Entry]]:
         snapshot = None if self._state is None else _snapshot_decoder.decode(self._state)
-        for encoded in self._entries:
-            entry = _entry_decoder.decode(encoded)
-            if snapshot is None:
-                assert isinstance(entry.event, JobOpened)
-                snapshot = Snapshot(jobs.opened(entry.event), entry.at, {})
-                continue
-            jobs.handle(snapshot.job, entry.event, entry.at)
-            snapshot.at = entry.at
-            if entry.node is not None:
-                snapshot.acked[entry.node] = entry.node_number
-        assert snapshot is not None
-        return snapshot
+        return snapshot, map(_entry_decoder.decode, self._entries)
 
 
 class SimCoordinator:
     def __init__(self, cluster: Cluster, terms: Terms) -> None:
         self.cluster = cluster
         self.clock = cluster.clock
-        self.journal = MemoryJournal()
+        self.journal = MemoryJournal(cluster.log)
         opened = JobOpened(at=self.clock.now, job="sim", terms=terms)
-        self._keep(Entry(opened.at, opened))
+        self.journal.append([Entry(opened.at, opened)])
         self.job = jobs.opened(opened)
         self.acked: dict[NodeId, int] = {}
         self.up = True
@@ -166,13 +159,14 @@ class SimCoordinator:
                     self.cluster.watch.duplicates += 1
                     continue
                 acked[node] = number
-            self._keep(Entry(now, event, node if number else None, number))
             fresh.append((event, node, number))
-        for event, _, _ in fresh:
-            actions = jobs.handle(self.job, event, now)
+        intake = Intake(self.job, self.journal)
+        entries = [Entry(now, event, node if n else None, n) for event, node, n in fresh]
+        for entry, actions in intake.take(entries):
+            self.job = intake.job
             self.events += 1
-            self.cluster.watch.event_handled(self.job, event, actions, now)
-            if self._crash_at_close and self.job.closed:
+            self.cluster.watch.event_handled(self.job, entry.event, actions, now)
+            if self._crash_at_close and isinstance(self.job.state, Ended):
                 self._crash_at_close, self._crash = False, "after the journal"
             self._carry_out(actions)
         if self._crash is not None:
@@ -182,9 +176,6 @@ class SimCoordinator:
         self.journal.snapshot_if_due(self.job, now, self.acked)
         self._set_timer()
 
-    def _keep(self, entry: Entry) -> None:
-        self.cluster.log.event(self.journal.append(entry))
-
     def _carry_out(self, actions: list[AnyAction]) -> None:
         if self._crash == "after the journal":
             return
@@ -193,6 +184,7 @@ class SimCoordinator:
         for action in actions:
             if isinstance(action, CloseJob):
                 self.closed = action
+            if isinstance(action, CoordinatorAction):
                 continue
             self.cluster.log.action(action)
             stream = self.streams.get(action.node)
@@ -249,7 +241,8 @@ class SimCoordinator:
 
     def _come_back(self) -> None:
         before = _encoder.encode(self.job)
-        again = self.journal.replay()
+        again = replay(self.journal.read)
+        assert again is not None
         self.cluster.watch.replayed(before, _encoder.encode(again.job), self.acked, again.acked)
         self.job, self.acked = again.job, again.acked
         self.up, self.up_since = True, self.clock.now

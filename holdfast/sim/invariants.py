@@ -14,7 +14,9 @@ import msgspec
 from holdfast.core import job as jobs
 from holdfast.core.job import Job
 from holdfast.core.ledger import books
+from holdfast.core.ledger.books import Ledger
 from holdfast.core.recovery.rules import SAME_LIMIT, STUCK_LIMIT
+from holdfast.core.states import Ended, Stopping
 from holdfast.messages.actions import AnyAction, Finish, StartWorkers, StopWorkers
 from holdfast.messages.events import AnyEvent, Tick
 from holdfast.messages.records import Part, World
@@ -62,15 +64,21 @@ class Watch:
 
     def event_handled(self, job: Job, event: AnyEvent, actions: list[AnyAction], now: Time) -> None:
         m = job.membership
-        if m.world is not None and m.round not in self.frozen:
-            self._froze(job, m.world)
+        if job.world is not None and m.round not in self.frozen:
+            self._froze(job, job.world)
         if type(event) is Tick:
             self._ticked(now)
         if self.check == "never":
             return
         for action in actions:
             self._action(job, action)
-        mark = (m.round, m.world is None, job.to_step == 0, job.fault is None, job.ended is None)
+        mark = (
+            m.round,
+            job.world is None,
+            job.unstepped == 0,
+            not isinstance(job.state, Stopping),
+            job.result is None,
+        )
         if self.check == "every" or mark != self._mark:
             self._mark = mark
             self._state(job, event, now)
@@ -96,18 +104,20 @@ class Watch:
         except AssertionError as error:
             self.demand(False, f"after {what}: {error}")
         m, training = job.membership, self.cluster.training
-        if m.world is not None:
+        if job.world is not None:
             frozen = self.frozen[m.round]
-            self.demand(m.world == frozen, f"{what} changed the frozen round {m.round}")
-            self.demand(list(job.ranks) == list(range(m.world.size)), "ranks have gaps")
+            self.demand(job.world == frozen, f"{what} changed the frozen round {m.round}")
+            self.demand(list(job.ranks) == list(range(job.world.size)), "ranks have gaps")
             for node, candidate in m.placed.items():
-                self.demand(candidate.spec.host not in job.excluded, f"excluded {node} is in")
+                self.demand(
+                    candidate.spec.host not in job.membership.excluded, f"excluded {node} is in"
+                )
         real = training.rounds.get(m.round)
-        if m.world is not None and job.to_step < len(job.ranks):
+        if job.world is not None and job.unstepped < len(job.ranks):
             stepped = real is not None and real.first_at <= now
             self.demand(stepped, f"{what}: ranks of round {m.round} stepped before they could")
-        if real is not None and job.to_start < len(job.ranks):
-            started = len(job.ranks) - job.to_start
+        if real is not None and job.unstarted < len(job.ranks):
+            started = len(job.ranks) - job.unstarted
             self.demand(started <= real.started, f"{what}: more ranks started than there are")
         self.demand(job.highest <= training.highest_now(), f"{what}: a step that nobody took")
         self._ledger(job, now)
@@ -124,15 +134,18 @@ class Watch:
     def _somebody_is_waited_for(self, job: Job, what: str) -> None:
         """A job without a world goes on when a node is ready or when a deadline passes."""
         m = job.membership
-        if job.ended is not None or m.world is not None or m.count() == 0:
+        if job.result is not None or job.world is not None or m.count() == 0:
             return
-        self.demand(job.fault is None or bool(m.busy), f"{what}: a fault nobody will judge")
+        self.demand(
+            not isinstance(job.state, Stopping) or bool(m.busy),
+            f"{what}: a fault nobody will judge",
+        )
         waits = bool(m.busy) or jobs.deadline(job) is not None
         self.demand(waits, f"{what}: {m.count()} nodes wait for nothing")
 
     def _ledger(self, job: Job, now: Time) -> None:
-        seconds = sum(books.seconds_until(job.ledger, now).values())
-        due = books.rank_seconds(job.ledger, now)
+        seconds = sum(books.seconds_until(job.of(Ledger), now).values())
+        due = books.rank_seconds(job.of(Ledger), now)
         self.demand(abs(seconds - due) <= 1e-6 * max(1.0, due), f"{seconds} s booked of {due} s")
 
     def _action(self, job: Job, action: AnyAction) -> None:
@@ -146,9 +159,9 @@ class Watch:
             ):
                 self.demand(False, f"a part that is not of round {part.round}")
         elif isinstance(action, StopWorkers):
-            self.demand(m.world is None or m.round != action.round, "a round in force is stopped")
+            self.demand(job.world is None or m.round != action.round, "a round in force is stopped")
         elif isinstance(action, Finish):
-            gone = job.ended is not None or not m.has(action.node)
+            gone = job.result is not None or not m.has(action.node)
             self.demand(gone, f"{action.node} is told to finish and stays a member")
 
     # ---- agents ----
@@ -165,7 +178,7 @@ class Watch:
             (part.world_size, part.store_address, part.store_port) == (size, *store),
             f"{agent.node} was told another world of round {part.round}",
         )
-        excluded = self.cluster.coordinator.job.excluded
+        excluded = self.cluster.coordinator.job.membership.excluded
         late = agent.host.name in excluded and not self._was_member(agent.node, world)
         self.demand(not late, f"excluded {agent.node} got in")
         kept = part.first_rank != 0 or part.store_port == agent.port
@@ -229,12 +242,15 @@ class Watch:
         job, now = cluster.coordinator.job, cluster.clock.now
         if self.check != "never":
             self._state(job, Tick(at=now), now)
-        productive = job.ledger.seconds.get("productive", 0.0)
+        productive = job.of(Ledger).seconds.get("productive", 0.0)
         most = cluster.training.stepping_s() * 1.001 + 0.01 * self.rounds * len(job.ranks)
         self.demand(productive <= most, f"{productive} s productive, only {most} s were possible")
         ended = cluster.coordinator.closed
-        if ended is not None and job.ended is not None:
-            self.demand(job.closed and ended.code == job.ended.code, "closed with another code")
+        if ended is not None and job.result is not None:
+            self.demand(
+                isinstance(job.state, Ended) and ended.code == job.result.code,
+                "closed with another code",
+            )
 
     def _host_of(self, node: NodeId) -> Host:
         number = int(node.partition(":")[0][1:])

@@ -1,7 +1,7 @@
-"""TLS between agents and the coordinator, where it is asked for.
+"""Mutual TLS protects connections between nodes and the coordinator, if the user asks for it.
 
-Both sides show a certificate that the same authority signed; the authority is the job's own, so what
-is checked is that the other side has one, not what its name is. The token is asked for all the same.
+Both sides present a certificate signed by the same authority. The authority is the job's own, so each
+side checks the other's signature, not its host name. The token is required as well.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from holdfast.errors import UsageError
 
 
 class TlsFiles(Struct, frozen=True, kw_only=True):
+    """Paths of certificate, private key and certificate authority."""
+
     cert: str
     key: str
     ca: str
 
     @classmethod
     def of(cls, paths: tuple[str, str, str] | None) -> TlsFiles | None:
-        """What is in a message, as these."""
+        """Convert from the tuple that messages carry."""
         return None if paths is None else cls(cert=paths[0], key=paths[1], ca=paths[2])
 
     @property

@@ -1,4 +1,4 @@
-"""How a command asks a job's coordinator something, with the job's token."""
+"""A visitor is a command that asks a running job's coordinator one question, with the job's token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 def ask(home: JobHome, question: Question, answer: type[T], tls: TlsFiles | None = None) -> T:
-    """The coordinator's answer; a job that is over, or refuses, is an error."""
+    """Get the coordinator's answer; raise JobError if the job is over or refuses."""
     if not home.alive():
         raise JobError(f"job {home.name} does not run; see `holdfast incidents {home.name}`")
     content = home.read_job_file()
@@ -35,10 +35,8 @@ def ask(home: JobHome, question: Question, answer: type[T], tls: TlsFiles | None
     if isinstance(told, Refused):
         raise JobError(f"job {home.name}: {told.reason}")
     if not isinstance(told, answer):
-        hint = (
-            "" if tls is not None else "; if the job uses TLS, say --tls-cert, --tls-key, --tls-ca"
-        )
-        raise JobError(f"job {home.name}: its coordinator ended the conversation{hint}")
+        hint = "; if the job uses TLS, give --tls-cert, --tls-key, --tls-ca" if tls is None else ""
+        raise JobError(f"job {home.name}: its coordinator closed the connection{hint}")
     return told
 
 

@@ -21,7 +21,7 @@ def main() -> int:
     if role == "fresh":
         control_fd, page_fd = map(int, numbers)
         return become_worker(control_fd, page_fd, rehearse=False)
-    preload = os.environ.pop("HOLDFAST_PRELOAD", "").split()
+    preload = os.environ.pop("HOLDFAST_NURSERY_PRELOAD", "").split()
     set_first_path(os.environ.pop("HOLDFAST_FIRST_PATH"))
     born = serve(Channel(int(numbers[0])), preload, eager=numbers[1] == "eager")
     if born is None:

@@ -130,12 +130,12 @@ def _take_over(assign: Assign, fds: list[int]) -> None:
 
 
 def _trap_finder(worker: Runtime, page: RankPage, phases: Phases) -> Callable[[], None]:
-    """Sees when a fault is asked for; until then it costs a look at one word."""
+    """Return a function that notices new traps; until there are any, it costs a read of one word."""
     seen = 0
 
     def look() -> None:
         nonlocal seen
-        count = page.traps.count
+        count = page.traps.version
         if count == seen:
             return
         seen = count

@@ -1,78 +1,82 @@
-"""What befalls a rank because somebody asked for it.
+"""Carries out injected faults in a worker.
 
-The thread that notes a finished step looks whether a trap lies between the last step and this one,
-says that it is sprung, and does to itself what it says: so the step is exact, and what happens is the
-real thing, in the thread that trains. A trap that befalls the node is sprung too, and its agent does
-the rest.
+The thread that finishes a step checks whether a trap lies between the last step and this one, reports
+that it springs, and does to itself what the trap says: the step is exact, and the fault is real, in
+the thread that trains. Faults that strike the node spring here as well, and the agent does the rest.
 
-This is imported when the first trap is laid, and by nobody else.
+This module is imported when the first trap is set.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import signal
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Final, NoReturn
 
-from holdfast import cgroups as memorybox
-from holdfast.errors import InjectedFault
-from holdfast.messages.chaos import FAULT_NAMES, FaultName
-from holdfast.shm.traps import Laid, TrapArea
+import msgspec
 
-_CHUNK_BYTES: Final = 4 << 20
-_MIB: Final = 1 << 20
+from holdfast import cgroups
+from holdfast.errors import InjectedFault
+from holdfast.messages.chaos import FAULTS, Trap
+from holdfast.shm.traps import Sprung, TrapArea
+
+_decoder = msgspec.msgpack.Decoder(list[Trap])
 
 
 class Traps:
-    """Those that are laid for this process."""
+    """The traps that are set for this process."""
 
     def __init__(
         self,
         area: TrapArea,
-        tell: Callable[[], object],
+        wake_agent: Callable[[], object],
         step_times: Callable[[], tuple[float, ...]] = tuple,
     ) -> None:
         self._area = area
-        self._tell = tell
-        """Says to the agent that something was sprung."""
+        self._wake_agent = wake_agent
         self.drag = Drag(step_times)
-        self._laid: list[Laid] = []
+        self._set: list[Trap] = []
+        self._sprung: set[tuple[int, int]] = set()
         self._pid = os.getpid()
 
     def look(self) -> None:
-        """See what was laid; any thread may do that."""
-        self._laid = self._area.laid()
+        """Read the traps that are set; any thread may call this."""
+        self._set = sorted(_decoder.decode(self._area.read()), key=lambda trap: trap.step)
 
     def passed(self, before: int, step: int) -> None:
-        """The calling thread finished that step."""
+        """Spring the traps between two steps, in the calling thread, which has finished the second."""
         if os.getpid() != self._pid:
-            return  # Some process that the script forked.
+            return  # The script has forked this process.
         self.drag.at_end_of_step()
-        for trap in self._laid:
-            if (before < trap.step <= step) or not trap.step:
-                self._spring(trap, step)
+        for trap in self._set:
+            if (before < trap.step <= step or not trap.step) and trap.key not in self._sprung:
+                self._sprung.add(trap.key)
+                self._area.spring(Sprung(*trap.key, time.monotonic(), step))
+                self._wake_agent()
+                self._strike(trap, step)
 
-    def _spring(self, trap: Laid, step: int) -> None:
-        if not self._area.spring(trap, time.monotonic(), step):
-            return
-        self._tell()
-        name = FAULT_NAMES[trap.kind]
-        if name == "slow":
+    def _strike(self, trap: Trap, step: int) -> None:
+        fault = FAULTS[trap.kind]
+        if fault.signal:
+            os.kill(os.getpid(), fault.signal)
+        elif trap.kind == "slow":
             self.drag.set(trap.value)
-        elif name in _ACTS:
-            _ACTS[name](trap.value, f"step {step}")
+        elif trap.kind == "exception":
+            raise InjectedFault(f"requested with `holdfast chaos`, at step {step}")
+        elif fault.actor == "worker":
+            _ACTS[trap.kind](trap.value)
 
 
 class Drag:
-    """Makes each step take longer, by what a step took before.
+    """Makes each step longer, in proportion to the usual time of a step.
 
-    It does so in the forward pass, where a rank's own slowness shows; in scripts without one, at the
+    It sleeps in the forward pass, where a rank's own slowness shows; in scripts without one, at the
     end of the step.
     """
 
@@ -80,19 +84,18 @@ class Drag:
         self._step_times = step_times
         self._factor = 1.0
         self._step_s: float | None = None
-        """How long a step takes without it. Measured once: with more than one slow rank, each
-        would see the others' slowness in its own steps, and slow down for that too."""
+        """Usual time of a step. Measured once: of several slow ranks, each would otherwise see the
+        slowness of the others in its own steps, and slow down for that too."""
         self._since = 0.0
         self._dragged = False
 
     def set(self, factor: float) -> None:
-        if self._step_s is None:
-            times = self._step_times()
-            self._step_s = statistics.median(times) if times else None
-        self._factor = factor
-        self._since = time.monotonic()
+        times = self._step_times()
         if factor == 1.0:
             self._step_s = None
+        elif self._step_s is None and times:
+            self._step_s = statistics.median(times)
+        self._factor, self._since = factor, time.monotonic()
 
     def in_forward(self) -> None:
         if self._factor != 1.0 and self._step_s is not None and not self._dragged:
@@ -100,86 +103,57 @@ class Drag:
             time.sleep((self._factor - 1.0) * self._step_s)
 
     def at_end_of_step(self) -> None:
-        if self._factor == 1.0:
-            return
-        if self._step_s is None:
-            self._step_s = time.monotonic() - self._since
-        self.in_forward()
-        self._dragged = False
+        if self._factor != 1.0:
+            self._step_s = self._step_s or time.monotonic() - self._since
+            self.in_forward()
+            self._dragged = False
 
 
-def _kill(value: float, where: str) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _term(value: float, where: str) -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _stop(value: float, where: str) -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def _hang(value: float, where: str) -> NoReturn:
+def _hang(value: float) -> NoReturn:
     while True:
         time.sleep(3600)
 
 
-def _loop(value: float, where: str) -> NoReturn:
+def _loop(value: float) -> NoReturn:
     while True:
         pass
 
 
-def _hold_gil(value: float, where: str) -> None:
-    """Wait for a lock that nobody will give back, without letting go of the interpreter's."""
-    lock = ctypes.create_string_buffer(128)  # All zeros is a lock that is free.
-    libc = ctypes.PyDLL(None)  # Unlike CDLL, this holds the interpreter's lock while it calls.
+def _hold_gil(value: float) -> NoReturn:
+    """Wait for a mutex that is never unlocked, without releasing the GIL."""
+    mutex = ctypes.create_string_buffer(128)  # All zeros is an unlocked mutex.
+    libc = ctypes.PyDLL(None)  # Unlike CDLL, this keeps the GIL during a call.
     while True:
-        libc.pthread_mutex_lock(lock)
+        libc.pthread_mutex_lock(mutex)
 
 
-def _segfault(value: float, where: str) -> None:
-    ctypes.string_at(0)
-
-
-def _abort(value: float, where: str) -> None:
-    os.abort()
-
-
-def _raise(value: float, where: str) -> NoReturn:
-    raise InjectedFault(f"asked for with `holdfast chaos`, at {where}")
-
-
-def _exit(value: float, where: str) -> NoReturn:
-    sys.exit(int(value))
-
-
-def _take_memory(value: float, where: str) -> None:
-    """Take memory until the kernel ends it: this process, alone in a box if there can be one."""
-    memorybox.enter(int(value * _MIB))
+def _exhaust_memory(value: float) -> NoReturn:
+    """Allocate memory until the kernel kills this process, in a cgroup of its own if possible."""
+    cgroups.enter(int(value) << 20)
     Path("/proc/self/oom_score_adj").write_text("1000")
     taken = []
     while True:
-        taken.append(b"\1" * _CHUNK_BYTES)
+        taken.append(b"\1" * (4 << 20))
 
 
-def _break_gpu(value: float, where: str) -> None:
-    from holdfast.worker.gpu_fault import break_gpu
+def _break_gpu(value: float) -> None:
+    """Have a kernel write to an illegal address; every later CUDA call of this process fails too."""
+    import torch
 
-    break_gpu()
+    valid = torch.zeros(1, device="cuda")
+    wild = {"version": 3, "typestr": "|u1", "shape": (2,), "strides": (1 << 44,)}
+    array = SimpleNamespace(__cuda_array_interface__={**wild, "data": (valid.data_ptr(), False)})
+    torch.as_tensor(array, device="cuda").fill_(1)
+    torch.cuda.synchronize()
 
 
-_ACTS: dict[FaultName, Callable[[float, str], None]] = {
-    "kill": _kill,
-    "term": _term,
-    "stop": _stop,
+_ACTS: Final[dict[str, Callable[[float], object]]] = {
     "hang": _hang,
     "gil": _hold_gil,
     "loop": _loop,
-    "segfault": _segfault,
-    "abort": _abort,
-    "oom": _take_memory,
-    "exception": _raise,
-    "exit": _exit,
+    "segfault": lambda value: ctypes.string_at(0),
+    "abort": lambda value: os.abort(),
+    "oom": _exhaust_memory,
+    "exit": lambda value: sys.exit(int(value)),
     "gpu-error": _break_gpu,
 }

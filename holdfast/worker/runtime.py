@@ -54,7 +54,7 @@ class Runtime:
         self._resumed: int | None = None
         """Where a checkpointer says that training went on."""
         self.traps: Traps | None = None
-        """Faults that somebody asked for."""
+        """Faults to inject."""
 
     def hook_stepped(self, resumed_from: int) -> None:
         """The optimizer hook saw a step; it counts unless the script counts for itself."""

@@ -13,7 +13,7 @@ from holdfast.cli import flags
 from holdfast.cli.main import main
 from holdfast.config.faults import schedule
 from holdfast.errors import UsageError
-from holdfast.messages.chaos import FAULT_NAMES, MOST_AT_ONCE, Injection
+from holdfast.messages.chaos import FAULT_NAMES, MAX_SCHEDULED, Injection
 
 FLAG = "--chaos"
 
@@ -44,14 +44,14 @@ def test_a_schedule_is_faults_with_semicolons_between() -> None:
         ("kill@step=x", "whole number"),
         ("kill@stp=5", "stp=5 is not understood"),
         ("kill@step", "step is not understood"),
-        ("kill@step=5,step=6", "step is said twice"),
+        ("kill@step=5,step=6", "step is given twice"),
         ("kill@step=5,every=6", "not both"),
         ("kill@step=5,rank=-1", "a rank is a number, or any"),
         ("kill@step=5,value=1", "kill takes no value"),
         ("exit@step=5,value=300", "from 0 to 255"),
         ("exit@step=5,value=nan", "a number, 0 or more"),
         ("kill-coordinator@step=5,rank=1", "one coordinator"),
-        (";".join(["kill@step=5"] * (MOST_AT_ONCE + 1)), "is the most"),
+        (";".join(["kill@step=5"] * (MAX_SCHEDULED + 1)), "is the most"),
     ],
 )
 def test_what_makes_no_sense_is_said_in_one_line(text: str, says: str) -> None:
@@ -83,9 +83,9 @@ def test_run_reads_the_flag_and_the_variable(
     script.write_text("")
     monkeypatch.setenv("HOLDFAST_CHAOS", "hang@every=100,seed=7")
     by_variable = flags.parse_run([str(script)])
-    assert by_variable.chaos == (Injection(kind="hang", every=100, seed=7),)
+    assert by_variable.terms.chaos == (Injection(kind="hang", every=100, seed=7),)
     by_flag = flags.parse_run(["--chaos", "kill@step=5", str(script)])
-    assert by_flag.chaos == (Injection(kind="kill", at_step=5),)
+    assert by_flag.terms.chaos == (Injection(kind="kill", at_step=5),)
     monkeypatch.setenv("HOLDFAST_CHAOS", "nonsense")
     with pytest.raises(UsageError, match="HOLDFAST_CHAOS"):
         flags.parse_run([str(script)])

@@ -178,3 +178,14 @@ def test_watching_looks_again_and_ends_with_the_last_look(node: Path) -> None:
         _, error = watching.communicate(timeout=30)
     assert watching.returncode == 1
     assert "Traceback" not in error
+
+
+def test_watching_ends_when_nobody_reads_the_results_any_more(node: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    words = ["check", "--only", "gpu-recovery", "--watch", "3600", "--json"]
+    command = [sys.executable, "-m", "holdfast", *words]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None
+        watching.stdout.readline()
+        watching.stdout.close()
+        assert watching.wait(timeout=30) == 0

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli.flags import flags, parse_run
+from holdfast.cli.flags import flagged, parse_run
 from holdfast.config.settings import RunSettings
 from holdfast.errors import UsageError
+from holdfast.messages.records import Terms
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +22,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "my").mkdir()
     (tmp_path / "my" / "train.py").write_text("")
     monkeypatch.chdir(tmp_path)
-    for name in [name for name in os.environ if name.startswith(("PET_", "TORCH"))]:
+    for name in [name for name in os.environ if name.startswith(("PET_", "TORCH", "HOLDFAST_"))]:
         monkeypatch.delenv(name)
     return tmp_path
 
@@ -74,20 +75,20 @@ TORCHRUN = {
 
 
 def test_every_flag_of_torchrun_is_known_with_its_variable() -> None:
-    ours = {flag.name: flag.pet for flag in flags()}
+    ours = {setting.flag: setting.torchrun for setting in flagged()}
     assert {name: ours.get(name) for name in TORCHRUN} == TORCHRUN
 
 
 def test_the_short_flags_of_torchrun_are_known() -> None:
-    short = {flag.short: flag.name for flag in flags() if flag.short}
+    short = {setting.short: setting.flag for setting in flagged() if setting.short}
     assert short == {"-m": "--module", "-r": "--redirects", "-t": "--tee"}
 
 
 def test_the_defaults_are_one_rank_on_one_node_with_nothing_demanded() -> None:
     settings = run()
     assert (settings.script, settings.script_args, settings.entry) == ("train.py", (), "script")
-    assert (settings.nproc, settings.min_nodes, settings.max_nodes) == (1, 1, 1)
-    assert (settings.job, settings.max_restarts, settings.standby) == (None, None, None)
+    assert (settings.nproc, settings.terms) == (1, Terms())
+    assert (settings.job, settings.standby) == (None, None)
     assert settings.rendezvous == type(settings.rendezvous)()
     assert settings.terminal.log_line_prefix_template == "[${role_name}${local_rank}]:"
     assert settings.warnings == ()
@@ -128,7 +129,7 @@ def test_the_other_variables_of_torchrun_count_too(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "7")
     settings = run()
     assert settings.terminal.log_line_prefix_template == "${rank}|"
-    assert settings.shutdown_timeout_s == 7
+    assert settings.terms.grace_s == 7
 
 
 @pytest.mark.parametrize(
@@ -245,7 +246,7 @@ def test_a_missing_module_to_preload_is_refused() -> None:
 
 def test_our_own_flags_arrive() -> None:
     settings = run("--job", "llm", "--spares", "2", "--node-check", "--quiet")
-    assert (settings.job, settings.spares, settings.node_check) == ("llm", 2, True)
+    assert (settings.job, settings.terms.spares, settings.terms.node_check) == ("llm", 2, True)
     assert settings.terminal.quiet
 
 
@@ -265,10 +266,10 @@ def test_the_rest_of_torchruns_flags_arrive() -> None:
         *("--signals-to-handle", "SIGTERM,SIGUSR1", "--numa-binding", "node"),
         *("--virtual-local-rank", "--max-restarts", "3", "--local-addr", "n0"),
     )
-    assert (settings.role, settings.log_dir, settings.shutdown_timeout_s) == ("trainer", "logs", 5)
+    assert (settings.role, settings.log_dir, settings.terms.grace_s) == ("trainer", "logs", 5)
     assert settings.signals_to_handle == ("SIGTERM", "SIGUSR1")
     assert (settings.numa_binding, settings.virtual_local_rank) == ("node", True)
-    assert (settings.max_restarts, settings.rendezvous.local_addr) == (3, "n0")
+    assert (settings.terms.max_restarts, settings.rendezvous.local_addr) == (3, "n0")
 
 
 def test_flags_without_effect_change_nothing() -> None:
@@ -283,7 +284,7 @@ def test_standalone_sets_aside_what_was_said_about_meeting() -> None:
         *("--standalone", "--nnodes", "1:4", "--node-rank", "3", "--rdzv-id", "x"),
         *("--rdzv-backend", "etcd", "--rdzv-endpoint", "node0:1"),
     )
-    assert (settings.max_nodes, settings.node_rank) == (1, None)
+    assert (settings.terms.max_nodes, settings.node_rank) == (1, None)
     assert settings.rendezvous == type(settings.rendezvous)()
 
 
@@ -346,8 +347,8 @@ def test_what_is_set_aside_is_said(words: list[str]) -> None:
 
 
 def test_timeouts_of_the_rendezvous_arrive() -> None:
-    rendezvous = run("--rdzv-conf", "join_timeout=60, last_call_timeout=5").rendezvous
-    assert (rendezvous.join_timeout_s, rendezvous.last_call_timeout_s) == (60, 5)
+    terms = run("--rdzv-conf", "join_timeout=60, last_call_timeout=5").terms
+    assert (terms.join_limit_s, terms.last_call_s) == (60, 5)
 
 
 @pytest.mark.parametrize("backend", ["etcd", "etcd-v2", "zeus"])
@@ -376,7 +377,7 @@ def test_the_help_names_every_flag_and_ends_well(capsys: pytest.CaptureFixture[s
         parse_run(["--help"])
     text = capsys.readouterr().out
     assert ended.value.code == 0
-    assert [flag.name for flag in flags() if flag.name not in text] == []
+    assert [setting.flag for setting in flagged() if setting.flag not in text] == []
 
 
 def test_the_help_loads_neither_torch_nor_msgspec() -> None:

@@ -10,14 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.config import settings as config
+from holdfast.cli.flags import parse_run
 from holdfast.config import values
+from holdfast.config.sources import holdfast_home
 from holdfast.errors import HoldfastError, JobHomeError, UsageError
 
 
 def test_the_home_is_where_the_variable_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_HOME", "/somewhere/else")
-    assert config.home() == Path("/somewhere/else")
+    assert holdfast_home() == Path("/somewhere/else")
 
 
 def test_the_home_is_a_dot_directory_by_default(
@@ -25,7 +26,7 @@ def test_the_home_is_a_dot_directory_by_default(
 ) -> None:
     monkeypatch.delenv("HOLDFAST_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert config.home() == tmp_path / ".holdfast"
+    assert holdfast_home() == tmp_path / ".holdfast"
 
 
 def test_a_home_of_a_user_who_does_not_exist_is_an_error_of_ours(
@@ -33,7 +34,7 @@ def test_a_home_of_a_user_who_does_not_exist_is_an_error_of_ours(
 ) -> None:
     monkeypatch.setenv("HOLDFAST_HOME", "~no-such-user/x")
     with pytest.raises(JobHomeError, match="HOLDFAST_HOME"):
-        config.home()
+        holdfast_home()
 
 
 @pytest.mark.parametrize("name", ["a", "llm-7b_v1.2", "-x", "_", "A" * 100])
@@ -67,19 +68,20 @@ def test_a_senseless_number_of_nodes_is_refused(text: str) -> None:
 @given(st.integers(1, 16), st.dictionaries(st.integers(0, 20), st.integers(0, 3), min_size=1))
 def test_masks_by_rank_cover_exactly_the_local_ranks(nproc: int, named: dict[int, int]) -> None:
     text = ",".join(f"{rank}:{mask}" for rank, mask in named.items())
-    masks = values.stream_masks(nproc)(text, "--tee")
+    masks = parse_run([f"--nproc-per-node={nproc}", f"--tee={text}", __file__]).terminal.tee
     assert masks == {rank: named.get(rank, 0) for rank in range(nproc)}
 
 
 @given(st.integers(1, 16), st.integers(0, 3))
 def test_one_mask_is_for_every_local_rank(nproc: int, mask: int) -> None:
-    assert set(values.stream_masks(nproc)(str(mask), "-r").values()) == {mask}
+    words = [f"--nproc-per-node={nproc}", f"--redirects={mask}", __file__]
+    assert parse_run(words).terminal.redirects == dict.fromkeys(range(nproc), mask)
 
 
 @pytest.mark.parametrize("text", ["", "4", "-1", "0:4", "0:1,", "a:1", "1,2", "0:1;1:2"])
 def test_a_senseless_mask_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"1 .stdout."):
-        values.stream_masks(2)(text, "--redirects")
+        values.stream_masks(text, "--redirects")
 
 
 def test_a_number_of_ranks_is_taken_as_it_is() -> None:
@@ -147,15 +149,13 @@ def test_gpus_are_counted_by_the_rules_of_cuda(
     ("text", "parsed"),
     [
         ("node0:1234", ("node0", 1234)),
-        ("10.0.0.1", ("10.0.0.1", 29400)),
+        ("10.0.0.1", ("10.0.0.1", None)),
         ("[::1]:1234", ("::1", 1234)),
-        ("[fe80::1]", ("fe80::1", 29400)),
+        ("[fe80::1]", ("fe80::1", None)),
     ],
 )
-def test_addresses_may_leave_out_a_port_that_has_a_default(
-    text: str, parsed: tuple[str, int]
-) -> None:
-    assert values.address(29400)(text, "--rdzv-endpoint") == parsed
+def test_an_endpoint_may_leave_out_its_port(text: str, parsed: tuple[str, int | None]) -> None:
+    assert values.endpoint(text, "--rdzv-endpoint") == parsed
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_addresses_may_leave_out_a_port_that_has_a_default(
 )
 def test_a_coordinator_needs_host_and_port(text: str) -> None:
     with pytest.raises(UsageError, match="HOST:PORT is needed"):
-        values.address(None)(text, "--coordinator")
+        values.address(text, "--coordinator")
 
 
 def test_two_commas_are_a_comma_within_a_filter() -> None:
@@ -208,12 +208,12 @@ READERS: list[Reader] = [
     values.job_name,
     values.nodes_range,
     values.standby_count,
-    values.stream_masks(2),
+    values.stream_masks,
     values.rank_list,
     values.signal_names,
     values.port_number,
-    values.address(None),
-    values.address(1),
+    values.address,
+    values.endpoint,
     values.key_values,
     values.line_filters,
 ]

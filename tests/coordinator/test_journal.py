@@ -13,9 +13,11 @@ import msgspec
 import pytest
 
 from holdfast.coordinator import journal as journals
-from holdfast.coordinator.journal import Entry, Journal, Snapshot, replay, replay_spans
+from holdfast.coordinator.journal import Journal, replay, replay_spans
 from holdfast.core import job as jobs
 from holdfast.core.job import Job
+from holdfast.core.ledger.books import Ledger
+from holdfast.core.replay import Entry, JobSnapshot
 from holdfast.errors import JournalCorrupt, JournalError
 from holdfast.messages.events import (
     AnyEvent,
@@ -80,7 +82,7 @@ def same(one: Job, other: Job) -> bool:
     return msgspec.json.encode(one) == msgspec.json.encode(other)
 
 
-def replayed(path: Path) -> Snapshot:
+def replayed(path: Path) -> JobSnapshot:
     snapshot = replay(path)
     assert snapshot is not None
     return snapshot
@@ -107,7 +109,8 @@ def damage(path: Path, statement: str) -> None:
 def test_a_replay_leads_to_the_very_job_that_was_live(journal: Journal, path: Path) -> None:
     written = entries()
     for entry in written:
-        assert journal.append([entry]) is None
+        journal.append([entry])
+        assert journal.trouble is None
     found = replayed(path)
     assert same(found.job, live(written))
     assert found.at == written[-1].at
@@ -146,7 +149,9 @@ def test_a_snapshot_shortens_the_replay_and_leads_to_the_same_job(
     written = entries()
     half = len(written) // 2
     journal.append(written[:half])
-    journal.write_snapshot(Snapshot(live(written[:half]), written[half - 1].at, {NODE: half - 1}))
+    journal.write_snapshot(
+        JobSnapshot(live(written[:half]), written[half - 1].at, {NODE: half - 1})
+    )
     journal.append(written[half:])
     assert same(replayed(path).job, live(written))
     # What the snapshot stands for is not read again.
@@ -165,7 +170,7 @@ def test_a_snapshot_is_due_after_so_many_events(
     assert not journal.snapshot_due()
     journal.append(written[9:10])
     assert journal.snapshot_due()
-    journal.write_snapshot(Snapshot(live(written[:10]), written[9].at, {}))
+    journal.write_snapshot(JobSnapshot(live(written[:10]), written[9].at, {}))
     assert not journal.snapshot_due()
 
 
@@ -173,7 +178,7 @@ def test_only_the_newest_snapshot_is_kept(journal: Journal, path: Path) -> None:
     written = entries()
     for end in (5, 10, 15):
         journal.append(written[end - 5 : end])
-        journal.write_snapshot(Snapshot(live(written[:end]), written[end - 1].at, {}))
+        journal.write_snapshot(JobSnapshot(live(written[:end]), written[end - 1].at, {}))
     db = sqlite3.connect(path)
     assert db.execute("SELECT number FROM snapshots").fetchall() == [(15,)]
     db.close()
@@ -182,7 +187,7 @@ def test_only_the_newest_snapshot_is_kept(journal: Journal, path: Path) -> None:
 def test_a_damaged_snapshot_costs_time_and_nothing_else(journal: Journal, path: Path) -> None:
     written = entries()
     journal.append(written)
-    journal.write_snapshot(Snapshot(live(written), written[-1].at, {}))
+    journal.write_snapshot(JobSnapshot(live(written), written[-1].at, {}))
     damage(path, "UPDATE snapshots SET state = '{'")
     assert same(replayed(path).job, live(written))
 
@@ -192,11 +197,11 @@ def test_spans_come_from_the_first_event_on_even_with_a_snapshot(
 ) -> None:
     written = entries()
     journal.append(written)
-    journal.write_snapshot(Snapshot(live(written), written[-1].at, {}))
+    journal.write_snapshot(JobSnapshot(live(written), written[-1].at, {}))
     snapshot, spans = replay_spans(path)
     assert snapshot is not None
     booked = sum(span.end - span.begin for span in spans)
-    assert booked == pytest.approx(sum(snapshot.job.ledger.seconds.values()))
+    assert booked == pytest.approx(sum(snapshot.job.of(Ledger).seconds.values()))
 
 
 # ---- damage ----
@@ -268,14 +273,17 @@ def test_what_a_full_disk_did_not_take_is_written_when_there_is_room(
     journal: Journal, path: Path
 ) -> None:
     written = entries(60)
-    assert journal.append(written[:5]) is None
+    journal.append(written[:5])
+    assert journal.trouble is None
     limit_pages(journal, 1)
-    troubles = [journal.append([entry]) for entry in written[5:]]
-    assert "full" in str(troubles[-1])
+    for entry in written[5:]:
+        journal.append([entry])
+    assert "full" in str(journal.trouble)
     assert not journal.snapshot_due()
     assert len(replayed(path).job.incidents) < 60
     limit_pages(journal, 10000)
-    assert journal.append([]) is None
+    journal.append([])
+    assert journal.trouble is None
     assert same(replayed(path).job, live(written))
 
 
@@ -283,7 +291,7 @@ def test_a_snapshot_that_does_not_fit_is_left_out(journal: Journal, path: Path) 
     written = entries(60)
     journal.append(written)
     limit_pages(journal, 0)
-    journal.write_snapshot(Snapshot(live(written), written[-1].at, {}))
+    journal.write_snapshot(JobSnapshot(live(written), written[-1].at, {}))
     assert same(replayed(path).job, live(written))
 
 
@@ -295,10 +303,12 @@ def test_a_journal_that_somebody_locks_keeps_its_events_for_later(
     journal._db.execute("PRAGMA busy_timeout=1")
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
-    assert "locked" in str(journal.append(written[3:8]))
+    journal.append(written[3:8])
+    assert "locked" in str(journal.trouble)
     other.execute("ROLLBACK")
     other.close()
-    assert journal.append(written[8:]) is None
+    journal.append(written[8:])
+    assert journal.trouble is None
     assert same(replayed(path).job, live(written))
 
 
@@ -320,7 +330,8 @@ def test_a_reader_sees_whole_batches_while_a_writer_writes(journal: Journal, pat
     reader.start()
     try:
         for i in range(1, len(written), 5):
-            assert journal.append(written[i : i + 5]) is None
+            journal.append(written[i : i + 5])
+            assert journal.trouble is None
     finally:
         stop.set()
         reader.join()
@@ -336,7 +347,8 @@ from pathlib import Path
 from test_journal import Journal, entries
 journal = Journal(Path({str(path)!r}))
 for entry in entries():
-    assert journal.append([entry]) is None
+    journal.append([entry])
+    assert journal.trouble is None
 os.kill(os.getpid(), signal.SIGKILL)
 """
     subprocess.run([sys.executable, "-c", code], timeout=30, check=False)
@@ -348,7 +360,8 @@ def test_a_journal_torn_at_its_end_is_whole_up_to_some_event_and_can_be_written_
 ) -> None:
     written = entries()
     for entry in written:
-        assert journal.append([entry]) is None
+        journal.append([entry])
+        assert journal.trouble is None
     log = path.with_name(path.name + "-wal").read_bytes()
     lengths = set()
     for cut in range(0, len(log) + 1, max(1, len(log) // 40)):

@@ -13,6 +13,7 @@ import msgspec
 from holdfast.core import job as jobs
 from holdfast.core.job import Job
 from holdfast.core.ledger import books
+from holdfast.core.ledger.books import Ledger
 from holdfast.messages.actions import AnyAction
 from holdfast.messages.events import (
     AnyEvent,
@@ -35,12 +36,13 @@ OPENED_AT = 1000.0
 
 
 def encoded(job: Job) -> bytes:
-    return msgspec.json.encode(job)
+    """All that the job knows, but for how many events it has heard and refused."""
+    return msgspec.json.encode(msgspec.structs.replace(job, events=0, refused={}))
 
 
 def revived(job: Job) -> Job:
     """The job after a trip through the journal's snapshot."""
-    return msgspec.json.decode(encoded(job), type=Job)
+    return msgspec.json.decode(msgspec.json.encode(job), type=Job)
 
 
 def replayed(history: Iterable[tuple[AnyEvent, Time]], revive_at: int | None = None) -> Job:
@@ -51,7 +53,7 @@ def replayed(history: Iterable[tuple[AnyEvent, Time]], revive_at: int | None = N
             assert isinstance(event, JobOpened)
             job = jobs.opened(event)
         else:
-            jobs.handle(job, event, now)
+            jobs.decide(job, event, now)
         if i == revive_at:
             job = revived(job)
     assert job is not None
@@ -61,8 +63,10 @@ def replayed(history: Iterable[tuple[AnyEvent, Time]], revive_at: int | None = N
 def check_books(job: Job, now: float) -> None:
     """The causes add up to the rank-seconds, whenever one asks."""
     at = Time(now)
-    total = books.rank_seconds(job.ledger, at)
-    assert abs(sum(books.seconds_until(job.ledger, at).values()) - total) <= 1e-6 * max(1.0, total)
+    total = books.rank_seconds(job.of(Ledger), at)
+    assert abs(sum(books.seconds_until(job.of(Ledger), at).values()) - total) <= 1e-6 * max(
+        1.0, total
+    )
 
 
 def spec(slots: int = 2, host: str = "host", **more: Any) -> NodeSpec:
@@ -85,7 +89,7 @@ class Driver:
 
     def take(self, event: AnyEvent) -> list[AnyAction]:
         self.history.append((event, Time(self.now)))
-        actions = jobs.handle(self.job, event, Time(self.now))
+        actions = jobs.decide(self.job, event, Time(self.now))
         jobs.validate(self.job)
         check_books(self.job, self.now)
         return actions
@@ -100,8 +104,8 @@ class Driver:
 
     @property
     def world(self) -> World:
-        assert self.job.membership.world is not None
-        return self.job.membership.world
+        assert self.job.world is not None
+        return self.job.world
 
     @property
     def round(self) -> RoundNumber:
@@ -190,7 +194,7 @@ class Driver:
         """A first round of these nodes, started, and at that step."""
         for node in nodes:
             self.join(node, slots)
-        if self.job.membership.world is None:
+        if self.job.world is None:
             self.after(60).tick()
         self.after(1).start_all()
         if step:

@@ -11,6 +11,7 @@ from typing import Any
 
 from driver import Driver
 
+from holdfast.core.nodecheck.schedule import Checking
 from holdfast.messages.actions import AnyAction, Finish, StartWorkers, TestNode
 from holdfast.messages.events import AnyEvent, NodeTested, NodeWarm
 from holdfast.messages.nodecheck import TestResult
@@ -51,7 +52,7 @@ class Lab(Driver):
         """All of them join, and it is waited until no more are waited for."""
         for node in nodes:
             self.join(node)
-        if self.job.checking.check is None and self.job.membership.world is None:
+        if self.job.of(Checking).check is None and self.job.world is None:
             self.after(60).tick()
         return self
 

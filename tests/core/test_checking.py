@@ -8,8 +8,9 @@ from lab import TOOK_S, Lab, ordered, sent_away, started
 
 from holdfast.core import job as jobs
 from holdfast.core import report
-from holdfast.core.membership.patience import RECONNECT_AFTER_RESTART_S
 from holdfast.core.nodecheck import schedule as checking
+from holdfast.core.nodecheck.schedule import Checking
+from holdfast.core.patience import RECONNECT_AFTER_RESTART_S
 from holdfast.messages.actions import Finish
 from holdfast.messages.events import CoordinatorRestarted, NodeWarm, StreamEnded
 from holdfast.messages.exits import EXIT_DO_NOT_REQUEUE, EXIT_TRY_AGAIN
@@ -36,7 +37,7 @@ def test_without_being_asked_for_there_is_no_check() -> None:
 def test_nodes_are_paired_and_told_where_to_meet() -> None:
     driver = lab().gather("a", "b", "c", "d")
     assert driver.pairs() == [("a", "b"), ("c", "d")]
-    assert driver.job.membership.world is None
+    assert driver.job.world is None
     first, second = driver.orders["a"], driver.orders["b"]
     assert (first.rank, second.rank, first.size, second.size) == (0, 1, 2, 2)
     assert (second.address, second.port) == ("10.0.0.1", 7000)
@@ -105,7 +106,7 @@ def test_a_newcomer_is_checked_before_it_gets_a_place() -> None:
     driver.join("b")
     assert kinds(driver.all_ready()) == ["TestNode", "TestNode"]
     assert started(driver.answer_all(dead=["b"])) == ["a"]
-    assert "failed its solo test" in driver.job.excluded["host-b"]
+    assert "failed its solo test" in driver.job.membership.excluded["host-b"]
 
 
 # ---- faulty nodes ----
@@ -152,7 +153,7 @@ def test_two_nodes_that_fail_only_with_each_other_are_both_kept_and_noted() -> N
     assert started(driver.answer_all(broken=["b"])) == ["a", "b"]
     assert all("undetermined" in told for told in unfit(driver).values())
     assert set(unfit(driver)) == {"a", "b"}
-    assert driver.job.excluded == {}
+    assert driver.job.membership.excluded == {}
 
 
 def test_of_two_nodes_one_that_fails_alone_is_sent_away_and_the_other_is_healthy() -> None:
@@ -166,7 +167,7 @@ def test_too_few_healthy_nodes_wait_for_others_and_say_why_when_none_come() -> N
     driver = lab(2, 2, join_limit_s=30.0).gather("a", "b")
     actions = driver.answer_all(dead=["b"])
     assert sent_away(actions) == {"b": EXIT_DO_NOT_REQUEUE}
-    assert driver.job.state == "gathering"
+    assert driver.job.state.name == "gathering"
     assert jobs.deadline(driver.job) == driver.now + 30
     (finish,) = driver.after(30).tick()
     assert isinstance(finish, Finish)
@@ -186,8 +187,10 @@ def test_when_no_node_is_fit_the_job_ends_at_once_and_says_why() -> None:
     driver = lab(1, 2).gather("a", "b")
     actions = driver.answer_all(dead=["a", "b"])
     assert sent_away(actions) == dict.fromkeys("ab", EXIT_DO_NOT_REQUEUE)
-    assert driver.job.ended is not None
-    assert "no node is fit to train: node a failed its solo test: no GPU" in driver.job.ended.reason
+    assert driver.job.result is not None
+    assert (
+        "no node is fit to train: node a failed its solo test: no GPU" in driver.job.result.reason
+    )
     driver.left("a")
     assert kinds(driver.left("b")) == ["CloseJob"]
 
@@ -219,10 +222,10 @@ def test_a_slow_node_is_noted_and_stays() -> None:
 def test_a_slow_node_goes_if_stragglers_are_unwanted_and_enough_are_left() -> None:
     driver = lab(3, 4, exclude_stragglers=True).gather("a", "b", "c", "d")
     assert slow_pairs(driver, "c") == ["a", "b", "d"]
-    assert "host-c" in driver.job.excluded
+    assert "host-c" in driver.job.membership.excluded
     driver = lab(4, 4, exclude_stragglers=True).gather("a", "b", "c", "d")
     assert slow_pairs(driver, "c") == ["a", "b", "c", "d"]
-    assert driver.job.excluded == {}
+    assert driver.job.membership.excluded == {}
 
 
 # ---- whoever waits in vain is told so ----
@@ -281,7 +284,7 @@ def test_all_nodes_lost_in_a_check_leave_a_job_that_waits() -> None:
     driver = lab(2, 2).gather("a", "b")
     driver.lose("a")
     driver.lose("b")
-    assert driver.job.state == "gathering"
+    assert driver.job.state.name == "gathering"
     assert started(driver.gather("c", "d").answer_all()) == ["c", "d"]
 
 
@@ -344,7 +347,7 @@ def test_the_time_to_import_torch_is_no_part_of_a_tests_time() -> None:
     driver.take(NodeWarm(at=driver.after(0.2).at, node=NodeId("a")))
     driver.answer("a")
     driver.answer("b")
-    assert driver.job.checking.longest_s == pytest.approx(0.2)
+    assert driver.job.of(Checking).longest_s == pytest.approx(0.2)
     assert jobs.deadline(driver.job) == pytest.approx(driver.now - 0.2 + checking.FLOOR_S)
 
 
@@ -359,7 +362,7 @@ def test_how_long_a_test_may_take_is_learnt_from_those_that_passed() -> None:
     assert driver.orders["a"].limit_s == checking.FACTOR * 2.0
     driver.after(1).answer("a", passed=False)
     driver.after(15).answer("b", passed=False)
-    assert driver.job.checking.longest_s == 2.0, "learnt from a test that failed"
+    assert driver.job.of(Checking).longest_s == 2.0, "learnt from a test that failed"
 
 
 # ---- what comes late, or again ----
@@ -397,7 +400,7 @@ def test_an_answer_after_the_round_was_frozen_changes_nothing() -> None:
     order = driver.orders["b"]
     driver.after(checking.UNKNOWN_S).tick()
     driver.after(checking.ANSWER_S).tick()
-    assert driver.job.state == "running"
+    assert driver.job.state.name == "running"
     before = encoded(driver.job)
     assert driver.take(driver.tested(order)) == []
     assert encoded(driver.job) == before
@@ -407,7 +410,7 @@ def test_a_node_that_joins_while_a_check_runs_is_checked_if_it_is_needed() -> No
     driver = lab(2, 3).gather("a", "b")
     assert driver.join("c") == []
     driver.answer_round()
-    assert driver.job.membership.world is None
+    assert driver.job.world is None
     driver.after(60).tick()
     assert len(driver.orders) == 3
     assert started(driver.answer_all()) == ["a", "b", "c"]
@@ -429,7 +432,7 @@ def test_a_node_that_comes_and_goes_does_not_keep_the_others_from_training() -> 
     driver.exit(0, step=5, signal=9)
     driver.all_ready()
     for i in range(10):
-        if driver.job.membership.world is not None:
+        if driver.job.world is not None:
             break
         driver.join(f"flapper-{i}")
         driver.answer_round()
@@ -437,7 +440,7 @@ def test_a_node_that_comes_and_goes_does_not_keep_the_others_from_training() -> 
             driver.orders.pop(f"flapper-{i}", None)
             driver.lose(f"flapper-{i}")
             driver.answer_round()
-    assert driver.job.state == "running"
+    assert driver.job.state.name == "running"
     assert driver.round == 2
 
 
@@ -507,7 +510,7 @@ def test_the_same_answers_lead_to_the_same_job() -> None:
 def test_a_job_that_ends_in_the_middle_of_a_check_asks_for_nothing_more() -> None:
     driver = lab(2, 2).gather("a", "b")
     driver.leaving("a")
-    assert driver.job.ended is not None
+    assert driver.job.result is not None
     assert jobs.deadline(driver.job) is None
     driver.left("a")
     assert kinds(driver.left("b")) == ["CloseJob"]
@@ -517,7 +520,7 @@ def test_status_says_which_hosts_are_excluded_and_why() -> None:
     driver = lab(1, 2).gather("a", "b")
     driver.answer_all(dead=["b"])
     told = report.status(driver.job, driver.at, alive=True)
-    assert told["excluded"] == {"host-b": "failed its solo test: no GPU"}
+    assert told.excluded == {"host-b": "failed its solo test: no GPU"}
 
 
 def test_a_waiting_node_gets_warm_in_the_middle_of_a_check() -> None:

@@ -1045,8 +1045,8 @@ def test_a_checkpoint_that_cannot_be_written_is_an_incident_and_breaks_nothing(j
     job.wrote("a", 10, "disk full")
     (incident,) = job.job.incidents
     assert (incident.kind, incident.step, incident.detail) == ("storage", 10, "disk full")
-    assert job.job.state == "running"
-    assert job.job.open_incident is None
+    assert job.job.state.name == "running"
+    assert job.job.recovery.open_incident is None
 
 
 def test_a_snapshot_sealed_just_after_its_round_broke_is_written(job: Saver) -> None:
@@ -1062,7 +1062,7 @@ def test_a_node_lost_while_the_last_checkpoint_is_written_ends_the_round_and_not
     job.seal("a", 10)
     job.finish_all()
     job.lose("a")
-    assert job.job.ended is None
+    assert job.job.result is None
     job.join("b")
     images = tuple(ImageId(snapshot_id(10), Rank(rank), 2) for rank in (0, 1))
     (order,) = job.take(ImagesHeld(at=job.at, node=NodeId("b"), images=images))
@@ -1105,13 +1105,13 @@ def test_a_new_round_after_all_ranks_had_ended_is_not_ended_by_its_first_save() 
     job.join("c", 1)
     job.lose("b")
     job.all_ready()
-    if job.job.membership.world is None:
+    if job.job.world is None:
         job.after(60).tick()
-    assert job.job.ended is None
+    assert job.job.result is None
     job.start_all()
     for node in ("a", "c"):
         job.seal(node, 11, "if needed")
-    assert job.job.state == "running"
+    assert job.job.state.name == "running"
 
 
 def test_who_waited_in_vain_is_not_answered_for_what_it_asks_next(job: Saver) -> None:
@@ -1142,7 +1142,7 @@ def test_who_waits_is_told_what_another_rank_missed_in_this_round_and_in_no_othe
     assert job.missed(1, 10, round=job.round + 1) == []
     failed = SaveSettled(outcome="failed", reason="rank 1: no memory")
     assert told(job.missed(1, 10)) == [failed, failed]
-    assert job.job.state == "running"
+    assert job.job.state.name == "running"
 
 
 def test_a_broken_round_ends_all_waiting_and_searching(job: Saver) -> None:
@@ -1150,6 +1150,6 @@ def test_a_broken_round_ends_all_waiting_and_searching(job: Saver) -> None:
     job.ask(1, FindState(checkpointer=C))
     answers = told(job.exit(0, step=4, signal=9))
     assert [answer.reason for answer in answers] == ["fenced", "fenced"]
-    book = job.job.commits.book(C)
+    book = job.job.of(Commits).book(C)
     assert not book.waits
     assert book.search is None

@@ -635,7 +635,7 @@ class SavingMachine(JobMachine):
                 at=self.at(0), node=node, rank=rank, snapshot=id, outcome=outcome, reason="why"
             )
         )
-        book = self.job.commits.books.get(id.checkpointer)
+        book = self.job.of(Commits).books.get(id.checkpointer)
         if book is not None and id not in [one.id for one in book.snapshots if one.counts]:
             waiting = [(wait.step, wait.round) for wait in book.waits.values()]
             assert (id.step, id.round) not in waiting, "somebody waits for what nobody has"
@@ -688,8 +688,8 @@ class SavingMachine(JobMachine):
     @invariant()
     def a_job_whose_ranks_have_all_ended_ends_or_writes(self) -> None:
         job = self.job
-        if job.membership.world is not None and job.to_finish == 0 and job.ended is None:
-            assert commits.busy(job.commits), "nobody will ever end this job"
+        if job.world is not None and job.unfinished == 0 and job.result is None:
+            assert commits.busy(job.of(Commits)), "nobody will ever end this job"
 
 
 TestSavingMachine = SavingMachine.TestCase

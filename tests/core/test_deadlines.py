@@ -27,7 +27,7 @@ from holdfast.core.hangs.deadlines import (
     Deadline,
     HangLimits,
 )
-from holdfast.core.membership.patience import STOP_FACTOR, STOP_FLOOR_S, STOP_UNKNOWN_S, StopGrace
+from holdfast.core.patience import STOP_FACTOR, STOP_FLOOR_S, STOP_UNKNOWN_S, StopGrace
 from holdfast.messages.hangs import HangTerms, Paces
 
 seconds = st.floats(0, 1e6)

@@ -28,7 +28,7 @@ def training(low: int, high: int, *nodes: str, **terms: object) -> Driver:
     driver = Driver(min_nodes=low, max_nodes=high, **terms)
     for node in nodes:
         driver.join(node, host=f"host-{node}")
-    if driver.job.membership.world is None:
+    if driver.job.world is None:
         driver.after(60).tick()
     driver.after(1).start_all()
     driver.after(1).step_all(10)
@@ -46,8 +46,8 @@ def test_a_sick_node_is_replaced_by_a_spare() -> None:
     assert sent_away(actions) == {"a": EXIT_DO_NOT_REQUEUE}
     assert kinds(actions) == ["Finish", "StopWorkers"]
     assert set(started(driver.all_ready())) == {"spare", "b"}
-    assert "GPU 3" in driver.job.excluded["host-a"]
-    assert driver.job.recovery.restarts == 0
+    assert "GPU 3" in driver.job.membership.excluded["host-a"]
+    assert driver.job.recovery.history.restarts == 0
 
 
 def test_without_a_sick_node_the_job_goes_on_smaller_if_it_may() -> None:
@@ -72,13 +72,13 @@ def test_its_host_does_not_come_back() -> None:
 def test_a_sick_node_that_is_needed_stays_and_is_noted_once() -> None:
     driver = training(2, 2, "a", "b")
     assert found(driver, "a") == []
-    assert driver.job.state == "running"
+    assert driver.job.state.name == "running"
     (incident,) = driver.job.incidents
     assert incident.action == "it stays until the job can do without it"
     before = encoded(driver.job)
     assert found(driver, "a") == []
     assert encoded(driver.job) == before
-    assert driver.job.excluded == {}
+    assert driver.job.membership.excluded == {}
 
 
 def test_a_sick_node_that_was_needed_goes_with_the_next_round_that_can_do_without_it() -> None:
@@ -105,7 +105,7 @@ def test_a_node_found_sick_while_it_waits_is_sent_away_and_breaks_no_round() -> 
     driver = training(1, 1, "a")
     driver.join("spare", host="host-spare")
     assert kinds(found(driver, "spare")) == ["Finish"]
-    assert driver.job.state == "running"
+    assert driver.job.state.name == "running"
     assert kinds_of(driver) == ["unfit"]
 
 

@@ -9,14 +9,22 @@ from driver import OPENED_AT, WAKE, Driver, encoded, kinds, raised, replayed
 
 from holdfast.core import job as jobs
 from holdfast.core.ledger import books
-from holdfast.core.membership.patience import RECONNECT_AFTER_RESTART_S, RECONNECT_S, STOP_UNKNOWN_S
+from holdfast.core.ledger.books import Ledger
+from holdfast.core.patience import RECONNECT_AFTER_RESTART_S, RECONNECT_S, STOP_UNKNOWN_S
+from holdfast.core.states import Ended
 from holdfast.messages.actions import CloseJob, Finish, StartWorkers, StopWorkers
-from holdfast.messages.events import CoordinatorRestarted, ExcludeAsked, NodeWarm, StopAsked
+from holdfast.messages.events import (
+    CoordinatorRestarted,
+    ExcludeAsked,
+    NodeWarm,
+    StopAsked,
+    StreamEnded,
+)
 from holdfast.messages.units import NodeId, Rank, Time
 
 
 def seconds(driver: Driver) -> dict[str, float]:
-    found = books.seconds_until(driver.job.ledger, driver.at)
+    found = books.seconds_until(driver.job.of(Ledger), driver.at)
     return {cause: round(s, 6) for cause, s in found.items() if s}
 
 
@@ -25,12 +33,12 @@ def seconds(driver: Driver) -> dict[str, float]:
 
 def test_a_job_without_faults_starts_steps_finishes_and_closes() -> None:
     driver = Driver().running("a", step=10)
-    assert driver.job.state == "running"
+    assert driver.job.state.name == "running"
     assert driver.exit(0, step=10, code=0) == []
     assert kinds(driver.exit(1, step=10, code=0)) == ["Finish"]
-    assert driver.job.state == "ending"
+    assert driver.job.state.name == "ending"
     assert driver.left("a") == [CloseJob(code=0, reason="finished")]
-    assert driver.job.state == "ended"
+    assert driver.job.state.name == "ended"
 
 
 def test_every_node_gets_its_own_part_and_nobody_elses() -> None:
@@ -49,7 +57,7 @@ def test_a_rank_that_ends_early_with_0_is_no_failure() -> None:
     driver = Driver().running("a", step=10)
     driver.exit(0, step=10, code=0)
     driver.after(5).step(1, 20)
-    assert driver.job.state == "running"
+    assert driver.job.state.name == "running"
     assert driver.job.incidents == []
     assert seconds(driver)["idle"] == 5
 
@@ -61,7 +69,7 @@ def test_a_killed_rank_stops_the_others_then_the_next_round_starts() -> None:
     driver = Driver(min_nodes=2, max_nodes=2).running("a", "b", step=40)
     stops = driver.after(1).exit(3, step=40, signal=9)
     assert [(s.node, s.round) for s in stops if isinstance(s, StopWorkers)] == [("a", 1), ("b", 1)]
-    assert driver.job.state == "stopping"
+    assert driver.job.state.name == "stopping"
     assert driver.after(1).ready("a") == []
     starts = driver.ready("b")
     assert kinds(starts) == ["StartWorkers", "StartWorkers"]
@@ -74,7 +82,7 @@ def test_an_incident_closes_with_the_last_ranks_first_step() -> None:
     driver.after(0.5).all_ready()
     driver.after(0.25).start_all()
     driver.after(1).step(0, 41, 1)
-    assert driver.job.open_incident is not None
+    assert driver.job.recovery.open_incident is not None
     driver.after(1).step(1, 41, 1)
     (incident,) = driver.job.incidents
     assert incident.closed_at == incident.back_at == driver.now
@@ -139,7 +147,7 @@ def test_a_late_word_that_a_script_began_does_not_close_the_incident_of_its_roun
     driver.start(0)
     driver.exit(0, signal=9)
     driver.after(0.1).start(1)
-    assert driver.job.open_incident is not None
+    assert driver.job.recovery.open_incident is not None
     assert driver.job.incidents[0].started_at is None
 
 
@@ -147,7 +155,7 @@ def test_a_clean_exit_in_a_broken_round_does_not_finish_the_job() -> None:
     driver = Driver().running("a", step=5)
     driver.exit(0, step=5, signal=9)
     driver.exit(1, step=5, code=0)
-    assert driver.job.ended is None
+    assert driver.job.result is None
     assert kinds(driver.all_ready()) == ["StartWorkers"]
 
 
@@ -233,7 +241,7 @@ def test_a_late_joiner_waits_and_the_frozen_world_stays_as_it_is() -> None:
     world = driver.world
     assert kinds(driver.join("c")) == ["Prepare"]
     assert driver.world is world
-    assert driver.job.state == "running"
+    assert driver.job.state.name == "running"
 
 
 def test_a_full_world_is_not_restarted_for_extra_nodes() -> None:
@@ -251,7 +259,7 @@ def test_the_world_grows_when_a_newcomer_is_warm_and_costs_no_restart() -> None:
     assert kinds(stops) == ["StopWorkers"]
     assert kinds(driver.ready("a")) == ["StartWorkers", "StartWorkers"]
     assert driver.world.size == 4
-    assert driver.job.recovery.restarts == 0
+    assert driver.job.recovery.history.restarts == 0
 
 
 def test_a_lost_node_is_replaced_by_a_spare_and_the_world_keeps_its_size() -> None:
@@ -274,7 +282,7 @@ def test_below_the_minimum_the_job_waits_and_goes_on_with_a_newcomer() -> None:
     driver = Driver(min_nodes=2, max_nodes=2).running("a", "b", step=3)
     driver.lose("b")
     assert driver.ready("a") == []
-    assert driver.job.state == "gathering"
+    assert driver.job.state.name == "gathering"
     driver.after(50)
     assert kinds(driver.join("c")) == ["StartWorkers", "StartWorkers"]
     assert seconds(driver)["wait"] >= 100
@@ -304,9 +312,9 @@ def test_the_wake_of_a_fault_is_not_judged_before_its_cause_can_be_known() -> No
     driver.join("d")
     driver.exit(0, code=1, raised=WAKE)
     driver.ready("a")
-    assert driver.job.ended is None
+    assert driver.job.result is None
     driver.lose("b")
-    assert driver.job.ended is None
+    assert driver.job.result is None
     assert driver.job.incidents[0].kind == "node"
 
 
@@ -316,20 +324,20 @@ def test_a_node_told_to_leave_goes_and_the_others_go_on() -> None:
     assert kinds(actions) == ["Finish", "StopWorkers"]
     assert kinds(driver.ready("a")) == ["StartWorkers"]
     assert driver.left("b") == []
-    assert driver.job.state == "running"
+    assert driver.job.state.name == "running"
 
 
 def test_the_last_node_that_is_needed_and_told_to_leave_ends_the_job() -> None:
     driver = Driver(min_nodes=2, max_nodes=2).running("a", "b", step=3)
     assert kinds(driver.leaving("b", code=75)) == ["Finish", "Finish"]
-    assert driver.job.ended is not None
-    assert driver.job.ended.code == 75
+    assert driver.job.result is not None
+    assert driver.job.result.code == 75
 
 
 def test_a_node_that_is_no_member_cannot_end_the_job_by_leaving() -> None:
     driver = Driver(min_nodes=2, max_nodes=2).running("a", "b", step=3)
     driver.leaving("stranger")
-    assert driver.job.state == "running"
+    assert driver.job.state.name == "running"
 
 
 def test_a_member_that_joins_again_lost_its_workers_and_the_others_hear_of_it_at_once() -> None:
@@ -343,7 +351,8 @@ def test_a_member_that_joins_again_as_the_job_gives_up_is_told_to_finish() -> No
     driver = Driver(max_restarts=0).running("a", step=3)
     actions = driver.join("a")
     assert "Finish" in kinds(actions)
-    assert driver.job.membership.count() == 0
+    assert driver.job.state.name == "ending"
+    assert kinds(driver.left("a")) == ["CloseJob"]
 
 
 def test_joining_a_job_that_is_over_is_answered_with_its_end() -> None:
@@ -352,7 +361,7 @@ def test_joining_a_job_that_is_over_is_answered_with_its_end() -> None:
     (finish,) = driver.join("late")
     assert isinstance(finish, Finish)
     driver.left("a")
-    assert driver.job.closed
+    assert isinstance(driver.job.state, Ended)
 
 
 def test_an_excluded_host_is_not_let_in_again() -> None:
@@ -383,11 +392,11 @@ def test_a_script_may_end_the_whole_job() -> None:
 
 def test_a_stream_that_comes_back_in_time_costs_nothing() -> None:
     driver = Driver().running("a", step=3)
-    driver.take(jobs.StreamEnded(at=driver.at, node=NodeId("a")))
+    driver.take(StreamEnded(at=driver.at, node=NodeId("a")))
     assert jobs.deadline(driver.job) == pytest.approx(driver.now + RECONNECT_S)
     assert driver.after(0.1).resume("a", 1, busy=True) == []
     driver.after(10).tick()
-    assert driver.job.state == "running"
+    assert driver.job.state.name == "running"
     assert driver.job.incidents == []
 
 
@@ -435,7 +444,7 @@ def test_a_coordinator_that_died_at_the_very_end_ends_when_it_is_started_again()
 
 def test_a_node_that_was_absent_when_the_job_ended_does_not_hold_up_its_close() -> None:
     driver = Driver(min_nodes=2, max_nodes=2).running("a", "b", step=3)
-    driver.take(jobs.StreamEnded(at=driver.at, node=NodeId("b")))
+    driver.take(StreamEnded(at=driver.at, node=NodeId("b")))
     driver.leaving("a")
     driver.left("a")
     deadline = jobs.deadline(driver.job)
@@ -451,7 +460,7 @@ def test_a_job_that_ends_while_it_is_being_repaired_leaves_no_incident_open() ->
     driver = Driver().running("a", step=3)
     driver.exit(0, step=3, signal=9)
     driver.leaving("a")
-    assert driver.job.open_incident is None
+    assert driver.job.recovery.open_incident is None
     assert driver.job.incidents[0].action
 
 
@@ -470,7 +479,7 @@ def test_agents_clocks_that_differ_slightly_lose_no_time() -> None:
         driver.after(0.1).all_ready()
         driver.start_all()
         driver.after(1).step_all(11, 1)
-        total = books.rank_seconds(driver.job.ledger, driver.at)
+        total = books.rank_seconds(driver.job.of(Ledger), driver.at)
         assert total == pytest.approx(2 * (driver.now - OPENED_AT), abs=0.5)
         assert sum(seconds(driver).values()) == pytest.approx(total, abs=1e-4)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from driver import WAKE, Driver, check_books, encoded, raised, replayed, revived, spec
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -18,7 +19,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from holdfast.core import job as jobs
 from holdfast.core import report
 from holdfast.core.ledger import books
+from holdfast.core.ledger.books import Ledger
 from holdfast.core.membership import seating
+from holdfast.core.nodecheck.schedule import Checking
+from holdfast.core.states import Ended
+from holdfast.core.stragglers.events import StragglersMachine
 from holdfast.messages import actions as orders
 from holdfast.messages.actions import AnyAction, CloseJob, Finish, StartWorkers, StopWorkers
 from holdfast.messages.events import (
@@ -46,6 +51,7 @@ from holdfast.messages.records import Part, RankProgress, World
 from holdfast.messages.requests import AwaitStragglers
 from holdfast.messages.timings import RankTimings, Timing
 from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber, Time
+from holdfast.view.summary import summary
 
 EXITS: list[dict[str, Any]] = [
     {"code": 0},
@@ -149,7 +155,9 @@ class JobMachine(RuleBasedStateMachine):
     def take(self, event: AnyEvent) -> None:
         stale = isinstance(event, OF_A_ROUND) and event.round != self.job.membership.round
         if isinstance(event, NodeTested):
-            stale = event.check != self.job.checking.number or self.job.checking.check is None
+            stale = (
+                event.check != self.job.of(Checking).number or self.job.of(Checking).check is None
+            )
         before = encoded(self.job) if stale else b""
         actions = self.driver.take(event)
         if stale:
@@ -182,7 +190,7 @@ class JobMachine(RuleBasedStateMachine):
             agent.test = None
 
     def told_to_test(self, agent: Agent, order: orders.TestNode) -> None:
-        assert self.job.membership.world is None, "a test in the middle of training"
+        assert self.job.world is None, "a test in the middle of training"
         newest = (order.check, order.round)
         running = agent.test is not None and order.size == 1
         if newest > agent.tested or (newest == agent.tested and running):
@@ -388,7 +396,7 @@ class JobMachine(RuleBasedStateMachine):
         if picked is None:
             return
         node, agent, rank = picked
-        last = self.job.desk.last.get(rank, {}).get(0)
+        last = self.job.requests.last.get(rank, {}).get(0)
         self.take(
             Asked(
                 at=self.at(0),
@@ -397,7 +405,9 @@ class JobMachine(RuleBasedStateMachine):
                 rank=rank,
                 lane=0,
                 number=1 if last is None else last.number + (not again),
-                request=AwaitStragglers(after=self.job.found if again else 0),
+                request=AwaitStragglers(
+                    after=self.job.of(StragglersMachine).findings.total if again else 0
+                ),
             )
         )
 
@@ -445,12 +455,18 @@ class JobMachine(RuleBasedStateMachine):
         job, m = self.job, self.job.membership
         assert m.round >= self.round, "a round went back"
         self.round = m.round
-        if m.world is not None:
-            assert self.worlds.setdefault(m.round, m.world) == m.world, "a frozen world changed"
-            ranks = [r for p in m.world.places for r in range(p.first_rank, p.first_rank + p.slots)]
-            assert ranks == list(range(m.world.size)), "ranks are not unique and contiguous"
+        if self.job.world is not None:
+            assert self.worlds.setdefault(m.round, self.job.world) == self.job.world, (
+                "a frozen world changed"
+            )
+            ranks = [
+                r
+                for p in self.job.world.places
+                for r in range(p.first_rank, p.first_rank + p.slots)
+            ]
+            assert ranks == list(range(self.job.world.size)), "ranks are not unique and contiguous"
             assert list(job.ranks) == ranks
-        total = books.rank_seconds(job.ledger, self.driver.at)
+        total = books.rank_seconds(job.of(Ledger), self.driver.at)
         assert total >= self.total - 1e-6, "the books lost time"
         self.total = total
         assert self.closes <= 1 or any(
@@ -461,11 +477,11 @@ class JobMachine(RuleBasedStateMachine):
     @invariant()
     def it_can_be_reported(self) -> None:
         job, now = self.job, self.driver.at
-        report.status(job, now, alive=True)
-        report.incidents(job)
-        report.summary(job, now)
-        told = report.goodput(job, now)
-        assert all(s >= 0 for s in told["seconds"].values())
+        status = report.status(job, now, alive=True)
+        incidents, goodput = report.incidents(job), report.goodput(job, now)
+        assert summary(status, goodput, incidents)
+        for told in (status, goodput, *incidents):
+            assert msgspec.convert(msgspec.to_builtins(told), type(told)) == told
 
     def teardown(self) -> None:
         if not hasattr(self, "driver"):
@@ -481,13 +497,13 @@ class JobMachine(RuleBasedStateMachine):
         """With nodes that do as they are told, a world forms, if there may be one."""
         m = self.job.membership
         for _ in range(100):
-            for node in list(self.job.absent):
+            for node in list(self.job.membership.absent):
                 round = self.agents.setdefault(node, Agent()).round
                 self.take(NodeResumed(at=self.at(0), node=node, round=round, busy=False))
             for node, held in list(self.job.membership.busy.items()):
                 self.driver.ready(node, round=held.round)
             self.everybody_passes()
-            if self.job.ended is not None or m.world is not None:
+            if self.job.result is not None or self.job.world is not None:
                 return
             deadline = jobs.deadline(self.job)
             if deadline is None:
@@ -504,8 +520,8 @@ class JobMachine(RuleBasedStateMachine):
             self.driver.leaving(node)
         for node in list(self.job.membership.nodes()):
             self.driver.left(node)
-        if self.job.ended is not None:
-            assert self.job.closed
+        if self.job.result is not None:
+            assert isinstance(self.job.state, Ended)
             check_books(self.job, self.driver.now)
 
 

@@ -66,7 +66,7 @@ def test_an_answer_that_was_lost_is_given_again(job: Askers) -> None:
     for rank in range(3):
         job.ask(rank, barrier())
     assert answers(job.ask(1, barrier(), 1)) == {1: Granted()}
-    assert not job.job.desk.open
+    assert not job.job.requests.open
 
 
 def test_a_rank_that_ended_counts_as_arrived(job: Askers) -> None:
@@ -212,7 +212,7 @@ class MeetingMachine(RuleBasedStateMachine):
 
     @property
     def living(self) -> list[int]:
-        if self.job.job.state != "running":
+        if self.job.job.state.name != "running":
             return []
         return [rank for rank, state in self.job.job.ranks.items() if not state.finished]
 
@@ -285,9 +285,9 @@ class MeetingMachine(RuleBasedStateMachine):
 
     @invariant()
     def nobody_waits_in_vain(self) -> None:
-        if not hasattr(self, "job") or self.job.job.state != "running":
+        if not hasattr(self, "job") or self.job.job.state.name != "running":
             return
-        desk = self.job.job.desk
+        desk = self.job.job.requests
         assert {(h.asked.rank, h.asked.lane) for h in desk.open.values()} == set(self.open_)
 
     def teardown(self) -> None:

@@ -14,8 +14,15 @@ from holdfast.core.membership.rounds import Membership
 from holdfast.messages.records import Terms, World
 from holdfast.messages.units import NodeId, RoundNumber, Time
 
-LATER = Time(1e9)
 NOON = 1000.0
+
+
+frozen: dict[int, World] = {}
+"""The newest world of each membership."""
+
+
+def validate(m: Membership) -> None:
+    rounds.validate(m, frozen[id(m)] if m.placed else None)
 
 
 def waiting(count: int, **terms: Any) -> Membership:
@@ -27,12 +34,14 @@ def waiting(count: int, **terms: Any) -> Membership:
 
 def join(m: Membership, node: str, now: float = NOON, slots: int = 2, **more: Any) -> None:
     rounds.join(m, NodeId(node), spec(slots, **more), 1000 + len(m.nodes()), Time(now))
-    rounds.validate(m)
+    validate(m)
 
 
 def close(m: Membership, now: float = NOON) -> World | None:
     world = rounds.close(m, Time(now))
-    rounds.validate(m)
+    if world is not None:
+        frozen[id(m)] = world
+    validate(m)
     return world
 
 
@@ -44,7 +53,7 @@ def closed(m: Membership, now: float = NOON) -> World:
 
 def ready(m: Membership, node: str, round: int, port: int = 5) -> bool:
     answer = rounds.ready(m, NodeId(node), RoundNumber(round), port)
-    rounds.validate(m)
+    validate(m)
     return answer
 
 
@@ -90,7 +99,7 @@ def test_a_given_last_call_is_kept() -> None:
 def test_later_rounds_do_not_wait_for_newcomers() -> None:
     m = waiting(2, min_nodes=1, max_nodes=3)
     closed(m, NOON + 60)
-    rounds.dissolve(m, LATER)
+    rounds.dissolve(m, Time(NOON))
     rounds.leave(m, NodeId("n1"))
     assert ready(m, "n0", 1)
     assert names(closed(m, NOON + 61)) == ["n0"]
@@ -99,7 +108,7 @@ def test_later_rounds_do_not_wait_for_newcomers() -> None:
 def test_a_round_waits_for_its_busy_nodes() -> None:
     m = waiting(2, min_nodes=1, max_nodes=2)
     closed(m)
-    rounds.dissolve(m, LATER)
+    rounds.dissolve(m, Time(NOON))
     assert ready(m, "n0", 1)
     assert close(m) is None
     assert ready(m, "n1", 1)
@@ -109,7 +118,7 @@ def test_a_round_waits_for_its_busy_nodes() -> None:
 def test_busy_nodes_are_waited_for_although_spares_could_fill_the_world() -> None:
     m = waiting(4, min_nodes=2, max_nodes=2)
     first = closed(m)
-    rounds.dissolve(m, LATER)
+    rounds.dissolve(m, Time(NOON))
     assert rounds.close(m, Time(1.0)) is None
     for place in first.places:
         assert rounds.ready(m, place.node, first.round, store_port=1)
@@ -146,7 +155,7 @@ def test_survivors_keep_their_order_and_a_spare_takes_the_empty_place() -> None:
     m = waiting(4, min_nodes=3, max_nodes=3)
     closed(m)
     rounds.leave(m, NodeId("n1"))
-    rounds.dissolve(m, LATER)
+    rounds.dissolve(m, Time(NOON))
     ready(m, "n2", 1)
     ready(m, "n0", 1)
     world = closed(m)
@@ -201,7 +210,7 @@ def test_a_late_joiner_never_changes_a_frozen_world() -> None:
     world = closed(m)
     join(m, "late")
     assert close(m) is None
-    assert m.world is world
+    assert list(m.placed) == [place.node for place in world.places]
     assert list(m.waiting) == ["late"]
 
 
@@ -233,7 +242,7 @@ def test_a_member_that_joins_again_waits_and_keeps_its_place() -> None:
     m = waiting(2, min_nodes=2, max_nodes=2)
     closed(m)
     rounds.leave(m, NodeId("n0"))
-    rounds.dissolve(m, LATER)
+    rounds.dissolve(m, Time(NOON))
     join(m, "n0")
     join(m, "n1")
     assert m.count() == 2
@@ -252,7 +261,7 @@ def test_a_replacement_that_joins_while_the_old_node_is_known_outlives_it() -> N
 def test_a_store_port_is_of_the_round_it_serves() -> None:
     m = waiting(1, min_nodes=1, max_nodes=1)
     first = closed(m).store_port
-    rounds.dissolve(m, LATER)
+    rounds.dissolve(m, Time(NOON))
     assert ready(m, "n0", 1, port=4321)
     assert closed(m).store_port == 4321 != first
 
@@ -260,7 +269,7 @@ def test_a_store_port_is_of_the_round_it_serves() -> None:
 def test_ready_for_another_round_is_refused() -> None:
     m = waiting(1, min_nodes=1, max_nodes=1)
     closed(m)
-    rounds.dissolve(m, LATER)
+    rounds.dissolve(m, Time(NOON))
     assert not ready(m, "n0", 0)
     assert not ready(m, "n0", 2)
     assert not ready(m, "stranger", 1)
@@ -320,7 +329,7 @@ class Churn(RuleBasedStateMachine):
     @rule(name=node)
     def leave(self, name: str) -> None:
         if rounds.leave(self.m, NodeId(name)):
-            rounds.dissolve(self.m, LATER)
+            rounds.dissolve(self.m, Time(self.now))
 
     @rule(name=node, back=st.integers(0, 2))
     def get_ready(self, name: str, back: int) -> None:
@@ -330,8 +339,8 @@ class Churn(RuleBasedStateMachine):
 
     @rule()
     def break_up(self) -> None:
-        if self.m.world is not None:
-            rounds.dissolve(self.m, LATER)
+        if self.m.placed:
+            rounds.dissolve(self.m, Time(self.now))
 
     @rule(later=st.sampled_from([0.0, 0.1, 1.0, 1000.0]))
     def close(self, later: float) -> None:
@@ -346,15 +355,15 @@ class Churn(RuleBasedStateMachine):
     def frozen_and_contiguous(self) -> None:
         if not hasattr(self, "m"):
             return
-        rounds.validate(self.m)
-        if self.m.world is not None:
-            assert self.m.world == self.worlds[self.m.round]
+        validate(self.m)
+        if self.m.placed:
+            world = self.worlds[self.m.round]
             ranks = [
                 rank
-                for place in self.m.world.places
+                for place in world.places
                 for rank in range(place.first_rank, place.first_rank + place.slots)
             ]
-            assert ranks == list(range(self.m.world.size))
+            assert ranks == list(range(world.size))
 
 
 TestChurn = Churn.TestCase

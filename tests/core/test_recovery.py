@@ -9,10 +9,13 @@ from driver import WAKE, raised
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.core.recovery import rules as faults
-from holdfast.core.recovery.rules import Again, Fault, Recovery, Stop
+from holdfast.core import faults
+from holdfast.core.faults import Fault
+from holdfast.core.ladder import Again, Resources, Rung, Stop
+from holdfast.core.recovery import rules
+from holdfast.core.recovery.rules import FaultHistory
 from holdfast.messages.events import WorkerExited
-from holdfast.messages.records import RankProgress, Terms
+from holdfast.messages.records import RankProgress
 from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber, Time
 
 NODE = NodeId("n")
@@ -27,17 +30,24 @@ def died(step: int = 5, at: float = 1.0, rank: int = 0, **how: Any) -> Fault:
         progress=RankProgress(rank=Rank(rank)),
         **how,
     )
-    return faults.fault_of(event, StepNumber(step))
+    return faults.death(event, StepNumber(step))
 
 
 def lost() -> Fault:
     return faults.lost_node(NODE, RoundNumber(1), StepNumber(5), "its stream ended", Time(9))
 
 
-def judge(recovery: Recovery, fault: Fault, highest: int = 5) -> Again | Stop:
-    verdict = faults.judge(recovery, fault, StepNumber(highest))
-    faults.validate(recovery)
-    return verdict
+ALL_THERE = Resources(seats=2, survivors=2, formable=2, needed=2)
+
+
+def judge(history: FaultHistory, fault: Fault, highest: int = 5, limit: int | None = None) -> Rung:
+    rung = rules.judge(history, fault, ALL_THERE, StepNumber(highest), limit)
+    rules.validate(history, limit)
+    return rung
+
+
+def again(rung: Rung) -> bool:
+    return isinstance(rung, Again)
 
 
 KINDS = [
@@ -94,48 +104,48 @@ def test_of_two_equal_deaths_the_earlier_one_is_the_culprit() -> None:
 
 @pytest.mark.parametrize("how", [{"code": 1}, {"code": 1, "raised": raised()}])
 def test_a_failure_before_the_first_step_is_the_users_bug(how: dict[str, Any]) -> None:
-    verdict = judge(Recovery(Terms()), died(step=0, **how), highest=0)
+    verdict = judge(FaultHistory(), died(step=0, **how), highest=0)
     assert verdict == Stop(1, verdict.reason)  # type: ignore[union-attr]
     assert "before the first step" in verdict.reason  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("how", [{"signal": 9}, {"signal": 11}, {"signal": 9, "oom": True}])
 def test_a_worker_killed_while_starting_is_tried_again(how: dict[str, Any]) -> None:
-    assert judge(Recovery(Terms()), died(step=0, **how), highest=0) == Again()
+    assert again(judge(FaultHistory(), died(step=0, **how), highest=0))
 
 
 def test_with_a_number_of_restarts_a_failing_start_uses_them_up_and_no_more() -> None:
-    recovery = Recovery(Terms(max_restarts=4))
-    verdicts = [judge(recovery, died(step=0, code=1), highest=0) for _ in range(5)]
-    assert verdicts[:4] == [Again()] * 4
+    history = FaultHistory()
+    verdicts = [judge(history, died(step=0, code=1), highest=0, limit=4) for _ in range(5)]
+    assert all(map(again, verdicts[:4]))
     assert isinstance(verdicts[4], Stop)
     assert verdicts[4].code == 1
 
 
 def test_no_restarts_allowed_means_none() -> None:
-    assert isinstance(judge(Recovery(Terms(max_restarts=0)), died(signal=9)), Stop)
+    assert isinstance(judge(FaultHistory(), died(signal=9), limit=0), Stop)
 
 
 def test_the_same_failure_at_the_same_step_three_times_ends_the_job_with_93() -> None:
-    recovery = Recovery(Terms())
-    verdicts = [judge(recovery, died(code=1, raised=raised())) for _ in range(3)]
-    assert verdicts[:2] == [Again(), Again()]
+    history = FaultHistory()
+    verdicts = [judge(history, died(code=1, raised=raised())) for _ in range(3)]
+    assert all(map(again, verdicts[:2]))
     assert isinstance(verdicts[2], Stop)
     assert verdicts[2].code == 93
     assert "3 times in a row" in verdicts[2].reason
 
 
 def test_the_same_failure_at_another_step_is_another_failure() -> None:
-    recovery = Recovery(Terms())
+    history = FaultHistory()
     for step in range(1, 50):
-        assert judge(recovery, died(step=step, code=1, raised=raised()), highest=step) == Again()
+        assert again(judge(history, died(step=step, code=1, raised=raised()), highest=step))
 
 
 def test_two_failures_by_turns_do_not_go_on_for_ever() -> None:
-    recovery = Recovery(Terms())
+    history = FaultHistory()
     verdicts = []
-    for i in range(faults.STUCK_LIMIT + 1):
-        verdicts.append(judge(recovery, died(code=1 + i % 2)))
+    for i in range(rules.STUCK_LIMIT + 1):
+        verdicts.append(judge(history, died(code=1 + i % 2)))
         if isinstance(verdicts[-1], Stop):
             break
     assert isinstance(verdicts[-1], Stop)
@@ -143,41 +153,41 @@ def test_two_failures_by_turns_do_not_go_on_for_ever() -> None:
 
 
 def test_kills_from_outside_are_never_the_same_failure() -> None:
-    recovery = Recovery(Terms())
+    history = FaultHistory()
     for _ in range(100):
-        assert judge(recovery, died(signal=9)) == Again()
+        assert again(judge(history, died(signal=9)))
 
 
 def test_even_kills_from_outside_without_progress_end_at_last() -> None:
-    recovery = Recovery(Terms())
-    verdicts = [judge(recovery, died(signal=9)) for _ in range(faults.STUCK_LIMIT_OUTSIDE)]
+    history = FaultHistory()
+    verdicts = [judge(history, died(signal=9)) for _ in range(rules.STUCK_LIMIT_OUTSIDE)]
     assert isinstance(verdicts[-1], Stop)
 
 
 def test_kills_with_progress_between_them_go_on_for_ever() -> None:
-    recovery = Recovery(Terms())
+    history = FaultHistory()
     for step in range(1, 1000):
-        assert judge(recovery, died(step=step, signal=9), highest=step) == Again()
+        assert again(judge(history, died(step=step, signal=9), highest=step))
 
 
 def test_the_out_of_memory_killer_at_the_same_step_counts_as_the_same_failure() -> None:
-    recovery = Recovery(Terms())
-    verdicts = [judge(recovery, died(signal=9, oom=True)) for _ in range(3)]
+    history = FaultHistory()
+    verdicts = [judge(history, died(signal=9, oom=True)) for _ in range(3)]
     assert isinstance(verdicts[2], Stop)
 
 
 def test_a_lost_node_is_never_the_scripts_fault() -> None:
-    recovery = Recovery(Terms())
+    history = FaultHistory()
     for _ in range(10):
-        assert judge(recovery, lost(), highest=0) == Again()
+        assert again(judge(history, lost(), highest=0))
 
 
 @pytest.mark.parametrize("kind", sorted(faults.WANTED))
 def test_a_change_that_we_wanted_costs_no_restart(kind: Any) -> None:
-    recovery = Recovery(Terms(max_restarts=0))
+    history = FaultHistory()
     fault = faults.wanted(kind, NODE, RoundNumber(1), StepNumber(5), "why", Time(9))
-    assert judge(recovery, fault) == Again()
-    assert recovery.restarts == 0
+    assert again(judge(history, fault, limit=0))
+    assert history.restarts == 0
 
 
 hows = st.sampled_from([how for how, _, _ in KINDS])
@@ -187,12 +197,12 @@ hows = st.sampled_from([how for how, _, _ in KINDS])
 def test_no_sequence_of_faults_breaks_the_rules(
     limit: int | None, sequence: list[tuple[dict[str, Any], int]]
 ) -> None:
-    recovery = Recovery(Terms(max_restarts=limit))
+    history = FaultHistory()
     highest = 0
     for how, gained in sequence:
         highest += gained
-        verdict = judge(recovery, died(step=highest, **how), highest)
+        verdict = judge(history, died(step=highest, **how), highest, limit)
         if isinstance(verdict, Stop):
-            assert verdict.code in (faults.EXIT_FAILED, faults.EXIT_DO_NOT_REQUEUE)
+            assert verdict.code in (rules.EXIT_FAILED, rules.EXIT_DO_NOT_REQUEUE)
             return
-        assert limit is None or recovery.restarts <= limit
+        assert limit is None or history.restarts <= limit

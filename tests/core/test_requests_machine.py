@@ -49,7 +49,7 @@ class AskingMachine(JobMachine):
         if picked is None:
             return
         node, agent, rank = picked
-        stale = agent.round != self.job.membership.round or self.job.membership.world is None
+        stale = agent.round != self.job.membership.round or self.job.world is None
         before = encoded(self.job)
         event = Asked(
             at=self.at(0),
@@ -77,7 +77,7 @@ class AskingMachine(JobMachine):
     @precondition(lambda self: hasattr(self, "driver"))
     @invariant()
     def who_waits_is_in_the_world(self) -> None:
-        for held in self.job.desk.open.values():
+        for held in self.job.requests.open.values():
             assert held.asked.round == self.job.membership.round
             assert not self.job.ranks[held.asked.rank].finished
 

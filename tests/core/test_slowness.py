@@ -8,8 +8,8 @@ from typing import Any
 from driver import Driver, encoded, kinds, revived
 
 from holdfast.core import report
-from holdfast.core.slowness import KEPT_FINDINGS
 from holdfast.core.stragglers import windows as stragglers
+from holdfast.core.stragglers.events import KEPT_FINDINGS, StragglersMachine
 from holdfast.messages.actions import Answered, AnyAction, Finish
 from holdfast.messages.events import Asked, Progress
 from holdfast.messages.exits import EXIT_DO_NOT_REQUEUE
@@ -83,13 +83,13 @@ def answers(actions: list[AnyAction]) -> dict[int, Any]:
 def test_a_slow_rank_becomes_an_incident_that_breaks_no_round() -> None:
     driver = training()
     assert slowed(driver) == []
-    assert driver.job.state == "running"
+    assert driver.job.state.name == "running"
     (incident,) = driver.job.incidents
     assert (incident.kind, incident.rank, incident.node) == ("straggler", 3, "b")
     assert incident.closed_at == incident.opened_at
     assert incident.signature.startswith("is slow: 50 % of the speed of the best rank")
     assert incident.action == "training goes on"
-    assert "rank 3 is slow: 50 %" in report.incident_line(incident)
+    assert "rank 3 is slow: 50 %" in report.incident_line(driver.job, incident)
 
 
 def test_it_is_said_once_however_long_it_lasts() -> None:
@@ -105,7 +105,10 @@ def test_a_rank_that_becomes_slow_is_one_incident_though_it_was_faster_before() 
     for _ in range(3):
         window(driver)
     slowed(driver)
-    assert {finding.kind for finding in driver.job.findings} == {"relative", "individual"}
+    assert {finding.kind for finding in driver.job.of(StragglersMachine).findings.newest} == {
+        "relative",
+        "individual",
+    }
     assert len(driver.job.incidents) == 1
 
 
@@ -116,18 +119,21 @@ def test_a_rank_that_recovers_is_no_incident_but_is_told() -> None:
     window(driver)
     window(driver)
     assert len(driver.job.incidents) == 1
-    assert [finding.began for finding in driver.job.findings] == [True, False]
+    assert [finding.began for finding in driver.job.of(StragglersMachine).findings.newest] == [
+        True,
+        False,
+    ]
 
 
 def test_status_shows_every_ranks_score_and_who_is_slow() -> None:
     driver = training()
     slowed(driver)
     told = report.status(driver.job, driver.at, alive=True)
-    ranks = {rank["rank"]: rank for node in told["nodes"] for rank in node["ranks"]}
-    assert ranks[3]["straggler"] == "relative"
-    assert abs(ranks[3]["score"] - 0.5) < 0.05
-    assert [ranks[rank]["straggler"] for rank in (0, 1, 2)] == [None] * 3
-    assert all(ranks[rank]["score"] > 0.95 for rank in (0, 1, 2))
+    ranks = {rank.rank: rank for node in told.nodes for rank in node.ranks}
+    assert ranks[3].straggler == "relative"
+    assert abs(ranks[3].score - 0.5) < 0.05
+    assert [ranks[rank].straggler for rank in (0, 1, 2)] == [None] * 3
+    assert all(ranks[rank].score > 0.95 for rank in (0, 1, 2))
 
 
 def test_a_straggler_is_no_fault_and_repairs_take_no_notice_of_it() -> None:
@@ -136,7 +142,7 @@ def test_a_straggler_is_no_fault_and_repairs_take_no_notice_of_it() -> None:
     driver.all_ready()
     driver.start_all()
     slowed(driver)
-    assert driver.job.open_incident is not None
+    assert driver.job.recovery.open_incident is not None
     driver.after(1).step_all(11, 1)
     fault, straggler = driver.job.incidents
     assert (fault.kind, straggler.kind) == ("signal", "straggler")
@@ -177,7 +183,7 @@ def test_a_straggler_is_replaced_only_if_a_spare_waits() -> None:
     driver = training(exclude_stragglers=True)
     assert slowed(driver) == []
     assert driver.job.incidents[0].action == "training goes on"
-    assert driver.job.excluded == {}
+    assert driver.job.membership.excluded == {}
 
 
 def test_the_node_of_a_straggler_makes_place_for_a_spare() -> None:
@@ -188,18 +194,18 @@ def test_the_node_of_a_straggler_makes_place_for_a_spare() -> None:
     (finish,) = [a for a in actions if isinstance(a, Finish)]
     assert (finish.node, finish.code) == ("b", EXIT_DO_NOT_REQUEUE)
     assert "rank 3 is slow" in finish.reason
-    assert "host-b" in driver.job.excluded
+    assert "host-b" in driver.job.membership.excluded
     assert driver.job.incidents[0].action == "its node makes place for a spare"
     driver.all_ready()
     assert [place.node for place in driver.world.places] == ["a", "spare"]
-    assert driver.job.recovery.restarts == 0
+    assert driver.job.recovery.history.restarts == 0
 
 
 def test_a_spare_is_not_used_where_nobody_asked_for_that() -> None:
     driver = training()
     driver.join("spare", host="host-spare")
     assert slowed(driver) == []
-    assert driver.job.state == "running"
+    assert driver.job.state.name == "running"
 
 
 def test_two_slow_nodes_cost_one_spare_and_one_restart() -> None:
@@ -215,7 +221,7 @@ def test_two_slow_nodes_cost_one_spare_and_one_restart() -> None:
     assert len([a for a in actions if isinstance(a, Finish)]) == 1
     kinds_seen = [incident.kind for incident in driver.job.incidents]
     assert sorted(kinds_seen) == ["exclude", "straggler", "straggler"]
-    assert len(driver.job.excluded) == 1
+    assert len(driver.job.membership.excluded) == 1
 
 
 def test_a_rank_that_is_slower_than_it_was_is_noted_and_stays() -> None:
@@ -227,7 +233,7 @@ def test_a_rank_that_is_slower_than_it_was_is_noted_and_stays() -> None:
     everybody = dict.fromkeys(range(4), 0.06)
     window(driver, everybody)
     assert window(driver, everybody) == []
-    assert driver.job.state == "running"
+    assert driver.job.state.name == "running"
     assert {incident.rank for incident in driver.job.incidents} == {0, 1, 2, 3}
     assert all("its own best" in incident.signature for incident in driver.job.incidents)
 
@@ -240,7 +246,7 @@ def test_in_steps_of_milliseconds_a_rank_that_is_slower_than_it_was_is_no_incide
     everybody = dict.fromkeys(range(4), 0.06)
     window(driver, everybody)
     window(driver, everybody)
-    assert driver.job.findings
+    assert driver.job.of(StragglersMachine).findings.newest
     assert driver.job.incidents == []
 
 
@@ -291,7 +297,7 @@ def test_with_the_round_the_wait_is_over() -> None:
     told = answers(driver.exit(3, step=10, signal=9))
     assert isinstance(told[0], Denied)
     assert told[0].reason == "fenced"
-    assert driver.job.desk.open == {}
+    assert driver.job.requests.open == {}
 
 
 def test_whoever_is_replaced_for_being_slow_is_told_before_the_round_is_over() -> None:
@@ -310,7 +316,7 @@ def test_a_new_round_knows_nothing_of_the_stragglers_of_the_last() -> None:
     driver.start_all()
     assert ask(driver, 0) == []
     told = report.status(driver.job, driver.at, alive=True)
-    assert not any(rank["straggler"] for node in told["nodes"] for rank in node["ranks"])
+    assert not any(rank.straggler for node in told.nodes for rank in node.ranks)
 
 
 def test_a_script_that_missed_many_findings_gets_the_newest() -> None:
@@ -321,5 +327,5 @@ def test_a_script_that_missed_many_findings_gets_the_newest() -> None:
         window(driver)
     answer = answers(ask(driver, 0))[0]
     assert answer.total > 40
-    assert answer.findings == tuple(driver.job.findings)
+    assert answer.findings == tuple(driver.job.of(StragglersMachine).findings.newest)
     assert len(answer.findings) == KEPT_FINDINGS

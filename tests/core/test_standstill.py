@@ -202,7 +202,7 @@ def test_a_hang_opens_an_incident_and_all_nodes_look_before_they_stop() -> None:
 
 
 def test_those_who_wait_for_an_answer_are_left_waiting_until_they_were_looked_at() -> None:
-    assert kinds(two_nodes().hang()) == ["StopWorkers", "StopWorkers"]
+    assert kinds(two_nodes().hang()) == ["StopWorkers", "StopWorkers", "Diagnose"]
 
 
 def test_word_of_another_round_another_node_or_a_stranger_is_ignored() -> None:
@@ -221,7 +221,9 @@ def test_word_that_waited_for_a_coordinator_that_was_gone_is_ignored() -> None:
     old = RanksStalled(at=job.at, node=NodeId("a"), round=job.round, stalls=both)
     job.after(60)
     assert job.take(old) == []
-    assert kinds(job.stalled("a", *both)) == ["StopWorkers"] * 2, "it is told again"
+    assert kinds(job.stalled("a", *both)) == ["StopWorkers", "StopWorkers", "Diagnose"], (
+        "it is told again"
+    )
 
 
 def test_a_hang_that_is_being_repaired_is_not_opened_twice() -> None:
@@ -235,7 +237,11 @@ def test_ranks_that_have_finished_are_not_waited_for() -> None:
     job = two_nodes()
     for rank in (2, 3):
         job.exit(rank, step=10, code=0)
-    assert kinds(job.stalled("a", stall(0, "waits"), stall(1, "waits"))) == ["StopWorkers"] * 2
+    assert kinds(job.stalled("a", stall(0, "waits"), stall(1, "waits"))) == [
+        "StopWorkers",
+        "StopWorkers",
+        "Diagnose",
+    ]
     assert job.job.incidents[0].rank is None, "nobody is to blame, as far as can be seen"
 
 
@@ -245,7 +251,7 @@ def test_a_rank_that_finishes_is_what_the_others_wait_for_when_that_is_told_agai
         job.exit(rank, step=10, code=0)
     both = (stall(0, "waits"),)
     job.stalled("b", stall(3, "waits"))
-    assert kinds(job.stalled("a", *both)) == ["StopWorkers"] * 2
+    assert kinds(job.stalled("a", *both)) == ["StopWorkers", "StopWorkers", "Diagnose"]
 
 
 def test_the_verdict_names_who_it_was() -> None:
@@ -274,7 +280,7 @@ def test_a_verdict_that_comes_late_does_not_touch_the_new_round() -> None:
     job.after(1).step_all(11, steps=1)
     job.verdict(1, 1, sentence="late")
     assert job.job.incidents[0].detail == "late"
-    assert job.job.state == "running"
+    assert job.job.state.name == "running"
 
 
 def test_a_verdict_does_not_hide_a_death_that_was_the_cause() -> None:
@@ -326,7 +332,7 @@ def test_stalls_survive_the_journal() -> None:
         round=job.round,
         stalls=(stall(2, "waits"), stall(3, "waits")),
     )
-    assert kinds(handle(again, told, job.at)) == ["StopWorkers"] * 2
+    assert kinds(handle(again, told, job.at)) == ["StopWorkers", "StopWorkers", "Diagnose"]
 
 
 # ---- the same hang again -----------------------------------------------------------------------
@@ -337,7 +343,7 @@ def again_and_again(job: Watcher, at_most: int, step: int | None = None, **how: 
     for times in range(1, at_most + 1):
         job.after(5).hang(**how)
         job.all_ready()
-        if job.job.ended is not None:
+        if job.job.result is not None:
             return times
         job.after(1).start_all()
         reached = 10 if step is None else 10 + times * step
@@ -348,18 +354,18 @@ def again_and_again(job: Watcher, at_most: int, step: int | None = None, **how: 
 def test_a_rank_that_may_only_be_slow_is_tried_often_and_then_the_job_ends() -> None:
     job = two_nodes()
     assert again_and_again(job, 20) == 5
-    assert job.job.ended is not None
-    assert job.job.ended.code == 93
-    assert "at step 10, 5 times in a row" in job.job.ended.reason
+    assert job.job.result is not None
+    assert job.job.result.code == 93
+    assert "at step 10, 5 times in a row" in job.job.result.reason
 
 
 def test_hangs_at_the_same_step_are_the_same_however_the_ranks_stood() -> None:
     job = two_nodes()
     ways: list[StallKind] = ["still", "gil", "still", "gil", "still"]
     for kind in ways:
-        assert job.job.ended is None
+        assert job.job.result is None
         again_and_again(job, 1, kind=kind)
-    assert job.job.ended is not None
+    assert job.job.result is not None
 
 
 def test_ranks_that_wait_for_each_other_again_and_again_end_the_job_sooner() -> None:
@@ -370,13 +376,13 @@ def test_ranks_that_wait_for_each_other_again_and_again_end_the_job_sooner() -> 
 def test_a_job_that_advances_goes_on_however_often_it_hangs() -> None:
     job = two_nodes()
     assert again_and_again(job, 40, step=1) == 40
-    assert job.job.ended is None
+    assert job.job.result is None
 
 
 def test_a_rank_that_somebody_stops_again_and_again_says_nothing_about_the_script() -> None:
     job = two_nodes()
     assert again_and_again(job, 40, kind="stopped") == 40
-    assert job.job.ended is None
+    assert job.job.result is None
 
 
 def test_the_reason_for_giving_up_is_the_verdict() -> None:
@@ -385,5 +391,5 @@ def test_the_reason_for_giving_up_is_the_verdict() -> None:
     job.after(5).hang()
     job.verdict(len(job.job.incidents), 1, sentence="rank 1 on a sleeps in train.py:5 (load)")
     job.all_ready()
-    assert job.job.ended is not None
-    assert job.job.ended.reason.startswith("rank 1 on a sleeps in train.py:5 (load) at step 10")
+    assert job.job.result is not None
+    assert job.job.result.reason.startswith("rank 1 on a sleeps in train.py:5 (load) at step 10")

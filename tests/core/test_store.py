@@ -199,7 +199,7 @@ def test_a_repeated_compare_set_that_won_has_won(job: Askers) -> None:
     job.ask(0, swap)
     job.ask(1, put(k=b"other"))
     assert answers(job.ask(0, swap)) == {0: Values(values=(b"mine",))}
-    assert job.job.desk.store.items["k"] == b"other"
+    assert job.job.requests.store.items["k"] == b"other"
 
 
 def test_a_read_that_is_repeated_is_read_again(job: Askers) -> None:
@@ -279,8 +279,8 @@ def test_a_restarted_coordinator_has_every_key_and_every_wait(job: Askers) -> No
 def test_the_end_of_the_job_ends_every_wait(job: Askers) -> None:
     job.ask(0, wait("k"))
     job.leaving("a")
-    assert not job.job.desk.open
-    assert job.job.desk.until is None
+    assert not job.job.requests.open
+    assert job.job.requests.until is None
 
 
 NAMES = st.sampled_from(["a", "b", "c", "d"])

@@ -204,7 +204,7 @@ class Run:
         """Wait until every rank of that round (or a later one) has finished a step."""
         return self.until(
             lambda job: (
-                job.membership.round >= round and job.state == "running" and not job.to_step
+                job.membership.round >= round and job.state.name == "running" and not job.unstepped
             ),
             f"a step of every rank in round {round}",
         )

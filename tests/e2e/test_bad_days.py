@@ -71,7 +71,7 @@ def test_a_terminal_that_is_not_read_stops_no_rank(run: Run) -> None:
         run.train(script=talk, args=["20"], stdout=writer, stderr=writer)
         os.close(writer)
         run.until_stepping()
-        run.until(lambda job: job.ended, "the end of the job")
+        run.until(lambda job: job.result, "the end of the job")
     finally:
         os.close(reader)
     assert run.code() == 0

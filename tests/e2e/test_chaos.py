@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from holdfast import cgroups as memorybox
+from holdfast import cgroups
 from holdfast.cli.main import main
+from holdfast.core.chaos.plans import Chaos
 
 from .harness import TRAINER, Run, wait_for
 
@@ -59,7 +60,7 @@ def incidents(run: Run) -> list[tuple[Any, ...]]:
 
 
 def until_injected(run: Run, count: int) -> None:
-    run.until(lambda job: job.chaos.count >= count, f"{count} injections")
+    run.until(lambda job: job.of(Chaos).count >= count, f"{count} injections")
 
 
 def until_back(run: Run, count: int) -> None:
@@ -103,7 +104,7 @@ def test_a_schedule_befalls_the_same_ranks_in_the_same_steps_each_time(
     assert by_step[90] == ("signal", 1, "abort")
     assert by_step[111] == ("signal", 1, "kill")
     assert len(by_step) == 7
-    assert "InjectedFault: asked for with `holdfast chaos`, at step 45" in run.err
+    assert "InjectedFault: requested with `holdfast chaos`, at step 45" in run.err
     assert "[injected: exit on rank 1 at step 60]" in run.err
 
 
@@ -164,7 +165,7 @@ def test_whoever_has_not_the_jobs_token_can_do_nothing(run: Run) -> None:
     assert run.code() == 0
     job = run.peek()
     assert job is not None
-    assert job.chaos.plans == []
+    assert job.of(Chaos).plans == []
     assert job.incidents == []
 
 
@@ -194,7 +195,7 @@ def test_a_slow_rank_is_as_slow_as_it_was_asked_to_be(run: Run) -> None:
     assert incidents(run) == []
 
 
-@pytest.mark.skipif(not memorybox.possible(), reason="no memory cgroup can be made here")
+@pytest.mark.skipif(not cgroups.possible(), reason="no memory cgroup can be made here")
 def test_a_rank_runs_out_of_memory_alone(run: Run) -> None:
     run.train("--chaos", "oom@step=10,rank=1,value=32", args=["30"])
     assert run.code() == 0
@@ -213,7 +214,7 @@ def test_what_is_to_come_survives_the_coordinator(run: Run) -> None:
     assert incidents(run) == [("exit", 0, 40, "exit"), ("signal", 1, 60, "kill")]
     job = run.peek()
     assert job is not None
-    assert job.chaos.count == 4
+    assert job.of(Chaos).count == 4
 
 
 def test_an_agent_that_is_killed_is_another_one_soon(run: Run) -> None:
@@ -254,7 +255,7 @@ def test_a_node_that_is_cut_off_is_lost_and_joins_again(run: Run) -> None:
 def test_only_signals_reach_a_command(run: Run) -> None:
     run.write("while [ ! -e end ]; do sleep 0.02; done", "wait.sh")
     run.start("--chaos", "hang@step=5", "--no-python", "sh", "wait.sh")
-    run.until(lambda job: job.state == "running" and not job.to_start, "the command")
+    run.until(lambda job: job.state.name == "running" and not job.unstarted, "the command")
     taken = chaos(run, "hang", "--rank", "0")
     assert taken.code == 1
     assert "only signals reach it" in taken.text
@@ -310,7 +311,7 @@ def test_snapshots_survive_a_full_disk_a_dead_keeper_and_a_flipped_bit(run: Run)
     assert "No space left on device" in found[0]["detail"]
     job = run.peek()
     assert job is not None
-    assert [done.kind for done in job.chaos.done] == [
+    assert [struck.trap.kind for struck in job.of(Chaos).struck] == [
         "diskfull",
         "kill-keeper",
         "corrupt-image",

@@ -29,6 +29,7 @@ from holdfast.checkpoint.state.layout import Contents
 from holdfast.checkpoint.storage.backends import open_storage
 from holdfast.checkpoint.storage.manifest import steps
 from holdfast.checkpoint.storage.verify import verify
+from holdfast.core.commits.state import Commits
 
 from .harness import Run, cmdline, gone, wait_for
 
@@ -362,10 +363,10 @@ class Orphaned:
         run.reached("write")
         kill_coordinator(run)
         run.open("write")
-        run.until(lambda job: any(book.stored for book in job.commits.books.values()), "step 5")
+        run.until(lambda job: any(book.stored for book in job.of(Commits).books.values()), "step 5")
         run.shut("write")
         run.kill_rank(0)
-        run.until(lambda job: job.ranks and job.to_finish == 0, "the end of the only rank")
+        run.until(lambda job: job.ranks and job.unfinished == 0, "the end of the only rank")
         run.reached("write")
         self.ended_early = gone(run.pid)
         run.kill(run.agent())
@@ -602,7 +603,7 @@ class Full:
         self.fill()
         run.shut("write")
         run.let_go("3")
-        run.until(lambda job: job.ranks and job.to_finish == 0, "the end of the only rank")
+        run.until(lambda job: job.ranks and job.unfinished == 0, "the end of the only rank")
         run.reached("write")
         run.open("write")
         self.code = run.code()

@@ -130,8 +130,8 @@ def until_warm(run: Run, round: int = 1) -> Job:
     return run.until(
         lambda job: (
             job.membership.round >= round
-            and job.state == "running"
-            and not job.to_step
+            and job.state.name == "running"
+            and not job.unstepped
             and all(rank.step - (rank.base or 0) >= WARM for rank in job.ranks.values())
         ),
         f"{WARM} steps of every rank in round {round}",
@@ -179,7 +179,7 @@ def test_each_way_to_hang_is_seen_in_time_and_the_rank_and_its_line_are_named(
             said = f"rank {guilty} on {incident.node} {expected.format(line=line)}"
             assert said in incident.detail
         assert incident.rank == guilty, incident
-        step_s = 1 / job.pace.per_s if job.pace is not None and job.pace.per_s else 1.0
+        step_s = 1 / job.steps_per_s if job.steps_per_s else 1.0
         took_s = incident.opened_at - incident.fault_at
         assert took_s < 3 * step_s + BAR_S + SLACK_S, f"{way}: noticed after {took_s:.2f} s"
     until_warm(run, round=len(ways) + 1)
@@ -336,9 +336,9 @@ def test_the_same_hang_again_and_again_ends_the_job_and_says_where(run: Run) -> 
     job = run.peek()
     assert job is not None
     assert [incident.kind for incident in job.incidents] == ["hang"] * 5
-    assert job.ended is not None
-    assert "sleeps in train.py" in job.ended.reason
-    assert "at step 9, 5 times in a row" in job.ended.reason
+    assert job.result is not None
+    assert "sleeps in train.py" in job.result.reason
+    assert "at step 9, 5 times in a row" in job.result.reason
 
 
 # ---- scripts that are over ---------------------------------------------------------------------

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.core.commits.state import Commits
 from holdfast.core.state import Job
 
 from .test_checkpoints import Training, finished, free_port, trainings
@@ -85,7 +86,7 @@ def await_copies(run: Training, step: int, world_size: int) -> None:
     """Until each rank's image of that step is on another node, too."""
 
     def copied(job: Job) -> bool:
-        snapshots = [s for book in job.commits.books.values() for s in book.snapshots]
+        snapshots = [s for book in job.of(Commits).books.values() for s in book.snapshots]
         holders = next((s.holders for s in snapshots if s.id.step == step), {})
         return [len(nodes) for nodes in holders.values()] == [2] * world_size
 

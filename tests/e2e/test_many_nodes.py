@@ -64,14 +64,14 @@ def rank_on(job: Job, node: Run) -> int:
 
 
 def sizes(job: Job) -> tuple[int, int]:
-    world = job.membership.world
+    world = job.world
     return (world.size, len(world.places)) if world is not None else (0, 0)
 
 
 def two_nodes(cluster: Cluster, nnodes: str = "2") -> tuple[Run, Run, Job]:
     first = cluster.host(nnodes)
     second = cluster.start(nnodes)
-    first.until(lambda job: sizes(job) == (4, 2) and not job.to_step, "four ranks on two nodes")
+    first.until(lambda job: sizes(job) == (4, 2) and not job.unstepped, "four ranks on two nodes")
     return first, second, first.until_stepping()
 
 
@@ -120,7 +120,7 @@ def test_a_worker_of_another_node_dies_and_all_ranks_go_on(cluster: Cluster) -> 
 def test_a_lost_node_is_noticed_and_the_others_go_on_without_it(cluster: Cluster) -> None:
     first, second, before = two_nodes(cluster, "1:2")
     kill_node(second)
-    job = first.until(lambda job: sizes(job) == (2, 1) and not job.to_step, "two ranks")
+    job = first.until(lambda job: sizes(job) == (2, 1) and not job.unstepped, "two ranks")
     assert job.incidents[-1].kind == "node"
     assert job.membership.round == before.membership.round + 1
     first.end()
@@ -146,10 +146,10 @@ def test_a_node_that_joins_later_makes_the_world_larger_and_costs_no_restart(
     cluster: Cluster,
 ) -> None:
     first = cluster.host("1:2")
-    first.until(lambda job: sizes(job) == (2, 1) and not job.to_step, "two ranks")
+    first.until(lambda job: sizes(job) == (2, 1) and not job.unstepped, "two ranks")
     second = cluster.start("1:2")
-    job = first.until(lambda job: sizes(job) == (4, 2) and not job.to_step, "four ranks")
-    assert job.recovery.restarts == 0
+    job = first.until(lambda job: sizes(job) == (4, 2) and not job.unstepped, "four ranks")
+    assert job.recovery.history.restarts == 0
     assert [incident.kind for incident in job.incidents] == ["resize"]
     first.end()
     assert (first.code(), second.code()) == (0, 0)
@@ -159,9 +159,9 @@ def test_a_node_that_is_told_to_leave_goes_with_75_and_the_others_go_on(cluster:
     first, second, _ = two_nodes(cluster, "1:2")
     second.kill(second.pid, signal.SIGTERM)
     assert second.code() == 75
-    job = first.until(lambda job: sizes(job) == (2, 1) and not job.to_step, "two ranks")
+    job = first.until(lambda job: sizes(job) == (2, 1) and not job.unstepped, "two ranks")
     assert job.incidents[-1].kind == "leave"
-    assert job.recovery.restarts == 0
+    assert job.recovery.history.restarts == 0
     first.end()
     assert first.code() == 0
 
@@ -191,7 +191,9 @@ def test_a_killed_coordinator_is_back_without_a_new_round_and_in_control(cluster
     first, second, before = two_nodes(cluster)
     first.kill(first.coordinator())
     highest = before.highest
-    job = first.until(lambda job: not job.absent and job.highest > highest + 50, "more steps")
+    job = first.until(
+        lambda job: not job.membership.absent and job.highest > highest + 50, "more steps"
+    )
     assert job.membership.round == 1
     assert {r.pid for r in job.ranks.values()} == {r.pid for r in before.ranks.values()}
     first.kill_rank(rank_on(job, second))
@@ -224,7 +226,9 @@ def test_a_coordinator_alone_may_die_and_be_started_again(
     alone.process.wait()
     coordinator(alone, "127.0.0.1:0" if elsewhere else cluster.endpoint)
     highest = before.highest
-    job = alone.until(lambda job: not job.absent and job.highest > highest + 50, "more steps")
+    job = alone.until(
+        lambda job: not job.membership.absent and job.highest > highest + 50, "more steps"
+    )
     assert job.membership.round == 1
     alone.end()
     assert [node.code() for node in nodes] == [0, 0]
@@ -270,7 +274,7 @@ def test_with_tls_only_those_with_a_certificate_get_in(
 ) -> None:
     first = cluster.host("1:2", *certificates)
     second = cluster.start("1:2", *certificates)
-    first.until(lambda job: sizes(job) == (4, 2) and not job.to_step, "four ranks over TLS")
+    first.until(lambda job: sizes(job) == (4, 2) and not job.unstepped, "four ranks over TLS")
     plain = cluster.start("1:2", "--rdzv-conf", "join_timeout=2")
     assert plain.code() in (1, 75)
     first.end()
@@ -336,7 +340,7 @@ def test_a_node_whose_cable_is_cut_is_noticed_within_five_seconds(
     inside = ("ip", "netns", "exec", link.name, sys.executable, "-m", "holdfast", "run")
     flags = ("--nnodes", "1:2", "--coordinator", cluster.endpoint)
     far.start(*flags, "train.py", command=inside)
-    first.until(lambda job: sizes(job) == (4, 2) and not job.to_step, "four ranks")
+    first.until(lambda job: sizes(job) == (4, 2) and not job.unstepped, "four ranks")
     began = time.monotonic()
     link.cut()
     job = first.until(lambda job: sizes(job) == (2, 1), "the cut to be noticed")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.core.job import Job
+from holdfast.core.nodecheck.schedule import Checking
 
 from .harness import PATIENCE_S, TRAINER, Run, wait_for
 
@@ -121,8 +122,8 @@ def name_of(node: Run) -> str:
 
 
 def trains_on(job: Job, count: int) -> bool:
-    world = job.membership.world
-    return world is not None and len(world.places) == count and not job.to_step
+    world = job.world
+    return world is not None and len(world.places) == count and not job.unstepped
 
 
 def unfit(job: Job) -> dict[str, str]:
@@ -137,13 +138,13 @@ def test_healthy_nodes_are_checked_in_no_time_before_they_train_and_after_a_faul
 ) -> None:
     first = nodes.checked("4", 4)
     job = first.until(lambda job: trains_on(job, 4), "four nodes that train")
-    assert job.checking.number == 1
+    assert job.of(Checking).number == 1
     assert job.incidents == []
     for node in nodes.all:
         wait_for(node.standbys, "a standby")
     first.kill_rank(0)
     job = first.until_stepping(round=2)
-    assert job.checking.number == 2
+    assert job.of(Checking).number == 2
     (incident,) = first.ask("incidents")
     assert incident["phases"]["rendezvous"] < 5.0, "the second check had torch to wait for nowhere"
     assert nodes.end() == [0, 0, 0, 0]
@@ -193,7 +194,7 @@ def test_a_test_whose_process_is_killed_is_nobodys_fault(nodes: Nodes, tmp_path:
     hold.touch()
     machine = nodes.made_up(selftest={"hold": str(hold)})
     first = nodes.checked("3", 3, *COLD, HOLDFAST_FAKE_NODE=str(machine))
-    first.until(lambda job: job.checking.check is not None, "a check")
+    first.until(lambda job: job.of(Checking).check is not None, "a check")
     (testing,) = wait_for(nodes.all[1].standbys, "the process that tests")
     first.kill(testing)
     hold.unlink()
@@ -209,15 +210,15 @@ def test_a_coordinator_killed_in_the_middle_of_a_check_goes_on_with_it(
     hold.touch()
     machine = nodes.made_up(selftest={"hold": str(hold)})
     first = nodes.checked("2", 2, *COLD, HOLDFAST_FAKE_NODE=str(machine))
-    first.until(lambda job: job.checking.check is not None, "a check")
+    first.until(lambda job: job.of(Checking).check is not None, "a check")
     wait_for(nodes.all[1].standbys, "the process that tests")
     old = first.coordinator()
     first.kill(old)
     wait_for(lambda: first.coordinator() != old, "another coordinator")
-    first.until(lambda job: not job.absent, "all nodes to be back")
+    first.until(lambda job: not job.membership.absent, "all nodes to be back")
     hold.unlink()
     job = first.until(lambda job: trains_on(job, 2), "two nodes that train")
-    assert (job.membership.round, job.checking.number, job.incidents) == (1, 1, [])
+    assert (job.membership.round, job.of(Checking).number, job.incidents) == (1, 1, [])
     assert nodes.end() == [0, 0]
 
 
@@ -264,7 +265,7 @@ def test_a_node_that_falls_ill_makes_place_for_a_spare(nodes: Nodes, part: str) 
     job = first.until_stepping(round=2)
     assert trains_on(job, 2)
     assert part in unfit(job)[name]
-    assert job.recovery.restarts == 0
+    assert job.recovery.history.restarts == 0
     assert nodes.end() == [0, 93, 0]
 
 
@@ -310,7 +311,7 @@ def test_the_node_of_a_slow_rank_makes_place_for_a_spare(nodes: Nodes) -> None:
     nodes.start("2", *flags, script=SLUGGISH)
     slow = nodes.start("2", *flags, script=SLUGGISH, SLOW_NODE="1")
     first = nodes.all[0]
-    first.until(lambda job: job.membership.world is not None, "two nodes")
+    first.until(lambda job: job.world is not None, "two nodes")
     nodes.start("2", *flags, script=SLUGGISH)
     name = name_of(slow)
     assert slow.code() == 93
@@ -318,5 +319,5 @@ def test_the_node_of_a_slow_rank_makes_place_for_a_spare(nodes: Nodes) -> None:
     assert name not in {rank.node for rank in job.ranks.values()}
     straggler = next(i for i in job.incidents if i.kind == "straggler" and i.node == name)
     assert straggler.action == "its node makes place for a spare"
-    assert job.recovery.restarts == 0
+    assert job.recovery.history.restarts == 0
     assert nodes.end() == [0, 93, 0]

@@ -137,7 +137,7 @@ def test_an_agent_that_is_killed_is_replaced_and_the_job_goes_on(run: Run) -> No
     run.until_stepping()
     agent, ranks = run.agent(), [run.rank_pid(0), run.rank_pid(1)]
     run.kill(agent)
-    run.until(lambda job: job.membership.round >= 2 and not job.to_step, "steps in a new round")
+    run.until(lambda job: job.membership.round >= 2 and not job.unstepped, "steps in a new round")
     assert all(map(gone, ranks))
     assert run.agent() != agent
     run.end()

@@ -9,7 +9,10 @@ import subprocess
 import sys
 from typing import Any
 
+import msgspec
 import pytest
+
+from holdfast.messages.reports import StatusReport
 
 from .harness import MARKER, TRAINER, Run, wait_for
 
@@ -65,9 +68,10 @@ def test_the_ledgers_wall_clock_is_the_launchers_own(run: Run) -> None:
 def test_status_tells_where_a_running_job_stands(run: Run) -> None:
     run.train()
     run.until_stepping()
-    run.until(lambda job: job.pace is not None and job.pace.per_s, "the speed")
+    run.until(lambda job: job.steps_per_s, "the speed")
     status = run.ask("status")
     assert {"job", "state", "round", "world_size", "step", "steps_per_s", "nodes"} <= set(status)
+    assert msgspec.to_builtins(msgspec.convert(status, StatusReport)) == status
     assert (status["job"], status["state"]) == (run.job, "running")
     assert (status["round"], status["world_size"]) == (1, 2)
     assert status["step"] > 0

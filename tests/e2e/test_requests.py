@@ -174,7 +174,7 @@ def test_what_was_set_and_who_waits_survive_the_coordinator(run: Run) -> None:
     """
     run.start(run.write(STORE + script), nproc=3)
     run.until_stepping()
-    wait_for(lambda: (job := run.peek()) and len(job.desk.open) == 3, "three that wait")
+    wait_for(lambda: (job := run.peek()) and len(job.requests.open) == 3, "three that wait")
     before = run.coordinator()
     run.kill(before)
     (run.folder / "killed").touch()
@@ -220,7 +220,9 @@ def test_every_addition_counts_once_however_often_the_coordinator_dies(run: Run)
     """
     run.train(script=ASKING + script, nproc=3)
     for many in (100, 700, 1500):
-        run.until(lambda job, many=many: int(job.desk.store.items.get("n", 0)) > many, "additions")
+        run.until(
+            lambda job, many=many: int(job.requests.store.items.get("n", 0)) > many, "additions"
+        )
         run.kill(run.coordinator())
     assert run.code() == 0
     assert all(run.log(rank) == b"2400\n" for rank in range(3))
@@ -334,14 +336,15 @@ def test_a_script_can_have_its_node_excluded(make_run: Callable[[], Run]) -> Non
     host.until(lambda job: job.membership.count() == 1, "the first node")
     other.job, other.job_home = host.job, host.job_home
     other.train(*flags, script=ASKING + script)
-    host.until(lambda job: len(job.ranks) == 4 and not job.to_step, "four ranks")
+    host.until(lambda job: len(job.ranks) == 4 and not job.unstepped, "four ranks")
     (host.folder / "unfit").touch()
     assert other.code() == 93
     job = host.until(
-        lambda job: job.state == "running" and len(job.ranks) == 2 and not job.to_step, "two ranks"
+        lambda job: job.state.name == "running" and len(job.ranks) == 2 and not job.unstepped,
+        "two ranks",
     )
     assert job.incidents[-1].kind == "exclude"
-    assert list(job.excluded.values()) == ["its fan is dead"]
+    assert list(job.membership.excluded.values()) == ["its fan is dead"]
     host.end()
     assert host.code() == 0
 
@@ -361,7 +364,7 @@ def test_a_rank_that_does_not_read_its_answers_harms_nobody(run: Run) -> None:
     run.train(script=ASKING + script, nproc=3)
     path = run.folder / "asleep"
     pid = int(wait_for(lambda: path.exists() and path.read_text(), "the sleeper"))
-    wait_for(lambda: (job := run.peek()) and len(job.desk.open) == 2, "two at the barrier")
+    wait_for(lambda: (job := run.peek()) and len(job.requests.open) == 2, "two at the barrier")
     os.kill(pid, signal.SIGCONT)
     assert run.code() == 0
     assert all(run.log(rank) == b"through\n" for rank in range(3))

@@ -9,7 +9,8 @@ from pathlib import Path
 
 PLAY = """
     import logging, os, signal, sys, time
-    from holdfast.launch.process import Child, JobEnd, Launcher, node_of
+    from holdfast.launch.orders import node_of
+    from holdfast.launch.process import Child, JobEnd, Launcher
 
     def noted(word):
         return os.path.exists(word)

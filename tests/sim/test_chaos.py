@@ -2,6 +2,7 @@
 
 import pytest
 
+from holdfast.core.states import Ended
 from holdfast.sim.cluster import Cluster, Outcome, Settings
 from holdfast.sim.shapes import chaos
 
@@ -33,9 +34,9 @@ def test_after_healing_every_job_advances_or_has_ended_for_a_reason(first):
     for seed in range(first, first + BLOCK):
         outcome = run(seed, liveness=True)
         job = outcome.cluster.coordinator.job
-        assert job.closed, f"seed {seed}"
-        assert outcome.alive_after_s is not None or job.ended is not None
-        assert any(reason in job.ended.reason for reason in LEGITIMATE), job.ended.reason
+        assert isinstance(job.state, Ended), f"seed {seed}"
+        assert outcome.alive_after_s is not None or job.result is not None
+        assert any(reason in job.result.reason for reason in LEGITIMATE), job.result.reason
 
 
 def test_chaos_reaches_every_kind_of_fault_and_of_end():
@@ -43,7 +44,7 @@ def test_chaos_reaches_every_kind_of_fault_and_of_end():
     for seed in range(40):
         cluster = run(seed, liveness=True).cluster
         injected |= set(cluster.mishaps.counts)
-        codes.add(cluster.coordinator.job.ended.code)
+        codes.add(cluster.coordinator.job.result.code)
         replays += cluster.watch.replays
         duplicates += cluster.watch.duplicates
     assert injected == {*cluster.schedule.rates, "coordinator"}
@@ -67,5 +68,5 @@ def test_fifty_nodes_come_through_minutes_of_chaos_and_finish(seed):
         step_s=0.1,
     )
     outcome = Cluster(settings).run()
-    assert outcome.cluster.coordinator.job.ended.code == 0
+    assert outcome.cluster.coordinator.job.result.code == 0
     assert outcome.cluster.watch.replays > 0

@@ -7,8 +7,10 @@ the short tests below each say the same in the core's own words.
 import pytest
 
 from holdfast.core import job as jobs
+from holdfast.core.ledger.books import Ledger
 from holdfast.core.membership import seating
-from holdfast.core.repair import ALSO_AT_MOST
+from holdfast.core.recovery.incidents import ALSO_AT_MOST
+from holdfast.core.states import Ended
 from holdfast.messages.actions import StartWorkers, StopWorkers
 from holdfast.messages.events import (
     JobOpened,
@@ -118,12 +120,12 @@ def test_nodes_that_form_no_complete_segment_are_not_waited_for_without_end():
     take(job, joined(1, "b"), 1.0)
     for _ in range(3):
         at = jobs.deadline(job)
-        if job.ended is None:
+        if job.result is None:
             assert at is not None
             take(job, Tick(at=at), at)
-    assert job.ended is not None
-    assert job.ended.code == 75
-    assert "segments" in job.ended.reason
+    assert job.result is not None
+    assert job.result.code == 75
+    assert "segments" in job.result.reason
 
 
 def test_time_since_the_last_step_is_not_productive_when_the_job_is_told_to_stop():
@@ -133,10 +135,10 @@ def test_time_since_the_last_step_is_not_productive_when_the_job_is_told_to_stop
     take(job, NodeLeaving(at=100.0, node="n0", reason="stopped", code=75), 100.0)
     last = RankProgress(rank=0, step=3, steps=3, first_at=10.0, last_at=30.0)
     take(job, NodeLeft(at=101.0, node="n0", round=1, ranks=(last,)), 101.0)
-    assert job.closed
-    assert job.ledger.seconds["productive"] == pytest.approx(20.0)
-    assert job.ledger.seconds["redo"] == pytest.approx(70.0)
-    assert job.ledger.seconds["stop"] == pytest.approx(1.0)
+    assert isinstance(job.state, Ended)
+    assert job.of(Ledger).seconds["productive"] == pytest.approx(20.0)
+    assert job.of(Ledger).seconds["redo"] == pytest.approx(70.0)
+    assert job.of(Ledger).seconds["stop"] == pytest.approx(1.0)
 
 
 def test_a_join_does_not_look_at_everybody(monkeypatch):
@@ -158,7 +160,7 @@ def test_a_report_of_progress_does_not_look_at_everybody_while_the_world_waits_t
     take(job, step(0, 1), 3.0)
     take(job, joined(9), 4.0)
     assert take(job, NodeWarm(at=5.0, node="n9"), 5.0) == []
-    assert job.saves_at_wish == 1
+    assert job.membership.saves_at_wish == 1
     looks = count_looks(monkeypatch)
     for rank in (1, 2, 1, 2):
         assert take(job, step(rank, 1), 6.0) == []

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from holdfast.cli.main import main
-from holdfast.core.report import CAUSES
+from holdfast.messages.reports import CAUSES
 from holdfast.sim import report
 from holdfast.sim.cluster import Cluster, Settings
 

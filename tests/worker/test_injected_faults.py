@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.core.chaos.plans import LOOKAHEAD
 from holdfast.errors import InjectedFault
-from holdfast.messages.chaos import FAULT_NAMES
+from holdfast.messages.chaos import Trap
+from holdfast.messages.units import NodeId, Rank, StepNumber
 from holdfast.shm.rank_page import RankPage, create_page
-from holdfast.shm.traps import PLACES, TRAPS_BYTES, TrapArea
+from holdfast.shm.traps import MAX_TRAPS_BYTES, TRAPS_BYTES, Sprung, TrapArea
 from holdfast.worker.injected_faults import Drag, Traps
-
-EXCEPTION = FAULT_NAMES.index("exception")
-NETCUT = FAULT_NAMES.index("netcut")
 
 
 @pytest.fixture
@@ -25,16 +24,25 @@ def area() -> TrapArea:
     return TrapArea(memoryview(bytearray(TRAPS_BYTES)))
 
 
-def lay(area: TrapArea, step: int, injection: int = 1, **more: Any) -> bool:
-    said: dict[str, Any] = {"occurrence": 1, "kind": NETCUT, "value": 1.5, "spot": 7, "now_at": 0}
-    return area.lay(injection=injection, step=step, **{**said, **more})
+def trap(step: int, injection: int = 1, kind: str = "netcut") -> Trap:
+    return Trap(
+        injection=injection,
+        occurrence=1,
+        kind=kind,
+        node=NodeId("a"),
+        rank=Rank(0),
+        step=StepNumber(step),
+    )
+
+
+def lay(area: TrapArea, *traps: Trap) -> None:
+    area.write(msgspec.msgpack.encode(traps))
 
 
 def sprung_at(steps: list[int], *traps: int) -> list[int]:
     """At which of these steps traps for those steps were sprung."""
     area = TrapArea(memoryview(bytearray(TRAPS_BYTES)))
-    for number, step in enumerate(traps, 1):
-        lay(area, step, number)
+    lay(area, *(trap(step, number) for number, step in enumerate(traps, 1)))
     laid = Traps(area, lambda: None)
     laid.look()
     before, found = steps[0] - 1, []
@@ -76,16 +84,16 @@ def test_each_trap_on_the_way_is_sprung_exactly_once(
 
 def test_one_for_now_is_sprung_in_the_next_step(area: TrapArea) -> None:
     traps = Traps(area, lambda: None)
-    lay(area, 0)
+    lay(area, trap(0, 7))
     traps.look()
     traps.passed(4, 5)
     (sprung,) = area.take_sprung()
-    assert (sprung.step, sprung.value, sprung.spot) == (5, 1.5, 7)
+    assert (sprung.injection, sprung.occurrence, sprung.step) == (7, 1, 5)
 
 
 def test_the_agent_hears_of_it_before_it_happens(area: TrapArea) -> None:
     heard: list[int] = []
-    lay(area, 5, kind=EXCEPTION)
+    lay(area, trap(5, kind="exception"))
     traps = Traps(area, lambda: heard.append(len(area.take_sprung())))
     traps.look()
     with pytest.raises(InjectedFault, match="at step 5"):
@@ -95,7 +103,7 @@ def test_the_agent_hears_of_it_before_it_happens(area: TrapArea) -> None:
 
 
 def test_nothing_befalls_a_process_that_the_script_forked(area: TrapArea) -> None:
-    lay(area, 5, kind=EXCEPTION)
+    lay(area, trap(5, kind="exception"))
     traps = Traps(area, lambda: None)
     traps.look()
     pid = os.fork()
@@ -108,14 +116,22 @@ def test_nothing_befalls_a_process_that_the_script_forked(area: TrapArea) -> Non
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_places_are_used_again(area: TrapArea) -> None:
-    assert all(lay(area, 5, number) for number in range(1, PLACES + 1))
-    assert not lay(area, 5, PLACES + 1), "there is no place for more"
-    assert lay(area, 9, PLACES + 1, now_at=6), "its worker came by the others without them"
+def test_traps_that_are_set_later_join_those_that_have_sprung(area: TrapArea) -> None:
     traps = Traps(area, lambda: None)
-    traps.look()
-    traps.passed(8, 9)
-    assert [one.injection for one in area.take_sprung()] == [PLACES + 1]
+    for number in range(1, 500):
+        before = area.version
+        lay(area, trap(number, number), trap(number + 1, number + 1))
+        assert area.version == before + 1
+        traps.look()
+        traps.passed(number - 1, number)
+        assert [one.injection for one in area.take_sprung()] == [number]
+
+
+def test_as_many_as_a_job_can_have_set_fit_into_the_area(area: TrapArea) -> None:
+    many = [trap(1 << 40, number) for number in range(1, 16 * LOOKAHEAD + 1)]
+    assert len(msgspec.msgpack.encode(many)) <= MAX_TRAPS_BYTES
+    lay(area, *many)
+    assert msgspec.msgpack.decode(area.read(), type=list[Trap]) == many
 
 
 @pytest.fixture
@@ -130,8 +146,10 @@ def page() -> Iterator[RankPage]:
 def test_traps_lie_beside_the_page_and_nothing_else(page: RankPage) -> None:
     page.write(7, 7, 1.0, 2.0, 0.0, 0.0)
     signs = page.vitals.read()
-    for number in range(1, PLACES + 1):
-        assert lay(page.traps, 5, number)
+    page.traps.write(b"\xff" * MAX_TRAPS_BYTES)
+    page.traps.write(b"\xff" * MAX_TRAPS_BYTES)
+    for number in range(200):
+        page.traps.spring(Sprung(number, 1 << 60, 1e9, 1 << 60))
     assert page.read().step == 7
     assert page.vitals.read() == signs
 

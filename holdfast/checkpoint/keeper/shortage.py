@@ -1,4 +1,4 @@
-"""A disk that is full because somebody asked for that: see `holdfast chaos`."""
+"""Lets writes of checkpoint files fail as on a full disk, for `holdfast chaos`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from holdfast.checkpoint.storage.disk import storage_error
 
 
 class Shortage:
-    """The next so many files cannot be written."""
+    """The number of files whose writes will fail."""
 
     def __init__(self) -> None:
         self._left = 0
@@ -21,7 +21,7 @@ class Shortage:
             self._left = files
 
     def strike(self, where: str) -> None:
-        """Fail as the disk would, if it is full."""
+        """Raise the error of a full disk, if this file is one of them."""
         with self._lock:
             full = self._left > 0
             self._left -= full

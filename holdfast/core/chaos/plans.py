@@ -1,23 +1,21 @@
-"""Which faults that were asked for happen to whom, and when.
+"""Decides which rank or node each injected fault strikes, and when.
 
-    an injection is asked for ──▶ a plan for each of its ranks
-    a round is frozen ──▶ each plan's next few occurrences become traps, laid before a script begins
-    a trap is sprung ──▶ it is written down as done, and never laid again
+    an injection is requested ──▶ a plan for each of its ranks
+    a round is frozen ──▶ the next few occurrences of each plan become traps, set before scripts start
+    a trap has struck ──▶ it is recorded, and never set again
 
-Whom an occurrence befalls and in which step follows from the injection alone, its seed and the world
-in force: the same job asked for the same has the same faults. There is no chance in here.
+The injection, its seed and the world in force determine what an occurrence strikes and at which step:
+the same job with the same requests has the same faults. Nothing here is random.
 
-A trap belongs to its round: what was not sprung when the round ended is laid again in the next, and
-springs when training comes to that step then. What was to happen at once in a round that is over does
-not happen any more.
-
-An incident was injected if somebody had done something of its kind to the same rank or node a moment
-before.
+A trap belongs to its round. One that has not struck when the round ends is set again in the next
+round, and strikes when training comes to its step there. A fault requested for "now" ends with its
+round. An incident counts as injected if a fault that causes its kind struck the same rank or node
+shortly before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from hashlib import blake2b
 from math import inf
 from typing import Final
@@ -25,42 +23,32 @@ from typing import Final
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from holdfast.messages.actions import AnyAction, Inject
 from holdfast.messages.chaos import (
     FAULTS,
-    Done,
-    FaultName,
     Injection,
+    InjectionReport,
+    Outcome,
     Trap,
     complaint,
+    sentence,
 )
-from holdfast.messages.records import FaultKind, Incident, Place, World
-from holdfast.messages.units import NodeId, Rank, Seconds, StepNumber
+from holdfast.messages.events import FaultAsked, FaultTold
+from holdfast.messages.records import Incident, Place, World
+from holdfast.messages.units import NodeId, Rank, Seconds, StepNumber, Time
 
 LOOKAHEAD: Final = 4
-"""So many occurrences of each injection are laid at a time: training does not wait for the next."""
-MOST_PLANS: Final = 1000
-KEPT_DONE: Final = 256
+"""Occurrences of a repeating injection that are set ahead, so that training never waits for one."""
+MAX_PLANS: Final = 1000
+KEPT_STRUCK: Final = 1024
 KEPT_SPRUNG: Final = 32
 NEAR_S: Final = 60.0
-"""An incident so long after an injection is not its doing."""
+"""An incident that begins later after a fault than this was not caused by it."""
 SKEW_S: Final = 0.5
-"""So far clocks may be apart."""
+"""Tolerated clock skew."""
 HANG_SKEW_S: Final = 2.0
-"""A rank that hangs is found to stand still since its last mark, and that was before."""
-
-_DEATHS: Final[frozenset[FaultKind]] = frozenset({"signal", "oom", "exit", "exception"})
-_CAUSES: Final[dict[FaultName, frozenset[FaultKind]]] = {
-    **dict.fromkeys(("kill", "term", "segfault", "abort", "oom", "exception", "exit"), _DEATHS),
-    **dict.fromkeys(("stop", "hang", "gil", "loop"), frozenset({"hang"})),
-    "slow": frozenset({"hang", "straggler", "exclude"}),
-    "gpu-error": _DEATHS | {"hang"},
-    "netcut": frozenset({"node", "hang"}),
-    "stop-agent": frozenset({"node"}),
-    "kill-agent": frozenset({"node"}),
-    "diskfull": frozenset({"storage"}),
-    "kill-keeper": frozenset({"storage"}),
-}
-"""What comes of a fault where something comes of it."""
+"""The same for hangs, which count from the last sign of life before the fault."""
+COORDINATOR = NodeId("")
 
 
 class Plan(Struct):
@@ -69,28 +57,25 @@ class Plan(Struct):
     number: int
     injection: Injection
     visit: int = 0
-    """Whose question it was, among those that wait for an answer."""
+    """Number of the request that waits for an answer."""
     sprung: list[int] = field(default_factory=list)
-    """The latest occurrences that were sprung, in whatever order ranks came to them."""
+    """The latest occurrences that are over, in the order of their reports."""
     armed: bool = False
     over: bool = False
-    """Nothing more will come of it."""
     refused: str = ""
-    """Why nothing came of it."""
-
-    @property
-    def last(self) -> int:
-        return max(self.sprung, default=0)
+    """Why it cannot strike, or why the latest occurrence struck nothing."""
 
 
 class Chaos(Struct):
+    """All injections of a job."""
+
     plans: list[Plan] = field(default_factory=list)
     traps: list[Trap] = field(default_factory=list)
-    """Laid in the round in force and not sprung."""
-    done: list[Done] = field(default_factory=list)
-    """The latest that were injected."""
+    """Set in the round in force, and not sprung."""
+    struck: list[FaultTold] = field(default_factory=list)
+    """The latest faults that were injected."""
     count: int = 0
-    """How many were injected."""
+    """Number of faults injected so far."""
 
 
 def opened(schedule: Iterable[Injection]) -> Chaos:
@@ -101,26 +86,25 @@ def opened(schedule: Iterable[Injection]) -> Chaos:
 
 
 def _plan(chaos: Chaos, injection: Injection, visit: int) -> list[Plan]:
+    """Add a plan for each rank of an injection."""
+    before = len(chaos.plans)
     targets: list[tuple[int, ...]] = [(rank,) for rank in injection.ranks] or [()]
-    plans = []
     for ranks in targets:
-        one = replace(injection, ranks=ranks)
-        plans.append(Plan(len(chaos.plans) + 1, one, visit))
-        chaos.plans.append(plans[-1])
-    return plans
+        chaos.plans.append(Plan(len(chaos.plans) + 1, replace(injection, ranks=ranks), visit))
+    return chaos.plans[before:]
 
 
-# ---- whom and when ------------------------------------------------------------------------------
+# ---- what is struck, and when -------------------------------------------------------------------
 
 
 def pick(seed: int, what: str, occurrence: int, among: int) -> int:
-    """A number below `among` that looks like chance and is none."""
+    """Return a pseudorandom number below `among`."""
     text = f"{seed}/{what}/{occurrence}".encode()
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "big") % among
 
 
 def step_of(injection: Injection, occurrence: int) -> StepNumber:
-    """The step in which an occurrence comes; 0: now."""
+    """Return the step at which an occurrence strikes; 0: now."""
     every = injection.every
     if every is None:
         return StepNumber(injection.at_step or 0)
@@ -131,87 +115,86 @@ def step_of(injection: Injection, occurrence: int) -> StepNumber:
 
 
 def target(injection: Injection, occurrence: int, world: World) -> tuple[NodeId, Rank] | None:
-    """Whom an occurrence befalls in that world; None when it has no such rank or node."""
-    places = [place for place in world.places if _means(injection.node, place)]
-    if injection.ranks:
-        (rank,) = injection.ranks
-        return next(((p.node, Rank(rank)) for p in places if _has(p, rank)), None)
-    if not places:
+    """Return what an occurrence strikes in that world; None if there is no such rank or node."""
+    any_rank = injection.ranks or FAULTS[injection.kind].strikes == "rank"
+    found = [
+        (place.node, Rank(place.first_rank + index))
+        for place in world.places
+        if _is_called(place, injection.node)
+        for index in range(place.slots if any_rank else 1)
+        if not injection.ranks or place.first_rank + index in injection.ranks
+    ]
+    if not found:
         return None
-    seed = injection.seed or 0
-    whom = f"{injection.kind} whom"
-    if FAULTS[injection.kind].befalls != "rank":
-        place = places[pick(seed, whom, occurrence, len(places))]
-        return place.node, place.first_rank
-    nth = pick(seed, whom, occurrence, sum(place.slots for place in places))
-    for place in places:
-        if nth < place.slots:
-            return place.node, Rank(place.first_rank + nth)
-        nth -= place.slots
-    raise AssertionError("a rank beyond the last one was picked")
+    return found[pick(injection.seed or 0, f"{injection.kind} whom", occurrence, len(found))]
 
 
-def _has(place: Place, rank: int) -> bool:
-    return place.first_rank <= rank < place.first_rank + place.slots
+def _is_called(place: Place, name: str) -> bool:
+    """Whether a user may mean this node: by its index, its name or its host's name."""
+    return name in ("", str(place.group_rank), place.node, place.node.rpartition(":")[0])
 
 
-def _means(name: str, place: Place) -> bool:
-    """Whether that is what a user calls a node: its place, its name or its host's."""
-    host = place.node.rpartition(":")[0]
-    return not name or name in (str(place.group_rank), place.node, host)
+def _set_traps(chaos: Chaos, plans: Iterable[Plan], world: World, after: int) -> list[AnyAction]:
+    """Set the next traps of these plans that lie beyond a step, unless they are set already."""
+    known, traps = {trap.key for trap in chaos.traps}, []
+    for plan in plans:
+        injection = plan.injection
+        for occurrence in _upcoming(plan, after):
+            if (plan.number, occurrence) in known:
+                continue
+            found = target(injection, occurrence, world)
+            if found is None:
+                continue
+            trap = Trap(
+                injection=plan.number,
+                occurrence=occurrence,
+                kind=injection.kind,
+                node=found[0],
+                rank=found[1],
+                step=step_of(injection, occurrence),
+                value=injection.amount,
+                spot=pick(injection.seed or 0, f"{injection.kind} where", occurrence, 1 << 32),
+                force=injection.force,
+            )
+            traps.append(trap)
+    chaos.traps += traps
+    return _orders(traps, world)
 
 
-def _trap(plan: Plan, occurrence: int, world: World) -> Trap | None:
-    injection = plan.injection
-    found = target(injection, occurrence, world)
-    if found is None:
-        return None
-    node, rank = found
-    return Trap(
-        injection=plan.number,
-        occurrence=occurrence,
-        kind=injection.kind,
-        node=node,
-        rank=rank,
-        step=step_of(injection, occurrence),
-        value=injection.amount,
-        spot=pick(injection.seed or 0, f"{injection.kind} where", occurrence, 1 << 32),
-        force=injection.force,
-    )
-
-
-def _upcoming(plan: Plan, world: World, after: int) -> list[Trap]:
-    """The next traps of a plan that lie beyond a step."""
+def _upcoming(plan: Plan, after: int) -> Collection[int]:
+    """Return the next occurrences of a plan that lie beyond a step."""
     injection = plan.injection
     if plan.over:
-        return []
+        return ()
     if injection.every is None:
-        occurrences = [1] if step_of(injection, 1) > after or injection.now else []
-    else:
-        first = max(plan.last + 1, after // injection.every + 1)
-        if step_of(injection, first) <= after:
-            first += 1
-        occurrences = list(range(first, first + LOOKAHEAD))
-    traps = [_trap(plan, occurrence, world) for occurrence in occurrences]
-    return [trap for trap in traps if trap is not None]
+        return (1,) if injection.now or step_of(injection, 1) > after else ()
+    first = max(max(plan.sprung, default=0) + 1, after // injection.every + 1)
+    first += step_of(injection, first) <= after
+    return range(first, first + LOOKAHEAD)
 
 
-# ---- what happens -------------------------------------------------------------------------------
+def _orders(traps: Iterable[Trap], world: World) -> list[AnyAction]:
+    return [Inject(node=trap.node, round=world.round, trap=trap) for trap in traps]
+
+
+# ---- events -------------------------------------------------------------------------------------
 
 
 def refusal(chaos: Chaos, injection: Injection, world: World | None, highest: StepNumber) -> str:
-    """Why this cannot be done to the job as it is; empty when it can."""
+    """Return why this cannot be done to the job as it is; empty if it can."""
     wrong = complaint(injection)
     if wrong:
         return wrong
-    if len(chaos.plans) + max(1, len(injection.ranks)) > MOST_PLANS:
-        return f"this job was asked for {len(chaos.plans)} faults already; that is all it takes"
+    if len(chaos.plans) + max(1, len(injection.ranks)) > MAX_PLANS:
+        return (
+            f"{len(chaos.plans)} faults were requested of this job already; {MAX_PLANS} is the most"
+        )
     if world is None:
         return "no round is in force now; see `holdfast status`" if injection.now else ""
     for rank in injection.ranks:
         if rank >= world.size:
             return f"there is no rank {rank}: this round has ranks 0 to {world.size - 1}"
-    if injection.node and not any(_means(injection.node, place) for place in world.places):
+    if not any(_is_called(place, injection.node) for place in world.places):
         known = ", ".join(f"{place.group_rank} ({place.node})" for place in world.places[:8])
         return f"there is no node {injection.node} in this round; it has {known}"
     if injection.at_step is not None and injection.at_step <= highest:
@@ -219,143 +202,146 @@ def refusal(chaos: Chaos, injection: Injection, world: World | None, highest: St
     return ""
 
 
-def asked(chaos: Chaos, injection: Injection, visit: int, world: World | None) -> list[Trap]:
-    """Take an injection in; the traps that are to be laid now."""
-    traps = []
-    for plan in _plan(chaos, injection, visit):
-        traps += _upcoming(plan, world, 0) if world is not None else []
-    chaos.traps += traps
-    return traps
+def asked(
+    chaos: Chaos, event: FaultAsked, world: World | None, highest: StepNumber, now: Time
+) -> list[AnyAction]:
+    """Accept an injection, and set its first traps; one that became impossible is dropped."""
+    injection = event.injection
+    if refusal(chaos, injection, world, highest):
+        return []
+    plans = _plan(chaos, injection, event.visit)
+    if world is None:
+        return []
+    orders = _set_traps(chaos, plans, world, 0)
+    if injection.kind != "kill-coordinator" or not injection.now:
+        return orders
+    trap = chaos.traps[-1]
+    return told(
+        chaos, FaultTold(at=now, round=world.round, trap=trap, outcome="done", step=highest)
+    )
+
+
+def told(chaos: Chaos, event: FaultTold) -> list[AnyAction]:
+    """Record what an agent reports of a trap; a repeated report changes nothing."""
+    trap = event.trap
+    plan = chaos.plans[trap.injection - 1] if trap.injection <= len(chaos.plans) else None
+    if plan is None or plan.over or trap.occurrence in plan.sprung:
+        return []
+    if event.outcome == "armed":
+        plan.armed = True
+        return []
+    if event.outcome == "refused":
+        plan.over, plan.refused = True, event.detail
+        chaos.traps = [other for other in chaos.traps if other.injection != plan.number]
+        return []
+    plan.sprung = [*plan.sprung, trap.occurrence][-KEPT_SPRUNG:]
+    plan.over = plan.injection.every is None
+    plan.refused = event.detail
+    chaos.traps = [other for other in chaos.traps if other.key != trap.key]
+    if event.outcome == "missed":
+        return []
+    chaos.count += 1
+    chaos.struck = [*chaos.struck, event][-KEPT_STRUCK:]
+    if trap.kind != "kill-coordinator":
+        return []
+    return [Inject(node=COORDINATOR, round=event.round, trap=trap)]
 
 
 def begin_round(chaos: Chaos, world: World) -> None:
-    """Lay the traps of a new round."""
+    """Set the traps of a new round; its nodes get them with their workers."""
     chaos.traps = []
     for plan in chaos.plans:
         if plan.injection.now and not plan.over:
             plan.over, plan.refused = True, "its round ended before"
-        chaos.traps += _upcoming(plan, world, 0)
+    _set_traps(chaos, chaos.plans, world, 0)
 
 
-def moved_on(chaos: Chaos, world: World, step: StepNumber) -> list[Trap]:
-    """Ranks have come to that step: lay what comes next of what comes again and again."""
-    laid = {(trap.injection, trap.occurrence) for trap in chaos.traps}
-    traps = [
-        trap
-        for plan in chaos.plans
-        if plan.injection.every is not None
-        for trap in _upcoming(plan, world, step)
-        if (trap.injection, trap.occurrence) not in laid
-    ]
-    if traps:  # What was not sprung although all came by it does not come any more.
-        chaos.traps = [t for t in chaos.traps if t.step > step or not _again(chaos, t)] + traps
-    return traps
+def stepped(chaos: Chaos, world: World, step: StepNumber) -> list[AnyAction]:
+    """Set further traps of repeating injections once ranks have finished that step."""
+    repeating = [plan for plan in chaos.plans if plan.injection.every is not None]
+    orders = _set_traps(chaos, repeating, world, step)
+    if orders:  # A repeating trap that a rank has passed without springing it will not spring.
+        numbers = {plan.number for plan in repeating}
+        chaos.traps = [t for t in chaos.traps if t.step > step or t.injection not in numbers]
+    return orders
 
 
-def _again(chaos: Chaos, trap: Trap) -> bool:
-    return chaos.plans[trap.injection - 1].injection.every is not None
+def resumed(chaos: Chaos, world: World, node: NodeId) -> list[AnyAction]:
+    """Repeat the orders to a node whose stream broke: they may be lost."""
+    return _orders(set_on(chaos, node), world)
 
 
-def laid_on(chaos: Chaos, node: NodeId) -> tuple[Trap, ...]:
+def set_on(chaos: Chaos, node: NodeId) -> tuple[Trap, ...]:
     return tuple(trap for trap in chaos.traps if trap.node == node)
 
 
-def armed(chaos: Chaos, number: int) -> None:
-    plan = _plan_of(chaos, number)
-    if plan is not None:
-        plan.armed = True
+# ---- reports ------------------------------------------------------------------------------------
 
 
-def refused(chaos: Chaos, number: int, why: str) -> None:
-    plan = _plan_of(chaos, number)
-    if plan is not None and not plan.over:
-        plan.over, plan.refused = True, why
-        chaos.traps = [trap for trap in chaos.traps if trap.injection != number]
+def injected_by(chaos: Chaos, incident: Incident, step_s: Seconds) -> str:
+    """Return the injected fault that caused an incident, in words; empty if none did."""
+    skew_s = max(HANG_SKEW_S, 2 * step_s) if incident.kind == "hang" else SKEW_S
+    found = (event for event in reversed(chaos.struck) if _caused(event, incident, skew_s))
+    return next(map(_described, found), "")
 
 
-def missed(chaos: Chaos, number: int, occurrence: int, why: str) -> None:
-    """An occurrence came to nothing; the next one may not."""
-    plan = _plan_of(chaos, number)
-    if plan is not None and _spring(chaos, plan, occurrence):
-        plan.refused = why
-
-
-def _spring(chaos: Chaos, plan: Plan, occurrence: int) -> bool:
-    """An occurrence is over; False when it was before."""
-    if plan.over or occurrence in plan.sprung:
+def _caused(event: FaultTold, incident: Incident, skew_s: Seconds) -> bool:
+    trap = event.trap
+    if incident.kind not in FAULTS[trap.kind].causes or incident.round != event.round:
         return False
-    plan.sprung = [*plan.sprung, occurrence][-KEPT_SPRUNG:]
-    plan.over = plan.injection.every is None
-    key = (plan.number, occurrence)
-    chaos.traps = [t for t in chaos.traps if (t.injection, t.occurrence) != key]
-    return True
-
-
-def happened(chaos: Chaos, done: Done) -> bool:
-    """Write an injection down; False when it is known already, or nobody asked for it."""
-    plan = _plan_of(chaos, done.injection)
-    if plan is None or not _spring(chaos, plan, done.occurrence):
+    # A fault is reported before it strikes; a slow rank stays slow until its round ends.
+    near_s = inf if trap.kind == "slow" else NEAR_S
+    soon_after = event.at - skew_s <= incident.fault_at <= event.at + near_s
+    if not soon_after or event.at - SKEW_S > incident.opened_at:
         return False
-    plan.refused = ""
-    chaos.count += 1
-    chaos.done = [*chaos.done, done][-KEPT_DONE:]
-    return True
-
-
-def _plan_of(chaos: Chaos, number: int) -> Plan | None:
-    return chaos.plans[number - 1] if 1 <= number <= len(chaos.plans) else None
-
-
-# ---- what came of it ----------------------------------------------------------------------------
-
-
-def mark(chaos: Chaos, incidents: Sequence[Incident], step_s: Seconds) -> None:
-    """Say of each of these incidents whether it was injected. Steps take that long."""
-    for incident in incidents:
-        skew_s = max(HANG_SKEW_S, 2 * step_s) if incident.kind == "hang" else SKEW_S
-        causes = (done for done in reversed(chaos.done) if _caused(done, incident, skew_s))
-        cause = next(causes, None)
-        incident.injected = "" if cause is None else told(cause)
-
-
-def _caused(done: Done, incident: Incident, skew_s: Seconds) -> bool:
-    if incident.kind not in _CAUSES.get(done.kind, frozenset()):
-        return False
-    known = done.known_at <= incident.opened_at  # It is always told before it happens.
-    near_s = inf if done.kind == "slow" else NEAR_S  # That one lasts as long as its round.
-    soon_after = done.at - skew_s <= incident.fault_at <= done.at + near_s
-    if incident.round != done.round or not known or not soon_after:
-        return False
-    if incident.kind == "storage":  # It does not say where.
+    if incident.kind == "storage":  # These name no node.
         return True
-    if FAULTS[done.kind].befalls == "node":
-        return incident.node == done.node
-    return incident.rank == done.rank or (incident.kind == "exclude" and incident.node == done.node)
+    if FAULTS[trap.kind].strikes == "node" or incident.kind == "exclude":
+        return incident.node == trap.node
+    return incident.rank == trap.rank
 
 
-def told(done: Done) -> str:
-    whom = f"node {done.node}" if FAULTS[done.kind].befalls == "node" else f"rank {done.rank}"
-    if FAULTS[done.kind].befalls == "coordinator":
-        whom = "the coordinator"
-    return f"{done.kind} on {whom} at step {done.step}"
+def _described(event: FaultTold) -> str:
+    return f"{event.trap.kind} on {event.trap.target} at step {event.step}"
 
 
-def pending(chaos: Chaos) -> list[tuple[Plan, Trap | None]]:
-    """What is still to come, each with the next trap of it that is laid."""
-    found = []
-    for plan in chaos.plans:
-        if not plan.over:
-            laid = [trap for trap in chaos.traps if trap.injection == plan.number]
-            found.append((plan, min(laid, key=lambda trap: trap.step, default=None)))
-    return found
+def report(chaos: Chaos, plan: Plan, step_of_rank: Callable[[Rank], int]) -> InjectionReport:
+    """Report what has become of an injection."""
+    outcome: Outcome | None = "armed" if plan.armed else None
+    line, missed = sentence(plan.injection), False
+    traps = [trap for trap in chaos.traps if trap.injection == plan.number]
+    trap = min(traps, key=lambda trap: trap.step, default=None)
+    step = trap.step if trap is not None else StepNumber(0)
+    if plan.refused:
+        outcome = "refused"
+    elif plan.over:
+        struck = [event for event in chaos.struck if event.trap.injection == plan.number]
+        outcome = "done"
+        for event in struck[-1:]:
+            line, trap, step = _described(event), event.trap, event.step
+    elif trap is not None:
+        missed = 0 < trap.step < step_of_rank(trap.rank)
+        line += f"; next on {trap.target} at step {step}" if step else f"; on {trap.target}"
+        line += " (missed: its rank was past that step)" if missed else ""
+    return InjectionReport(
+        injection=plan.number,
+        fault=plan.injection.kind,
+        outcome=outcome,
+        line=line,
+        rank=trap.rank if trap is not None and FAULTS[trap.kind].strikes == "rank" else None,
+        node=trap.node if trap is not None else None,
+        step=step or None,
+        missed=missed,
+        why=plan.refused,
+    )
 
 
 def validate(chaos: Chaos) -> None:
     assert [plan.number for plan in chaos.plans] == list(range(1, len(chaos.plans) + 1))
-    keys = [(trap.injection, trap.occurrence) for trap in chaos.traps]
-    assert len(set(keys)) == len(keys), "a trap is laid twice"
+    keys = [trap.key for trap in chaos.traps]
+    assert len(set(keys)) == len(keys), "a trap is set twice"
     for trap in chaos.traps:
         plan = chaos.plans[trap.injection - 1]
-        assert not plan.over, "a trap is laid for what is over"
-        assert trap.occurrence not in plan.sprung, "a trap is laid again"
-    assert chaos.count >= len(chaos.done), "miscounted injections"
+        assert not plan.over, "a trap is set for an injection that is over"
+        assert trap.occurrence not in plan.sprung, "a trap is set again"
+    assert chaos.count >= len(chaos.struck), "miscounted injections"

@@ -16,21 +16,11 @@ from __future__ import annotations
 from msgspec import Struct, field
 
 from holdfast.messages.records import Cause, RankProgress
+from holdfast.messages.reports import Booking
 from holdfast.messages.units import Rank, RoundNumber, Seconds, StepNumber, Time
 
 _UNDER_WAY = ("start", "init", "productive")
 """Where a rank can be while its script runs; word of its past does not call it back from elsewhere."""
-
-
-class Span(Struct, frozen=True):
-    """One booking; a trace is a list of them."""
-
-    rank: Rank
-    cause: Cause
-    begin: Time
-    end: Time
-    round: RoundNumber
-    step: StepNumber
 
 
 class Account(Struct):
@@ -60,7 +50,7 @@ class Ledger(Struct):
     noticed_at: Time | None = None
     closed_s: Seconds = 0.0
     """Rank-seconds of accounts that are closed."""
-    spans: list[Span] | None = None
+    spans: list[Booking] | None = None
     """Kept only when somebody wants a trace."""
 
 
@@ -89,8 +79,8 @@ def book(ledger: Ledger, rank: Rank, until: Time, cause: Cause | None = None) ->
     cause = cause or account.cause
     ledger.seconds[cause] = ledger.seconds.get(cause, 0.0) + (until - account.cursor)
     if ledger.spans is not None:
-        span = Span(rank, cause, account.cursor, until, ledger.round, account.step)
-        ledger.spans.append(span)
+        booking = Booking(rank, cause, account.cursor, until, ledger.round, account.step)
+        ledger.spans.append(booking)
     account.cursor = until
 
 

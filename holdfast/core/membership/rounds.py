@@ -1,4 +1,4 @@
-"""Who is in the world.
+"""When a round closes, and what is frozen then.
 
 A round gathers nodes until it may close, then it is frozen: ranks, addresses and number never change
 again, and a node that is not in it waits for the next. Closing is decided when a node joins, gets
@@ -15,46 +15,21 @@ when that takes far too long do spares go on without it. Then it closes when as 
 the job may have, or when at least the minimum waits and the grace for newcomers is over. There is
 such a grace only before the first round, when nodes are still being started one after the other;
 later, a node that is not there is not waited for. The grace is learnt from the gaps between the joins
-seen so far. Who gets the places, and in which order, is `holdfast.core.membership.seating`'s matter.
+seen so far. `membership.seating` decides who gets the places, and in which order.
 """
 
 from __future__ import annotations
 
-from msgspec import Struct, field
+from collections.abc import Collection
 
 from holdfast.core.membership import seating
-from holdfast.core.membership.seating import Candidate
-from holdfast.messages.records import NodeSpec, Part, Place, Terms, World
+from holdfast.core.membership.state import Membership
+from holdfast.core.view import Candidate
+from holdfast.messages.records import NodeSpec, Part, Place, World
 from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, Time
 
 NEWCOMER_FACTOR = 3.0
 NEWCOMER_FLOOR_S: Seconds = 0.5
-
-
-class Membership(Struct):
-    terms: Terms
-    round: RoundNumber = RoundNumber(0)
-    world: World | None = None
-    waiting: dict[NodeId, Candidate] = field(default_factory=dict)
-    busy: dict[NodeId, Candidate] = field(default_factory=dict)
-    placed: dict[NodeId, Candidate] = field(default_factory=dict)
-    seats: list[str] = field(default_factory=list)
-    """The switch that each seat of the last round was at; a seat's number is its group rank."""
-    joins: int = 0
-    last_join_at: Time | None = None
-    longest_gap_s: Seconds = 0.0
-    closes_at: Time | None = None
-    patient_until: Time | None = None
-    """Until when busy nodes are waited for although others could take their places; None: no more."""
-
-    def nodes(self) -> list[NodeId]:
-        return [*self.placed, *self.busy, *self.waiting]
-
-    def has(self, node: NodeId) -> bool:
-        return node in self.placed or node in self.busy or node in self.waiting
-
-    def count(self) -> int:
-        return len(self.placed) + len(self.busy) + len(self.waiting)
 
 
 def join(m: Membership, node: NodeId, spec: NodeSpec, store_port: int, now: Time) -> None:
@@ -73,20 +48,21 @@ def join(m: Membership, node: NodeId, spec: NodeSpec, store_port: int, now: Time
 
 def leave(m: Membership, node: NodeId) -> bool:
     """Forget a node; True when the world in force has lost a member by that."""
+    m.absent.pop(node, None)
     m.waiting.pop(node, None)
     m.busy.pop(node, None)
     return m.placed.pop(node, None) is not None
 
 
-def dissolve(m: Membership, patient_until: Time) -> None:
+def dissolve(m: Membership, now: Time) -> None:
     """Give up the world in force: its nodes are busy until they say that they are ready.
 
     Until then they are waited for even if spares could fill the world without them.
     """
-    m.patient_until = patient_until
+    m.dissolved_at = now
+    m.patient_until = Time(now + m.patience.limit_s())
     m.busy.update(m.placed)
     m.placed.clear()
-    m.world = None
 
 
 def ready(m: Membership, node: NodeId, round: RoundNumber, store_port: int) -> bool:
@@ -113,25 +89,35 @@ def most_nodes(m: Membership) -> int:
 
 def can_grow(m: Membership) -> int:
     """How many nodes the world would have if it were formed anew now; 0 when not more than now."""
-    if m.world is None or len(m.world.places) >= most_nodes(m):
+    if not m.placed or len(m.placed) >= most_nodes(m):
         return 0
     fresh = {node: candidate for node, candidate in m.waiting.items() if candidate.warm}
     size = len(seating.choose({**m.placed, **fresh}, m.terms))
-    return size if size > len(m.world.places) else 0
+    return size if size > len(m.placed) else 0
 
 
-def close(m: Membership, now: Time) -> World | None:
-    """Freeze the next round if it may be, else note until when it waits for more."""
-    if m.world is not None or not may_close(m, now):
+def close(m: Membership, now: Time, withheld: Collection[NodeId] = ()) -> World | None:
+    """Freeze the next round if it may be, else note until when it waits for more.
+
+    Withheld nodes stay waiting and count for nothing.
+    """
+    aside = {node: m.waiting.pop(node) for node in withheld}
+    try:
+        return _close(m, now)
+    finally:
+        m.waiting.update(aside)
+
+
+def _close(m: Membership, now: Time) -> World | None:
+    if m.placed or not may_close(m, now):
         return None
-    m.closes_at = m.patient_until = None
+    m.closes_at = m.patient_until = m.dissolved_at = m.saves_at_wish = None
     m.round = RoundNumber(m.round + 1)
     chosen = seating.choose(m.waiting, m.terms)
     order = seating.seat(chosen, m.waiting, m.seats)
     m.placed = {node: m.waiting.pop(node) for node in order}
     m.seats = [candidate.spec.switch for candidate in m.placed.values()]
-    m.world = _freeze(m, now)
-    return m.world
+    return _freeze(m, now)
 
 
 def may_close(m: Membership, now: Time) -> bool:
@@ -184,7 +170,7 @@ def _freeze(m: Membership, now: Time) -> World:
 
 
 def part_of(world: World, place: Place, restarts: int, max_restarts: int) -> Part:
-    """What the node at that place is told: its own part, never the whole world."""
+    """Cut out what the node at that place is told: its own part, never the whole world."""
     return Part(
         round=world.round,
         first_rank=place.first_rank,
@@ -199,21 +185,20 @@ def part_of(world: World, place: Place, restarts: int, max_restarts: int) -> Par
     )
 
 
-def validate(m: Membership) -> None:
-    """Re-check every invariant; tests and the simulator call it after each event."""
+def validate(m: Membership, world: World | None) -> None:
+    """Assert every invariant; tests and the simulator call it after each event."""
     assert len(set(m.nodes())) == m.count(), "a node is in two places"
-    if m.world is None:
+    if world is None:
         assert not m.placed, "placed without a world"
         return
-    w = m.world
-    size = len(w.places)
-    assert w.round == m.round, "the world in force is not the newest"
+    size = len(world.places)
+    assert world.round == m.round, "the world in force is not the newest"
     assert 0 < size <= m.terms.max_nodes, "an illegal number of nodes"
     assert size % seating.unit(m.terms) == 0, "not a multiple of the node unit"
     assert size >= m.terms.min_nodes, "below the minimum"
     first = 0
-    for place in w.places:
+    for place in world.places:
         assert place.first_rank == first, "a gap in the ranks"
         first += place.slots
-    assert first == w.size, "ranks do not add up"
-    assert set(m.placed) <= {p.node for p in w.places}, "placed outside the world"
+    assert first == world.size, "ranks do not add up"
+    assert set(m.placed) <= {p.node for p in world.places}, "placed outside the world"

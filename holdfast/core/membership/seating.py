@@ -16,25 +16,9 @@ import math
 from collections import deque
 from collections.abc import Mapping
 
-from msgspec import Struct
-
-from holdfast.messages.records import NodeSpec, Terms
-from holdfast.messages.units import NodeId, RoundNumber
-
-
-class Candidate(Struct):
-    """A node and what decides about its place."""
-
-    spec: NodeSpec
-    store_port: int
-    joined: int
-    """The how-manieth join this was."""
-    seat: int | None = None
-    """Its group rank in the last round it was in."""
-    round: RoundNumber = RoundNumber(0)
-    """The last round it was placed in."""
-    warm: bool = False
-    """Its standbys are ready: it could start a rank at once."""
+from holdfast.core.view import Candidate
+from holdfast.messages.records import Terms
+from holdfast.messages.units import NodeId
 
 
 def unit(terms: Terms) -> int:

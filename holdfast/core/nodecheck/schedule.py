@@ -20,13 +20,11 @@ from collections.abc import Iterable
 
 from msgspec import Struct, field
 
-from holdfast.core.membership import seating
-from holdfast.core.membership.patience import RECONNECT_AFTER_RESTART_S
-from holdfast.core.membership.rounds import Membership, most_nodes
-from holdfast.core.membership.seating import Candidate
 from holdfast.core.nodecheck import trials as nodecheck
 from holdfast.core.nodecheck.evidence import Trial
 from holdfast.core.nodecheck.trials import NodeCheck
+from holdfast.core.patience import RECONNECT_AFTER_RESTART_S
+from holdfast.core.view import Members
 from holdfast.messages.actions import AnyAction, TestNode
 from holdfast.messages.nodecheck import NodeVerdict, TestResult
 from holdfast.messages.units import NodeId, Seconds, Time
@@ -61,29 +59,28 @@ class Checking(Struct):
     """Nodes whose own checks failed, and that the job could not do without so far."""
 
 
-def due(checking: Checking, m: Membership) -> bool:
+def due(checking: Checking, m: Members, min_nodes: int) -> bool:
     """Whether a node waits that was not checked, and has to be before the next round."""
     checked = {node: c for node, c in m.waiting.items() if node in checking.done}
     if len(checked) == len(m.waiting):
         return False
-    enough = most_nodes(m) if checking.row < IN_A_ROW else max(1, m.terms.min_nodes)
-    return len(checked) < enough or len(seating.choose(checked, m.terms)) < enough
+    enough = m.largest if checking.row < IN_A_ROW else max(1, min_nodes)
+    return len(checked) < enough or m.formable(checked) < enough
 
 
-def set_aside(checking: Checking, m: Membership) -> dict[NodeId, Candidate]:
-    """Take those who were not checked out of the waiting: they get no place in this round."""
-    fresh = [node for node in m.waiting if node not in checking.done]
-    return {node: m.waiting.pop(node) for node in fresh}
+def unchecked(checking: Checking, m: Members) -> list[NodeId]:
+    """Name the waiting nodes that were not checked: they get no place in the next round."""
+    return [node for node in m.waiting if node not in checking.done]
 
 
-def begin(checking: Checking, m: Membership, now: Time) -> list[AnyAction]:
+def begin(checking: Checking, m: Members, now: Time) -> list[AnyAction]:
     checking.number += 1
     checking.row += 1
     checking.check = nodecheck.begin(m.waiting)
     return go_on(checking, m, now)
 
 
-def go_on(checking: Checking, m: Membership, now: Time) -> list[AnyAction]:
+def go_on(checking: Checking, m: Members, now: Time) -> list[AnyAction]:
     """Order the next round of tests. When there is none, the check is over: see `take_verdicts`."""
     assert checking.check is not None
     planned = nodecheck.plan(checking.check)
@@ -99,7 +96,7 @@ def go_on(checking: Checking, m: Membership, now: Time) -> list[AnyAction]:
 
 
 def take(
-    checking: Checking, m: Membership, number: int, result: TestResult, now: Time
+    checking: Checking, m: Members, number: int, result: TestResult, now: Time
 ) -> list[AnyAction] | None:
     """A node tells how its test went; None when nobody waits for that any more."""
     check = checking.check
@@ -110,7 +107,7 @@ def take(
     return _release(checking, m, result.node)
 
 
-def lost(checking: Checking, m: Membership, node: NodeId) -> list[AnyAction]:
+def lost(checking: Checking, m: Members, node: NodeId) -> list[AnyAction]:
     """A node is gone: whoever is tested with it need not wait for it."""
     checking.done.pop(node, None)
     checking.sick.pop(node, None)
@@ -130,7 +127,7 @@ def is_late(checking: Checking, now: Time) -> bool:
     return checking.until is not None and checking.until <= now
 
 
-def hurry(checking: Checking, m: Membership, now: Time) -> list[AnyAction]:
+def hurry(checking: Checking, m: Members, now: Time) -> list[AnyAction]:
     """The time for a round of tests is up: ask once for what is known, then go on without."""
     assert checking.check is not None
     if checking.hurried:
@@ -151,7 +148,7 @@ def warmed(checking: Checking, node: NodeId, now: Time) -> None:
         checking.began_at, checking.until = now, Time(now + limit_s)
 
 
-def remind(checking: Checking, m: Membership, node: NodeId) -> list[AnyAction]:
+def remind(checking: Checking, m: Members, node: NodeId) -> list[AnyAction]:
     """A node is back on a new stream: its order again, if its answer is waited for."""
     owes = checking.check is not None and node in checking.check.owed
     return [*_orders(checking, m, [node])] if owes else []
@@ -183,7 +180,7 @@ def abandon(checking: Checking) -> None:
 # ---- orders ------------------------------------------------------------------------------------
 
 
-def _orders(checking: Checking, m: Membership, nodes: Iterable[NodeId]) -> list[TestNode]:
+def _orders(checking: Checking, m: Members, nodes: Iterable[NodeId]) -> list[TestNode]:
     check = checking.check
     assert check is not None
     running = check.trials[check.first :]
@@ -191,7 +188,7 @@ def _orders(checking: Checking, m: Membership, nodes: Iterable[NodeId]) -> list[
     return [_order(checking, m, node, *of[node]) for node in nodes if node in m.waiting]
 
 
-def _order(checking: Checking, m: Membership, node: NodeId, index: int, trial: Trial) -> TestNode:
+def _order(checking: Checking, m: Members, node: NodeId, index: int, trial: Trial) -> TestNode:
     assert checking.check is not None
     assert checking.began_at is not None
     assert checking.until is not None
@@ -224,7 +221,7 @@ def _in_company(check: NodeCheck, trial: Trial, node: NodeId) -> bool:
     )
 
 
-def _release(checking: Checking, m: Membership, node: NodeId) -> list[AnyAction]:
+def _release(checking: Checking, m: Members, node: NodeId) -> list[AnyAction]:
     """Tell who waits for that node in vain to do without it."""
     check = checking.check
     assert check is not None
@@ -245,7 +242,7 @@ def _limit_s(took_s: Seconds) -> Seconds:
     return max(FLOOR_S, FACTOR * took_s)
 
 
-def _learn(checking: Checking, m: Membership, now: Time) -> None:
+def _learn(checking: Checking, m: Members, now: Time) -> None:
     """A pair has passed: by that, and once half of the nodes have answered, others are judged."""
     check = checking.check
     assert check is not None
@@ -259,11 +256,11 @@ def _learn(checking: Checking, m: Membership, now: Time) -> None:
         checking.until = Time(min(checking.until, sooner))
 
 
-def _all_warm(m: Membership, nodes: Iterable[NodeId]) -> bool:
+def _all_warm(m: Members, nodes: Iterable[NodeId]) -> bool:
     return all(m.waiting[node].warm for node in nodes if node in m.waiting)
 
 
-def validate(checking: Checking, m: Membership) -> None:
+def validate(checking: Checking, m: Members) -> None:
     assert (checking.check is None) == (checking.until is None), "a check that nobody ends"
     if checking.check is not None:
         nodecheck.validate(checking.check)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from holdfast.agent.oom import kill_count
+from holdfast.cgroups import kill_count
 
 
 def machine(tmp_path: Path, files: dict[str, str]) -> int:

@@ -1,0 +1,99 @@
+"""The ladder: the kinds of repair, cheapest first.
+
+    re-enter the function   a living process starts the user's function again
+    standby                 the same nodes; warm processes take the ranks
+    spare                   a node that waits takes the place of a lost one
+    fewer nodes             the world shrinks to the nodes that are left
+    ask the platform        whoever started the nodes is asked for another
+    await nodes             nobody can be asked: the job waits for nodes to join, within its join limit
+    stop                    the same failure would only repeat, or the user set a limit
+
+`cheapest` picks the lowest rung that can repair a fault with what is there. Rungs that are not built
+are refused here and nowhere else. That the same failure moves up and never loops is for
+`core.recovery.rules` to see to, which alone decides on the last rung.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from holdfast.core.faults import Fault
+
+RungName = Literal[
+    "re-enter the function",
+    "standby",
+    "spare",
+    "fewer nodes",
+    "ask the platform",
+    "await nodes",
+    "stop",
+]
+
+NOT_BUILT: frozenset[RungName] = frozenset({"re-enter the function", "ask the platform"})
+
+
+class Resources(Struct, frozen=True, kw_only=True):
+    """What there is to repair a round with, once all its workers are gone."""
+
+    seats: int
+    """Nodes that the broken world had."""
+    survivors: int
+    """Nodes of that world that are still members."""
+    formable: int
+    """Nodes of the largest world that all members could form."""
+    needed: int
+    """The fewest nodes the job may train with."""
+
+
+class Again(Struct, frozen=True):
+    """Try again in a new round, on this rung."""
+
+    rung: RungName
+    refused: tuple[RungName, ...] = ()
+    """Cheaper rungs that would have done, and are not built."""
+
+
+class Stop(Struct, frozen=True):
+    """Give up, with the launcher's exit code and the reason."""
+
+    code: int
+    reason: str
+    rung: RungName = "stop"
+
+
+Rung = Again | Stop
+
+DONE: dict[RungName, str] = {
+    "standby": "gave the ranks to standbys",
+    "spare": "gave the ranks to standbys; a spare took the lost node's place",
+    "fewer nodes": "gave the ranks to standbys on fewer nodes",
+    "await nodes": "waited for nodes to join, then gave the ranks to standbys",
+}
+"""What an incident says was done."""
+
+
+def cheapest(fault: Fault, there: Resources) -> Again:
+    """Climb from the bottom to the first rung that can repair the fault."""
+    refused: list[RungName] = []
+    for rung in _able(fault, there):
+        if rung not in NOT_BUILT:
+            return Again(rung, tuple(refused))
+        refused.append(rung)
+    raise AssertionError("no rung is left above the one that waits for nodes")
+
+
+def _able(fault: Fault, there: Resources) -> list[RungName]:
+    """All rungs that could repair it, cheapest first."""
+    rungs: list[RungName] = []
+    if there.formable >= there.needed:
+        if fault.rank is not None and there.survivors >= there.seats:
+            rungs.append("re-enter the function")
+        if there.survivors >= there.seats:
+            rungs.append("standby")
+        elif there.formable >= there.seats:
+            rungs.append("spare")
+        else:
+            rungs.append("fewer nodes")
+    return [*rungs, "ask the platform", "await nodes"]

@@ -1,0 +1,241 @@
+"""What nodes do: they join, get ready, leave, vanish, and come back.
+
+A node without a stream is absent, not lost: it has a moment to come back, and is then told what it
+missed. One that comes back later finds itself fenced, and joins as another node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from holdfast.core import faults
+from holdfast.core.decisions import BreakRound, EndJob, LoseNode, Refused, Repeat, SendAway
+from holdfast.core.machine import NONE, Effects, Machine, on, tell
+from holdfast.core.membership import rounds, seating
+from holdfast.core.membership.state import Absence, Membership
+from holdfast.core.patience import (
+    RECONNECT_AFTER_RESTART_S,
+    RECONNECT_S,
+    StopGrace,
+)
+from holdfast.core.states import ALWAYS, LIVE, OVER, Running
+from holdfast.core.view import Candidate, View, earliest
+from holdfast.messages.actions import Finish, Prepare
+from holdfast.messages.events import (
+    NodeJoined,
+    NodeLeaving,
+    NodeLeft,
+    NodeReady,
+    NodeResumed,
+    NodeWarm,
+    Progress,
+    StreamEnded,
+)
+from holdfast.messages.exits import EXIT_DO_NOT_REQUEUE, EXIT_TRY_AGAIN
+from holdfast.messages.records import Terms
+from holdfast.messages.units import NodeId, Time
+
+NOT_A_MEMBER = Refused(reason="the node is not a member")
+
+
+class MembershipMachine(Membership, Machine):
+    @classmethod
+    def opened(cls, terms: Terms, at: Time) -> MembershipMachine:
+        return cls(terms, grace=StopGrace(terms.grace_s))
+
+    # ---- events ----
+
+    @on(NodeJoined, *ALWAYS, refusal="")
+    def on_joined(self, job: View, event: NodeJoined, now: Time) -> Effects:
+        if isinstance(job.state, OVER):
+            result = job.state.result
+            return [self.goodbye(event.node, result.code, result.reason)]
+        host = event.spec.host
+        if host in self.excluded:
+            why = f"host {host} is excluded: {self.excluded[host]}"
+            return [self.goodbye(event.node, EXIT_DO_NOT_REQUEUE, why)]
+        if event.node in self.placed:  # It lost its workers, and asks for a place again.
+            again = LoseNode(node=event.node, why="it joined again", at=event.at)
+            return [again, tell(Machine.node_joined, event)]
+        return [tell(Machine.node_joined, event)]
+
+    def node_joined(self, job: View, event: NodeJoined, now: Time) -> Effects:
+        if isinstance(job.state, OVER):
+            result = job.state.result
+            return [self.goodbye(event.node, result.code, result.reason)]
+        rounds.join(self, event.node, event.spec, event.store_port, now)
+        return [Prepare(node=event.node)] if job.world is not None else NONE
+
+    @on(NodeWarm, *ALWAYS, refusal="")
+    def on_warm(self, job: View, event: NodeWarm, now: Time) -> Effects | Refused:
+        candidate = self.find(event.node)
+        if candidate is None:
+            return NOT_A_MEMBER
+        warmed = [] if candidate.warm else [tell(Machine.node_warmed, event.node)]
+        candidate.warm = True  # Said once: a node that is placed now may wait for a place later.
+        return [*warmed, *(self._grow(job, now) if event.node in self.waiting else NONE)]
+
+    @on(NodeReady, *ALWAYS, refusal="")
+    def on_ready(self, job: View, event: NodeReady, now: Time) -> Effects | Refused:
+        if not rounds.ready(self, event.node, event.round, event.store_port):
+            return Refused(reason="the node was not asked to stop that round")
+        if event.slowest_stop_s is not None:
+            self.grace.observe(event.slowest_stop_s)
+        if self.dissolved_at is not None:
+            self.patience.observe(max(0.0, now - self.dissolved_at))
+        return NONE
+
+    @on(NodeLeaving, *LIVE, refusal="the job is ending")
+    def on_leaving(self, job: View, event: NodeLeaving, now: Time) -> Effects | Refused:
+        if not self.has(event.node):
+            return NOT_A_MEMBER
+        if self.count() - 1 < self.terms.min_nodes:
+            return [EndJob(code=event.code, reason=event.reason)]
+        why = f"left: {event.reason}"
+        return [SendAway(node=event.node, kind="leave", code=event.code, why=why)]
+
+    @on(NodeLeft, *ALWAYS, refusal="")
+    def on_left(self, job: View, event: NodeLeft, now: Time) -> Effects:
+        return [LoseNode(node=event.node, why="it left", at=event.at)]
+
+    @on(StreamEnded, *ALWAYS, refusal="")
+    def on_stream_ended(self, job: View, event: StreamEnded, now: Time) -> Effects | Refused:
+        if not self.has(event.node):
+            return NOT_A_MEMBER
+        self._miss(event.node, Absence(event.at, Time(now + RECONNECT_S)))
+        return NONE
+
+    @on(NodeResumed, *ALWAYS, refusal="")
+    def on_resumed(self, job: View, event: NodeResumed, now: Time) -> Effects:
+        """Tell a node again what it may have missed while it had no stream."""
+        self.absent.pop(event.node, None)
+        reminders = tell(Machine.node_resumed, event)
+        if isinstance(job.state, OVER):
+            result = job.state.result
+            return [reminders, self.goodbye(event.node, result.code, result.reason)]
+        if not self.has(event.node):
+            return [_fence(event.node)]
+        if event.round > self.round:
+            return [reminders]
+        return [reminders, Repeat(node=event.node, round=event.round)]
+
+    @on(Progress, Running, refusal="no round is in force")
+    def on_progress(self, job: View, event: Progress, now: Time) -> Effects:
+        """Grow right after a checkpoint, if nodes wait for that."""
+        wished = self.saves_at_wish is not None and job.saves != self.saves_at_wish
+        return self._grow(job, now) if wished else NONE
+
+    # ---- moments ----
+
+    def round_ended(self, job: View, fault: faults.Fault, now: Time) -> Effects:
+        rounds.dissolve(self, now)
+        return NONE
+
+    def node_resumed(self, job: View, event: NodeResumed, now: Time) -> Effects:
+        if event.round > self.round:
+            return self._relearn(job, event, now)
+        held = self.busy.get(event.node)
+        if held is not None and event.round != held.round:
+            # It was never told to start the round that is being stopped: it has no workers of it.
+            rounds.ready(self, event.node, held.round, held.store_port)
+        elif event.node in self.waiting and job.world is not None:
+            return [Prepare(node=event.node)]
+        return NONE
+
+    def coordinator_restarted(self, job: View, now: Time) -> Effects:
+        for node in self.nodes():
+            self._miss(node, Absence(now, Time(now + RECONNECT_AFTER_RESTART_S)))
+        return NONE
+
+    def tick(self, job: View, now: Time) -> Effects:
+        if self.patient_until is not None and self.patient_until <= now:
+            self.patient_until = None
+        if self.absent_until is None or self.absent_until > now:
+            return NONE
+        late = [(node, one) for node, one in self.absent.items() if one.until <= now]
+        rest = (one.until for one in self.absent.values() if one.until > now)
+        self.absent_until = min(rest, default=None)
+        return [LoseNode(node=node, why="its stream ended", at=one.since) for node, one in late]
+
+    def deadline(self, job: View) -> Time | None:
+        patient = self.patient_until if self.busy and not isinstance(job.state, OVER) else None
+        return earliest(self.absent_until, self.closes_at, patient)
+
+    def job_ended(self, job: View, *_: object) -> Effects:
+        self.closes_at = None
+        return NONE
+
+    def validate(self, job: View) -> None:
+        if not isinstance(job.state, OVER):  # The members of a job that ends stop one by one.
+            rounds.validate(self, job.world)
+
+    # ---- for other machines, by way of the view ----
+
+    @property
+    def largest(self) -> int:
+        return rounds.most_nodes(self)
+
+    def formable(self, candidates: Mapping[NodeId, Candidate]) -> int:
+        return len(seating.choose(candidates, self.terms))
+
+    def is_complete(self, now: Time) -> bool:
+        return rounds.may_close(self, now)
+
+    # ---- for the job, which carries decisions out ----
+
+    def goodbye(self, node: NodeId, code: int, reason: str) -> Finish:
+        return Finish(node=node, code=code, reason=reason, grace_s=self.grace.limit_s())
+
+    def _miss(self, node: NodeId, absence: Absence) -> None:
+        self.absent[node] = absence
+        self.absent_until = min(absence.until, self.absent_until or absence.until)
+
+    def _grow(self, job: View, now: Time) -> Effects:
+        """Form a larger world once nodes wait for it, right after a checkpoint if there are any.
+
+        A script that never says when it saves gives no better moment than now.
+        """
+        size = rounds.can_grow(self) if job.world is not None else 0
+        if size == 0:
+            self.saves_at_wish = None
+            return NONE
+        if self.saves_at_wish is None:
+            self.saves_at_wish = job.saves
+        if job.saves > 0 and job.saves == self.saves_at_wish:
+            return NONE
+        newest = next(reversed(self.waiting))
+        why = f"joined: from {len(self.placed)} to {size} nodes"
+        fault = faults.wanted("resize", newest, self.round, job.highest, why, now)
+        return [BreakRound(fault=fault)]
+
+    def _relearn(self, job: View, event: NodeResumed, now: Time) -> Effects:
+        """Give up a round that a node knows and the journal lost (its disk was full when the
+        coordinator died): what was agreed in it is unknown, so all nodes stop and meet anew."""
+        self.round = event.round
+        for candidate in [*self.placed.values(), *self.busy.values()]:
+            candidate.round = event.round
+        if event.node in self.waiting:
+            self.busy[event.node] = self.waiting.pop(event.node)
+            self.busy[event.node].round = event.round
+        why = f"knows round {event.round}, which the journal lost"
+        fault = faults.wanted("resize", event.node, event.round, job.highest, why, now)
+        return [BreakRound(fault=fault)]
+
+
+def _fence(node: NodeId) -> Finish:
+    """Tell a node that comes back after it was given up to end all, and to join afresh."""
+    why = "this node was given up while it was away; it joins again as a new one"
+    return Finish(node=node, code=EXIT_TRY_AGAIN, reason=why, grace_s=0.0, rejoin=True)
+
+
+def shortage(m: Membership) -> str:
+    """Say why no round can be formed."""
+    there, needed = m.count(), m.terms.min_nodes
+    reason = f"{there} of at least {needed} nodes are there and no more came in time"
+    if there >= needed:
+        reason = f"{there} nodes are there, but no {needed} of them form complete segments or units"
+    if m.excluded:
+        host, why = next(reversed(m.excluded.items()))
+        more = f" and {len(m.excluded) - 1} more are" if len(m.excluded) > 1 else " is"
+        reason += f"; host {host}{more} excluded ({why})"
+    return reason

@@ -1,0 +1,1 @@
+"""Counts how far each rank of the newest round has come."""

@@ -1,0 +1,124 @@
+"""What workers do: they start, finish steps, and exit one way or another.
+
+Reports arrive now and then and tell of the past, in any order between nodes. A report that is older
+than what is known already changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from holdfast.core.decisions import Effect, Refused
+from holdfast.core.machine import Effects, Machine, on, tell
+from holdfast.core.ranks.state import Pace, Ranks
+from holdfast.core.states import ALWAYS, LIVE, Running
+from holdfast.core.view import RankState, View, rank_in_force
+from holdfast.messages.events import NodeLeft, NodeReady, Progress, WorkerExited, WorkerStarted
+from holdfast.messages.records import RankProgress, World
+from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber, Time
+
+NOT_IN_FORCE = Refused(reason="the rank is of another round, or of another node")
+PACE_OVER_S = 0.5
+"""Reports of rank 0 closer than this give no speed."""
+
+
+class RanksMachine(Ranks, Machine):
+    # ---- events ----
+
+    @on(WorkerStarted, *ALWAYS, refusal="")
+    def on_started(self, job: View, event: WorkerStarted, now: Time) -> Effects | Refused:
+        rank = rank_in_force(job, event.node, event.round, event.rank)
+        if rank is None or rank.started:
+            return NOT_IN_FORCE
+        rank.started, rank.pid = True, event.pid
+        self.unstarted -= 1
+        return [tell(Machine.rank_started, event)]
+
+    @on(Progress, *ALWAYS, refusal="")
+    def on_progress(self, job: View, event: Progress, now: Time) -> Effects:
+        return self._all_progressed(job, event.node, event.round, event.ranks)
+
+    @on(NodeReady, *ALWAYS, refusal="")
+    def on_ready(self, job: View, event: NodeReady, now: Time) -> Effects:
+        return self._all_progressed(job, event.node, event.round, event.ranks)
+
+    @on(NodeLeft, *ALWAYS, refusal="")
+    def on_left(self, job: View, event: NodeLeft, now: Time) -> Effects:
+        return self._all_progressed(job, event.node, event.round, event.ranks)
+
+    @on(WorkerExited, *LIVE, refusal="the job is ending")
+    def on_exited(self, job: View, event: WorkerExited, now: Time) -> Effects | Refused:
+        rank = rank_in_force(job, event.node, event.round, event.rank)
+        if rank is None or rank.finished:
+            return NOT_IN_FORCE
+        effects = self._all_progressed(job, event.node, event.round, [event.progress])
+        if event.code == 0 and isinstance(job.state, Running):
+            rank.finished = True
+            self.unfinished -= 1
+        return [*effects, tell(Machine.rank_exited, event)]
+
+    # ---- moments ----
+
+    def round_began(self, job: View, world: World, now: Time) -> Effects:
+        self.all = {
+            Rank(rank): RankState(place.node)
+            for place in world.places
+            for rank in range(place.first_rank, place.first_rank + place.slots)
+        }
+        self.unstarted = self.unstepped = self.unfinished = world.size
+        self.resumed_at = self.pace = None
+        self.saves = 0
+        return ()
+
+    def validate(self, job: View) -> None:
+        ranks = self.all.values()
+        assert self.unstarted == sum(not r.started for r in ranks), "miscounted starts"
+        assert self.unstepped == sum(not r.stepped for r in ranks), "miscounted steps"
+        assert self.unfinished == sum(not r.finished for r in ranks), "miscounted ends"
+        if job.world is not None:
+            assert len(self.all) == job.world.size, "ranks beside the world"
+
+    # ---- progress ----
+
+    def _all_progressed(
+        self, job: View, node: NodeId, round: RoundNumber, ranks: Iterable[RankProgress]
+    ) -> list[Effect]:
+        effects: list[Effect] = []
+        for progress in ranks:
+            rank = rank_in_force(job, node, round, progress.rank)
+            if rank is not None and progress.last_at is not None and progress.steps:
+                effects += self._progressed(rank, progress, progress.last_at)
+        return effects
+
+    def _progressed(self, rank: RankState, progress: RankProgress, last_at: Time) -> Effects:
+        if progress.steps < rank.steps:
+            return ()
+        first = not rank.stepped
+        self.unstepped -= first
+        rank.step, rank.steps = progress.step, progress.steps
+        self.highest = max(self.highest, progress.step)
+        if progress.rank == 0:
+            self.saves = progress.saves
+            self._note_pace(progress.step, last_at)
+        self._note_base(rank, StepNumber(max(0, progress.step - progress.steps)))
+        return [tell(Machine.rank_stepped, progress, first)]
+
+    def _note_base(self, rank: RankState, base: StepNumber) -> None:
+        """Note the step that a rank went on from: what lies between it and the fault is lost.
+
+        It changes when a script begins to count for itself after the optimizer hook counted from 0.
+        """
+        if rank.base == base:
+            return
+        first, rank.base = rank.base is None, base
+        if first and self.resumed_at is not None:
+            self.resumed_at = min(self.resumed_at, base)
+        else:
+            self.resumed_at = min(r.base for r in self.all.values() if r.base is not None)
+
+    def _note_pace(self, step: StepNumber, at: Time) -> None:
+        last = self.pace
+        if last is None or step <= last.step:
+            self.pace = Pace(step, at)
+        elif at - last.at >= PACE_OVER_S:
+            self.pace = Pace(step, at, (step - last.step) / (at - last.at))

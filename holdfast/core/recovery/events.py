@@ -1,0 +1,197 @@
+"""What recovery hears: from the first sign of a fault to the first good step after it.
+
+An incident opens when a round breaks. Who is to blame may change until all workers are gone: others
+die in the wake of the first, and a verdict on a hang comes later. It closes when every rank has
+finished a step, and is marked on its way there, so that the time it cost can be told apart.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from holdfast.core import faults, ladder
+from holdfast.core.decisions import Blame, BreakRound, Note, Refused
+from holdfast.core.faults import Fault
+from holdfast.core.ladder import Resources, Rung, Stop
+from holdfast.core.machine import NONE, Effects, Machine, on
+from holdfast.core.recovery import incidents as book
+from holdfast.core.recovery import rules
+from holdfast.core.recovery.rules import FaultHistory
+from holdfast.core.states import ALWAYS, Gathering, Stopping
+from holdfast.core.view import View
+from holdfast.messages.events import (
+    EventSetAside,
+    Tick,
+    VerdictReached,
+    WorkerExited,
+    WorkerStarted,
+)
+from holdfast.messages.records import Incident, JobResult, RankProgress, Terms, World
+from holdfast.messages.units import NodeId, Seconds, Time
+
+INTERNAL_AT_MOST = 20
+"""Internal incidents that are recorded; later ones are only counted."""
+TICK_PAUSE_S: Seconds = 1.0
+TICK_PAUSE_MOST_S: Seconds = 60.0
+
+
+class Recovery(Struct):
+    terms: Terms
+    history: FaultHistory = field(default_factory=FaultHistory)
+    incidents: list[Incident] = field(default_factory=list)
+    failures: int = 0
+    """Events whose handler raised an exception."""
+    ticks_after: Time | None = None
+    """After a tick that could not be handled: when the next may come."""
+
+
+class RecoveryMachine(Recovery, Machine):
+    @classmethod
+    def opened(cls, terms: Terms, at: Time) -> RecoveryMachine:
+        return cls(terms)
+
+    @property
+    def last_fault(self) -> Incident | None:
+        return book.last_fault(self.incidents)
+
+    @property
+    def open_incident(self) -> Incident | None:
+        last = self.last_fault
+        return last if last is not None and last.closed_at is None else None
+
+    # ---- for the job, which carries decisions out ----
+
+    def judge(self, job: View, fault: Fault, there: Resources, now: Time) -> Rung:
+        """Choose what to do about the fault, now that all workers are gone."""
+        rung = rules.judge(self.history, fault, there, job.highest, self.terms.max_restarts)
+        incident = self.last_fault
+        assert incident is not None
+        incident.stopped_at, incident.rung = now, rung.rung
+        if isinstance(rung, Stop):
+            incident.action = f"stopped the job: {rung.reason}"
+            incident.closed_at = now
+        else:
+            incident.action = ladder.DONE[rung.rung]
+        return rung
+
+    def blame(self, known: Fault, other: Fault) -> Fault:
+        """Decide between two faults of the round that is stopping."""
+        incident = self.last_fault
+        assert incident is not None
+        guilty = faults.culprit(known, other)
+        book.mention(incident, other if guilty is known else known)
+        if guilty is not known:
+            better = book.opened(incident.id, guilty, incident.cause, incident.opened_at)
+            better.also = incident.also
+            self.incidents[incident.id - 1] = better
+        return guilty
+
+    def note(self, note: Note, cause: str, now: Time) -> None:
+        self.incidents.append(book.noted(len(self.incidents) + 1, note, cause, now))
+
+    def open(self, fault: Fault, cause: str, now: Time) -> Incident:
+        """Open the incident of a round that breaks."""
+        last = self.open_incident
+        if last is not None:
+            last.closed_at = fault.at
+            last.action += "; failed again before the first step"
+        self.incidents.append(book.opened(len(self.incidents) + 1, fault, cause, now))
+        return self.incidents[-1]
+
+    # ---- events ----
+
+    @on(VerdictReached, *ALWAYS, refusal="")
+    def on_verdict(self, job: View, event: VerdictReached, now: Time) -> Effects | Refused:
+        """Learn more about a hang: by whom, and where it stood."""
+        if not 1 <= event.incident <= len(self.incidents):
+            return Refused(reason="there is no such incident")
+        incident = self.incidents[event.incident - 1]
+        if incident.kind != "hang":
+            return Refused(reason="a death of the same round turned out to be the cause")
+        incident.detail = event.sentence
+        if event.guilty and event.guilty[0] in job.ranks:
+            incident.rank = event.guilty[0]
+            if incident.round == job.membership.round:
+                incident.node = job.ranks[incident.rank].node
+        fault = job.state.fault if isinstance(job.state, Stopping) else None
+        if fault is None or self.last_fault is not incident or fault.kind != "hang":
+            return NONE
+        return [Blame(fault=replace(fault, rank=incident.rank, detail=incident.detail))]
+
+    @on(EventSetAside, *ALWAYS, refusal="")
+    def on_set_aside(self, job: View, event: EventSetAside, now: Time) -> Effects:
+        """Record an error of our own."""
+        self.failures += 1
+        if event.what == Tick.__name__ and event.dropped:
+            pause_s = min(TICK_PAUSE_MOST_S, TICK_PAUSE_S * self.failures)
+            self.ticks_after = Time(now + pause_s)
+        if self.failures > INTERNAL_AT_MOST:
+            return NONE
+        again = "dropped after repeated failures" if event.dropped else "handled again"
+        return [
+            Note(
+                kind="internal",
+                signature=f"handling {event.what} raised {event.error}",
+                action=f"the event was set aside and {again}; training goes on",
+                node=event.node or NodeId(""),
+                round=job.membership.round,
+                step=job.highest,
+                detail=event.traceback,
+            )
+        ]
+
+    # ---- moments ----
+
+    def rank_exited(self, job: View, event: WorkerExited, now: Time) -> Effects:
+        if event.code == 0:
+            incident = self.open_incident
+            if incident is not None and job.world is not None and job.unfinished == 0:
+                incident.closed_at = event.at
+            return NONE
+        if isinstance(job.state, Gathering):
+            return NONE  # Its round is broken and judged already.
+        return [BreakRound(fault=faults.death(event, event.progress.step or job.highest))]
+
+    def round_began(self, job: View, world: World, now: Time) -> Effects:
+        incident = self.open_incident
+        if incident is not None:
+            incident.frozen_at = now
+        return NONE
+
+    def rank_started(self, job: View, event: WorkerStarted, now: Time) -> Effects:
+        incident = self.open_incident
+        if incident is None or job.world is None:
+            return NONE
+        if not event.warm:
+            incident.action = "gave the ranks to fresh processes"
+        if job.unstarted == 0:
+            incident.started_at = event.at
+            if job.highest == 0:  # A script that takes no steps is back when it runs.
+                incident.closed_at = event.at
+        return NONE
+
+    def rank_stepped(self, job: View, progress: RankProgress, first: bool, now: Time) -> Effects:
+        last = self.last_fault
+        if last is not None and last.round < job.membership.round and job.resumed_at is not None:
+            last.lost_steps = max(0, last.step - job.resumed_at)
+        if not first or last is None or last.closed_at is not None or job.world is None:
+            return NONE  # Late word of a round that is broken does not end its incident.
+        first_at = progress.first_at or progress.last_at
+        assert first_at is not None
+        # Times of the ranks' first steps arrive in any order; training was back at the last one.
+        last.back_at = max(first_at, last.back_at or first_at)
+        if job.unstepped == 0:
+            last.closed_at = last.back_at
+        return NONE
+
+    def job_ended(self, job: View, result: JobResult, secure: bool, now: Time) -> Effects:
+        incident = self.open_incident
+        if incident is not None:
+            incident.closed_at = now
+            incident.action = incident.action or f"the job ended: {result.reason}"
+        return NONE
+
+    def validate(self, job: View) -> None:
+        rules.validate(self.history, self.terms.max_restarts)
+        book.validate(self.incidents)

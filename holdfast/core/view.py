@@ -1,0 +1,137 @@
+"""What every machine may read of the job, and none may write.
+
+A machine is given the job as a `View`: protocols of read-only properties, so the type checker refuses
+a machine that writes into another one's state. Values that several machines share live here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol
+
+from msgspec import Struct
+
+from holdfast.messages.records import NodeSpec, Terms, World
+from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber, Time
+
+if TYPE_CHECKING:
+    from holdfast.core.states import AnyState
+
+
+class Candidate(Struct):
+    """A node and what decides about its place."""
+
+    spec: NodeSpec
+    store_port: int
+    joined: int
+    """Join sequence number."""
+    seat: int | None = None
+    """Group rank in the last round that the node was in."""
+    round: RoundNumber = RoundNumber(0)
+    """The last round that the node was placed in."""
+    warm: bool = False
+    """The node's standbys are ready: it could start a rank at once."""
+
+
+class RankState(Struct):
+    """One rank of the newest round."""
+
+    node: NodeId
+    pid: int = 0
+    started: bool = False
+    finished: bool = False
+    step: StepNumber = StepNumber(0)
+    steps: int = 0
+    """Steps finished by the present process."""
+    base: StepNumber | None = None
+    """The step that the process went on from."""
+
+    @property
+    def stepped(self) -> bool:
+        return self.steps > 0
+
+
+class Members(Protocol):
+    """The nodes of the job, by where they are: see `core.membership`."""
+
+    @property
+    def round(self) -> RoundNumber: ...
+    @property
+    def waiting(self) -> Mapping[NodeId, Candidate]: ...
+    @property
+    def busy(self) -> Mapping[NodeId, Candidate]: ...
+    @property
+    def placed(self) -> Mapping[NodeId, Candidate]: ...
+    def has(self, node: NodeId) -> bool: ...
+    def count(self) -> int: ...
+    def find(self, node: NodeId) -> Candidate | None: ...
+    @property
+    def largest(self) -> int:
+        """Nodes of the largest legal world."""
+
+    def formable(self, candidates: Mapping[NodeId, Candidate]) -> int:
+        """Count the nodes of the largest world that these could form."""
+
+    def is_complete(self, now: Time) -> bool:
+        """Whether the next round has all the nodes it waits for."""
+
+
+class View(Protocol):
+    """The job, as a machine sees it."""
+
+    @property
+    def terms(self) -> Terms: ...
+    @property
+    def state(self) -> AnyState: ...
+    @property
+    def world(self) -> World | None:
+        """The world in force; None unless the job is running."""
+
+    @property
+    def membership(self) -> Members: ...
+    @property
+    def ranks(self) -> Mapping[Rank, RankState]:
+        """All ranks of the newest round."""
+
+    @property
+    def unfinished(self) -> int:
+        """Ranks of the newest round that have not ended with 0."""
+
+    @property
+    def unstarted(self) -> int:
+        """Ranks of the newest round whose script has not begun."""
+
+    @property
+    def unstepped(self) -> int:
+        """Ranks of the newest round that have not finished a step."""
+
+    @property
+    def highest(self) -> StepNumber:
+        """The highest step that any rank ever finished."""
+
+    @property
+    def resumed_at(self) -> StepNumber | None:
+        """The lowest step that the ranks of the newest round went on from."""
+
+    @property
+    def steps_per_s(self) -> float | None: ...
+    @property
+    def saves(self) -> int:
+        """Checkpoints that rank 0 has finished in the newest round."""
+
+
+def rank_in_force(job: View, node: NodeId, round: RoundNumber, rank: Rank) -> RankState | None:
+    """Find the rank that an event speaks of; None for another round, or another node's rank."""
+    if round != job.membership.round or not job.membership.has(node):
+        return None
+    found = job.ranks.get(rank)
+    return found if found is not None and found.node == node else None
+
+
+def can_spare_a_node(job: View) -> bool:
+    """Whether the job has more nodes than it needs."""
+    return job.membership.count() - 1 >= max(1, job.terms.min_nodes)
+
+
+def earliest(*deadlines: Time | None) -> Time | None:
+    return min((at for at in deadlines if at is not None), default=None)

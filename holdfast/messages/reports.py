@@ -1,0 +1,194 @@
+"""Defines what Holdfast reports about a job.
+
+Each struct is a JSON document, or a piece of one, that `status`, `incidents` and `goodput` print with
+`--json`. The command line, the page, the metrics and other tools all read these and nothing else, so a
+figure is defined here once. Keys are added, never renamed or removed. `docs/schema/` holds the same
+definitions as JSON schemas; the texts under the fields are the descriptions there.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct, field
+
+from holdfast.messages.chaos import FaultsReport
+from holdfast.messages.records import Cause, FaultKind
+from holdfast.messages.timings import Kind
+from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, StepNumber, Time
+
+JobState = Literal["gathering", "running", "stopping", "ending", "ended", "lost"]
+"""A job's state as reports name it; a job is lost when no process runs it and it has not ended."""
+
+NodeState = Literal["placed", "busy", "waiting", "testing"]
+"""In the round; stopping the workers of the last round; a spare; in a node check."""
+
+CAUSES: dict[Cause, str] = {
+    "productive": "steps finished for the first time",
+    "redo": "steps that a fault threw away and that had to be taken again",
+    "start": "from the launch, or from the round's freezing, until the script ran",
+    "init": "imports and process group, until the first step",
+    "checkpoint": "saving",
+    "detect": "from the fault until it was known",
+    "stop": "ending the other ranks",
+    "rendezvous": "agreeing on the next round",
+    "restore": "loading state",
+    "wait": "for nodes",
+    "idle": "finished before the others",
+}
+"""Every cause of the ledger and what it covers, in the order of reports."""
+
+
+class RankReport(Struct, frozen=True, kw_only=True):
+    """One rank of the round in force."""
+
+    rank: Rank
+    """Global rank."""
+    pid: int
+    """Process id on the rank's node; 0 until its script runs."""
+    step: StepNumber
+    """Last finished step."""
+    finished: bool
+    """Whether the script has ended with exit code 0."""
+    score: float | None
+    """Speed relative to the fastest rank, 0 to 1; null while unknown."""
+    own_score: float | None
+    """Speed relative to the rank's own best, 0 to 1; null while unknown."""
+    straggler: Kind | None
+    """Which of the two scores makes the rank a straggler; null for a rank that is none."""
+
+
+class NodeReport(Struct, frozen=True, kw_only=True):
+    """One node and its ranks."""
+
+    node: NodeId
+    """Node id, unique for each agent process."""
+    host: str
+    """Host name."""
+    state: NodeState
+    """What the node is doing for the job."""
+    ranks: list[RankReport]
+    """Ranks of the round in force that run on the node."""
+
+
+class CheckpointerReport(Struct, frozen=True, kw_only=True):
+    """What one checkpointer has saved."""
+
+    checkpointer: str
+    """The checkpointer's name: its directory, or the name that the script gave it."""
+    in_memory: StepNumber | None
+    """Newest step committed in memory and still held there."""
+    on_storage: StepNumber | None
+    """Newest step committed to storage."""
+    writing: StepNumber | None
+    """Step that is being written to storage."""
+    failures: int
+    """Failed writes in a row."""
+
+
+class StatusReport(Struct, frozen=True, kw_only=True):
+    """Where a job stands: what `holdfast status --json` prints."""
+
+    job: str
+    """The job's name."""
+    state: JobState
+    """What the job is doing."""
+    round: RoundNumber
+    """Number of the newest round; 0 before the first."""
+    world_size: int
+    """Ranks of the round in force, or of the last one."""
+    step: StepNumber
+    """Highest step that was ever finished."""
+    steps_per_s: float | None
+    """Training speed; null while the job is not running or its speed is unknown."""
+    wall_s: Seconds
+    """Time since the job opened, or until it ended."""
+    restarts: int
+    """Rounds that a fault made necessary."""
+    nodes: list[NodeReport]
+    """All nodes that have joined and are not lost."""
+    checkpoints: list[CheckpointerReport]
+    """What each checkpointer has in memory and on storage."""
+    excluded: dict[str, str]
+    """Hosts that may not take part any more, each with the reason."""
+    faults: FaultsReport
+    """Faults injected on demand."""
+    last_incident: str | None
+    """The newest incident in one line."""
+    exit_code: int | None
+    """Exit code of the launcher; null until the job is ending."""
+    reason: str | None
+    """Why the job ended, in one line; null until it is ending."""
+    opened_at: Time
+    """When the job opened, in seconds since 1970."""
+    refused: dict[str, int] = field(default_factory=dict)
+    """Events that did not fit the job's state and were refused: how many, by reason."""
+
+
+class GoodputReport(Struct, frozen=True, kw_only=True):
+    """The ledger: what `holdfast goodput --json` prints."""
+
+    job: str
+    """The job's name."""
+    wall_s: Seconds
+    """Time since the job opened, or until it ended."""
+    ranks: int | float
+    """Rank-seconds per second of wall clock: the world size, or its mean if it changed."""
+    seconds: dict[Cause, Seconds]
+    """Rank-seconds by cause; they add up to `wall_s` × `ranks`."""
+    goodput: float
+    """Share of productive seconds, 0 to 1."""
+
+
+class IncidentReport(Struct, frozen=True, kw_only=True):
+    """One fault and its repair: `holdfast incidents --json` prints a list of these."""
+
+    id: int
+    """The incident's number in its job, from 1."""
+    kind: FaultKind
+    """Kind of fault."""
+    node: NodeId
+    """Node where the fault began."""
+    rank: Rank | None
+    """Rank where the fault began; null when it was a whole node's."""
+    round: RoundNumber
+    """Round that the fault befell."""
+    step: StepNumber
+    """Step that the rank had finished."""
+    at: Time
+    """When the fault happened, in seconds since 1970."""
+    signature: str
+    """What failed, in words that are equal for equal failures."""
+    action: str
+    """What Holdfast did about it."""
+    phases: dict[str, Seconds]
+    """Seconds by phase of the repair (detect, stop, rendezvous, start, first_step), in order, as far
+    as the repair has come; together `lost_s`."""
+    lost_s: Seconds | None
+    """From the fault to the first good step after it, or to what ended the incident instead; null
+    while the incident is open."""
+    lost_steps: int
+    """Steps that had to be taken again."""
+    also: list[str]
+    """How other ranks died as a consequence; the first hundred."""
+    detail: str
+    """Traceback, verdict or other detail."""
+    rung: str | None
+    """The kind of repair that was chosen; null when none was, or not yet."""
+    cause: str
+    """The event that opened the incident: its number in the journal."""
+    injected: str | None
+    """The injected fault that caused the incident; null for a real one."""
+    line: str
+    """The incident in one line."""
+
+
+class Booking(Struct, frozen=True):
+    """One entry of the ledger; a trace is drawn from all of them."""
+
+    rank: Rank
+    cause: Cause
+    begin: Time
+    end: Time
+    round: RoundNumber
+    step: StepNumber

@@ -1,0 +1,125 @@
+"""Prints reports for people: tables on a terminal, tab-separated lines into a pipe."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from holdfast.messages.evidence import StackGroup
+from holdfast.messages.reports import (
+    CAUSES,
+    CheckpointerReport,
+    GoodputReport,
+    IncidentReport,
+    RankReport,
+    StatusReport,
+)
+
+FRAMES_SHOWN = 12
+DETAIL_SHOWN = 12
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table."""
+    if not sys.stdout.isatty():
+        print(title)
+        for row in (columns, *rows):
+            print("\t".join(row))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+def print_status(status: StatusReport) -> None:
+    """Print where a job stands."""
+    speed = "" if status.steps_per_s is None else f", {status.steps_per_s:.1f} steps/s"
+    title = (
+        f"job {status.job}: {status.state}, round {status.round},"
+        f" {status.world_size} ranks, step {status.step}{speed}"
+    )
+    rows = [
+        (node.node, node.state, *cells)
+        for node in status.nodes
+        for cells in [_rank(rank) for rank in node.ranks] or [("-", "-", "-", "-")]
+    ]
+    print_table(title, ("node", "state", "rank", "pid", "step", "speed"), rows)
+    for one in status.checkpoints:
+        print(_checkpoints(one))
+    for host, why in status.excluded.items():
+        print(f"excluded: host {host}: {why}")
+    for fault in status.faults.pending:
+        print(f"fault to come: {fault.line}")
+    for reason, count in status.refused.items():
+        print(f"refused: {count} events: {reason}")
+    if status.last_incident:
+        print(f"last incident: {status.last_incident}")
+    if status.reason:
+        print(f"ended with {status.exit_code}: {status.reason}")
+
+
+def _rank(rank: RankReport) -> tuple[str, ...]:
+    """The cells of one rank.
+
+    The speed is relative to the fastest rank; to the rank's own best if there is no other rank, or if
+    that is what makes it a straggler."""
+    if rank.score is None or rank.straggler == "individual":
+        speed = "-" if rank.own_score is None else f"{rank.own_score:.2f} of its best"
+    else:
+        speed = f"{rank.score:.2f}"
+    slow = ", slow" if rank.straggler else ""
+    return (str(rank.rank), str(rank.pid), str(rank.step), f"{speed}{slow}")
+
+
+def _checkpoints(one: CheckpointerReport) -> str:
+    steps = [
+        (one.in_memory, "in memory"),
+        (one.on_storage, "on storage"),
+        (one.writing, "being written"),
+    ]
+    where = [f"step {step} {words}" for step, words in steps if step is not None]
+    if one.failures:
+        where.append(f"{one.failures} failed in a row")
+    return f"checkpoints of {one.checkpointer}: {', '.join(where) or 'none yet'}"
+
+
+def print_goodput(report: GoodputReport) -> None:
+    """Print the ledger, the largest cause first."""
+    total = sum(report.seconds.values())
+    title = (
+        f"job {report.job}: goodput {report.goodput:.1%}"
+        f" of {report.wall_s:.1f} s × {report.ranks} ranks"
+    )
+    rows = [
+        (cause, f"{seconds:.2f}", f"{seconds / total:.1%}", CAUSES[cause])
+        for cause, seconds in sorted(report.seconds.items(), key=lambda item: -item[1])
+        if seconds
+    ]
+    print_table(title, ("cause", "rank-seconds", "share", "what it is"), rows)
+
+
+def print_incidents(job: str, incidents: Sequence[IncidentReport]) -> None:
+    """Print each incident in a line, then what else is known of it."""
+    if not incidents:
+        print(f"job {job}: no incidents")
+    for incident in incidents:
+        print(f"{incident.id}. {incident.line}")
+        for line in [*incident.also, *incident.detail.rstrip().splitlines()[-DETAIL_SHOWN:]]:
+            print(f"     {line}")
+
+
+def print_stacks(groups: Sequence[StackGroup]) -> None:
+    """Print the stacks of a verdict, one for all ranks that stand at the same place."""
+    for group in groups:
+        print(f"\n{group.headline}")
+        for frame in group.frames[:FRAMES_SHOWN]:
+            where = f"{frame.file}:{frame.line}" if frame.line else frame.file
+            print(f"    {frame.function}  {where}")
+        if len(group.frames) > FRAMES_SHOWN:
+            print(f"    ... {len(group.frames) - FRAMES_SHOWN} more")
