@@ -11,12 +11,13 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from holdfast.coordinator.journal import replay, replay_spans
+from holdfast.coordinator.journal import replay, replay_spans, replay_story
 from holdfast.core import report
 from holdfast.core.replay import JobSnapshot
+from holdfast.core.story import Recorder
 from holdfast.errors import HoldfastError, JobError, UsageError
 from holdfast.jobhome import JobHome, find
-from holdfast.messages.reports import GoodputReport, IncidentReport, StatusReport
+from holdfast.messages.reports import GoodputReport, IncidentReport, StatusReport, StoryStep
 from holdfast.messages.units import Time
 from holdfast.view.summary import summary
 from holdfast.view.trace import trace
@@ -62,6 +63,9 @@ class ViewedJob:
     def incidents(self) -> list[IncidentReport]:
         return report.incidents(self._job)
 
+    def incident(self, number: int) -> IncidentReport:
+        return _numbered(self.name, self.incidents(), number)
+
 
 def look(job: str | None) -> ViewedJob:
     """Read the journal of the job of that name, or of the newest job."""
@@ -70,6 +74,22 @@ def look(job: str | None) -> ViewedJob:
     if snapshot is None:
         raise JobError(f"job {home.name} has no events yet; try again in a moment")
     return ViewedJob(home, snapshot)
+
+
+def find_story(job: str | None, number: int) -> tuple[IncidentReport, list[StoryStep]]:
+    """Replay a job from its first event; one of its incidents, and how it was repaired."""
+    home, recorder = find(job), Recorder()
+    snapshot = replay_story(home.journal, recorder) if home.journal.exists() else None
+    if snapshot is None:
+        raise JobError(f"job {home.name} has no events yet; try again in a moment")
+    incident = _numbered(home.name, report.incidents(snapshot.job), number)
+    return incident, recorder.story(snapshot.job, number)
+
+
+def _numbered(job: str, incidents: list[IncidentReport], number: int) -> IncidentReport:
+    if not 1 <= number <= len(incidents):
+        raise UsageError(f"job {job} has {len(incidents)} incidents, and none of number {number}")
+    return incidents[number - 1]
 
 
 def tell_end(home: JobHome, quiet: bool) -> None:

@@ -23,6 +23,7 @@ from holdfast.core import replay as replaying
 from holdfast.core.job import Job
 from holdfast.core.ledger.books import Ledger
 from holdfast.core.replay import Entry, JobSnapshot
+from holdfast.core.story import Recorder
 from holdfast.errors import JournalCorrupt, JournalError
 from holdfast.messages.events import AnyEvent
 from holdfast.messages.reports import Booking
@@ -145,6 +146,12 @@ def replay_spans(path: Path) -> tuple[JobSnapshot | None, list[Booking]]:
 
     with _Reader(path) as reader:
         return replaying.replay(reader.from_the_start, prepare=keep_spans), spans
+
+
+def replay_story(path: Path, recorder: Recorder) -> JobSnapshot | None:
+    """Replay the journal from its first event, and record each event with its actions."""
+    with _Reader(path) as reader:
+        return replaying.replay(reader.from_the_start, prepare=recorder.begin, hear=recorder.hear)
 
 
 class _Reader:

@@ -31,6 +31,11 @@ class Tell(Struct, frozen=True):
     arguments: tuple[Any, ...] = ()
 
 
+class Settle(Decision, frozen=True, kw_only=True):
+    """See whether the fault can be judged now, or the next round frozen. So it is after any other
+    decision."""
+
+
 class BreakRound(Decision, frozen=True, kw_only=True):
     """Stop the workers of the round; in one that is stopping, blame the likelier culprit."""
 
@@ -109,6 +114,7 @@ class Refused(Decision, frozen=True, kw_only=True):
 
 AnyDecision = (
     Tell
+    | Settle
     | BreakRound
     | LoseNode
     | Repeat

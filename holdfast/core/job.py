@@ -2,7 +2,8 @@
 
 `handle` takes an event and the time and returns actions, in the order in which they are to be carried
 out. The event goes to every machine that handles it in the job's present state; what they decide is
-carried out by `core.transitions`; then the job settles: it judges, freezes, ends or closes, if it may.
+carried out by `core.transitions`, and then the job settles: it judges, freezes, ends or closes, if it
+may. An event that decides nothing changes nothing beyond the machines that heard it.
 
 An event that does not fit is refused with a reason, and counted. `docs/states.md` has the table of
 all states and events, printed by `table`.
@@ -11,21 +12,20 @@ all states and events, printed by `table`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from typing import Any
+from typing import Any, get_args
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from holdfast.core.decisions import Refused
-from holdfast.core.machine import Effects, Machine, Rule, on
+from holdfast.core.machine import Effects, Machine, Rule
 from holdfast.core.machine import tell as moment
 from holdfast.core.state import MACHINES, Job, opened
 from holdfast.core.states import ALWAYS, AnyState, Ended, Gathering, StateName
-from holdfast.core.transitions import carry_out, settle
-from holdfast.core.view import View, earliest
+from holdfast.core.transitions import STEPS, carry_out, settle
+from holdfast.core.view import earliest
 from holdfast.messages.actions import AnyAction, CloseJob
 from holdfast.messages.events import AnyEvent, CoordinatorRestarted, JobOpened, Tick
+from holdfast.messages.records import Terms
 from holdfast.messages.units import Time
 
 __all__ = ["MACHINES", "Job", "deadline", "decide", "handle", "opened", "table", "validate"]
@@ -43,26 +43,33 @@ def decide(job: Job, event: AnyEvent, now: Time) -> list[AnyAction]:
     job.events += 1
     actions: list[AnyAction] = []
     refusals: list[str] = []
-    listeners = _listeners(tuple(map(type, job.machines))).get(type(event), ())
-    for listener in listeners:
-        if not isinstance(job.state, listener.rule.states):
-            refusals.append(listener.rule.refusal)
+    decisions = False
+    kind = type(event)
+    own = _OWN.get(kind)
+    listeners = job.listeners.get(kind, ()) if own is None else ()
+    for rule, handler in listeners:
+        if not isinstance(job.state, rule.states):
+            refusals.append(rule.refusal)
             continue
-        decided = listener.handle(listener.machine_of(job), job, event, now)
+        decided = handler(job, event, now)
         if isinstance(decided, Refused):
             refusals.append(decided.reason)
         else:
+            decisions = decisions or any(type(effect) in STEPS for effect in decided)
             actions += carry_out(job, decided, now)
-    if len(refusals) == len(listeners):
-        refused = f"{type(event).__name__}: {refusals[0] if refusals else 'nothing handles it'}"
+    if own is not None:
+        decisions = True
+        actions += carry_out(job, own(job), now)
+    elif len(refusals) == len(listeners):
+        refused = f"{kind.__name__}: {refusals[0] if refusals else 'nothing handles it'}"
         job.refused[refused] = job.refused.get(refused, 0) + 1
-    return actions + settle(job, now)
+    return actions + settle(job, now) if decisions else actions
 
 
 def deadline(job: Job) -> Time | None:
     """When the job next wants a Tick."""
     short_until = job.state.short_until if isinstance(job.state, Gathering) else None
-    due = earliest(short_until, *(machine.deadline(job) for machine in job.machines))
+    due = earliest(short_until, *(ask(job) for ask in job.hearers["deadline"]))
     pause = job.recovery.ticks_after
     return due if due is None or pause is None else max(due, pause)
 
@@ -73,67 +80,44 @@ def validate(job: Job) -> None:
         machine.validate(job)
 
 
-# ---- who handles what --------------------------------------------------------------------------
+# ---- events that are the job's own ---------------------------------------------------------------
 
 
-class Listener(Struct, frozen=True):
-    """One handler of one event, and the machine that it belongs to; None: the job itself."""
-
-    rule: Rule
-    handle: Callable[..., Any]
-    machine: type[Machine] | None = None
-
-    @property
-    def name(self) -> str:
-        room = self.handle.__module__.removeprefix("holdfast.core.").partition(".")[0]
-        return f"{room}.{self.handle.__name__}"
-
-    def machine_of(self, job: Job) -> Machine | None:
-        return None if self.machine is None else job.of(self.machine)
-
-
-@on(JobOpened, refusal="the job is open already")
-def on_opened_again(_: None, job: View, event: JobOpened, now: Time) -> Effects:
-    raise AssertionError("no state takes it")
-
-
-@on(CoordinatorRestarted, *ALWAYS, refusal="")
-def on_restarted(_: None, job: View, event: CoordinatorRestarted, now: Time) -> Effects:
+def on_restarted(job: Job) -> Effects:
     """Give every node time to come back; a job that is over closes again."""
     if isinstance(job.state, Ended):  # It died with the last event written and not acted upon.
         return [CloseJob(code=job.state.result.code, reason=job.state.result.reason)]
     return [moment(Machine.coordinator_restarted)]
 
 
-@on(Tick, *ALWAYS, refusal="")
-def on_tick(_: None, job: View, event: Tick, now: Time) -> Effects:
+def on_tick(job: Job) -> Effects:
     return [moment(Machine.tick)]
 
 
-@cache
-def _listeners(machines: tuple[type[Machine], ...]) -> dict[type, tuple[Listener, ...]]:
-    """Find all handlers by the event they take, in the order in which they are asked."""
-    found: dict[type, tuple[Listener, ...]] = {}
-    marked: list[tuple[type[Machine] | None, Any]] = [
-        *((machine, one) for machine in machines for one in vars(machine).values()),
-        *((None, one) for one in (on_opened_again, on_restarted, on_tick)),
-    ]
-    for machine, handler in marked:
-        rule = getattr(handler, "rule", None)
-        if isinstance(rule, Rule):
-            found[rule.event] = (*found.get(rule.event, ()), Listener(rule, handler, machine))
-    return found
+_OWN: dict[type, Callable[[Job], Effects]] = {CoordinatorRestarted: on_restarted, Tick: on_tick}
+
+
+# ---- the table ---------------------------------------------------------------------------------
 
 
 def table() -> list[tuple[str, dict[StateName, str]]]:
     """List for each event, by state, the functions that take it, or why it is refused."""
-    rows = []
-    for event, listeners in sorted(_listeners(MACHINES).items(), key=lambda one: one[0].__name__):
+    job = opened(JobOpened(at=Time(0.0), job="", terms=Terms()))
+    found: dict[str, dict[StateName, str]] = {}
+    for event in get_args(AnyEvent):
+        own, listeners = _OWN.get(event), job.listeners.get(event, [])
         cells = {state.name: _cell(state, listeners) for state in ALWAYS}
-        rows.append((event.__name__, cells))
-    return rows
+        if own is not None:
+            cells = dict.fromkeys(cells, f"job.{own.__name__}")
+        found[event.__name__] = cells
+    return sorted(found.items())
 
 
-def _cell(state: type[AnyState], listeners: tuple[Listener, ...]) -> str:
-    names = [one.name for one in listeners if issubclass(state, one.rule.states)]
-    return ", ".join(names) or f"refused: {listeners[0].rule.refusal}"
+def _cell(state: type[AnyState], listeners: list[tuple[Rule, Any]]) -> str:
+    names = [
+        f"{handler.__func__.__module__.split('.')[2]}.{handler.__name__}"
+        for rule, handler in listeners
+        if issubclass(state, rule.states)
+    ]
+    refusal = listeners[0][0].refusal if listeners else "nothing handles it"
+    return ", ".join(names) or f"refused: {refusal}"

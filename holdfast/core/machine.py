@@ -38,7 +38,7 @@ class Rule(Struct, frozen=True):
     refusal: str
 
 
-def on(event: type, *states: type, refusal: str) -> Callable[[H], H]:
+def on(event: type, *states: type, refusal: str = "") -> Callable[[H], H]:
     """Mark a method as the handler of an event, in these states."""
 
     def mark(handler: H) -> H:

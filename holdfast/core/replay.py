@@ -55,6 +55,9 @@ class Records(Protocol):
         """Read the newest snapshot, made anew each time, and all entries after it."""
 
 
+Hearer = Callable[[Job, Entry, list[AnyAction]], None]
+
+
 class Intake:
     """Takes events in for a job, one by one."""
 
@@ -109,13 +112,14 @@ def replay(
     read: Callable[[], tuple[JobSnapshot | None, Iterable[Entry]]],
     before: int | None = None,
     prepare: Callable[[Job], None] = lambda job: None,
+    hear: Hearer | None = None,
 ) -> JobSnapshot | None:
     """Rebuild the job as it was before the event of that number, or after the last; None when there
-    is none. `prepare` is called with the job as it is at the beginning."""
+    is none. `prepare` is called with the job as it is at the beginning, `hear` after each event."""
     bad: set[int] = set()
     while True:
         try:
-            return _replay(*read(), before, bad, prepare)
+            return _replay(*read(), before, bad, prepare, hear)
         except _Failed as failed:
             bad.add(failed.number)
 
@@ -132,6 +136,7 @@ def _replay(
     before: int | None,
     bad: set[int],
     prepare: Callable[[Job], None],
+    hear: Hearer | None,
 ) -> JobSnapshot | None:
     entries = list(entries)
     skipped = set(bad)
@@ -153,15 +158,18 @@ def _replay(
         if number in skipped:
             snapshot.job.events = number
         else:
-            _give(snapshot.job, entry, number)
+            _give(snapshot.job, entry, number, hear)
         snapshot.at = entry.at
         if entry.node is not None:
             snapshot.acked[entry.node] = entry.node_number
     return snapshot
 
 
-def _give(job: Job, entry: Entry, number: int) -> None:
+def _give(job: Job, entry: Entry, number: int, hear: Hearer | None) -> None:
     try:
-        jobs.decide(job, entry.event, entry.at)
+        if hear is None:
+            jobs.decide(job, entry.event, entry.at)
+        else:
+            hear(job, entry, jobs.handle(job, entry.event, entry.at))
     except Exception as error:  # It was set aside when it came, or would have been.
         raise _Failed(number) from error

@@ -6,16 +6,18 @@ capability is a room of its own with a machine in it, one entry here, and its me
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import Struct, field
 
 from holdfast.core.chaos.events import ChaosMachine
 from holdfast.core.commits.events import CommitsMachine
+from holdfast.core.decisions import Refused
 from holdfast.core.hangs.events import HangsMachine
 from holdfast.core.ledger.events import LedgerMachine
-from holdfast.core.machine import Machine
+from holdfast.core.machine import Effects, Machine, Rule
 from holdfast.core.membership.events import MembershipMachine
 from holdfast.core.nodecheck.events import NodecheckMachine
 from holdfast.core.ranks.events import RanksMachine
@@ -49,7 +51,9 @@ else:  # The same tuple, as the type that a snapshot of the job is decoded to.
 M = TypeVar("M")
 
 
-class Job(Struct):
+class Job(Struct, dict=True):
+    """A job; what is derived from its tuple of machines is kept beside its fields, and not stored."""
+
     name: str
     terms: Terms
     opened_at: Time
@@ -78,42 +82,46 @@ class Job(Struct):
     def world(self) -> World | None:
         return self.state.world if isinstance(self.state, Running) else None
 
-    @property
+    @cached_property
     def membership(self) -> MembershipMachine:
         return self.of(MembershipMachine)
 
+    @cached_property
+    def _ranks(self) -> RanksMachine:
+        return self.of(RanksMachine)
+
     @property
     def ranks(self) -> Mapping[Rank, RankState]:
-        return self.of(RanksMachine).all
+        return self._ranks.all
 
     @property
     def unstarted(self) -> int:
-        return self.of(RanksMachine).unstarted
+        return self._ranks.unstarted
 
     @property
     def unstepped(self) -> int:
-        return self.of(RanksMachine).unstepped
+        return self._ranks.unstepped
 
     @property
     def unfinished(self) -> int:
-        return self.of(RanksMachine).unfinished
+        return self._ranks.unfinished
 
     @property
     def highest(self) -> StepNumber:
-        return self.of(RanksMachine).highest
+        return self._ranks.highest
 
     @property
     def resumed_at(self) -> StepNumber | None:
-        return self.of(RanksMachine).resumed_at
+        return self._ranks.resumed_at
 
     @property
     def steps_per_s(self) -> float | None:
-        pace = self.of(RanksMachine).pace
+        pace = self._ranks.pace
         return pace.per_s if pace is not None else None
 
     @property
     def saves(self) -> int:
-        return self.of(RanksMachine).saves
+        return self._ranks.saves
 
     # ---- what reports read, and carrying decisions out needs ----
 
@@ -126,13 +134,38 @@ class Job(Struct):
         """How the job ended; None while it has not."""
         return self.state.result if isinstance(self.state, OVER) else None
 
-    @property
+    @cached_property
     def recovery(self) -> RecoveryMachine:
         return self.of(RecoveryMachine)
 
-    @property
+    @cached_property
     def requests(self) -> RequestsMachine:
         return self.of(RequestsMachine)
+
+    # ---- who hears what ----
+
+    @cached_property
+    def hearers(self) -> dict[str, list[Callable[..., Any]]]:
+        """The methods of the machines that do more than the default, by name, in their order."""
+        moments = [name for name in vars(Machine) if not name.startswith("_")]
+        return {
+            moment: [
+                getattr(machine, moment)
+                for machine in self.machines
+                if getattr(type(machine), moment) is not getattr(Machine, moment)
+            ]
+            for moment in moments
+        }
+
+    @cached_property
+    def listeners(self) -> dict[type, list[tuple[Rule, Callable[..., Effects | Refused]]]]:
+        """The handlers of each event, with the states in which they take it."""
+        found: dict[type, list[tuple[Rule, Callable[..., Effects | Refused]]]] = {}
+        for machine in self.machines:
+            for name, one in vars(type(machine)).items():
+                if isinstance(getattr(one, "rule", None), Rule):
+                    found.setdefault(one.rule.event, []).append((one.rule, getattr(machine, name)))
+        return found
 
 
 def opened(event: JobOpened, machines: Sequence[type[Machine]] = MACHINES) -> Job:

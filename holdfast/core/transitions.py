@@ -29,6 +29,7 @@ from holdfast.core.decisions import (
     Note,
     Repeat,
     SendAway,
+    Settle,
     Tell,
 )
 from holdfast.core.faults import Fault
@@ -64,7 +65,7 @@ def carry_out(job: Job, effects: Iterable[Effect], now: Time) -> list[AnyAction]
     """Carry out decisions, in their order; the actions that are left, and those that follow."""
     actions: list[AnyAction] = []
     for effect in effects:
-        step = _STEPS.get(type(effect))
+        step = STEPS.get(type(effect))
         actions += [effect] if step is None else step(job, effect, now)  # type: ignore[list-item]
     return actions
 
@@ -76,10 +77,8 @@ def tell(job: Job, moment: Callable[..., Effects], *arguments: Any, now: Time) -
 
 def heard(job: Job, moment: str, arguments: tuple[Any, ...], now: Time) -> list[Effect]:
     effects: list[Effect] = []
-    for machine in job.machines:
-        hear = getattr(type(machine), moment)
-        if hear is not getattr(Machine, moment):
-            effects += hear(machine, job, *arguments, now)
+    for hear in job.hearers[moment]:
+        effects += hear(job, *arguments, now)
     return effects
 
 
@@ -177,7 +176,7 @@ def _gather(job: Job, state: Gathering, now: Time) -> list[AnyAction]:
         # As many nodes as are needed are there: from here on it is the check that takes its time.
         state.short_until = m.closes_at = None
         return actions
-    withheld = dict.fromkeys(n for machine in job.machines for n in machine.withheld(job))
+    withheld = [node for ask in job.hearers["withheld"] for node in ask(job)]
     world = rounds.close(m, now, withheld)
     if world is not None:
         return actions + _begin_round(job, world, now)
@@ -187,7 +186,7 @@ def _gather(job: Job, state: Gathering, now: Time) -> list[AnyAction]:
 
 def _held(job: Job) -> bool:
     over = not isinstance(job.state, Gathering)
-    return over or any(machine.holds_round() for machine in job.machines)
+    return over or any(asked() for asked in job.hearers["holds_round"])
 
 
 def _mind_shortage(job: Job, state: Gathering, now: Time) -> list[AnyAction]:
@@ -215,8 +214,8 @@ def _begin_round(job: Job, world: World, now: Time) -> list[AnyAction]:
 def _start_node(job: Job, world: World, place: Place) -> StartWorkers:
     restarts, limit = job.recovery.history.restarts, job.terms.max_restarts or 0
     fields: dict[str, Any] = {}
-    for machine in job.machines:
-        fields |= machine.part_of(job, world, place)
+    for contribute in job.hearers["part_of"]:
+        fields |= contribute(job, world, place)
     part = replace(rounds.part_of(world, place, restarts, limit), **fields)
     return StartWorkers(node=place.node, part=part)
 
@@ -292,7 +291,8 @@ def _close(job: Job, ended: JobResult, now: Time) -> list[AnyAction]:
 
 
 def _tell(job: Job, decision: Tell, now: Time) -> list[AnyAction]:
-    return carry_out(job, heard(job, decision.moment, decision.arguments, now), now)
+    effects = heard(job, decision.moment, decision.arguments, now)
+    return carry_out(job, effects, now) if effects else []
 
 
 def _note(job: Job, decision: Note, now: Time) -> list[AnyAction]:
@@ -304,8 +304,9 @@ def _answer(job: Job, decision: AnswerRequest, now: Time) -> list[AnyAction]:
     return [*job.requests.answer(decision.asker, decision.answer)]
 
 
-_STEPS: dict[type, Callable[[Job, Any, Time], list[AnyAction]]] = {
+STEPS: dict[type, Callable[[Job, Any, Time], list[AnyAction]]] = {
     Tell: _tell,
+    Settle: lambda job, decision, now: [],
     BreakRound: _break_round,
     Blame: _blame,
     LoseNode: _lose_node,

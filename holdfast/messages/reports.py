@@ -15,7 +15,15 @@ from msgspec import Struct, field
 from holdfast.messages.chaos import FaultsReport
 from holdfast.messages.records import Cause, FaultKind
 from holdfast.messages.timings import Kind
-from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, StepNumber, Time
+from holdfast.messages.units import (
+    CauseId,
+    NodeId,
+    Rank,
+    RoundNumber,
+    Seconds,
+    StepNumber,
+    Time,
+)
 
 JobState = Literal["gathering", "running", "stopping", "ending", "ended", "lost"]
 """A job's state as reports name it; a job is lost when no process runs it and it has not ended."""
@@ -181,6 +189,25 @@ class IncidentReport(Struct, frozen=True, kw_only=True):
     """The injected fault that caused the incident; null for a real one."""
     line: str
     """The incident in one line."""
+
+
+class StoryStep(Struct, frozen=True, kw_only=True):
+    """One event or action on the way from a fault to its repair: `holdfast incidents N --story`."""
+
+    at: Time
+    """When it happened, as its sender saw it; of an action, when it was decided."""
+    after_s: float
+    """Seconds since the fault."""
+    id: CauseId
+    """Number of the event in the journal, or of the event and its action."""
+    cause: CauseId
+    """What it follows from; empty for a first cause."""
+    kind: Literal["event", "action"]
+    what: str
+    """Type of the event or action."""
+    node: NodeId | None
+    """Node that told it, or that it was for."""
+    text: str
 
 
 class Booking(Struct, frozen=True):

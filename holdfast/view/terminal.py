@@ -13,6 +13,7 @@ from holdfast.messages.reports import (
     IncidentReport,
     RankReport,
     StatusReport,
+    StoryStep,
 )
 
 FRAMES_SHOWN = 12
@@ -62,6 +63,20 @@ def print_status(status: StatusReport) -> None:
         print(f"last incident: {status.last_incident}")
     if status.reason:
         print(f"ended with {status.exit_code}: {status.reason}")
+
+
+def print_story(incident: IncidentReport, steps: Sequence[StoryStep]) -> None:
+    """Print the chain of events and actions of one incident."""
+    rows = [
+        (f"{one.after_s:+.3f} s", _indented(one), one.cause, one.node or "", one.what, one.text)
+        for one in steps
+    ]
+    title = f"incident {incident.id}: {incident.line}"
+    print_table(title, ("after", "id", "follows", "node", "what", ""), rows)
+
+
+def _indented(one: StoryStep) -> str:
+    return one.id if one.kind == "event" else f"  {one.id}"
 
 
 def _rank(rank: RankReport) -> tuple[str, ...]:

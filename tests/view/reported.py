@@ -39,6 +39,8 @@ def an_incident(**changes: Any) -> IncidentReport:
         lost_steps=0,
         also=[],
         detail="",
+        rung=None,
+        cause="7",
         injected=None,
         line="rank 0 raised ValueError: x",
     )

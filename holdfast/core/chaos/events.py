@@ -27,7 +27,7 @@ class ChaosMachine(Chaos, Machine):
             return Refused(reason="the job has changed since the fault was requested")
         return plans.asked(self, event, job.world, job.highest, now)
 
-    @on(FaultTold, *ALWAYS, refusal="")
+    @on(FaultTold, *ALWAYS)
     def on_told(self, job: View, event: FaultTold, now: Time) -> Effects:
         return plans.told(self, event)
 

@@ -51,7 +51,7 @@ class CommitsMachine(Commits, Machine):
 
     # ---- events ----
 
-    @on(SnapshotsSealed, *ALWAYS, refusal="")
+    @on(SnapshotsSealed, *ALWAYS)
     def on_sealed(self, job: View, event: SnapshotsSealed, now: Time) -> Effects | Refused:
         if not job.membership.has(event.node):
             return NOT_A_MEMBER
@@ -63,7 +63,7 @@ class CommitsMachine(Commits, Machine):
             effects += rules.secure(self)  # It was sealed just when the round broke.
         return effects
 
-    @on(SnapshotMissed, *ALWAYS, refusal="")
+    @on(SnapshotMissed, *ALWAYS)
     def on_missed(self, job: View, event: SnapshotMissed, now: Time) -> Effects | Refused:
         if not job.membership.has(event.node):
             return NOT_A_MEMBER
@@ -71,7 +71,7 @@ class CommitsMachine(Commits, Machine):
             return OTHER_ROUND
         return self._take_in(job, rules.missed(self, event))
 
-    @on(ImagesHeld, *ALWAYS, refusal="")
+    @on(ImagesHeld, *ALWAYS)
     def on_held(self, job: View, event: ImagesHeld, now: Time) -> Effects | Refused:
         if not job.membership.has(event.node):
             return NOT_A_MEMBER
@@ -80,15 +80,15 @@ class CommitsMachine(Commits, Machine):
             effects += rules.secure(self)  # Back with its images, after the round broke.
         return effects
 
-    @on(ShardsWritten, *ALWAYS, refusal="")
+    @on(ShardsWritten, *ALWAYS)
     def on_shards_written(self, job: View, event: ShardsWritten, now: Time) -> Effects:
         return self._take_in(job, rules.shards_written(self, event))
 
-    @on(CheckpointWritten, *ALWAYS, refusal="")
+    @on(CheckpointWritten, *ALWAYS)
     def on_checkpoint_written(self, job: View, event: CheckpointWritten, now: Time) -> Effects:
         return self._take_in(job, rules.checkpoint_written(self, event))
 
-    @on(StoredFound, *ALWAYS, refusal="")
+    @on(StoredFound, *ALWAYS)
     def on_stored_found(self, job: View, event: StoredFound, now: Time) -> Effects | Refused:
         if event.round != job.membership.round:
             return OTHER_ROUND

@@ -19,7 +19,7 @@ from holdfast.core.commits.state import (
     Taken,
     on_their_way,
 )
-from holdfast.core.requests.store import Asker
+from holdfast.core.decisions import Asker
 from holdfast.messages.checkpoints import Holder
 from holdfast.messages.events import StoredFound
 from holdfast.messages.requests import FindState, StateFound

@@ -33,7 +33,7 @@ from holdfast.core.commits.state import (
     age,
     on_their_way,
 )
-from holdfast.core.requests.store import Asker
+from holdfast.core.decisions import Asker
 from holdfast.messages.actions import (
     AnyAction,
     CheckpointSettled,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from msgspec import Struct, field
 
-from holdfast.core.requests.store import Asker
+from holdfast.core.decisions import Asker
 from holdfast.messages.actions import AnyAction
 from holdfast.messages.checkpoints import Shard, SnapshotId, StoredStep, Tier, Wish
 from holdfast.messages.requests import AnyAnswer, SaveSettled

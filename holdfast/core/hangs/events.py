@@ -45,7 +45,7 @@ class HangsMachine(Hangs, Machine):
         )
         return [BreakRound(fault=fault)]
 
-    @on(Progress, *ALWAYS, refusal="")
+    @on(Progress, *ALWAYS)
     def on_progress(self, job: View, event: Progress, now: Time) -> Effects:
         if event.paces is not None:
             rules.note_paces(self, event.node, event.paces)

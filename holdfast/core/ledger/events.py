@@ -19,8 +19,8 @@ class LedgerMachine(Ledger, Machine):
         return cls(at)
 
     def round_awaited(self, job: View, now: Time) -> Effects:
-        self.now = now
         if self.waiting_since is None and not job.membership.busy:
+            self.now = now
             books.wait(self, now)
         return NONE
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from holdfast.core import faults
-from holdfast.core.decisions import BreakRound, EndJob, LoseNode, Refused, Repeat, SendAway
+from holdfast.core.decisions import BreakRound, EndJob, LoseNode, Refused, Repeat, SendAway, Settle
 from holdfast.core.machine import NONE, Effects, Machine, on, tell
 from holdfast.core.membership import rounds, seating
 from holdfast.core.membership.state import Absence, Membership
@@ -45,7 +45,7 @@ class MembershipMachine(Membership, Machine):
 
     # ---- events ----
 
-    @on(NodeJoined, *ALWAYS, refusal="")
+    @on(NodeJoined, *ALWAYS)
     def on_joined(self, job: View, event: NodeJoined, now: Time) -> Effects:
         if isinstance(job.state, OVER):
             result = job.state.result
@@ -66,7 +66,7 @@ class MembershipMachine(Membership, Machine):
         rounds.join(self, event.node, event.spec, event.store_port, now)
         return [Prepare(node=event.node)] if job.world is not None else NONE
 
-    @on(NodeWarm, *ALWAYS, refusal="")
+    @on(NodeWarm, *ALWAYS)
     def on_warm(self, job: View, event: NodeWarm, now: Time) -> Effects | Refused:
         candidate = self.find(event.node)
         if candidate is None:
@@ -75,7 +75,7 @@ class MembershipMachine(Membership, Machine):
         candidate.warm = True  # Said once: a node that is placed now may wait for a place later.
         return [*warmed, *(self._grow(job, now) if event.node in self.waiting else NONE)]
 
-    @on(NodeReady, *ALWAYS, refusal="")
+    @on(NodeReady, *ALWAYS)
     def on_ready(self, job: View, event: NodeReady, now: Time) -> Effects | Refused:
         if not rounds.ready(self, event.node, event.round, event.store_port):
             return Refused(reason="the node was not asked to stop that round")
@@ -83,7 +83,7 @@ class MembershipMachine(Membership, Machine):
             self.grace.observe(event.slowest_stop_s)
         if self.dissolved_at is not None:
             self.patience.observe(max(0.0, now - self.dissolved_at))
-        return NONE
+        return [Settle()]
 
     @on(NodeLeaving, *LIVE, refusal="the job is ending")
     def on_leaving(self, job: View, event: NodeLeaving, now: Time) -> Effects | Refused:
@@ -94,18 +94,18 @@ class MembershipMachine(Membership, Machine):
         why = f"left: {event.reason}"
         return [SendAway(node=event.node, kind="leave", code=event.code, why=why)]
 
-    @on(NodeLeft, *ALWAYS, refusal="")
+    @on(NodeLeft, *ALWAYS)
     def on_left(self, job: View, event: NodeLeft, now: Time) -> Effects:
         return [LoseNode(node=event.node, why="it left", at=event.at)]
 
-    @on(StreamEnded, *ALWAYS, refusal="")
+    @on(StreamEnded, *ALWAYS)
     def on_stream_ended(self, job: View, event: StreamEnded, now: Time) -> Effects | Refused:
         if not self.has(event.node):
             return NOT_A_MEMBER
         self._miss(event.node, Absence(event.at, Time(now + RECONNECT_S)))
         return NONE
 
-    @on(NodeResumed, *ALWAYS, refusal="")
+    @on(NodeResumed, *ALWAYS)
     def on_resumed(self, job: View, event: NodeResumed, now: Time) -> Effects:
         """Tell a node again what it may have missed while it had no stream."""
         self.absent.pop(event.node, None)

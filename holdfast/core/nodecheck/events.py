@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from holdfast.core.decisions import Effect, EndJob, Exclude, Note, Refused, SendAway
+from holdfast.core.decisions import Effect, EndJob, Exclude, Note, Refused, SendAway, Settle
 from holdfast.core.faults import Fault
 from holdfast.core.machine import NONE, Effects, Machine, on, tell
 from holdfast.core.nodecheck import schedule
@@ -127,7 +127,7 @@ class NodecheckMachine(Checking, Machine):
         faulty = {one.node: one.reason for one in verdicts if one.verdict == "faulty"}
         if faulty and len(faulty) == job.membership.count():
             return _nobody_passed(job, faulty)
-        effects: list[Effect] = [*actions]
+        effects: list[Effect] = [*actions, Settle()]
         left = job.membership.count() - len(faulty)
         for node, why in faulty.items():
             effects += _send_away(job, node, why)

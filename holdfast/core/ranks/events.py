@@ -25,7 +25,7 @@ PACE_OVER_S = 0.5
 class RanksMachine(Ranks, Machine):
     # ---- events ----
 
-    @on(WorkerStarted, *ALWAYS, refusal="")
+    @on(WorkerStarted, *ALWAYS)
     def on_started(self, job: View, event: WorkerStarted, now: Time) -> Effects | Refused:
         rank = rank_in_force(job, event.node, event.round, event.rank)
         if rank is None or rank.started:
@@ -34,15 +34,15 @@ class RanksMachine(Ranks, Machine):
         self.unstarted -= 1
         return [tell(Machine.rank_started, event)]
 
-    @on(Progress, *ALWAYS, refusal="")
+    @on(Progress, *ALWAYS)
     def on_progress(self, job: View, event: Progress, now: Time) -> Effects:
         return self._all_progressed(job, event.node, event.round, event.ranks)
 
-    @on(NodeReady, *ALWAYS, refusal="")
+    @on(NodeReady, *ALWAYS)
     def on_ready(self, job: View, event: NodeReady, now: Time) -> Effects:
         return self._all_progressed(job, event.node, event.round, event.ranks)
 
-    @on(NodeLeft, *ALWAYS, refusal="")
+    @on(NodeLeft, *ALWAYS)
     def on_left(self, job: View, event: NodeLeft, now: Time) -> Effects:
         return self._all_progressed(job, event.node, event.round, event.ranks)
 

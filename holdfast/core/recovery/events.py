@@ -101,7 +101,7 @@ class RecoveryMachine(Recovery, Machine):
 
     # ---- events ----
 
-    @on(VerdictReached, *ALWAYS, refusal="")
+    @on(VerdictReached, *ALWAYS)
     def on_verdict(self, job: View, event: VerdictReached, now: Time) -> Effects | Refused:
         """Learn more about a hang: by whom, and where it stood."""
         if not 1 <= event.incident <= len(self.incidents):
@@ -119,7 +119,7 @@ class RecoveryMachine(Recovery, Machine):
             return NONE
         return [Blame(fault=replace(fault, rank=incident.rank, detail=incident.detail))]
 
-    @on(EventSetAside, *ALWAYS, refusal="")
+    @on(EventSetAside, *ALWAYS)
     def on_set_aside(self, job: View, event: EventSetAside, now: Time) -> Effects:
         """Record an error of our own."""
         self.failures += 1

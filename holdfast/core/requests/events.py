@@ -26,7 +26,7 @@ NOT_IN_FORCE = Refused(reason="the rank is not in the round in force")
 class RequestsMachine(Requests, Machine):
     # ---- events ----
 
-    @on(Asked, *ALWAYS, refusal="")
+    @on(Asked, *ALWAYS)
     def on_asked(self, job: View, event: Asked, now: Time) -> Effects:
         rank = rank_in_force(job, event.node, event.round, event.rank)
         if job.world is None or rank is None or rank.finished:

@@ -1,0 +1,43 @@
+"""Prints the table of states and events: `python tests/core/states_table.py` writes docs/states.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from holdfast.core import job as jobs
+from holdfast.core.states import ALWAYS, FOLLOWS
+
+PAGE = Path(__file__).parents[2] / "docs" / "states.md"
+
+HEAD = """\
+# States and events
+
+This page is printed from the code by `python tests/core/states_table.py`; a test holds it equal.
+
+A job is in one of five states (`holdfast/core/states.py`), each a type that carries its own data. An
+event goes to every function that its row names for that state, in that order. Where none is named,
+or where all of them say that the event does not fit (a rank of another round, a node that is no
+member), it is refused: nothing changes, and `holdfast status --json` counts it under `refused`, by
+event and reason.
+
+"""
+
+
+def page() -> str:
+    names = [state.name for state in ALWAYS]
+    follows = "\n".join(
+        f"| {state.name} | {', '.join(one.name for one in after) or '–'} |"
+        for state, after in FOLLOWS.items()
+    )
+    rows = "\n".join(
+        f"| {event} | " + " | ".join(cells[name] for name in names) + " |"
+        for event, cells in jobs.table()
+    )
+    return (
+        f"{HEAD}| state | may be followed by |\n| --- | --- |\n{follows}\n\n"
+        f"| event | {' | '.join(names)} |\n|{' --- |' * (len(names) + 1)}\n{rows}\n"
+    )
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

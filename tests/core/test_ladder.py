@@ -1,0 +1,105 @@
+"""The ladder: the cheapest repair that can be done with what is there."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+from driver import Driver, raised
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.core import ladder
+from holdfast.core.faults import Fault
+from holdfast.core.ladder import NOT_BUILT, Resources, RungName, cheapest
+from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber, Time
+
+
+def fault(rank: int | None = 0) -> Fault:
+    return Fault(
+        kind="signal" if rank is not None else "node",
+        node=NodeId("n"),
+        rank=None if rank is None else Rank(rank),
+        round=RoundNumber(1),
+        step=StepNumber(5),
+        signature="killed by SIGKILL",
+        at=Time(1.0),
+    )
+
+
+CASES: list[tuple[dict[str, int], RungName]] = [
+    ({"seats": 2, "survivors": 2, "formable": 2, "needed": 2}, "standby"),
+    ({"seats": 2, "survivors": 1, "formable": 2, "needed": 1}, "spare"),
+    ({"seats": 2, "survivors": 1, "formable": 1, "needed": 1}, "fewer nodes"),
+    ({"seats": 2, "survivors": 1, "formable": 1, "needed": 2}, "await nodes"),
+    ({"seats": 4, "survivors": 3, "formable": 2, "needed": 2}, "fewer nodes"),
+]
+
+
+@pytest.mark.parametrize(("there", "rung"), CASES)
+def test_the_cheapest_rung_that_can_repair_it_is_taken(there: Any, rung: RungName) -> None:
+    assert cheapest(fault(), Resources(**there)).rung == rung
+
+
+counts = st.integers(0, 6)
+
+
+@given(st.none() | counts, counts, counts, counts, counts)
+def test_what_is_not_built_is_refused_here_and_never_chosen(
+    rank: int | None, seats: int, survivors: int, formable: int, needed: int
+) -> None:
+    there = Resources(seats=seats, survivors=survivors, formable=formable, needed=needed)
+    again = cheapest(fault(rank), there)
+    assert again.rung not in NOT_BUILT
+    assert set(again.refused) <= NOT_BUILT
+    assert again.rung in ladder.DONE, "an incident can say what was done"
+    order = get_args(RungName)
+    assert all(order.index(cheaper) < order.index(again.rung) for cheaper in again.refused)
+
+
+def test_re_entering_the_function_is_for_a_rank_whose_nodes_are_all_there() -> None:
+    there = Resources(seats=2, survivors=2, formable=2, needed=2)
+    assert cheapest(fault(), there).refused == ("re-enter the function",)
+    assert cheapest(fault(None), there).refused == ()
+
+
+# ---- what a job does ---------------------------------------------------------------------------
+
+
+def rung(driver: Driver) -> str:
+    return driver.job.incidents[-1].rung
+
+
+def test_a_dead_rank_is_given_to_a_standby() -> None:
+    driver = Driver(min_nodes=2, max_nodes=2).running("a", "b", step=5)
+    driver.exit(0, signal=9)
+    driver.all_ready()
+    assert rung(driver) == "standby"
+
+
+def test_a_lost_node_is_replaced_by_a_spare() -> None:
+    driver = Driver(min_nodes=2, max_nodes=2).running("a", "b", step=5)
+    driver.join("spare")
+    driver.lose("b")
+    driver.all_ready()
+    assert rung(driver) == "spare"
+
+
+def test_without_a_spare_the_world_shrinks_and_below_the_minimum_it_waits() -> None:
+    driver = Driver(min_nodes=1, max_nodes=2).running("a", "b", step=5)
+    driver.lose("b")
+    driver.all_ready()
+    assert rung(driver) == "fewer nodes"
+    driver = Driver(min_nodes=2, max_nodes=2).running("a", "b", step=5)
+    driver.lose("b")
+    driver.all_ready()
+    assert rung(driver) == "await nodes"
+
+
+def test_the_same_failure_climbs_to_the_last_rung() -> None:
+    driver = Driver().running("a", step=5)
+    for _ in range(3):
+        driver.exit(0, step=5, code=1, raised=raised())
+        driver.all_ready()
+    assert rung(driver) == "stop"
+    assert driver.job.state.name == "ending"
