@@ -78,9 +78,16 @@ class NodeTester:
             tested = await asyncio.wait_for(self._in_process(test), limit_s + SLACK_S)
         except asyncio.TimeoutError:
             tested = test.failed(f"no result within {limit_s:.0f} s")
-        now, check = self._clock.now(), test.order.check
-        result = _result(test.order, tested)
-        self._report(NodeTested(at=now, node=self._node, check=check, result=result))
+        order = test.order
+        self._report(
+            NodeTested(
+                at=self._clock.now(),
+                cause=order.id,
+                node=self._node,
+                check=order.check,
+                result=_result(order, tested),
+            )
+        )
         self._pool.refill()
 
     async def _in_process(self, test: _Test) -> Tested:

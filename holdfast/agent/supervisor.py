@@ -164,7 +164,7 @@ class Supervisor:
         self.round = part.round
         self._stopping = None
         self.tester.end()
-        self._monitor.begin_round(part)
+        self._monitor.begin_round(part, order.id)
         self._starting = asyncio.ensure_future(self.starter.start(part, self._monitor))
         self._starting.add_done_callback(lambda task: self._started(task, part))
 
@@ -230,6 +230,7 @@ class Supervisor:
         self.stream.send(
             NodeReady(
                 at=self.clock.now(),
+                cause=order.id,
                 node=self.node,
                 round=order.round,
                 store_port=self.starter.port.number,
@@ -240,8 +241,9 @@ class Supervisor:
 
     def _leave(self, order: Finish, ranks: tuple[RankProgress, ...]) -> None:
         if not self.finished.done():
-            now, round = self.clock.now(), self.round
-            self.stream.send(NodeLeft(at=now, node=self.node, round=round, ranks=ranks))
+            at, node, round = self.clock.now(), self.node, self.round
+            left = NodeLeft(at=at, cause=order.id, node=node, round=round, ranks=ranks)
+            self.stream.send(left)
             self.finished.set_result(order)
 
     # ---- other orders ----

@@ -45,7 +45,7 @@ from holdfast.messages.local import (
 )
 from holdfast.messages.records import Part, Raised, RankProgress
 from holdfast.messages.requests import AnyAnswer, FindState, LocateImage
-from holdfast.messages.units import NodeId, Rank, RoundNumber
+from holdfast.messages.units import CauseId, NodeId, Rank, RoundNumber
 
 log = logging.getLogger("holdfast.agent")
 
@@ -88,13 +88,16 @@ class Reporter:
     after_seals: Callable[[Rank, bool, Callable[[], None]], None]
     """Calls back once what the rank saved is sealed."""
     _round: RoundNumber = RoundNumber(0)
+    _cause: CauseId = ""
+    """The order that started the round's workers."""
     _nodes: int = 1
     _told_steps: dict[Rank, int] = field(default_factory=dict)
     _durations_at: float = 0.0
     """When durations are reported next."""
 
-    def begin_round(self, part: Part) -> None:
+    def begin_round(self, part: Part, cause: CauseId) -> None:
         self._round = part.round
+        self._cause = cause
         self._nodes = part.group_world_size
         self._told_steps = {}
 
@@ -102,6 +105,7 @@ class Reporter:
         self.report(
             WorkerStarted(
                 at=self.clock.at(at),
+                cause=self._cause,
                 node=self.node,
                 round=worker.round,
                 rank=worker.rank,
@@ -120,6 +124,7 @@ class Reporter:
         self.report(
             Progress(
                 at=self.clock.now(),
+                cause=self._cause,
                 node=self.node,
                 round=self._round,
                 ranks=tuple(moved),
@@ -154,6 +159,7 @@ class Reporter:
         self.report(
             WorkerExited(
                 at=self.clock.now(),
+                cause=self._cause,
                 node=self.node,
                 round=part.round,
                 rank=part.first_rank,
@@ -194,11 +200,12 @@ class WorkerMonitor:
     """Called after a worker's end was reported and it is no longer among the workers."""
     _timer: asyncio.TimerHandle | None = None
 
-    def begin_round(self, part: Part) -> None:
+    def begin_round(self, part: Part, cause: CauseId) -> None:
+        """Prepare for the workers of a round, which an order starts."""
         self.workers.begin_round()
         self.snapshots.begin_round(part)
         self.detector.begin_round(part)
-        self.reporter.begin_round(part)
+        self.reporter.begin_round(part, cause)
         self.injector.begin_round(part)
 
     def expect(self, worker: Worker) -> None:

@@ -79,6 +79,7 @@ class Stage:
     def order(self, check: int = 1, round: int = 1, rank: int = 0, size: int = 2) -> None:
         self.tester.act(
             actions.TestNode(
+                id=f"{check}.{round}",
                 node=NODE,
                 check=check,
                 round=round,
@@ -118,7 +119,7 @@ def test_the_answer_is_given_when_the_process_is_gone() -> None:
         standby.hear(PASSED)
         (told,) = await stage.answers()
         assert standby.process.exit is not None
-        assert (told.check, told.result.round, told.result.group) == (1, 1, 3)
+        assert (told.cause, told.check, told.result.round, told.result.group) == ("1.1", 1, 1, 3)
         assert (told.result.passed, told.result.seconds) == (True, 0.02)
 
     staged(act)

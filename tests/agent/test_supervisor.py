@@ -12,7 +12,7 @@ from holdfast.agent.supervisor import Supervisor
 from holdfast.agent.worker_monitor import WorkerMonitor
 from holdfast.clock import JobClock
 from holdfast.messages.actions import Finish, NodeAction, StartWorkers, StopWorkers
-from holdfast.messages.events import AnyEvent, NodeLeft, NodeReady
+from holdfast.messages.events import AnyEvent, NodeLeft, NodeReady, WorkerExited
 from holdfast.messages.hangs import HangTerms
 from holdfast.messages.records import Part
 from holdfast.messages.units import NodeId, Rank, RoundNumber, Time
@@ -26,9 +26,12 @@ class FakeStarter:
     def __init__(self) -> None:
         self.port = MagicMock(number=1)
         self.started: list[int] = []
+        self.error: Exception | None = None
 
     async def start(self, part: Part, monitor: WorkerMonitor) -> None:
         self.started.append(part.round)
+        if self.error is not None:
+            raise self.error
         await asyncio.get_running_loop().create_future()
 
     def renew_port(self) -> None:
@@ -62,14 +65,14 @@ class Stage:
         )
 
     def start(self, round: int) -> None:
-        self.supervisor.act(StartWorkers(node=NODE, part=part(round)))
+        self.supervisor.act(StartWorkers(id="start", node=NODE, part=part(round)))
 
     def stop(self, round: int) -> None:
-        stop = StopWorkers(node=NODE, round=RoundNumber(round), grace_s=1.0, why="")
+        stop = StopWorkers(id="stop", node=NODE, round=RoundNumber(round), grace_s=1.0, why="")
         self.supervisor.act(stop)
 
     def finish(self) -> None:
-        self.supervisor.act(Finish(node=NODE, code=0, reason="", grace_s=1.0))
+        self.supervisor.act(Finish(id="finish", node=NODE, code=0, reason="", grace_s=1.0))
 
 
 def part(round: int) -> Part:
@@ -143,6 +146,22 @@ def test_a_stop_of_another_round_does_nothing() -> None:
     stage = play(scenario)
     assert stage.told == []
     assert stage.busy
+
+
+def test_what_follows_from_an_order_names_it() -> None:
+    async def scenario(stage: Stage) -> None:
+        stage.starter.error = OSError("no memory")
+        stage.start(1)
+        await asyncio.sleep(0.01)
+        stage.stop(1)
+        stage.finish()
+
+    told = play(scenario).told
+    assert [(type(event), event.cause) for event in told] == [
+        (WorkerExited, "start"),
+        (NodeReady, "stop"),
+        (NodeLeft, "finish"),
+    ]
 
 
 def test_there_is_a_way_to_carry_out_every_order() -> None:
