@@ -20,7 +20,7 @@ from holdfast.diagnosis.stacks import Stacks, Subject
 from holdfast.errors import HoldfastError
 from holdfast.messages.evidence import Collective, RankEvidence, fit
 from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber
-from holdfast.messages.wire import Testimony
+from holdfast.messages.wire import EvidenceTaken
 from holdfast.shm.vital_signs import Signs, Vitals
 
 DUMP_LIMIT_S = 0.3
@@ -66,14 +66,14 @@ async def examine(
     ]
 
 
-def messages(number: int, evidence: Sequence[RankEvidence]) -> list[Testimony]:
+def messages(number: int, evidence: Sequence[RankEvidence]) -> list[EvidenceTaken]:
     """Split evidence into one message a rank: a frame has a size limit, and a node may have many
     ranks."""
     if not evidence:
-        return [Testimony(inquest=number, evidence=())]
+        return [EvidenceTaken(examination=number, evidence=())]
     last = len(evidence) - 1
     return [
-        Testimony(inquest=number, evidence=(one,), more=index < last)
+        EvidenceTaken(examination=number, evidence=(one,), more=index < last)
         for index, one in enumerate(evidence)
     ]
 

@@ -25,11 +25,11 @@ from holdfast.messages.wire import (
     PROTOCOL,
     Ack,
     Beat,
+    EvidenceTaken,
     FromCoordinator,
     Hello,
     Refused,
     Sent,
-    Testimony,
     Welcome,
 )
 from holdfast.wire import framing
@@ -77,7 +77,7 @@ class CoordinatorStream:
         if self._writer is not None:
             self._writer.write(framing.encode(sent))
 
-    def tell(self, message: Testimony) -> None:
+    def tell(self, message: EvidenceTaken) -> None:
         """Send a message once; it is lost if there is no stream."""
         if self._writer is not None:
             self._writer.write(framing.encode(message))

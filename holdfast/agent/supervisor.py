@@ -44,7 +44,7 @@ from holdfast.messages.events import AnyEvent, NodeLeft, NodeReady
 from holdfast.messages.hangs import HangTerms
 from holdfast.messages.records import Part, RankProgress
 from holdfast.messages.units import NodeId, RoundNumber, Seconds
-from holdfast.messages.wire import Testimony
+from holdfast.messages.wire import EvidenceTaken
 
 EXAMINE_LIMIT_S = 0.7
 NO_ROUND = RoundNumber(0)
@@ -56,7 +56,7 @@ class EventStream(Protocol):
     drained: asyncio.Event
 
     def send(self, event: AnyEvent) -> None: ...
-    def tell(self, message: Testimony) -> None: ...
+    def tell(self, message: EvidenceTaken) -> None: ...
     def fall_silent(self, seconds: float) -> None: ...
 
 
@@ -253,7 +253,7 @@ class Supervisor:
             self.tester.act(order)
 
     def _look(self, order: Examine) -> None:
-        self._spawn(self._examine(order.inquest, order.limit_s))
+        self._spawn(self._examine(order.examination, order.limit_s))
 
     async def _examine(self, number: int, limit_s: Seconds) -> None:
         """Examine the workers and send what was seen."""

@@ -21,7 +21,7 @@ import msgspec
 from holdfast.diagnosis.verdict import judge
 from holdfast.messages.evidence import RankEvidence, Verdict
 from holdfast.messages.units import NodeId
-from holdfast.messages.wire import Testimony, Why
+from holdfast.messages.wire import EvidenceTaken, Why
 from holdfast.wire.framing import MAX_FRAME_BYTES
 
 log = logging.getLogger("holdfast.coordinator")
@@ -69,9 +69,9 @@ class Examinations:
         timer = loop.call_later(LIMIT_S, self._close, number)
         self._open[number] = _Examination(set(nodes), world_size, done, timer)
 
-    def add(self, node: NodeId, message: Testimony) -> None:
+    def add(self, node: NodeId, message: EvidenceTaken) -> None:
         """Add a node's evidence."""
-        one = self._open.get(message.inquest)
+        one = self._open.get(message.examination)
         if one is None or node not in one.waiting:
             return
         one.evidence += [each for each in message.evidence if each.node == node]
@@ -79,7 +79,7 @@ class Examinations:
             one.waiting.discard(node)
             one.heard.add(node)
         if not one.waiting:
-            self._close(message.inquest)
+            self._close(message.examination)
 
     def _close(self, number: int) -> None:
         one = self._open.pop(number)

@@ -53,8 +53,8 @@ async def _run(orders: CoordinatorOrders) -> int:
     journal = Journal(path)
     try:
         clock = JobClock(not_before=before.at if before is not None else Time(0.0))
-        inquests = Examinations(orders.home.incidents)
-        coordinator = Coordinator(name, None, journal, clock, orders.token, inquests)
+        examinations = Examinations(orders.home.incidents)
+        coordinator = Coordinator(name, None, journal, clock, orders.token, examinations)
         restarted = None
         if before is not None:
             coordinator.job, coordinator.acked = before.job, before.acked

@@ -82,14 +82,14 @@ class Sent(Struct, frozen=True, kw_only=True, tag=True):
     event: AnyEvent
 
 
-class Testimony(Struct, frozen=True, kw_only=True, tag=True):
+class EvidenceTaken(Struct, frozen=True, kw_only=True, tag=True):
     """What an agent saw of its ranks. It is not an event: nothing is decided by it."""
 
-    inquest: int
-    """Of whom it was asked: an incident's number, or a negative one for somebody who only asks."""
+    examination: int
+    """The incident's number, or a negative one for a visitor's question."""
     evidence: tuple[RankEvidence, ...]
     more: bool = False
-    """There is more to come from this node."""
+    """Whether more of this node's evidence follows."""
 
 
 class Beat(Struct, frozen=True, kw_only=True, tag=True):
@@ -100,6 +100,6 @@ class Ack(Struct, frozen=True, kw_only=True, tag=True):
     number: int
 
 
-FromAgent = Hello | Visit | Sent | Testimony | Beat
+FromAgent = Hello | Visit | Sent | EvidenceTaken | Beat
 ToVisitor = Why | FaultTaken | Refused
 FromCoordinator = Welcome | Refused | Ack | NodeAction

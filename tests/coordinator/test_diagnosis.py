@@ -36,8 +36,8 @@ def seen(node: NodeId, rank: int, function: str = "load", state: str = "S") -> R
     )
 
 
-def told(number: int, *evidence: RankEvidence, more: bool = False) -> wire.Testimony:
-    return wire.Testimony(inquest=number, evidence=evidence, more=more)
+def told(number: int, *evidence: RankEvidence, more: bool = False) -> wire.EvidenceTaken:
+    return wire.EvidenceTaken(examination=number, evidence=evidence, more=more)
 
 
 def holding(
