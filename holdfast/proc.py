@@ -147,7 +147,7 @@ def _fields(path: str) -> dict[str, str]:
 
 def _read(path: str) -> str:
     try:
-        with open(path) as file:
+        with open(path, errors="replace") as file:  # Names of processes are any bytes.
             return file.read()
     except OSError:
         return ""

@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from holdfast.agent.stall_detector import LOOK_EVERY_S, REPEAT_S, StallDetector
+from holdfast.agent.stall_detector import (
+    LOOK_EVERY_S,
+    REPEAT_S,
+    Activity,
+    StallDetector,
+    WatchedRank,
+)
 from holdfast.core.hangs.deadlines import HANG_BASE_S, HANG_STEPS, OVERDUE_FLOOR_S
 from holdfast.messages.hangs import FIRST_STEP, LINES, HangTerms, Paces, Stall
 from holdfast.messages.records import Part
@@ -698,3 +704,24 @@ def test_what_earlier_rounds_and_alarms_say_holds_in_the_next() -> None:
     assert scene.told == []
     scene.run(0.4)
     assert scene.kinds() == {0: "still"}
+
+
+# ---- what a thread did ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("after", "seconds", "expected"),
+    [
+        (Effort(3.0, 10), 2.0, Activity(1.0, moved=False)),
+        (Effort(1.0, 11), 2.0, Activity(0.0, moved=True)),
+        (Effort(3.0, 11), 0.0, Activity(0.0, moved=True)),
+    ],
+)
+def test_what_was_done_lately_is_the_difference(
+    after: Effort, seconds: float, expected: Activity
+) -> None:
+    vitals = Vitals(memoryview(bytearray(VITALS_BYTES)))
+    one = WatchedRank(Rank(0), 1, vitals, 0.0, looked_at=50.0, effort=Effort(1.0, 10))
+    vitals.mark(BETWEEN, 60.0)
+    assert one.activity(vitals.read(), after, 50.0 + seconds) == expected
+    assert one.activity(vitals.read(), after, 61.0) == Activity()

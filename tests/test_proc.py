@@ -8,12 +8,8 @@ import threading
 import time
 from pathlib import Path
 
-import pytest
-
-from holdfast.agent.stall_detector import Activity, WatchedRank
-from holdfast.messages.units import Rank
+from holdfast import kernel, proc
 from holdfast.proc import Effort, effort, process_state
-from holdfast.shm.vital_signs import BETWEEN, VITALS_BYTES, Vitals
 
 PATIENCE_S = 10.0
 
@@ -66,19 +62,31 @@ def test_a_stopped_process_is_seen_to_be_stopped() -> None:
         os.waitpid(pid, 0)
 
 
-@pytest.mark.parametrize(
-    ("after", "seconds", "expected"),
-    [
-        (Effort(3.0, 10), 2.0, Activity(1.0, moved=False)),
-        (Effort(1.0, 11), 2.0, Activity(0.0, moved=True)),
-        (Effort(3.0, 11), 0.0, Activity(0.0, moved=True)),
-    ],
-)
-def test_what_was_done_lately_is_the_difference(
-    after: Effort, seconds: float, expected: Activity
-) -> None:
-    vitals = Vitals(memoryview(bytearray(VITALS_BYTES)))
-    one = WatchedRank(Rank(0), 1, vitals, 0.0, looked_at=50.0, effort=Effort(1.0, 10))
-    vitals.mark(BETWEEN, 60.0)
-    assert one.activity(vitals.read(), after, 50.0 + seconds) == expected
-    assert one.activity(vitals.read(), after, 61.0) == Activity()
+def test_a_process_whose_name_is_no_text_is_read_like_any_other() -> None:
+    pid = os.fork()
+    if pid == 0:
+        kernel.prctl(kernel.PR_SET_NAME, b"\xff) R (\xfe")
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(0)
+    try:
+        os.waitpid(pid, os.WUNTRACED)
+        assert process_state(pid) == "T"
+        assert proc.reaction_to(pid, signal.SIGTERM) == "dies"
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def test_what_a_signal_would_do_is_read_from_its_masks() -> None:
+    before = signal.getsignal(signal.SIGUSR2)
+    try:
+        for handler, expected in [
+            (signal.SIG_DFL, "dies"),
+            (signal.SIG_IGN, "ignores"),
+            (lambda *_: None, "handles"),
+        ]:
+            signal.signal(signal.SIGUSR2, handler)
+            assert proc.reaction_to(os.getpid(), signal.SIGUSR2) == expected
+            assert proc.catches(os.getpid(), signal.SIGUSR2) == (expected == "handles")
+    finally:
+        signal.signal(signal.SIGUSR2, before)
