@@ -88,9 +88,7 @@ class HealthMonitor:
             results: list[Result] = []
             try:
                 results = self._checker.run(names, deadline_s=LIMIT_S)
-            except (
-                Exception
-            ):  # The edge of the thread: a bug in a check does not make the node sick.
+            except Exception:  # The edge of the thread: a bug of ours is not the node's.
                 log.exception("the health checks of this node crashed")
             with suppress(RuntimeError):  # The agent may have ended.
                 loop.call_soon_threadsafe(settle, results)
