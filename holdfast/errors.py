@@ -18,7 +18,7 @@
     │   ├── StepTaken            that step is committed already; it is never written over
     │   └── Refused              bytes are not what their digest says; they were not used
     ├── FencedError          1   a message from an older round: refused, never applied
-    ├── InjectedFault        1   somebody asked for it with `holdfast chaos` (a RuntimeError too)
+    ├── InjectedFault        1   injected with `holdfast chaos` (a RuntimeError too)
     └── RequestError         1   what a script asked for was not done
         ├── NotUnderHoldfast     the process is no worker of `holdfast run`
         ├── RequestDenied        the coordinator refused: too large, not a number, too many
@@ -97,7 +97,7 @@ class FencedError(HoldfastError):
 
 
 class InjectedFault(HoldfastError, RuntimeError):
-    """Raised in a script because somebody wants to see what the job does about it."""
+    """A fault that `holdfast chaos` injected into a script."""
 
 
 class RequestError(HoldfastError):

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from holdfast.health.checker import Checker
 from holdfast.health.settings import FAKE_NODE, settings_here
-from holdfast.messages.health import Result
+from holdfast.messages.health import HealthResult
 
 log = logging.getLogger("holdfast.agent")
 
@@ -34,7 +34,7 @@ _DECISIVE = ("cpu-compute", "gpu", "nvlink", "nic", "storage", "own", "service")
 
 class HealthMonitor:
     def __init__(
-        self, home: Path, thorough: bool, report: Callable[[tuple[Result, ...]], None]
+        self, home: Path, thorough: bool, report: Callable[[tuple[HealthResult, ...]], None]
     ) -> None:
         self._thorough = thorough
         self._report = report
@@ -73,19 +73,19 @@ class HealthMonitor:
         if any((r.check, r.verdict) in fresh for r in failed):
             self._report(tuple(failed))
 
-    async def _results(self, names: list[str] | None) -> list[Result]:
+    async def _results(self, names: list[str] | None) -> list[HealthResult]:
         """Check in a separate thread: the loop would wait for one of its own when the agent ends,
         and a check may hang."""
         loop = asyncio.get_running_loop()
-        done: asyncio.Future[list[Result]] = loop.create_future()
+        done: asyncio.Future[list[HealthResult]] = loop.create_future()
 
-        def settle(results: list[Result]) -> None:
+        def settle(results: list[HealthResult]) -> None:
             self._checking = False
             if not done.done():
                 done.set_result(results)
 
         def check() -> None:
-            results: list[Result] = []
+            results: list[HealthResult] = []
             try:
                 results = self._checker.run(names, deadline_s=LIMIT_S)
             except Exception:  # The edge of the thread: a bug of ours is not the node's.

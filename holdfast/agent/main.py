@@ -30,7 +30,7 @@ from holdfast.agent.supervisor import Supervisor
 from holdfast.clock import JobClock
 from holdfast.messages.events import HealthFound, NodeJoined, NodeWarm
 from holdfast.messages.exits import EXIT_REJOIN, EXIT_TURNED_AWAY
-from holdfast.messages.health import Result
+from holdfast.messages.health import HealthResult
 from holdfast.messages.records import NodeSpec
 from holdfast.platforms import topology
 
@@ -112,7 +112,7 @@ class _Agent:
         )
         self.shutdown = Shutdown(orders, self.clock, self.stream, self.supervisor, self.snapshots)
         self._joined = False
-        self._found: tuple[Result, ...] = ()
+        self._found: tuple[HealthResult, ...] = ()
         """What the health checks found before the node joined."""
         self.health: HealthMonitor | None = None
         node_check = orders.terms.node_check
@@ -193,7 +193,7 @@ class _Agent:
             self._tell_warm()
         self.pool.on_warm = self._tell_warm
 
-    def _tell_health(self, results: tuple[Result, ...]) -> None:
+    def _tell_health(self, results: tuple[HealthResult, ...]) -> None:
         if self._joined:
             self.stream.send(HealthFound(at=self.clock.now(), node=self.node, results=results))
         else:

@@ -213,7 +213,7 @@ class WorkerMonitor:
         self.workers.running[worker.rank] = worker
         if worker.runtime is not None:
             worker.runtime.hear = lambda message: self._hear(worker, message)
-        self.injector.hand_over(worker.target())
+        self.injector.begin_rank(worker.target())
 
     def follow(self, worker: Worker) -> None:
         """Follow a worker that has its rank; it may be gone already."""

@@ -111,7 +111,7 @@ class Stepped(Local, frozen=True, kw_only=True):
 
 
 class TrapSprung(Local, frozen=True, kw_only=True):
-    """Worker to agent: an injected fault strikes now; the trap area says which."""
+    """Worker to agent: an injected fault strikes now; the rank page says which."""
 
 
 class Died(Local, frozen=True, kw_only=True):

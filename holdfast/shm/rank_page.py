@@ -17,12 +17,13 @@ import os
 from msgspec import Struct
 
 from holdfast.kernel import Mapping
-from holdfast.shm.traps import TRAPS_BYTES, TrapArea
+from holdfast.shm.traps import TRAP_LOG_BYTES, TrapLog
 from holdfast.shm.vital_signs import VITALS_BYTES, Vitals
 
 PROGRESS_BYTES = 4096
 _TRAPS_AT = PROGRESS_BYTES + VITALS_BYTES
-PAGE_BYTES = _TRAPS_AT + TRAPS_BYTES
+_SPRUNG_AT = _TRAPS_AT + TRAP_LOG_BYTES
+PAGE_BYTES = _SPRUNG_AT + TRAP_LOG_BYTES
 _SLOT_WORDS = 8
 _FIRST_SLOT = 8
 _SLOTS = 32
@@ -52,7 +53,8 @@ class RankPage:
         self._floats = progress.cast("d")
         progress.release()
         self.vitals = Vitals(self._mapping.view[PROGRESS_BYTES:_TRAPS_AT])
-        self.traps = TrapArea(self._mapping.view[_TRAPS_AT:])
+        self.traps = TrapLog(self._mapping.view[_TRAPS_AT:_SPRUNG_AT])
+        self.sprung = TrapLog(self._mapping.view[_SPRUNG_AT:])
 
     def write(
         self,
@@ -98,6 +100,7 @@ class RankPage:
         self._floats.release()
         self.vitals.close()
         self.traps.close()
+        self.sprung.close()
         self._mapping.close()
 
 

@@ -130,25 +130,21 @@ def _take_over(assign: Assign, fds: list[int]) -> None:
 
 
 def _trap_finder(worker: Runtime, page: RankPage, phases: Phases) -> Callable[[], None]:
-    """Return a function that notices new traps; until there are any, it costs a read of one word."""
-    seen = 0
+    """Return a function that takes in new traps; until there are any, it costs a read of one word."""
 
     def look() -> None:
-        nonlocal seen
-        count = page.traps.version
-        if count == seen:
-            return
-        seen = count
-        if worker.traps is None:
+        entries = page.traps.read()
+        if entries and worker.traps is None:
             from holdfast.worker.injected_faults import Traps
 
             worker.traps = Traps(
-                page.traps,
+                page.sprung.append,
                 lambda: worker.channel.send(TrapSprung()),
                 lambda: page.vitals.times().get("step", _NEVER).latest_s,
             )
             phases.drag = worker.traps.drag.in_forward
-        worker.traps.look()
+        if entries and worker.traps is not None:
+            worker.traps.add(entries)
 
     return look
 

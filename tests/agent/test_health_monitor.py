@@ -13,10 +13,10 @@ import pytest
 
 from holdfast.agent.health_monitor import HealthMonitor, monitoring
 from holdfast.health.checker import Checker
-from holdfast.messages.health import Result, Verdict
+from holdfast.messages.health import HealthResult, Verdict
 
 HEALTHY = {"index": 0, "uuid": "GPU-0", "recovery": 0, "ecc_uncorrected": 0}
-Told = list[tuple[Result, ...]]
+Told = list[tuple[HealthResult, ...]]
 
 
 @pytest.fixture
@@ -76,9 +76,9 @@ def test_a_check_that_only_warned_is_reported_once_it_fails(
 ) -> None:
     verdicts: list[Verdict] = []
 
-    def run(*args: object, **more: object) -> list[Result]:
+    def run(*args: object, **more: object) -> list[HealthResult]:
         verdicts.append("warn" if len(verdicts) < 2 else "fail")
-        return [Result(check="gpu-memory", verdict=verdicts[-1], reason="", seconds=0.0)]
+        return [HealthResult(check="gpu-memory", verdict=verdicts[-1], reason="", seconds=0.0)]
 
     monkeypatch.setattr(Checker, "run", run)
     told = watched(node, lambda told: bool(told) and len(verdicts) > 4)
