@@ -68,7 +68,7 @@ RULES: dict[str, set[str]] = {
     },
     "__main__": {"cli"},
     # The public API is the worker's, and imported only when it is used.
-    "__init__": {"worker", "checkpoint"},
+    "__init__": {"worker", "checkpoint", "messages", "errors"},
 }
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

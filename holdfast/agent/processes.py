@@ -21,7 +21,7 @@ import msgspec
 
 from holdfast import kernel, proc
 from holdfast.agent.outbox import Outbox
-from holdfast.messages.local import PACKET_BYTES, Assign, FromWorker, Reply, Standing, Test
+from holdfast.messages.local import PACKET_BYTES, Assign, FromWorker, ScriptReply, Standing, Test
 from holdfast.shm.rank_page import RankPage, create_page
 from holdfast.wire.packets import Joiner, packets_of
 
@@ -197,7 +197,7 @@ class WorkerProcess:
         except OSError:  # Its pidfd tells that it died.
             log.debug("process %d died before it got its rank", self.pid)
 
-    def reply(self, message: Reply) -> None:
+    def reply(self, message: ScriptReply) -> None:
         """Answer its script; one that does not read its answers gets no more."""
         if self.control.fileno() >= 0 and not self._outbox.put(packets_of(message)):
             log.warning("process %d does not read its answers; it gets no more of them", self.pid)

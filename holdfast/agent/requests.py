@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from holdfast.clock import JobClock
 from holdfast.messages.actions import Answered
 from holdfast.messages.events import AnyEvent, Asked, ExcludeAsked, StopAsked
-from holdfast.messages.local import Ask, Reply
+from holdfast.messages.local import Ask, ScriptReply
 from holdfast.messages.requests import (
     LARGE_AT_ONCE,
     AnyAnswer,
@@ -39,7 +39,7 @@ class ScriptRequests:
     node: NodeId
     clock: JobClock
     report: Callable[[AnyEvent], None]
-    reply: Callable[[Rank, Reply], None]
+    reply: Callable[[Rank, ScriptReply], None]
     """Answers a rank's script, if its worker is still there."""
     _open: dict[Place, Asked] = field(default_factory=dict)
     _large: set[Place] = field(default_factory=set)
@@ -114,4 +114,4 @@ class ScriptRequests:
                 self.report(asked)
 
     def _reply(self, rank: Rank, lane: int, number: int, answer: AnyAnswer) -> None:
-        self.reply(rank, Reply(lane=lane, number=number, answer=answer))
+        self.reply(rank, ScriptReply(lane=lane, number=number, answer=answer))

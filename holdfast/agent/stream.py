@@ -28,7 +28,7 @@ from holdfast.messages.wire import (
     EvidenceTaken,
     FromCoordinator,
     Hello,
-    Refused,
+    Rejected,
     Sent,
     Welcome,
 )
@@ -164,7 +164,7 @@ class CoordinatorStream:
                     kernel.keep_alive(writer.get_extra_info("socket"), message.beat_s)
                     if self._number == 0:
                         welcomed()
-                elif isinstance(message, Refused):
+                elif isinstance(message, Rejected):
                     raise NodeRefused(message.reason)
                 elif isinstance(message, Ack):
                     self._acked(message.number)

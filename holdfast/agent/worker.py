@@ -25,7 +25,7 @@ from holdfast.agent.fault_injector import FaultTarget
 from holdfast.agent.output import Output
 from holdfast.agent.processes import Exit, Process, WorkerProcess
 from holdfast.clock import JobClock
-from holdfast.messages.local import Reply
+from holdfast.messages.local import ScriptReply
 from holdfast.messages.records import Raised, RankProgress
 from holdfast.messages.units import Rank, RoundNumber, Seconds, StepNumber
 
@@ -42,7 +42,7 @@ TRACEBACK_CHARS = 16000
 
 
 @dataclass(frozen=True)
-class Ending:
+class RankEnding:
     """How a rank ended."""
 
     exit: Exit
@@ -170,7 +170,7 @@ class Worker:
             self.runtime.read_all()
         self.output.drain()
 
-    def ending(self, end: Exit) -> Ending:
+    def ending(self, end: Exit) -> RankEnding:
         """Return what the end of its process means, once its last words were heard."""
         if self._done and end.signal is not None:
             name = signal.Signals(end.signal).name
@@ -179,11 +179,11 @@ class Worker:
         elif self._failed and end.signal is not None:
             end = Exit(code=1)
         if self._stop_sent is None or self._failed:
-            return Ending(end, by_itself=True)
+            return RankEnding(end, by_itself=True)
         if end.signal in (signal.SIGTERM, signal.SIGKILL):
-            return Ending(end, by_itself=False)
+            return RankEnding(end, by_itself=False)
         took_s = asyncio.get_running_loop().time() - self._stop_sent
-        return Ending(end, by_itself=self._raised is not None, stop_took_s=took_s)
+        return RankEnding(end, by_itself=self._raised is not None, stop_took_s=took_s)
 
     def raised(self) -> Raised | None:
         """Return what its script failed with, as far as it said so."""
@@ -251,7 +251,7 @@ class Workers:
         found = (worker.examined() for worker in self.running.values())
         return [one for one in found if one is not None]
 
-    def reply(self, rank: Rank, message: Reply) -> None:
+    def reply(self, rank: Rank, message: ScriptReply) -> None:
         """Answer a rank's script, if its worker is still there."""
         worker = self.running.get(rank)
         if worker is not None and worker.runtime is not None:

@@ -26,7 +26,7 @@ from holdfast.agent.fault_injector import Injector
 from holdfast.agent.processes import Exit
 from holdfast.agent.requests import ScriptRequests
 from holdfast.agent.stall_detector import StallDetector
-from holdfast.agent.worker import Ending, Worker, Workers
+from holdfast.agent.worker import RankEnding, Worker, Workers
 from holdfast.clock import JobClock
 from holdfast.messages.events import AnyEvent, Progress, RanksStalled, WorkerExited, WorkerStarted
 from holdfast.messages.hangs import Stall
@@ -34,12 +34,12 @@ from holdfast.messages.local import (
     Ask,
     Began,
     Died,
-    Done,
     FromWorker,
     ImageMissed,
     ImageWhole,
     OpenCheckpointer,
-    Reply,
+    ScriptFinished,
+    ScriptReply,
     Stepped,
     TrapSprung,
 )
@@ -169,7 +169,7 @@ class Reporter:
             )
         )
 
-    def exited(self, worker: Worker, ending: Ending, progress: RankProgress) -> None:
+    def exited(self, worker: Worker, ending: RankEnding, progress: RankProgress) -> None:
         killed = ending.exit.signal == signal.SIGKILL
         event = WorkerExited(
             at=self.clock.now(),
@@ -254,7 +254,7 @@ class WorkerMonitor:
         self.detector.remove(worker.rank)
         worker.script_raised(message.raised)
 
-    def _done(self, worker: Worker, message: Done) -> None:
+    def _done(self, worker: Worker, message: ScriptFinished) -> None:
         self.detector.remove(worker.rank)
         worker.script_ended()
 
@@ -262,7 +262,9 @@ class WorkerMonitor:
         rank, round, request = worker.rank, worker.round, message.request
 
         def reply(answer: AnyAnswer) -> None:
-            self.workers.reply(rank, Reply(lane=message.lane, number=message.number, answer=answer))
+            self.workers.reply(
+                rank, ScriptReply(lane=message.lane, number=message.number, answer=answer)
+            )
 
         def forward() -> None:
             self.requests.ask(round, rank, message)
@@ -308,7 +310,7 @@ _HANDLERS: dict[type[Any], Callable[[WorkerMonitor, Worker, Any], None]] = {
     Stepped: WorkerMonitor._stepped,
     TrapSprung: lambda monitor, worker, message: monitor.injector.look(worker.target()),
     Died: WorkerMonitor._died,
-    Done: WorkerMonitor._done,
+    ScriptFinished: WorkerMonitor._done,
     Ask: WorkerMonitor._asked,
     OpenCheckpointer: lambda monitor, worker, message: monitor.snapshots.opened(message),
     ImageWhole: lambda monitor, worker, message: monitor.snapshots.whole(worker.rank, message),

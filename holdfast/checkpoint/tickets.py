@@ -14,9 +14,14 @@ from holdfast.messages.requests import SaveSettled
 
 
 class Result(Struct, frozen=True):
+    """Outcome of a save.
+
+    `outcome` is "saved", "skipped", "failed" or "pending"; `tier` the one it has reached, "memory" or
+    "storage"; `reason` says why it was skipped or failed.
+    """
+
     outcome: Literal["saved", "skipped", "failed", "pending"]
     tier: Tier | None = None
-    """How far it got: to memory or to storage."""
     reason: str = ""
 
 
@@ -34,7 +39,10 @@ class Waiting(Protocol):
 
 
 class Ticket:
-    """One save. Nothing has to be done with it."""
+    """One save: a way to wait for it. A script may drop it.
+
+    `step` is the step that was saved; `to` the tier it was meant for, None if it was skipped.
+    """
 
     def __init__(
         self, save: SaveId, to: Tier | None, copied: Future[int], link: Waiting, reason: str = ""
@@ -60,11 +68,11 @@ class Ticket:
         return cls(save, to, copied, link)
 
     def memory(self, timeout_s: float | None = None) -> Result:
-        """Wait until all ranks have this snapshot in memory."""
+        """Wait until all ranks have this snapshot in memory, at most `timeout_s` seconds."""
         return self._wait("memory", timeout_s)
 
     def storage(self, timeout_s: float | None = None) -> Result:
-        """Wait until the checkpoint is on storage, complete and durable."""
+        """Wait until the checkpoint is durable on storage, at most `timeout_s` seconds."""
         if self.to == "memory":
             return Result("skipped", None, "it was meant for memory")
         return self._wait("storage", timeout_s)

@@ -51,7 +51,7 @@ from holdfast.messages.events import (
 from holdfast.messages.evidence import RankEvidence, Verdict
 from holdfast.messages.records import Incident, Terms
 from holdfast.messages.units import NodeId, Time
-from holdfast.messages.wire import Ack, AskFault, Hello, Refused, Sent, Visit, Welcome, Why
+from holdfast.messages.wire import Ack, AskFault, Hello, Rejected, Sent, Visit, Welcome, Why
 
 log = logging.getLogger("holdfast.coordinator")
 
@@ -220,7 +220,7 @@ class Coordinator:
             stream.transport.close()
 
         if wrong or job is None:
-            tell(Refused(reason=wrong))
+            tell(Rejected(reason=wrong))
             return
         number = self._fault_requests.add(tell)
         asked = FaultAsked(at=self.clock.now(), injection=injection, visit=number)
@@ -230,7 +230,7 @@ class Coordinator:
         """Somebody wants to know why the job stands still, or whether it does."""
         job = self.job
         if job is None or job.world is None:
-            stream.send(Refused(reason="no round is in force now; see `holdfast status`"))
+            stream.send(Rejected(reason="no round is in force now; see `holdfast status`"))
             stream.transport.close()
             return
         self._visits -= 1

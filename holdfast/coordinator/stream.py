@@ -22,7 +22,7 @@ from holdfast.messages.wire import (
     EvidenceTaken,
     FromAgent,
     Hello,
-    Refused,
+    Rejected,
     Sent,
     Visit,
 )
@@ -84,7 +84,7 @@ class Stream(asyncio.Protocol):
                 self._take(message)
         except WireError as error:
             if self.node is None:
-                self.send(Refused(reason=str(error)))
+                self.send(Rejected(reason=str(error)))
             self.cut_off(str(error))
 
     def connection_lost(self, error: Exception | None) -> None:

@@ -8,7 +8,7 @@ from holdfast.agent.requests import ScriptRequests
 from holdfast.clock import JobClock
 from holdfast.messages.actions import Answered
 from holdfast.messages.events import AnyEvent, Asked, ExcludeAsked, StopAsked
-from holdfast.messages.local import Ask, Reply
+from holdfast.messages.local import Ask, ScriptReply
 from holdfast.messages.requests import (
     LARGE_AT_ONCE,
     Add,
@@ -30,7 +30,7 @@ ROUND = RoundNumber(3)
 class Scene:
     def __init__(self) -> None:
         self.events: list[AnyEvent] = []
-        self.replies: list[tuple[int, Reply]] = []
+        self.replies: list[tuple[int, ScriptReply]] = []
         self.requests = ScriptRequests(
             NodeId("n"),
             JobClock(),
@@ -67,7 +67,7 @@ def test_a_request_is_asked_in_the_name_of_its_rank(scene: Scene) -> None:
     assert isinstance(event, Asked)
     assert (event.node, event.round, event.rank, event.lane, event.number) == ("n", 3, 2, 1, 5)
     scene.answer(Total(number=1), rank=2, lane=1, number=5)
-    assert scene.replies == [(2, Reply(lane=1, number=5, answer=Total(number=1)))]
+    assert scene.replies == [(2, ScriptReply(lane=1, number=5, answer=Total(number=1)))]
 
 
 def test_an_answer_that_comes_twice_or_to_another_round_is_dropped(scene: Scene) -> None:

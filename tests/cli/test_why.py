@@ -15,7 +15,7 @@ from holdfast.cli.main import main
 from holdfast.jobhome import JobHome, create
 from holdfast.messages.evidence import Frame, RankEvidence, StackGroup, Verdict
 from holdfast.messages.units import NodeId, Rank, RoundNumber
-from holdfast.messages.wire import AskWhy, FromAgent, Refused, Visit, Why
+from holdfast.messages.wire import AskWhy, FromAgent, Rejected, Visit, Why
 from holdfast.wire import framing
 
 FRAMES = tuple(Frame(file="train.py", line=n, function=f"f{n}") for n in range(1, 16))
@@ -103,7 +103,7 @@ def test_as_json_all_of_it_is_there(serve: Serve, capsys: pytest.CaptureFixture[
 def test_a_coordinator_that_refuses_says_why(
     serve: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    serve(framing.encode(Refused(reason="no round is in force now")))
+    serve(framing.encode(Rejected(reason="no round is in force now")))
     assert main(["why", "j"]) == 1
     assert "no round is in force now" in capsys.readouterr().err
 

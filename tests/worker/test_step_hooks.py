@@ -18,7 +18,8 @@ from holdfast.shm.rank_page import PageState, RankPage, create_page
 BEFORE = """
 import os, sys
 from holdfast.shm.rank_page import RankPage
-from holdfast.worker import hooks, runtime
+from holdfast.worker import runtime
+from holdfast.worker.torch_hooks import patches
 from holdfast.worker.channel import Channel
 from holdfast.worker.runtime import Runtime
 worker = Runtime(Channel(int(sys.argv[1])), RankPage(int(sys.argv[2])))
@@ -50,7 +51,7 @@ def counted(script: str, *, torch_first: bool = False) -> tuple[PageState, int]:
     """What the page says after the script, and how often the agent was told of a first step."""
     page_fd = create_page()
     near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    count = "hooks.count_steps(worker)\n"
+    count = "patches.count_steps(worker)\n"
     code = BEFORE + ("import torch\n" + count if torch_first else count) + script
     subprocess.run(
         [sys.executable, "-c", code, str(far.fileno()), str(page_fd)],

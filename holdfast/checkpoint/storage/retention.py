@@ -43,12 +43,14 @@ class _Policy(Struct, frozen=True, tag_field="keep"):
 
 
 class KeepAll(_Policy, frozen=True, tag="all"):
+    """Keeps every checkpoint."""
+
     def __call__(self, steps: list[int]) -> set[int]:
         return set(steps)
 
 
 class KeepLatest(_Policy, frozen=True, tag="latest"):
-    """The newest few."""
+    """Keeps the newest `count` checkpoints."""
 
     count: int
 
@@ -61,7 +63,7 @@ class KeepLatest(_Policy, frozen=True, tag="latest"):
 
 
 class KeepEvery(_Policy, frozen=True, tag="every"):
-    """Those at a multiple of so many steps, for ever."""
+    """Keeps each checkpoint whose step is a multiple of `interval`, for ever."""
 
     interval: int
 
