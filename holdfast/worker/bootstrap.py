@@ -55,11 +55,11 @@ def become_worker(control_fd: int, page_fd: int, rehearse: bool) -> int:
     worker = _install(assign, channel, page)
     if len(fds) > 4:
         patches.host_store(move_up(fds[4]), int(assign.env["MASTER_PORT"]))
-    _, name, *arguments = sys.argv
-    program = local.Program(entry=assign.entry, script=name, args=tuple(arguments))
     channel.send(local.Began(at=time.monotonic()))
     try:
-        code = script.run(program, lambda raised: channel.send(local.Died(raised=raised)))
+        code = script.run(
+            assign.entry, sys.argv[1:], lambda raised: channel.send(local.Died(raised=raised))
+        )
     except SystemExit as leaving:
         if leaving.code in (None, 0):
             _finish(worker)
