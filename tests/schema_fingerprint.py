@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from holdfast.checkpoint.replicas import messages as replicas
+from holdfast.checkpoint.replicas import protocol as replicas
 from holdfast.coordinator import journal
 from holdfast.messages import wire
 
@@ -28,10 +28,6 @@ class Format(NamedTuple):
     version_at: str
     """Where the version is defined."""
     types: tuple[Any, ...]
-
-
-def _is_struct(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, msgspec.Struct)
 
 
 FORMATS = {
@@ -47,8 +43,8 @@ FORMATS = {
     ),
     "replicas": Format(
         replicas.PROTOCOL,
-        "PROTOCOL in holdfast/checkpoint/replicas/messages.py",
-        tuple(each for each in vars(replicas).values() if _is_struct(each)),
+        "PROTOCOL in holdfast/checkpoint/replicas/protocol.py",
+        (replicas.PeerHello, replicas.Request, replicas.More, replicas.Reply, replicas.Outline),
     ),
 }
 

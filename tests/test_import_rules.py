@@ -52,7 +52,8 @@ RULES: dict[str, set[str]] = {
     "worker": {"messages", "core", "checkpoint", "diagnosis", *LEAVES, *TOOLS},
     "launch": {"coordinator", "agent", "checkpoint", "messages", "core", *LEAVES, *TOOLS},
     "platforms": {"errors", "config"},
-    "checkpoint": {"messages", *LEAVES, *TOOLS},
+    # A script without a coordinator runs the core's commit protocol itself.
+    "checkpoint": {"messages", "core", *LEAVES, *TOOLS},
     "health": {"messages", *LEAVES, *TOOLS},
     "diagnosis": {"messages", "core", *LEAVES},
     # The simulated coordinator is restarted from the real journal.

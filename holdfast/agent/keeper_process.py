@@ -1,9 +1,8 @@
-"""A node's keeper, as its agent sees it: orders go in, and every one is answered once.
+"""Runs the node's keeper for its agent: orders go in, and each is answered once.
 
 The process is started when there is something to do. If it dies, the next one is given every order
-that was not answered, up to a few times for one and the same order: one that kills keepers is answered
-with an error. Keepers that die one after the other are not started again before there is something
-new to do.
+that was not answered, up to a few times for the same order: one that kills keepers is answered with an
+error. Keepers that die one after the other are not started again before there is a new order.
 """
 
 from __future__ import annotations
@@ -16,60 +15,63 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
 from holdfast.agent.outbox import Outbox
 from holdfast.agent.processes import Exit, Process, ProcessTable, spawn
 from holdfast.messages.keeper import (
-    AnyOrder,
-    AnyReply,
-    Begin,
     BeginRound,
-    Done,
     FromKeeper,
-    Open,
-    Received,
-    Wrote,
+    KeeperAction,
+    KeeperEvent,
+    KeeperOrder,
+    KeeperReply,
+    KeeperTerms,
+    completed,
 )
-from holdfast.messages.local import PACKET_BYTES, Piece
+from holdfast.messages.local import PACKET_BYTES, OpenCheckpointer
+from holdfast.messages.requests import Denied, ImageAt
+from holdfast.messages.units import Time
 from holdfast.wire.packets import Joiner, packets_of
 
 log = logging.getLogger("holdfast.agent")
 
 TRIES = 3
-"""So many keepers may die with one order."""
-FEW_S, MANY = 60.0, 5
-"""So many deaths in so short a time are too many."""
+"""Keepers that may die of one order before it is answered with an error."""
+DEATHS_WITHIN_S, DEATHS_MOST = 60.0, 5
+"""Rate of deaths above which no keeper is started without a new order."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[FromKeeper] = msgspec.msgpack.Decoder(FromKeeper)
 
-Answering = Callable[[Any], None]
+Answered = Callable[[KeeperReply], None]
 
 
 @dataclass
-class _Order:
-    order: AnyOrder
-    answered: Answering
+class _Unanswered:
+    order: KeeperOrder
+    answered: Answered
     tries: int = 0
+
+    def answer(self, reply: KeeperReply) -> None:
+        self.answered(completed(self.order.action, reply, Time(time.monotonic())))
 
 
 @dataclass
 class KeeperProcess:
-    begin: Begin
+    terms: KeeperTerms
     listener: socket.socket
     """Where other nodes get images from; the keeper serves it."""
     table: ProcessTable
     env: dict[str, str]
     started: Callable[[], None]
-    """Called with each new keeper, before any order that is given to it again."""
-    hear: Callable[[Received | Wrote], None]
-    """What it says unasked."""
+    """Called with each new keeper, before it is given any unanswered order again."""
+    hear: Callable[[KeeperEvent], None]
+    """Takes unsolicited events."""
     tell: Callable[[str], None]
-    """Say something to the person at the terminal."""
-    _orders: dict[int, _Order] = field(default_factory=dict)
+    """Prints a line for the user."""
+    _unanswered: dict[int, _Unanswered] = field(default_factory=dict)
     _next: int = 1
     _process: Process | None = None
     _control: socket.socket | None = None
@@ -80,36 +82,36 @@ class KeeperProcess:
 
     @property
     def pid(self) -> int:
-        """0 when there is none."""
+        """The process id; 0 when there is no keeper."""
         return self._process.pid if self._process is not None else 0
 
-    def give(self, order: AnyOrder, answered: Answering) -> None:
+    def give(self, action: KeeperAction, answered: Answered = lambda reply: None) -> None:
         if self._process is None:
             self.start()
-        numbered = msgspec.structs.replace(order, number=self._next)
-        self._orders[self._next] = _Order(numbered, answered)
+        order = KeeperOrder(self._next, action)
         self._next += 1
-        self._send(numbered)
+        self._unanswered[order.number] = _Unanswered(order, answered)
+        self._send(order)
         if self._process is not None:
-            self._process.send(signal.SIGCONT)  # Should somebody have stopped it.
+            self._process.send(signal.SIGCONT)  # In case it was stopped.
 
-    def open_orders(self) -> list[AnyOrder]:
-        """What is not answered yet."""
-        return [held.order for held in self._orders.values()]
+    def unanswered(self) -> list[KeeperAction]:
+        """The actions that are not answered yet."""
+        return [one.order.action for one in self._unanswered.values()]
 
     def kill(self) -> bool:
-        """Somebody wants to see what happens then; False when there is none."""
+        """Kill the keeper, to inject a fault; False when there is none."""
         if self._process is not None:
             self._process.send(signal.SIGKILL)
         return self._process is not None
 
     def close(self) -> None:
-        """The node is done."""
+        """End the keeper for good."""
         self._closing = True
         self._stop_reading()
         self.kill()
 
-    # ---- its life ----
+    # ---- the process ----
 
     def start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -118,9 +120,9 @@ class KeeperProcess:
         fds = (theirs.fileno(), self.listener.fileno())
         pid = spawn(command, self.env, fds, (None, 2, None))
         theirs.close()
-        ours.send(_encoder.encode(self.begin))
+        ours.send(_encoder.encode(self.terms))
         ours.setblocking(False)
-        # It reads all that it is told, at once; an order may list every rank of a large world.
+        # A keeper reads its orders at once; one order may list every rank of a large world.
         self._control, self._outbox, self._joiner = ours, Outbox(ours, None), Joiner()
         asyncio.get_running_loop().add_reader(ours.fileno(), self._read)
         self._process = self.table.watch(pid)
@@ -128,38 +130,39 @@ class KeeperProcess:
         self.started()
 
     def _exited(self, end: Exit) -> None:
-        self._read()  # What it had done, it has done.
+        self._read()  # It may have answered before it died.
         self._process = None
         self._stop_reading()
         if self._closing:
             return
-        held, self._orders = self._orders, {}
-        tries = 1 if self._too_often() else TRIES
+        unanswered, self._unanswered = self._unanswered, {}
+        tries = 1 if self._dies_too_often() else TRIES
         if tries > 1:
             log.warning("the keeper died (%s); another takes its place", end)
             self.start()
-        for number, one in held.items():
+        for number, one in unanswered.items():
             one.tries += 1
-            if isinstance(one.order, Open | BeginRound):
-                continue  # Whoever starts is told these first.
+            if isinstance(one.order.action, OpenCheckpointer | BeginRound):
+                continue  # Each new keeper is given these first.
             if one.tries >= tries:
-                one.answered(_lost(one.order, one.tries))
+                keepers = f"{one.tries} keepers" if one.tries > 1 else "the keeper"
+                one.answer(KeeperReply(number, error=f"{keepers} died of it"))
             else:
-                self._orders[number] = one
+                self._unanswered[number] = one
                 self._send(one.order)
 
-    def _too_often(self) -> bool:
+    def _dies_too_often(self) -> bool:
         now = time.monotonic()
-        self._deaths = [at for at in self._deaths if now - at < FEW_S] + [now]
-        if len(self._deaths) <= MANY:
+        self._deaths = [at for at in self._deaths if now - at < DEATHS_WITHIN_S] + [now]
+        if len(self._deaths) <= DEATHS_MOST:
             return False
         many = f"{len(self._deaths)} keepers died within a minute"
         self.tell(f"{many}; nothing is kept until the next save")
         return True
 
-    # ---- what is said ----
+    # ---- messages ----
 
-    def _send(self, order: AnyOrder) -> None:
+    def _send(self, order: KeeperOrder) -> None:
         if self._outbox is not None:
             self._outbox.put(packets_of(order))
 
@@ -175,16 +178,16 @@ class KeeperProcess:
                 self._stop_reading()
                 return
             message = self._joiner.message(packet, _decoder.decode)
-            if message is not None:
+            if isinstance(message, KeeperReply):
                 self._take(message)
 
-    def _take(self, message: FromKeeper) -> None:
-        if isinstance(message, Received | Wrote):
-            self.hear(message)
-        elif not isinstance(message, Piece):
-            held = self._orders.pop(message.number, None)
-            if held is not None:
-                held.answered(message)
+    def _take(self, reply: KeeperReply) -> None:
+        if reply.number:
+            one = self._unanswered.pop(reply.number, None)
+            if one is not None:
+                one.answer(reply)
+        elif reply.event is not None and not isinstance(reply.event, ImageAt | Denied):
+            self.hear(reply.event)
 
     def _stop_reading(self) -> None:
         if self._control is not None:
@@ -193,8 +196,3 @@ class KeeperProcess:
             asyncio.get_running_loop().remove_reader(self._control.fileno())
             self._control.close()
             self._control = self._outbox = None
-
-
-def _lost(order: AnyOrder, deaths: int) -> AnyReply:
-    many = f"{deaths} keepers" if deaths > 1 else "the keeper"
-    return Done(number=order.number, error=f"{many} died of it")

@@ -1,11 +1,12 @@
-"""Which snapshots all ranks of a node have, and which they never will.
+"""Tracks which snapshots all ranks of a node have, and which they never will have.
 
 The coordinator hears of a snapshot once all of the node's ranks have sealed their images of it. Every
-rank has to save the same steps, so usually that is soon. A script where only some ranks save would have
-no snapshot, and nobody would know: so it is noticed when a rank ends without having saved what another
-has; or when one has sealed two others since, for it has but two images, and what it had is gone.
+rank has to save the same steps, so usually that is soon. A script in which only some ranks save would
+never have a snapshot, without a word. So that is detected: when a rank ends without having saved what
+another has; or when a rank has sealed two other snapshots since, because it has only two images and
+the one in question is overwritten.
 
-A step may be saved again in the same round; then it is another attempt, on all ranks.
+A step that is saved again in the same round is another attempt, on all ranks.
 """
 
 from __future__ import annotations
@@ -13,30 +14,32 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+import msgspec
+
 from holdfast.messages.checkpoints import WISHES, Sealed, SnapshotId, Wish
+from holdfast.messages.events import SnapshotsSealed
 from holdfast.messages.records import Part
 from holdfast.messages.units import Rank
 
-IMAGES = 2
-"""Of each rank."""
+IMAGES_PER_RANK = 2
 
 
 @dataclass
-class Gathered:
+class PartialSnapshot:
     """What the ranks have sealed of a snapshot so far."""
 
     sealed: dict[Rank, Sealed] = field(default_factory=dict)
     wish: Wish = "never"
     attempt: int = 0
     settled: int = 0
-    """Nobody waits to hear of attempts up to this one."""
+    """The outcome of attempts up to this one is reported."""
     since: Counter[Rank] = field(default_factory=Counter)
-    """How many others a rank has sealed since it sealed this one."""
+    """How many others each rank has sealed since it sealed this one."""
 
 
 @dataclass(frozen=True)
-class Hopeless:
-    """A snapshot that will not be: this rank has not saved it."""
+class LostSnapshot:
+    """A snapshot that will never be complete, because this rank has not saved it."""
 
     snapshot: SnapshotId
     attempt: int
@@ -44,55 +47,65 @@ class Hopeless:
     why: str
 
 
-class Gathering:
-    """The snapshots of one round."""
+class NodeSnapshots:
+    """The snapshots of a node's ranks in one round."""
 
     def __init__(self, part: Part) -> None:
         self.round = part.round
         self.world_size = part.world_size
         self._ranks = {Rank(part.first_rank + slot) for slot in range(part.slots)}
         self._ended: set[Rank] = set()
-        self._gathered: dict[SnapshotId, Gathered] = {}
+        self._partial: dict[SnapshotId, PartialSnapshot] = {}
 
-    def seal(self, snapshot: SnapshotId, one: Sealed, wish: Wish, attempt: int) -> Gathered | None:
-        """A rank's image is sealed; all of the ranks', if it was the last."""
-        self._outdate(snapshot, one.rank)
-        gathered = self._gathered.setdefault(snapshot, Gathered())
-        gathered.sealed[one.rank] = one
-        gathered.wish = max(gathered.wish, wish, key=WISHES.index)
-        gathered.attempt = max(gathered.attempt, attempt)
-        gathered.since.pop(one.rank, None)
-        if gathered.sealed.keys() < self._ranks:
+    def seal(self, event: SnapshotsSealed) -> SnapshotsSealed | None:
+        """Note that some ranks have sealed their images; return the event of all ranks of the node,
+        if these were the last."""
+        for one in event.ranks:
+            self._outdate(event.snapshot, one.rank)
+        partial = self._partial.setdefault(event.snapshot, PartialSnapshot())
+        for one in event.ranks:
+            partial.sealed[one.rank] = one
+            partial.since.pop(one.rank, None)
+        partial.wish = max(partial.wish, event.wish, key=WISHES.index)
+        partial.attempt = max(partial.attempt, event.attempt)
+        if partial.sealed.keys() < self._ranks:
             return None
-        self._gathered[snapshot] = Gathered(settled=gathered.attempt)
-        return gathered
+        self._partial[event.snapshot] = PartialSnapshot(settled=partial.attempt)
+        ranks = tuple(partial.sealed.values())
+        return msgspec.structs.replace(
+            event, ranks=ranks, wish=partial.wish, attempt=partial.attempt
+        )
 
     def miss(self, snapshot: SnapshotId, attempt: int) -> None:
-        """A rank has no image of it, and has told why."""
-        gathered = self._gathered.setdefault(snapshot, Gathered())
-        gathered.settled = max(gathered.settled, attempt)
+        """Note that a rank has no image of it, and has reported why."""
+        partial = self._partial.setdefault(snapshot, PartialSnapshot())
+        partial.settled = max(partial.settled, attempt)
 
     def end(self, rank: Rank) -> None:
-        """A rank has ended well, and saves nothing more."""
+        """Note that a rank has ended well, and saves nothing more."""
         self._ended.add(rank)
 
-    def hopeless(self) -> list[Hopeless]:
-        """What will not be, and was not told yet."""
+    def take_lost(self) -> list[LostSnapshot]:
+        """Return the snapshots that will never be complete and were not returned before."""
         found = []
-        for snapshot, gathered in list(self._gathered.items()):
-            lacking = sorted(self._ranks - gathered.sealed.keys())
+        for snapshot, partial in list(self._partial.items()):
+            lacking = sorted(self._ranks - partial.sealed.keys())
             ended = sorted(self._ended.intersection(lacking))
-            gone = [rank for rank, others in gathered.since.items() if others >= IMAGES]
-            if gathered.attempt > gathered.settled and (ended or gone):
+            overwritten = [r for r, others in partial.since.items() if others >= IMAGES_PER_RANK]
+            if partial.attempt > partial.settled and (ended or overwritten):
                 rank = ended[0] if ended else lacking[0]
-                why = "ended without it" if ended else f"rank {gone[0]} has saved two others since"
-                found.append(Hopeless(snapshot, gathered.attempt, rank, why))
-                gathered.settled = gathered.attempt
-            if gone:
-                del self._gathered[snapshot]
+                why = (
+                    "ended without it"
+                    if ended
+                    else f"rank {overwritten[0]} has saved two others since"
+                )
+                found.append(LostSnapshot(snapshot, partial.attempt, rank, why))
+                partial.settled = partial.attempt
+            if overwritten:
+                del self._partial[snapshot]
         return found
 
     def _outdate(self, snapshot: SnapshotId, rank: Rank) -> None:
-        for other, gathered in self._gathered.items():
+        for other, partial in self._partial.items():
             if other.checkpointer == snapshot.checkpointer and other != snapshot:
-                gathered.since[rank] += 1
+                partial.since[rank] += 1

@@ -1,7 +1,7 @@
-"""Snapshots in memory, checkpoints on storage: see `docs/checkpoints.md`.
+"""Keeps snapshots in memory and checkpoints on storage: see `docs/checkpoints.md`.
 
-`AsyncWriter` and `async_save` stand in for `torch.distributed.checkpoint.async_save`. They are
-imported when they are used: the keeper, the agent and the command line live here too, without torch.
+`AsyncWriter` and `async_save` replace `torch.distributed.checkpoint.async_save`. They are imported when
+first used, because the keeper, the agent and the command line import this package without torch.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from holdfast.checkpoint.async_save.writer import AsyncWriter as AsyncWriter
-    from holdfast.checkpoint.async_save.writer import async_save as async_save
+    from holdfast.checkpoint.async_writer import AsyncWriter as AsyncWriter
+    from holdfast.checkpoint.async_writer import async_save as async_save
 
 _LAZY = {
-    "AsyncWriter": "holdfast.checkpoint.async_save.writer",
-    "async_save": "holdfast.checkpoint.async_save.writer",
+    "AsyncWriter": "holdfast.checkpoint.async_writer",
+    "async_save": "holdfast.checkpoint.async_writer",
 }
 
 __all__ = ["AsyncWriter", "async_save"]

@@ -1,4 +1,4 @@
-"""What is said about snapshots and checkpoints: by scripts, by agents, by the coordinator.
+"""Defines the terms in which scripts, agents and the coordinator speak of snapshots and checkpoints.
 
 A snapshot is named by its checkpointer, step and round: the same step saved again after a fault is
 another snapshot, and the two are never mixed.
@@ -14,17 +14,17 @@ from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber
 
 Digest = Annotated[bytes, Meta(max_length=16)]
 CheckpointerId = Annotated[str, Meta(pattern="^[0-9A-Za-z_]{1,64}$")]
-"""Files are named by it."""
+"""Name of a checkpointer, which is part of file names."""
 Tier = Literal["memory", "storage"]
 Wish = Literal["never", "if needed", "now"]
-"""Whether a snapshot is to go to storage: never, when a fault makes it worth while, or at once."""
+"""Whether a snapshot is to go to storage: never, when a fault makes that worthwhile, or at once."""
 WISHES: Final[tuple[Wish, ...]] = ("never", "if needed", "now")
-"""In their order: where ranks differ, the last one counts."""
+"""From the weakest to the strongest: where ranks differ, the strongest counts."""
 Attempt = Annotated[int, Meta(ge=1)]
-"""Of two saves of one step in one round, the later has the higher number, on all ranks alike."""
+"""Number of a save among those of the same step in one round; the same on all ranks."""
 
 Missed = Literal["skipped", "failed"]
-"""Why there is no image: it was not worth while, or did not work."""
+"""Why there is no image: it was left out on purpose, or an error occurred."""
 
 
 class SnapshotId(Struct, frozen=True, order=True):
@@ -42,11 +42,11 @@ class ImageId(Struct, frozen=True):
 
 
 class Sealed(Struct, frozen=True):
-    """A rank's image is whole, and its digests are taken."""
+    """A rank's image that is whole and has its digests."""
 
     rank: Rank
     shared: Digest
-    """Of all that every rank should have alike; equal on all ranks, or they do not share it."""
+    """Digest of everything that should be equal on all ranks."""
 
 
 class Shard(Struct, frozen=True):
@@ -56,13 +56,13 @@ class Shard(Struct, frozen=True):
     name: str
     size: int
     trailer: str
-    """Its trailer's digest; the trailer has those of all the rest."""
+    """Digest of its trailer, which has the digests of everything else."""
     contents: str
-    """The digest of its contents."""
+    """Digest of its table of contents."""
 
 
 class Holder(Struct, frozen=True):
-    """Where an image can be had."""
+    """A node that serves an image to others."""
 
     rank: Rank
     node: NodeId
@@ -71,7 +71,7 @@ class Holder(Struct, frozen=True):
 
 
 class StoredStep(Struct, frozen=True):
-    """A checkpoint on storage whose manifest says that it is complete."""
+    """A checkpoint on storage that is complete by its manifest."""
 
     step: StepNumber
     round: RoundNumber
@@ -79,7 +79,7 @@ class StoredStep(Struct, frozen=True):
 
 
 class Tried(Struct, frozen=True):
-    """How a rank fared with the state that it was told to load."""
+    """A rank's report on the state that it was to load."""
 
     error: Annotated[str, Meta(max_length=1000)] = ""
-    """Empty: it is loaded."""
+    """Empty: the state is loaded."""

@@ -1,153 +1,192 @@
-"""What an agent, or a script without one, says to its keeper, and what it hears.
+"""Defines what passes between a keeper and the process that started it: actions in, events out.
 
-Every order has a number, and is answered exactly once with that number; an order that was not
-answered when a keeper died is given to the next one.
+They are the actions and events of the core, each in an envelope with a number. Every order is answered
+exactly once, under its number: with the event that came of it, or with an error. An order without an
+answer when its keeper dies goes to the next one. Events of number 0 are unsolicited.
+
+A keeper has no job clock: the times of its events are of the machine's monotonic clock.
 """
 
 from __future__ import annotations
 
+import msgspec
 from msgspec import Struct
 
-from holdfast.messages.checkpoints import Holder, ImageId, Sealed, Shard, SnapshotId, StoredStep
-from holdfast.messages.local import Piece
+from holdfast.messages.actions import Action, CommitCheckpoint, WriteShards
+from holdfast.messages.checkpoints import (
+    Attempt,
+    CheckpointerId,
+    Holder,
+    ImageId,
+    Missed,
+    SnapshotId,
+    Wish,
+)
+from holdfast.messages.events import (
+    CheckpointWritten,
+    Event,
+    ImagesHeld,
+    ShardsWritten,
+    SnapshotMissed,
+    SnapshotsSealed,
+    StoredFound,
+)
+from holdfast.messages.local import OpenCheckpointer, Piece
+from holdfast.messages.requests import Denied, ImageAt, LocateImage
+from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber, Time
 
 
-class Begin(Struct, frozen=True, kw_only=True):
+class KeeperTerms(Struct, frozen=True, kw_only=True):
     """The first packet: what a keeper has to know before any order."""
 
+    node: NodeId
     images: str
     token: str
     job: str
     listener_fd: int | None
-    """Where other nodes ask for images; None when there are none."""
+    """The socket at which other nodes ask for images; None in a script's own keeper."""
     tls: tuple[str, str, str] | None = None
     """Paths of certificate, key and authority."""
     own: bool = False
-    """A script started the keeper for itself: if it is killed, its images are to be removed."""
+    """A script started this keeper for itself: if the script is killed, its images are removed."""
 
 
-class Order(Struct, frozen=True, kw_only=True, tag=True):
-    number: int
+# ---- actions that only a keeper is given --------------------------------------------------------
 
 
-class Open(Order, frozen=True, kw_only=True):
-    """A script has this checkpointer. Answered: Done."""
+class SealImage(Action, frozen=True, kw_only=True):
+    """Take the digests of an image that is whole. Answered: SnapshotsSealed, of this rank alone, or
+    SnapshotMissed when a newer snapshot has overwritten the image."""
 
-    checkpointer: str
-    directory: str
-    """Where its checkpoints go; empty when they stay in memory."""
-    keep: bytes
-    """Which checkpoints stay, as `retention` encodes it."""
-
-
-class Seal(Order, frozen=True, kw_only=True):
-    """An image is whole in that state: take its digests. Answered: ImageSealed."""
-
+    node: NodeId
+    image: ImageId
     path: str
     state: int
+    """The image's state counter when it was whole."""
+    wish: Wish
+    attempt: Attempt = 1
 
 
-class BeginRound(Order, frozen=True, kw_only=True):
-    """From now on these ranks are the node's. Answered: Done."""
+class BeginRound(Action, frozen=True, kw_only=True):
+    """Keep the images of these ranks, which are the node's from now on."""
 
-    ranks: tuple[int, ...]
-    copies: tuple[Holder, ...]
-    """Nodes that each sealed image is to be copied to."""
+    ranks: tuple[Rank, ...]
+    copies: tuple[Holder, ...] = ()
+    """Nodes that each sealed image is replicated to."""
 
 
-class Write(Order, frozen=True, kw_only=True):
-    """Write these ranks' shards. Answered: ShardsDone."""
+class DiscardShards(Action, frozen=True, kw_only=True):
+    """Remove what these ranks wrote for a checkpoint of its own directory: nothing came of it, and no
+    manifest of it was begun."""
 
+    node: NodeId
     snapshot: SnapshotId
-    ranks: tuple[int, ...]
-    world_size: int
-    alike: bool
-    at: str = ""
-    """Where, if the checkpoint is to be a directory by itself and no step of its checkpointer's."""
+    ranks: tuple[Rank, ...]
 
 
-class Commit(Order, frozen=True, kw_only=True):
-    """Write the manifest, then see which checkpoints may go. Answered: Done."""
+class FindStored(Action, frozen=True, kw_only=True):
+    """List the checkpoints on storage. Answered: StoredFound."""
 
-    snapshot: SnapshotId
-    world_size: int
-    shards: tuple[Shard, ...]
-    at: str = ""
-    """As with Write; what is there already is replaced."""
+    node: NodeId
+    round: RoundNumber
+    checkpointer: CheckpointerId
 
 
-class Look(Order, frozen=True, kw_only=True):
-    """Which checkpoints are on storage? Answered: Stored."""
-
-    checkpointer: str
-
-
-class Fetch(Order, frozen=True, kw_only=True):
-    """Have a copy of an image that another node holds. Answered: Done."""
+class FetchImage(Action, frozen=True, kw_only=True):
+    """Copy an image from the node that holds it."""
 
     image: ImageId
     holder: Holder
 
 
-class Where(Order, frozen=True, kw_only=True):
-    """A rank wants to read that image now. Answered: WhereFound."""
-
-    image: ImageId
-
-
-class FailWrites(Order, frozen=True, kw_only=True):
-    """Somebody wants to see what happens when the disk is full. Answered: Done."""
+class FailWrites(Action, frozen=True, kw_only=True):
+    """Fail to write the next files as if the disk were full."""
 
     files: int
-    """The next so many cannot be written."""
 
 
-class Reply(Struct, frozen=True, kw_only=True, tag=True):
-    number: int
-    error: str = ""
+class WriteAdvanced(Event, frozen=True, kw_only=True):
+    """Unsolicited: how much of a snapshot is written."""
 
-
-class Done(Reply, frozen=True, kw_only=True):
-    pass
-
-
-class ImageSealed(Reply, frozen=True, kw_only=True):
-    image: ImageId | None = None
-    """None, without an error: a newer one took its place before."""
-    sealed: Sealed | None = None
-
-
-class ShardsDone(Reply, frozen=True, kw_only=True):
-    shards: tuple[Shard, ...] = ()
-    gone: bool = False
-
-
-class Stored(Reply, frozen=True, kw_only=True):
-    steps: tuple[StoredStep, ...] = ()
-    refused: tuple[str, ...] = ()
-    """What is newer than those, and why it does not count."""
-
-
-class WhereFound(Reply, frozen=True, kw_only=True):
-    path: str = ""
-    """Empty: it is not on this node."""
-
-
-class Received(Struct, frozen=True, kw_only=True, tag=True):
-    """Unasked: another node gave us a copy of its image."""
-
-    image: ImageId
-
-
-class Wrote(Struct, frozen=True, kw_only=True, tag=True):
-    """Unasked: how far writing has come."""
-
-    step: int
+    step: StepNumber
     done_bytes: int
     of_bytes: int
 
 
-AnyOrder = Open | Seal | BeginRound | Write | Commit | Look | Fetch | Where | FailWrites
-AnyReply = Done | ImageSealed | ShardsDone | Stored | WhereFound
-FromKeeper = AnyReply | Received | Wrote | Piece
-ToKeeper = AnyOrder | Piece
+# ---- envelopes ----------------------------------------------------------------------------------
+
+KeeperAction = (
+    OpenCheckpointer
+    | SealImage
+    | BeginRound
+    | WriteShards
+    | CommitCheckpoint
+    | DiscardShards
+    | FindStored
+    | FetchImage
+    | LocateImage
+    | FailWrites
+)
+KeeperEvent = (
+    SnapshotsSealed
+    | SnapshotMissed
+    | ShardsWritten
+    | CheckpointWritten
+    | StoredFound
+    | ImagesHeld
+    | WriteAdvanced
+)
+
+
+class KeeperOrder(Struct, frozen=True, tag=True):
+    number: int
+    action: KeeperAction
+
+
+class KeeperReply(Struct, frozen=True, tag=True):
+    number: int
+    event: KeeperEvent | ImageAt | Denied | None = None
+    """None: the action has no event of its own, or it failed."""
+    error: str = ""
+
+
+ToKeeper = KeeperOrder | Piece
+FromKeeper = KeeperReply | Piece
+
+
+def completed(action: KeeperAction, reply: KeeperReply, at: Time) -> KeeperReply:
+    """Give a reply the event by which its action fails, if it has only an error; and name the action
+    as the event's cause."""
+    event, error = reply.event, reply.error
+    if event is None and error:
+        event = _failure(action, error, at)
+    if isinstance(event, Event) and isinstance(action, Action) and action.id:
+        event = msgspec.structs.replace(event, cause=action.id)
+    return KeeperReply(reply.number, event, error)
+
+
+def _failure(action: KeeperAction, error: str, at: Time) -> KeeperEvent | Denied | None:
+    if isinstance(action, SealImage):
+        return missed_by(action, "failed", error, at)
+    if isinstance(action, WriteShards):
+        return ShardsWritten(at=at, node=action.node, snapshot=action.snapshot, error=error)
+    if isinstance(action, CommitCheckpoint):
+        return CheckpointWritten(at=at, node=action.node, snapshot=action.snapshot, error=error)
+    if isinstance(action, FindStored):
+        node, round, refused = action.node, action.round, (f"storage: {error}",)
+        name = action.checkpointer
+        return StoredFound(at=at, node=node, round=round, checkpointer=name, refused=refused)
+    return Denied(reason="image", detail=error) if isinstance(action, LocateImage) else None
+
+
+def missed_by(seal: SealImage, outcome: Missed, reason: str, at: Time) -> SnapshotMissed:
+    """The event by which a seal says that there is no such image."""
+    return SnapshotMissed(
+        at=at,
+        node=seal.node,
+        rank=seal.image.rank,
+        snapshot=seal.image.snapshot,
+        outcome=outcome,
+        reason=reason,
+        attempt=seal.attempt,
+    )

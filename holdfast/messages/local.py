@@ -118,11 +118,15 @@ class ScriptFinished(Local, frozen=True, kw_only=True):
 
 
 class OpenCheckpointer(Local, frozen=True, kw_only=True):
-    """Worker to agent: the script created a checkpointer."""
+    """Worker to agent to keeper: the script has this checkpointer."""
 
     checkpointer: CheckpointerId
     directory: str
+    """Where its checkpoints go; empty when they stay in memory."""
     keep: bytes
+    """Which checkpoints stay, as `retention` encodes it."""
+    plain: bool = False
+    """The directory is itself a checkpoint, replaced by each save, and has no checkpoint per step."""
 
 
 class ImageWhole(Local, frozen=True, kw_only=True):

@@ -1,6 +1,6 @@
-"""A script's checkpointer under `holdfast run`: its images are the agent's keeper's to look after.
+"""Makes checkpointers for scripts: under `holdfast run` the agent's keeper has their images.
 
-Outside of `holdfast run` the script gets a keeper of its own (see `holdfast.checkpoint.standalone`).
+Outside of `holdfast run` a script has a keeper of its own (see `holdfast.checkpoint.standalone`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 
 from holdfast.checkpoint import checkpointer as engine
 from holdfast.checkpoint.replicas.copies import Peer
-from holdfast.checkpoint.restore.load import Stored
+from holdfast.checkpoint.restore.load import StoredState
 from holdfast.checkpoint.restore.sources import open_image, open_peers
-from holdfast.checkpoint.standalone import AloneLink
+from holdfast.checkpoint.standalone.link import ScriptLink
 from holdfast.checkpoint.storage import retention
 from holdfast.checkpoint.tickets import SaveId
 from holdfast.errors import CheckpointError
@@ -36,7 +36,7 @@ from holdfast.worker.runtime import Runtime
 
 
 class AgentLink:
-    """The agent, as a checkpointer sees it."""
+    """Connects a checkpointer with the agent."""
 
     def __init__(self, worker: Runtime) -> None:
         self.rank = int(os.environ["RANK"])
@@ -51,8 +51,7 @@ class AgentLink:
         for made in self._worker.copies.get(checkpointer, []):
             made.wait()
         self._worker.copies[checkpointer] = copies
-        message = OpenCheckpointer(checkpointer=checkpointer, directory=directory, keep=keep)
-        self._say(message)
+        self._say(OpenCheckpointer(checkpointer=checkpointer, directory=directory, keep=keep))
 
     def replaced(self, checkpointer: str, copies: list[threading.Event]) -> bool:
         return self._worker.copies[checkpointer] is not copies
@@ -81,7 +80,7 @@ class AgentLink:
     def _say(self, message: OpenCheckpointer | ImageWhole | ImageMissed) -> None:
         if not self._worker.channel.send(message):
             raise CheckpointError(
-                "the agent does not hear this process: it is not the worker itself, or has closed"
+                "this process cannot reach the agent: it is not the worker itself, or has closed"
                 " all its files"
             )
 
@@ -104,7 +103,7 @@ class AgentLink:
         assert isinstance(answer, StateFound)
         return answer
 
-    def open_image(self, image: ImageId, holder: Holder, until: ExitStack) -> Stored:
+    def open_image(self, image: ImageId, holder: Holder, until: ExitStack) -> StoredState:
         answer = self._worker.requests.ask(LocateImage(image=image), None)
         assert isinstance(answer, ImageAt)
         if answer.path:
@@ -135,7 +134,7 @@ class Checkpointer(engine.Checkpointer):
         super().__init__(
             directory,
             state,
-            link=AgentLink(worker) if worker is not None else AloneLink(),
+            link=AgentLink(worker) if worker is not None else ScriptLink.of_script(),
             memory_every=memory_every,
             storage_every=storage_every,
             keep=keep,

@@ -10,7 +10,7 @@ import socket
 import subprocess
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 import pytest
@@ -40,29 +40,22 @@ from holdfast.messages.events import (
     StoredFound,
 )
 from holdfast.messages.keeper import (
-    AnyOrder,
-    AnyReply,
-    Begin,
     BeginRound,
-    Commit,
-    Done,
-    Fetch,
-    ImageSealed,
-    Look,
-    Open,
-    Received,
-    Seal,
-    ShardsDone,
-    Stored,
+    FetchImage,
+    FindStored,
+    KeeperAction,
+    KeeperEvent,
+    KeeperOrder,
+    KeeperReply,
+    KeeperTerms,
+    SealImage,
     ToKeeper,
-    Where,
-    WhereFound,
-    Write,
+    missed_by,
 )
 from holdfast.messages.local import PACKET_BYTES, ImageMissed, ImageWhole, OpenCheckpointer, Piece
 from holdfast.messages.records import Part
 from holdfast.messages.requests import Denied, ImageAt, LocateImage
-from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber
+from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber, Time
 from holdfast.wire.packets import Joiner, packets_of
 
 T = TypeVar("T")
@@ -78,6 +71,11 @@ def shard(rank: int) -> Shard:
 SHARD = shard(0)
 
 
+class Given(NamedTuple, Generic[T]):
+    number: int
+    action: T
+
+
 class FakeKeeper:
     """The test is the keeper; its process is one that only sleeps, and can be killed."""
 
@@ -86,32 +84,51 @@ class FakeKeeper:
         self.process.returncode = 0  # The table waits for it.
         self.control = control
         self.control.setblocking(False)
-        self.told: list[AnyOrder] = []
+        self.told: list[KeeperAction] = []
         self._joiner = Joiner(None)
 
     async def packet(self) -> bytes:
         loop = asyncio.get_running_loop()
         return await asyncio.wait_for(loop.sock_recv(self.control, PACKET_BYTES), LIMIT_S)
 
-    async def begin(self) -> Begin:
-        return msgspec.msgpack.decode(await self.packet(), type=Begin)
+    async def begin(self) -> KeeperTerms:
+        return msgspec.msgpack.decode(await self.packet(), type=KeeperTerms)
 
-    async def next(self, kind: type[T]) -> T:
-        """The next order of that kind."""
+    async def next(self, kind: type[T]) -> Given[T]:
+        """The next order to do a thing of that kind."""
         while True:
             order: Any = msgspec.msgpack.decode(await self.packet(), type=ToKeeper)
             if isinstance(order, Piece):
                 whole = self._joiner.add(order)
                 if whole is None:
                     continue
-                order = msgspec.msgpack.decode(whole, type=AnyOrder)
-            self.told.append(order)
-            if isinstance(order, kind):
-                return order
+                order = msgspec.msgpack.decode(whole, type=KeeperOrder)
+            self.told.append(order.action)
+            if isinstance(order.action, kind):
+                return Given(order.number, order.action)
 
-    def say(self, reply: AnyReply | Received) -> None:
-        for packet in packets_of(reply):
+    def say(self, number: int, event: KeeperEvent | ImageAt | None = None, error: str = "") -> None:
+        for packet in packets_of(KeeperReply(number, event, error)):
             self.control.send(packet)
+
+    def seal(self, given: Given[SealImage]) -> None:
+        seal = given.action
+        sealed = SnapshotsSealed(
+            at=Time(1.0),
+            node=seal.node,
+            snapshot=seal.image.snapshot,
+            world_size=seal.image.world_size,
+            ranks=(Sealed(seal.image.rank, b"s"),),
+            wish=seal.wish,
+            attempt=seal.attempt,
+        )
+        self.say(given.number, sealed)
+
+    def wrote(self, given: Given[WriteShards], **how: Any) -> None:
+        snapshot = given.action.snapshot
+        self.say(
+            given.number, ShardsWritten(at=Time(1.0), node=NodeId("n"), snapshot=snapshot, **how)
+        )
 
     def die(self) -> None:
         os.kill(self.process.pid, signal.SIGKILL)
@@ -184,8 +201,8 @@ class Stage:
         self.keeping.begin_round(part(slots))
         self.keeping.opened(OpenCheckpointer(checkpointer=C, directory="/d", keep=b""))
         keeper = await self.keeper()
-        assert (await keeper.next(Open)).directory == "/d"
-        assert (await keeper.next(BeginRound)).ranks == tuple(range(slots))
+        assert (await keeper.next(OpenCheckpointer)).action.directory == "/d"
+        assert (await keeper.next(BeginRound)).action.ranks == tuple(range(slots))
         return keeper
 
     def whole(
@@ -205,7 +222,7 @@ class Stage:
 
     async def seal(self, keeper: FakeKeeper, rank: int, step: int, wish: Wish = "now") -> None:
         self.whole(rank, step, wish)
-        keeper.say(sealed_by(await keeper.next(Seal)))
+        keeper.seal(await keeper.next(SealImage))
         sealed = asyncio.Event()
         self.keeping.ended(Rank(rank), False, sealed.set)
         await asyncio.wait_for(sealed.wait(), LIMIT_S)
@@ -235,11 +252,6 @@ def part(slots: int, round: int = 1) -> Part:
         restarts=0,
         max_restarts=0,
     )
-
-
-def sealed_by(order: Seal) -> ImageSealed:
-    rank = Rank(int(order.path.removeprefix("/i")))
-    return ImageSealed(number=order.number, sealed=Sealed(rank, b"s"))
 
 
 def write_shards(ranks: tuple[int, ...] = (0, 1), snapshot: SnapshotId = SNAPSHOT) -> WriteShards:
@@ -282,9 +294,9 @@ def test_a_snapshot_is_told_of_once_all_ranks_of_the_node_are_sealed(play: Play)
         keeper = await stage.open()
         stage.whole(0)
         stage.whole(1)
-        first, second = await keeper.next(Seal), await keeper.next(Seal)
-        keeper.say(sealed_by(second))
-        keeper.say(sealed_by(first))
+        first, second = await keeper.next(SealImage), await keeper.next(SealImage)
+        keeper.seal(second)
+        keeper.seal(first)
         (event,) = await stage.reported(SnapshotsSealed)
         assert event.snapshot == SNAPSHOT
         assert event.wish == "now"
@@ -298,9 +310,10 @@ def test_an_image_that_was_overwritten_before_its_seal_is_told_to_be_skipped(pla
         keeper = await stage.open(slots=1)
         stage.whole(0, step=7)
         stage.whole(0, step=8, state=4)
-        first, second = await keeper.next(Seal), await keeper.next(Seal)
-        keeper.say(ImageSealed(number=first.number))
-        keeper.say(sealed_by(second))
+        first, second = await keeper.next(SealImage), await keeper.next(SealImage)
+        gone = missed_by(first.action, "skipped", "a newer one took its place", Time(1.0))
+        keeper.say(first.number, gone)
+        keeper.seal(second)
         (event,) = await stage.reported(SnapshotsSealed)
         assert event.snapshot.step == 8
         (missed,) = await stage.reported(SnapshotMissed)
@@ -315,9 +328,9 @@ def test_a_seal_that_failed_is_told_and_nobody_waits_for_the_others(play: Play) 
         keeper = await stage.open()
         stage.whole(0)
         stage.whole(1)
-        first, second = await keeper.next(Seal), await keeper.next(Seal)
-        keeper.say(sealed_by(first))
-        keeper.say(ImageSealed(number=second.number, error="no such image"))
+        first, second = await keeper.next(SealImage), await keeper.next(SealImage)
+        keeper.seal(first)
+        keeper.say(second.number, error="no such image")
         (missed,) = await stage.reported(SnapshotMissed)
         assert (missed.rank, missed.snapshot, missed.outcome) == (1, SNAPSHOT, "failed")
         assert missed.reason == "no such image"
@@ -330,7 +343,7 @@ def test_a_rank_that_has_no_image_is_told_of_with_its_reason(play: Play) -> None
     async def scene(stage: Stage) -> None:
         keeper = await stage.open()
         stage.whole(0)
-        keeper.say(sealed_by(await keeper.next(Seal)))
+        keeper.seal(await keeper.next(SealImage))
         message = ImageMissed(checkpointer=C, step=7, outcome="skipped", reason="both are read")
         stage.keeping.missed(Rank(1), message)
         (missed,) = await stage.reported(SnapshotMissed)
@@ -348,9 +361,9 @@ def test_a_step_saved_for_memory_and_again_for_storage_goes_to_storage(play: Pla
         for rank in (0, 1):
             stage.whole(rank, wish="if needed")
             stage.whole(rank, wish="now", state=4, attempt=2)
-        orders = [await keeper.next(Seal) for _ in range(4)]
+        orders = [await keeper.next(SealImage) for _ in range(4)]
         for order in orders:
-            keeper.say(sealed_by(order))
+            keeper.seal(order)
         (event,) = await stage.reported(SnapshotsSealed)
         assert (event.wish, event.attempt) == ("now", 2)
         for step in (8, 9):
@@ -435,7 +448,7 @@ def test_a_rank_that_told_why_it_has_no_image_is_not_blamed(play: Play) -> None:
             await stage.seal_all(keeper, step)
         assert len(await stage.reported(SnapshotMissed)) == 1
         assert stage.said == []
-        assert len(stage.keeping._gathering._gathered) <= 3  # type: ignore[union-attr]
+        assert len(stage.keeping._snapshots._partial) <= 3  # type: ignore[union-attr]
 
     play(scene)
 
@@ -444,11 +457,11 @@ def test_the_end_of_a_rank_does_not_overtake_its_save(play: Play) -> None:
     async def scene(stage: Stage) -> None:
         keeper = await stage.open(slots=1)
         stage.whole(0)
-        order = await keeper.next(Seal)
+        order = await keeper.next(SealImage)
         stage.keeping.ended(Rank(0), True, lambda: stage._report("exited"))  # type: ignore[arg-type]
         stage.keeping.ended(Rank(1), True, lambda: stage._report("other"))  # type: ignore[arg-type]
         assert stage.reports == ["other"]
-        keeper.say(sealed_by(order))
+        keeper.seal(order)
         await stage.reported(str, 2)
         assert [type(event).__name__ for event in stage.reports[1:]] == ["SnapshotsSealed", "str"]
 
@@ -463,10 +476,10 @@ def test_a_keeper_that_never_answers_does_not_hide_the_end_of_a_rank(
     async def scene(stage: Stage) -> None:
         keeper = await stage.open(slots=1)
         stage.whole(0)
-        order = await keeper.next(Seal)
+        order = await keeper.next(SealImage)
         stage.keeping.ended(Rank(0), True, lambda: stage._report("exited"))  # type: ignore[arg-type]
         await stage.reported(str)
-        keeper.say(sealed_by(order))
+        keeper.seal(order)
         await stage.reported(SnapshotsSealed)
         assert stage.reports.count("exited") == 1
 
@@ -479,17 +492,19 @@ def test_a_keeper_that_never_answers_does_not_hide_the_end_of_a_rank(
 def test_orders_go_to_the_keeper_and_its_answers_to_the_coordinator(play: Play) -> None:
     async def scene(stage: Stage) -> None:
         keeper = await stage.open()
-        stage.keeping.act(write_shards())
-        write = await keeper.next(Write)
-        assert (write.ranks, write.alike) == ((0, 1), True)
-        keeper.say(ShardsDone(number=write.number, shards=(SHARD,)))
+        order = msgspec.structs.replace(write_shards(), id="7.2")
+        stage.keeping.act(order)
+        write = await keeper.next(WriteShards)
+        assert write.action == order
+        keeper.wrote(write, shards=(SHARD,))
         (written,) = await stage.reported(ShardsWritten)
+        assert written.cause == "7.2"
         assert (written.shards, written.error, written.gone) == ((SHARD,), "", False)
         commit = CommitCheckpoint(
             node=NodeId("n"), snapshot=SNAPSHOT, world_size=1, shards=(SHARD,)
         )
         stage.keeping.act(commit)
-        keeper.say(Done(number=(await keeper.next(Commit)).number, error="disk full"))
+        keeper.say((await keeper.next(CommitCheckpoint)).number, error="disk full")
         (committed,) = await stage.reported(CheckpointWritten)
         assert (committed.snapshot, committed.error) == (SNAPSHOT, "disk full")
 
@@ -500,8 +515,7 @@ def test_an_image_that_is_gone_is_told_apart_from_a_failure(play: Play) -> None:
     async def scene(stage: Stage) -> None:
         keeper = await stage.open()
         stage.keeping.act(write_shards())
-        write = await keeper.next(Write)
-        keeper.say(ShardsDone(number=write.number, error="overwritten", gone=True))
+        keeper.wrote(await keeper.next(WriteShards), error="overwritten", gone=True)
         (written,) = await stage.reported(ShardsWritten)
         assert (written.error, written.gone) == ("overwritten", True)
 
@@ -513,8 +527,8 @@ def test_an_order_that_is_told_again_while_it_is_carried_out_is_not_given_again(
         keeper = await stage.open()
         for ranks in ((0, 1), (0, 1), (0,), (2,)):
             stage.keeping.act(write_shards(ranks))
-        assert (await keeper.next(Write)).ranks == (0, 1)
-        assert (await keeper.next(Write)).ranks == (2,)
+        assert (await keeper.next(WriteShards)).action.ranks == (0, 1)
+        assert (await keeper.next(WriteShards)).action.ranks == (2,)
 
     play(scene)
 
@@ -531,16 +545,21 @@ def test_a_commit_in_several_messages_is_given_once_all_shards_are_known(play: P
         keeper = await stage.open()
         stage.keeping.act(commit_of(2, 3))
         stage.keeping.act(commit_of(2, 3))
-        assert not any(isinstance(order, Commit) for order in stage.keeping.keeper.open_orders())
+        assert not any(
+            isinstance(one, CommitCheckpoint) for one in stage.keeping.keeper.unanswered()
+        )
         stage.keeping.act(commit_of(0, 1))
-        commit = await keeper.next(Commit)
+        number, commit = await keeper.next(CommitCheckpoint)
         assert commit.world_size == 4
         assert commit.shards == tuple(shard(rank) for rank in range(4))
         for ranks in ((0, 1), (2, 3)):
             stage.keeping.act(commit_of(*ranks))  # Told again after a broken stream.
-        keeper.say(Done(number=commit.number))
+        done = CheckpointWritten(at=Time(1.0), node=NodeId("n"), snapshot=SNAPSHOT)
+        keeper.say(number, done)
         await stage.reported(CheckpointWritten)
-        assert not any(isinstance(order, Commit) for order in stage.keeping.keeper.open_orders())
+        assert not any(
+            isinstance(one, CommitCheckpoint) for one in stage.keeping.keeper.unanswered()
+        )
 
     play(scene)
 
@@ -552,7 +571,7 @@ def test_a_commit_told_in_part_before_a_stream_broke_is_given_with_what_is_told_
         keeper = await stage.open()
         for ranks in ((0, 1), (0, 1), (2, 3)):
             stage.keeping.act(commit_of(*ranks))
-        assert len((await keeper.next(Commit)).shards) == 4
+        assert len((await keeper.next(CommitCheckpoint)).action.shards) == 4
 
     play(scene)
 
@@ -563,9 +582,11 @@ def test_what_was_told_of_a_commit_that_was_given_up_is_forgotten(play: Play) ->
         stage.keeping.act(commit_of(0, 1))
         stage.keeping.act(settled("it was given up"))
         stage.keeping.act(commit_of(2, 3))
-        assert not any(isinstance(order, Commit) for order in stage.keeping.keeper.open_orders())
+        assert not any(
+            isinstance(one, CommitCheckpoint) for one in stage.keeping.keeper.unanswered()
+        )
         stage.keeping.act(commit_of(0, 1))
-        assert len((await keeper.next(Commit)).shards) == 4
+        assert len((await keeper.next(CommitCheckpoint)).action.shards) == 4
 
     play(scene)
 
@@ -578,7 +599,7 @@ def test_a_commit_of_a_large_world_reaches_the_keeper(play: Play) -> None:
         many, at_once = 80_000, 2000
         for first in range(0, many, at_once):
             stage.keeping.act(commit_of(*range(first, first + at_once), world_size=many))
-        assert len((await keeper.next(Commit)).shards) == many
+        assert len((await keeper.next(CommitCheckpoint)).action.shards) == many
 
     play(scene)
 
@@ -645,8 +666,16 @@ def test_what_is_on_storage_is_told_before_the_question_is_carried_on(play: Play
         keeper = await stage.open()
         found = (StoredStep(StepNumber(5), RoundNumber(1), 2),)
         stage.keeping.look(RoundNumber(1), C, lambda: stage._report("carried"))  # type: ignore[arg-type]
-        order = await keeper.next(Look)
-        keeper.say(Stored(number=order.number, steps=found, refused=("step 6: damaged",)))
+        number, find = await keeper.next(FindStored)
+        event = StoredFound(
+            at=Time(1.0),
+            node=find.node,
+            round=find.round,
+            checkpointer=find.checkpointer,
+            steps=found,
+            refused=("step 6: damaged",),
+        )
+        keeper.say(number, event)
         await stage.reported(str)
         event = stage.reports[0]
         assert isinstance(event, StoredFound)
@@ -655,14 +684,11 @@ def test_what_is_on_storage_is_told_before_the_question_is_carried_on(play: Play
     play(scene)
 
 
-@pytest.mark.parametrize("kind", [Done, Stored])
-def test_storage_that_cannot_be_looked_at_is_told_and_not_taken_for_empty(
-    play: Play, kind: type[Done | Stored]
-) -> None:
+def test_storage_that_cannot_be_looked_at_is_told_and_not_taken_for_empty(play: Play) -> None:
     async def scene(stage: Stage) -> None:
         keeper = await stage.open()
         stage.keeping.look(RoundNumber(1), C, lambda: None)
-        keeper.say(kind(number=(await keeper.next(Look)).number, error="it hangs"))
+        keeper.say((await keeper.next(FindStored)).number, error="it hangs")
         (event,) = await stage.reported(StoredFound)
         assert (event.steps, event.refused) == ((), ("storage: it hangs",))
 
@@ -674,25 +700,27 @@ def test_a_rank_is_told_where_an_image_can_be_read(play: Play) -> None:
         keeper = await stage.open()
         image = ImageId(SNAPSHOT, Rank(0), 2)
         answers: list[Any] = []
-        for _ in range(4):
+        for _ in range(3):
             stage.keeping.locate(LocateImage(image=image), answers.append)
-        orders = [await keeper.next(Where) for _ in range(4)]
-        assert [order.image for order in orders] == [image] * 4
-        here, elsewhere, broken, dead = (order.number for order in orders)
-        keeper.say(WhereFound(number=here, path="/p"))
-        keeper.say(WhereFound(number=elsewhere))
-        keeper.say(WhereFound(number=broken, error="no such directory"))
-        keeper.say(Done(number=dead, error="3 keepers died of it"))
-        keeper.say(Received(image=image))
+        orders = [await keeper.next(LocateImage) for _ in range(3)]
+        assert [order.action.image for order in orders] == [image] * 3
+        here, elsewhere, broken = (order.number for order in orders)
+        keeper.say(here, ImageAt(path="/p"))
+        keeper.say(elsewhere, ImageAt(path="", token="token"))
+        keeper.say(broken, error="no such directory")
+        keeper.say(0, held(image))
         await stage.reported(ImagesHeld)
         assert answers == [
             ImageAt(path="/p"),
             ImageAt(path="", token="token"),
             Denied(reason="image", detail="no such directory"),
-            Denied(reason="image", detail="3 keepers died of it"),
         ]
 
     play(scene)
+
+
+def held(image: ImageId) -> ImagesHeld:
+    return ImagesHeld(at=Time(1.0), node=NodeId("n"), images=(image,))
 
 
 def test_images_of_the_ranks_of_a_new_round_are_fetched_before_anybody_asks(play: Play) -> None:
@@ -700,8 +728,8 @@ def test_images_of_the_ranks_of_a_new_round_are_fetched_before_anybody_asks(play
         image = ImageId(SNAPSHOT, Rank(0), 2)
         holder = Holder(Rank(0), NodeId("m"), "10.0.0.1", 7)
         stage.keeping.begin_round(msgspec.structs.replace(part(2), fetch=((image, holder),)))
-        order = await (await stage.keeper()).next(Fetch)
-        assert (order.image, order.holder) == (image, holder)
+        fetch = (await (await stage.keeper()).next(FetchImage)).action
+        assert (fetch.image, fetch.holder) == (image, holder)
 
     play(scene)
 
@@ -710,9 +738,10 @@ def test_a_copy_that_another_node_gave_is_told_of(play: Play) -> None:
     async def scene(stage: Stage) -> None:
         keeper = await stage.open()
         image = ImageId(SNAPSHOT, Rank(5), 8)
-        keeper.say(Received(image=image))
+        keeper.say(0, held(image))
         (event,) = await stage.reported(ImagesHeld)
         assert event.images == (image,)
+        assert event.at == stage.keeping.clock.at(1.0), "the keeper's clock is the machine's"
 
     play(scene)
 
@@ -729,12 +758,13 @@ def test_another_keeper_is_told_of_the_checkpointers_and_given_what_was_not_answ
         stage.keeping.act(write_shards())
         keeper.die()
         keeper = await stage.keeper(2)
-        assert (await keeper.next(Open)).checkpointer == C
+        assert (await keeper.next(OpenCheckpointer)).action.checkpointer == C
         await keeper.next(BeginRound)
-        await keeper.next(Seal)
-        write = await keeper.next(Write)
-        assert [type(order) for order in keeper.told] == [Open, BeginRound, Seal, Write]
-        keeper.say(ShardsDone(number=write.number, shards=(SHARD,)))
+        await keeper.next(SealImage)
+        write = await keeper.next(WriteShards)
+        kinds = [OpenCheckpointer, BeginRound, SealImage, WriteShards]
+        assert [type(action) for action in keeper.told] == kinds
+        keeper.wrote(write, shards=(SHARD,))
         await stage.reported(ShardsWritten)
 
     play(scene)
@@ -744,14 +774,14 @@ def test_what_a_keeper_answered_just_before_it_died_is_not_done_again(play: Play
     async def scene(stage: Stage) -> None:
         keeper = await stage.open()
         stage.keeping.act(write_shards())
-        write = await keeper.next(Write)
+        write = await keeper.next(WriteShards)
         asyncio.get_running_loop().remove_reader(stage.keeping.keeper._control.fileno())  # type: ignore[union-attr]
-        keeper.say(ShardsDone(number=write.number, shards=(SHARD,)))
+        keeper.wrote(write, shards=(SHARD,))
         keeper.die()
         await stage.keeper(2)
         (written,) = await stage.reported(ShardsWritten)
         assert written.shards == (SHARD,)
-        assert not any(isinstance(one, Write) for one in stage.keeping.keeper.open_orders())
+        assert not any(isinstance(one, WriteShards) for one in stage.keeping.keeper.unanswered())
 
     play(scene)
 
@@ -769,8 +799,8 @@ def test_an_order_that_kills_keepers_is_answered_with_an_error_and_others_go_on(
         keeper = await stage.keeper(4)
         (written,) = await stage.reported(ShardsWritten)
         assert written.error == "3 keepers died of it"
-        await keeper.next(Look)
-        assert not any(isinstance(order, Seal | Write) for order in keeper.told)
+        await keeper.next(FindStored)
+        assert not any(isinstance(action, SealImage | WriteShards) for action in keeper.told)
         stage.keeping.ended(Rank(0), True, lambda: stage._report("exited"))  # type: ignore[arg-type]
         assert "exited" in stage.reports
 
@@ -782,7 +812,7 @@ def test_keepers_that_die_again_and_again_are_not_started_until_there_is_somethi
 ) -> None:
     async def scene(stage: Stage) -> None:
         keeper = await stage.open(slots=1)
-        for number in range(2, keeperprocess.MANY + 2):
+        for number in range(2, keeperprocess.DEATHS_MOST + 2):
             keeper.die()
             keeper = await stage.keeper(number)
         stage.keeping.act(write_shards((0,)))
@@ -790,11 +820,11 @@ def test_keepers_that_die_again_and_again_are_not_started_until_there_is_somethi
         (written,) = await stage.reported(ShardsWritten)
         assert written.error == "the keeper died of it"
         assert stage.said == ["6 keepers died within a minute; nothing is kept until the next save"]
-        assert len(stage.keepers) == keeperprocess.MANY + 1
+        assert len(stage.keepers) == keeperprocess.DEATHS_MOST + 1
         stage.whole(0, step=8)
-        keeper = await stage.keeper(keeperprocess.MANY + 2)
-        await keeper.next(Open)
-        await keeper.next(Seal)
+        keeper = await stage.keeper(keeperprocess.DEATHS_MOST + 2)
+        await keeper.next(OpenCheckpointer)
+        await keeper.next(SealImage)
 
     play(scene)
 
@@ -831,8 +861,8 @@ def test_an_agent_knows_where_the_checkpoints_of_the_one_before_it_go(
         stage.keeping.tell_images()
         stage.keeping.act(write_shards())
         keeper = await stage.keeper()
-        assert (await keeper.next(Open)).directory == "/d"
-        await keeper.next(Write)
+        assert (await keeper.next(OpenCheckpointer)).action.directory == "/d"
+        await keeper.next(WriteShards)
 
     async def torn(stage: Stage) -> None:
         stage.keeping.tell_images()

@@ -19,7 +19,7 @@ CUSTOMIZE = """
 import errno, os, signal, time
 from pathlib import Path
 if "HOLDFAST_TEST_DISK" in os.environ:
-    from holdfast.checkpoint.storage.disk import Disk
+    from holdfast.checkpoint.storage.posix import Disk
     control, names, calls = Path(os.environ["HOLDFAST_TEST_DISK"]), {}, [0]
     def told(what, name):
         return what in (said := control.read_text()) and said.partition(":")[2] in name
@@ -53,7 +53,8 @@ def disk_control(directory: Path) -> dict[str, str]:
     site.mkdir()
     (site / "sitecustomize.py").write_text(CUSTOMIZE)
     (directory / "disk").write_text("")
-    return {"PYTHONPATH": str(site), "HOLDFAST_TEST_DISK": str(directory / "disk")}
+    path = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])
+    return {"PYTHONPATH": path, "HOLDFAST_TEST_DISK": str(directory / "disk")}
 
 
 class Forks:
@@ -165,7 +166,7 @@ def a_rank(rank: int, port: int, directory: str) -> None:
     dist.barrier()
     control.write_text("hold:__1_")
     dist.barrier()
-    pid = writer._carrying.keeper_pid
+    pid = writer._link.keeper_pid
     future = writer.save(state(), checkpoint_id=f"{directory}/killed")
     dist.barrier()
     time.sleep(0.3)
@@ -194,7 +195,7 @@ def main() -> None:
     import torch.distributed.checkpoint.state_dict
     import torch.distributed.fsdp  # noqa: F401
 
-    import holdfast.checkpoint.async_save.writer  # noqa: F401
+    import holdfast.checkpoint.async_writer  # noqa: F401
 
     for line in sys.stdin:
         request = json.loads(line)

@@ -20,31 +20,26 @@ from states import CHECKPOINTER, Rank, check_same, image_of, load
 
 from holdfast.checkpoint.memory.image import Image
 from holdfast.checkpoint.memory.images import Images
-from holdfast.checkpoint.storage.backends import PosixStorage
+from holdfast.checkpoint.storage.commit import verify
 from holdfast.checkpoint.storage.manifest import refuse
-from holdfast.checkpoint.storage.verify import verify
+from holdfast.checkpoint.storage.posix import PosixStorage
+from holdfast.messages.actions import CommitCheckpoint, WriteShards
 from holdfast.messages.checkpoints import Holder, ImageId, Shard, SnapshotId, StoredStep
+from holdfast.messages.events import ImagesHeld, SnapshotMissed, SnapshotsSealed
 from holdfast.messages.keeper import (
-    AnyOrder,
-    Begin,
     BeginRound,
-    Commit,
-    Done,
-    Fetch,
+    FetchImage,
+    FindStored,
     FromKeeper,
-    Look,
-    Open,
-    Received,
-    Reply,
-    Seal,
-    ShardsDone,
-    Stored,
-    Where,
-    Write,
-    Wrote,
+    KeeperAction,
+    KeeperOrder,
+    KeeperReply,
+    KeeperTerms,
+    SealImage,
 )
-from holdfast.messages.local import PACKET_BYTES, Piece
-from holdfast.messages.requests import MAX_MESSAGE_BYTES
+from holdfast.messages.local import PACKET_BYTES, OpenCheckpointer, Piece
+from holdfast.messages.requests import MAX_MESSAGE_BYTES, ImageAt, LocateImage
+from holdfast.messages.units import NodeId
 from holdfast.wire.packets import Joiner, packets_of
 
 PATIENCE_S = 30.0
@@ -52,9 +47,9 @@ PATIENCE_S = 30.0
 
 PATCHED = """
 import os, sys, time
-from holdfast.checkpoint import disk
-from holdfast.checkpoint.keeper import __main__, filing, movement, orders
-movement.STALLED_S, orders.LOOK_EVERY_S = {stalled_s}, 0.05
+from holdfast.checkpoint.keeper import __main__, files, orders, progress
+from holdfast.checkpoint.storage import posix as disk
+progress.STALLED_S, orders.CHECK_EVERY_S = {stalled_s}, 0.05
 gate = {gate!r}
 def held(what):
     try:
@@ -69,8 +64,8 @@ def hold(kind, name):
         return real(*args)
     setattr(kind, name, call)
 hold(disk.Disk, "write")
-hold(filing, "open_storage")
-hold(filing, "steps")
+hold(files, "open_storage")
+hold(files, "steps")
 __main__.main()
 """
 """A keeper whose storage hangs in the call whose name a file has in it."""
@@ -93,11 +88,11 @@ class KeeperProcess:
         self.control = ours
         self._next = 1
         self._joiner = Joiner()
-        self._answers: dict[int, Any] = {}
+        self._answers: dict[int, KeeperReply] = {}
         self._received: list[ImageId] = []
         fd = listener.fileno()
-        begin = Begin(images=str(images), token="token", job="job", listener_fd=fd)
-        ours.send(msgspec.msgpack.encode(begin))
+        terms = KeeperTerms(node=NODE, images=str(images), token="token", job="job", listener_fd=fd)
+        ours.send(msgspec.msgpack.encode(terms))
         listener.close()
 
     def hang(self, what: str) -> None:
@@ -106,16 +101,22 @@ class KeeperProcess:
     def go_on(self) -> None:
         self.gate.unlink()
 
-    def give(self, order: AnyOrder) -> int:
+    def give(self, action: KeeperAction) -> int:
         number, self._next = self._next, self._next + 1
-        for packet in packets_of(msgspec.structs.replace(order, number=number)):
+        for packet in packets_of(KeeperOrder(number, action)):
             self.control.send(packet)
         return number
 
-    def answer(self, number: int) -> Any:
+    def answer(self, number: int) -> KeeperReply:
         while number not in self._answers:
             self._hear()
         return self._answers[number]
+
+    def event(self, number: int) -> Any:
+        """The event of an order that was carried out."""
+        reply = self.answer(number)
+        assert (reply.error, reply.event is not None) == ("", True)
+        return reply.event
 
     def received(self) -> ImageId:
         """The copy that it tells of next."""
@@ -130,14 +131,17 @@ class KeeperProcess:
             if whole is None:
                 return
             message = msgspec.msgpack.decode(whole, type=FromKeeper)
-        if isinstance(message, Received):
-            self._received.append(message.image)
-        elif not isinstance(message, Wrote):
+        if isinstance(message.event, ImagesHeld):
+            self._received += message.event.images
+        elif message.number:
             assert message.number not in self._answers, "answered twice"
             self._answers[message.number] = message
 
-    def ask(self, order: AnyOrder) -> Any:
-        return self.answer(self.give(order))
+    def ask(self, action: KeeperAction) -> KeeperReply:
+        return self.answer(self.give(action))
+
+    def do(self, action: KeeperAction) -> Any:
+        return self.event(self.give(action))
 
     def close(self) -> None:
         self.control.close()
@@ -163,24 +167,32 @@ def keeper(shm: Path) -> Iterator[KeeperProcess]:
 # ---- orders ----
 
 
-def opening(directory: Path | str) -> Open:
-    return Open(number=0, checkpointer=CHECKPOINTER, directory=str(directory), keep=b"")
+NODE = NodeId("node")
+
+
+def opening(directory: Path | str) -> OpenCheckpointer:
+    return OpenCheckpointer(checkpointer=CHECKPOINTER, directory=str(directory), keep=b"")
 
 
 def snapshot(step: int) -> SnapshotId:
     return SnapshotId(CHECKPOINTER, step, 1)  # type: ignore[arg-type]
 
 
-def writing(step: int) -> Write:
-    return Write(number=0, snapshot=snapshot(step), ranks=(0,), world_size=1, alike=True)
+def writing(step: int) -> WriteShards:
+    ranks = (0,)
+    return WriteShards(node=NODE, snapshot=snapshot(step), ranks=ranks, world_size=1, alike=True)  # type: ignore[arg-type]
 
 
-def committing(step: int, shards: tuple[Shard, ...]) -> Commit:
-    return Commit(number=0, snapshot=snapshot(step), world_size=1, shards=shards)
+def committing(step: int, shards: tuple[Shard, ...]) -> CommitCheckpoint:
+    return CommitCheckpoint(node=NODE, snapshot=snapshot(step), world_size=1, shards=shards)
 
 
-LOOK = Look(number=0, checkpointer=CHECKPOINTER)
-WHERE = Where(number=0, image=image_of(0))
+def sealing(path: Path, state: int, step: int) -> SealImage:
+    return SealImage(node=NODE, image=image_of(step), path=str(path), state=state, wish="now")
+
+
+LOOK = FindStored(node=NODE, round=1, checkpointer=CHECKPOINTER)  # type: ignore[arg-type]
+WHERE = LocateImage(image=image_of(0))
 """Answered at once, and changes nothing."""
 
 
@@ -196,13 +208,13 @@ def saved(rank: Rank, step: int) -> tuple[Path, int]:
 
 def seal(keeper: KeeperProcess, rank: Rank, step: int) -> None:
     path, state = saved(rank, step)
-    assert keeper.ask(Seal(number=0, path=str(path), state=state)).error == ""
+    assert isinstance(keeper.do(sealing(path, state, step)), SnapshotsSealed)
 
 
 def store(keeper: KeeperProcess, step: int) -> None:
-    done = keeper.ask(writing(step))
+    done = keeper.do(writing(step))
     assert done.error == ""
-    assert keeper.ask(committing(step, done.shards)) == Done(number=keeper._next - 1)
+    assert keeper.do(committing(step, done.shards)).error == ""
 
 
 def until_pinned(keeper: KeeperProcess, images: Path) -> Image:
@@ -220,10 +232,11 @@ def until_pinned(keeper: KeeperProcess, images: Path) -> Image:
 
 def test_an_image_that_is_sealed_verifies(shm: Path, keeper: KeeperProcess) -> None:
     path, state = saved(Rank(shm), 5)
-    answer = keeper.ask(Seal(number=0, path=str(path), state=state))
-    assert (answer.error, answer.image.snapshot, answer.sealed.rank) == ("", snapshot(5), 0)
+    event = keeper.do(sealing(path, state, 5))
+    assert (event.node, event.snapshot, event.world_size) == (NODE, snapshot(5), 1)
+    assert [one.rank for one in event.ranks] == [0]
     assert Image.open(path).digests() is not None
-    assert Images(shm).ids() == [answer.image]
+    assert Images(shm).ids() == [image_of(5)]
 
 
 def test_a_seal_that_comes_too_late_is_no_error_and_one_of_nothing_is(
@@ -231,22 +244,23 @@ def test_a_seal_that_comes_too_late_is_no_error_and_one_of_nothing_is(
 ) -> None:
     path, state = saved(Rank(shm), 5)
     assert Image.open(path).begin()
-    answer = keeper.ask(Seal(number=0, path=str(path), state=state))
-    assert (answer.error, answer.image, answer.sealed) == ("", None, None)
-    assert "No such file" in keeper.ask(Seal(number=0, path=str(shm / "no"), state=2)).error
+    missed = keeper.do(sealing(path, state, 5))
+    assert isinstance(missed, SnapshotMissed)
+    assert (missed.snapshot, missed.rank, missed.outcome) == (snapshot(5), 0, "skipped")
+    assert "No such file" in keeper.ask(sealing(shm / "no", 2, 5)).error
 
 
 def test_a_snapshot_becomes_a_checkpoint_that_verifies(
     shm: Path, tmp_path: Path, keeper: KeeperProcess
 ) -> None:
     assert keeper.ask(opening(tmp_path)).error == ""
-    assert keeper.ask(LOOK).steps == ()
+    assert keeper.do(LOOK).steps == ()
     rank = Rank(shm)
     for step in (5, 6):
         seal(keeper, rank, step)
         store(keeper, step)
         assert verify(PosixStorage(tmp_path), step) == []
-    assert keeper.ask(LOOK).steps == tuple(StoredStep(step, 1, 1) for step in (6, 5))  # type: ignore[arg-type]
+    assert keeper.do(LOOK).steps == tuple(StoredStep(step, 1, 1) for step in (6, 5))  # type: ignore[arg-type]
 
 
 def test_what_is_written_stays_in_memory_while_it_is(
@@ -262,8 +276,8 @@ def test_what_is_written_stays_in_memory_while_it_is(
     for step in range(7, 12):
         saved(rank, step)  # Not one of them waits, or is skipped.
     keeper.go_on()
-    done = keeper.answer(number)
-    assert keeper.ask(committing(6, done.shards)).error == ""
+    done = keeper.event(number)
+    assert keeper.do(committing(6, done.shards)).error == ""
     assert verify(PosixStorage(tmp_path), 6) == []
 
 
@@ -274,7 +288,7 @@ def test_what_made_place_for_a_newer_one_is_gone(
     rank = Rank(shm)
     for step in (5, 6, 7):
         seal(keeper, rank, step)
-    done = keeper.ask(writing(5))
+    done = keeper.do(writing(5))
     assert done.gone
     assert "made place for a newer one" in done.error
 
@@ -325,9 +339,13 @@ def test_what_is_no_order_is_survived(shm: Path, keeper: KeeperProcess) -> None:
 
 
 def test_an_order_of_a_newer_agent_is_answered(keeper: KeeperProcess) -> None:
-    keeper.control.send(msgspec.msgpack.encode({"type": "Polish", "number": 77, "how": "well"}))
+    def send(number: int, **action: Any) -> None:
+        order = {"type": "KeeperOrder", "number": number, "action": action}
+        keeper.control.send(msgspec.msgpack.encode(order))
+
+    send(77, type="Polish", how="well")
     assert "does not know such an order" in keeper.answer(77).error
-    keeper.control.send(msgspec.msgpack.encode({"type": "Seal", "number": 78, "path": 3}))
+    send(78, type="SealImage", path=3)
     assert keeper.answer(78).error
 
 
@@ -348,28 +366,25 @@ def test_a_checkpointer_that_was_never_opened_is_an_error(keeper: KeeperProcess)
 
 def test_a_checkpointer_without_storage_has_nothing_there(keeper: KeeperProcess) -> None:
     keeper.ask(opening(""))
-    assert keeper.ask(LOOK).steps == ()
+    assert keeper.do(LOOK).steps == ()
     assert "has no storage" in keeper.ask(writing(5)).error
 
 
 def test_an_image_that_cannot_be_had_is_an_error(keeper: KeeperProcess) -> None:
     nobody = Holder(3, "node", "127.0.0.1", 1)  # type: ignore[arg-type]
-    answer = keeper.ask(Fetch(number=0, image=image_of(5), holder=nobody))
-    assert isinstance(answer, Done)
-    assert "cannot be reached" in answer.error
+    assert "cannot be reached" in keeper.ask(FetchImage(image=image_of(5), holder=nobody)).error
 
 
 def test_it_says_where_an_image_is_and_nothing_of_one_that_it_does_not_have(
     shm: Path, keeper: KeeperProcess
 ) -> None:
     path, state = saved(Rank(shm), 5)
-    unsealed = keeper.ask(Where(number=0, image=image_of(5)))
-    assert (unsealed.path, unsealed.error) == ("", "")
-    keeper.ask(Seal(number=0, path=str(path), state=state))
-    assert keeper.ask(Where(number=0, image=image_of(5))).path == str(path)
+    nowhere = ImageAt(path="", token="token")
+    assert keeper.do(LocateImage(image=image_of(5))) == nowhere, "it is not sealed"
+    keeper.do(sealing(path, state, 5))
+    assert keeper.do(LocateImage(image=image_of(5))) == ImageAt(path=str(path))
     for other in (image_of(6), image_of(5, rank=1, world_size=2)):
-        answer = keeper.ask(Where(number=0, image=other))
-        assert (answer.path, answer.error) == ("", "")
+        assert keeper.do(LocateImage(image=other)) == nowhere
 
 
 def test_a_sealed_image_is_copied_to_another_node_and_fetched_from_there(shm: Path) -> None:
@@ -377,13 +392,13 @@ def test_a_sealed_image_is_copied_to_another_node_and_fetched_from_there(shm: Pa
     for folder in folders:
         folder.mkdir()
     with keeping(folders[0]) as own, keeping(folders[1]) as peers, keeping(folders[2]) as new:
-        own.ask(BeginRound(number=0, ranks=(0,), copies=(peers.as_holder,)))  # type: ignore[arg-type]
+        own.ask(BeginRound(ranks=(0,), copies=(peers.as_holder,)))  # type: ignore[arg-type]
         seal(own, Rank(folders[0]), 5)
         assert peers.received() == image_of(5)
-        fetch = Fetch(number=0, image=image_of(5), holder=peers.as_holder)
-        assert new.ask(fetch) == Done(number=new._next - 1)
+        fetch = FetchImage(image=image_of(5), holder=peers.as_holder)
+        assert new.ask(fetch) == KeeperReply(new._next - 1)
         assert new.received() == image_of(5)
-        path = Path(new.ask(Where(number=0, image=image_of(5))).path)
+        path = Path(new.do(LocateImage(image=image_of(5))).path)
     assert path.parent == folders[2]
     check_same(load(dict.fromkeys(state_of(5)), path, step=5), state_of(5))
 
@@ -402,8 +417,7 @@ def test_what_was_refused_is_told_if_it_is_newer_than_all_that_is_complete(
         store(keeper, step)
 
     def looked() -> tuple[list[int], list[str]]:
-        answer = keeper.ask(LOOK)
-        assert answer.error == ""
+        answer = keeper.do(LOOK)
         return [one.step for one in answer.steps], [why.split(":")[0] for why in answer.refused]
 
     assert looked() == ([8, 7, 6, 5], [])
@@ -431,7 +445,7 @@ def test_what_is_ordered_after_an_opening_waits_for_it(
     numbers = [keeper.give(opening(tmp_path)), keeper.give(LOOK)]
     keeper.ask(WHERE)
     keeper.go_on()
-    assert [one.step for one in keeper.answer(numbers[1]).steps] == [5]
+    assert [one.step for one in keeper.event(numbers[1]).steps] == [5]
 
 
 def test_storage_that_cannot_be_opened_is_not_taken_for_empty(
@@ -450,9 +464,7 @@ def test_storage_that_hangs_is_told_and_everything_else_goes_on(shm: Path, tmp_p
         number = keeper.give(writing(5))
         seal(keeper, rank, 6)
         assert len(Images(shm).ids()) == 2
-        answer = keeper.answer(number)
-        assert isinstance(answer, ShardsDone), "the answer fits the order"
-        assert "storage hangs" in answer.error
+        assert "storage hangs" in keeper.answer(number).error
         keeper.go_on()
         # What hung comes back too late, and is not answered twice; the next one is written.
         seal(keeper, rank, 7)
@@ -460,21 +472,18 @@ def test_storage_that_hangs_is_told_and_everything_else_goes_on(shm: Path, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("call", "order", "kind"),
-    [("steps", LOOK, Stored), ("open_storage", opening("x"), Done), ("write", None, Done)],
+    ("call", "action"), [("steps", LOOK), ("open_storage", opening("x")), ("write", None)]
 )
 def test_every_order_that_storage_can_hold_up_is_given_up(
-    shm: Path, tmp_path: Path, call: str, order: AnyOrder | None, kind: type[Reply]
+    shm: Path, tmp_path: Path, call: str, action: KeeperAction | None
 ) -> None:
     with keeping(shm, stalled_s=0.3) as keeper:
         keeper.ask(opening(tmp_path))
-        if order is None:
+        if action is None:
             seal(keeper, Rank(shm), 5)
-            order = committing(5, keeper.ask(writing(5)).shards)
+            action = committing(5, keeper.do(writing(5)).shards)
         keeper.hang(call)
-        answer = keeper.ask(order)
-        assert isinstance(answer, kind)
-        assert "storage hangs: nothing moved for 0 s" in answer.error
+        assert "storage hangs: nothing moved for 0 s" in keeper.ask(action).error
 
 
 def test_any_number_of_orders_may_hang(shm: Path, tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ import msgspec
 import pytest
 from driver import Driver
 
-from holdfast.checkpoint.storage.names import rank_file
-from holdfast.core.commits import restoring
+from holdfast.checkpoint.storage.backends import rank_file_name
+from holdfast.core.commits import restoring, waiting
 from holdfast.core.commits import rules as commits
 from holdfast.core.commits import state as commitbook
-from holdfast.core.commits.state import Commits, Taken
+from holdfast.core.commits.state import CommitEffects, Commits
 from holdfast.messages.actions import (
     Answered,
     AnyAction,
@@ -85,7 +85,7 @@ class Scene:
     def book(self) -> commitbook.Book:
         return self.state.book(C)
 
-    def took(self, taken: Taken) -> Taken:
+    def took(self, taken: CommitEffects) -> CommitEffects:
         commits.validate(self.state)
         self.state = revived(self.state)
         return taken
@@ -100,7 +100,7 @@ class Scene:
         round: int = 0,
         shared: bytes = b"s",
         attempt: int = 1,
-    ) -> Taken:
+    ) -> CommitEffects:
         event = SnapshotsSealed(
             at=NOW,
             node=NodeId(node),
@@ -112,17 +112,19 @@ class Scene:
         )
         return self.took(commits.sealed(self.state, event))
 
-    def save(self, step: int, wish: Wish = "now", attempt: int = 1) -> Taken:
+    def save(self, step: int, wish: Wish = "now", attempt: int = 1) -> CommitEffects:
         """All nodes seal that step; what came of the last one."""
         return [self.seal(node, step, wish, attempt=attempt) for node in self.ranks][-1]
 
-    def hold(self, node: str, step: int, ranks: Iterable[int], round: int = 0) -> Taken:
+    def hold(self, node: str, step: int, ranks: Iterable[int], round: int = 0) -> CommitEffects:
         id = snapshot_id(step, round or self.round)
         images = tuple(ImageId(id, Rank(rank), self.size) for rank in ranks)
         event = ImagesHeld(at=NOW, node=NodeId(node), images=images)
         return self.took(commits.held(self.state, event))
 
-    def wrote(self, node: str, step: int, ranks: Iterable[int] | None = None, **more: Any) -> Taken:
+    def wrote(
+        self, node: str, step: int, ranks: Iterable[int] | None = None, **more: Any
+    ) -> CommitEffects:
         named = self.ranks[node] if ranks is None else ranks
         event = ShardsWritten(
             at=NOW,
@@ -133,12 +135,12 @@ class Scene:
         )
         return self.took(commits.shards_written(self.state, event))
 
-    def committed(self, node: str, step: int, error: str = "") -> Taken:
+    def committed(self, node: str, step: int, error: str = "") -> CommitEffects:
         id = snapshot_id(step, self.round)
         event = CheckpointWritten(at=NOW, node=NodeId(node), snapshot=id, error=error)
         return self.took(commits.checkpoint_written(self.state, event))
 
-    def lose(self, node: str) -> Taken:
+    def lose(self, node: str) -> CommitEffects:
         return self.took(commits.node_gone(self.state, NodeId(node)))
 
     def missed(
@@ -148,7 +150,7 @@ class Scene:
         outcome: Missed = "failed",
         why: str = "no memory",
         attempt: int = 1,
-    ) -> Taken:
+    ) -> CommitEffects:
         node = next(node for node, ranks in self.ranks.items() if rank in ranks)
         event = SnapshotMissed(
             at=NOW,
@@ -173,7 +175,7 @@ class Scene:
         )
         restoring.stored_found(self.state, event)
 
-    def write(self, step: int) -> Taken:
+    def write(self, step: int) -> CommitEffects:
         """All nodes write their shards of that step, and the last one commits it."""
         for node in self.ranks:
             self.wrote(node, step)
@@ -192,9 +194,9 @@ class Scene:
     def wait(self, rank: int, step: int, to: Tier, attempt: int = 1) -> SaveSettled | None:
         request = AwaitSave(checkpointer=C, step=step, to=to, attempt=attempt)
         round = RoundNumber(self.round)
-        return commits.await_save(self.state, f"{rank}/{to}/{step}", request, round)
+        return waiting.await_save(self.state, f"{rank}/{to}/{step}", request, round)
 
-    def ask(self, rank: int, tried: Tried | None = None, step: int | None = None) -> Taken:
+    def ask(self, rank: int, tried: Tried | None = None, step: int | None = None) -> CommitEffects:
         nodes = {Rank(r): NodeId(node) for node, ranks in self.ranks.items() for r in ranks}
         request = FindState(checkpointer=C, step=step, tried=tried)
         reach = dict.fromkeys(nodes.values(), ("10.0.0.1", 7)).get
@@ -213,7 +215,7 @@ class Scene:
         return answers[0][1]  # type: ignore[no-any-return]
 
 
-def orders(taken: Taken) -> dict[str, tuple[int, ...]]:
+def orders(taken: CommitEffects) -> dict[str, tuple[int, ...]]:
     """Who is to write which ranks' shards."""
     return {a.node: a.ranks for a in taken.actions if isinstance(a, WriteShards)}
 
@@ -247,7 +249,7 @@ def test_a_seal_that_comes_twice_changes_nothing(two: Scene) -> None:
     assert not two.book.snapshots[0].counts
     two.seal("b", 10)
     before = msgspec.json.encode(two.state)
-    assert two.seal("a", 10) == Taken()
+    assert two.seal("a", 10) == CommitEffects()
     assert msgspec.json.encode(two.state) == before
 
 
@@ -307,8 +309,8 @@ def test_a_late_seal_of_an_older_round_changes_nothing_once_a_newer_one_counts(t
     two.breaks()
     two.save(20, "if needed")
     before = msgspec.json.encode(two.state)
-    assert two.seal("b", 30, round=1) == Taken()
-    assert two.hold("b", 30, [0, 1, 2], round=1) == Taken()
+    assert two.seal("b", 30, round=1) == CommitEffects()
+    assert two.hold("b", 30, [0, 1, 2], round=1) == CommitEffects()
     assert msgspec.json.encode(two.state) == before
 
 
@@ -395,7 +397,7 @@ def test_a_step_that_counts_already_cannot_be_missed_any_more(two: Scene) -> Non
     """It was saved again since, and that did not work; what there is stays."""
     two.save(10, "if needed")
     assert two.wait(0, 10, "storage") is None
-    assert two.missed(2, 10) == Taken()
+    assert two.missed(2, 10) == CommitEffects()
     assert two.wait(1, 10, "memory") == SAVED
     assert offered(two.ask_all()) == ("memory", 10)
 
@@ -460,11 +462,11 @@ def test_nobody_waits_for_what_a_rank_has_not_saved_before_its_end(two: Scene) -
     assert two.wait(0, 10, "storage") is None
     assert two.wait(1, 11, "memory") is None
     skipped = SaveSettled(outcome="skipped", reason="rank 2 ended without saving it")
-    answers = commits.given_up(two.state, [Rank(2)]).answers
+    answers = waiting.given_up(two.state, [Rank(2)]).answers
     assert answers == [("0/storage/10", skipped), ("1/memory/11", skipped)]
     two.save(12)
     assert two.wait(0, 12, "storage") is None
-    assert commits.given_up(two.state, [Rank(2)]) == Taken(), "that one counts"
+    assert waiting.given_up(two.state, [Rank(2)]) == CommitEffects(), "that one counts"
 
 
 def test_a_save_before_the_restore_takes_nothing_away(two: Scene) -> None:
@@ -611,7 +613,7 @@ def test_a_node_that_wrote_and_was_asked_again_cannot_spoil_it(two: Scene) -> No
     """After a broken stream it may be told again, when its image is gone already."""
     two.save(10)
     two.wrote("a", 10)
-    assert two.wrote("a", 10, error="gone", gone=True) == Taken()
+    assert two.wrote("a", 10, error="gone", gone=True) == CommitEffects()
     two.wrote("b", 10)
     assert two.committed("b", 10).failed == []
 
@@ -619,9 +621,9 @@ def test_a_node_that_wrote_and_was_asked_again_cannot_spoil_it(two: Scene) -> No
 def test_only_who_was_told_to_commit_can_say_how_it_went(two: Scene) -> None:
     two.save(10)
     two.wrote("a", 10)
-    assert two.committed("a", 10) == Taken()
+    assert two.committed("a", 10) == CommitEffects()
     two.wrote("b", 10)
-    assert two.committed("a", 10, error="too late") == Taken()
+    assert two.committed("a", 10, error="too late") == CommitEffects()
     assert two.book.writing is not None
 
 
@@ -729,7 +731,7 @@ def test_a_large_world_is_committed_in_several_messages(
     two: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One message with all shards would be too large for a frame."""
-    monkeypatch.setattr(commits, "SHARDS_TOLD", 2)
+    monkeypatch.setattr(commits, "SHARDS_PER_MESSAGE", 2)
     two.save(10)
     two.wrote("a", 10)
 
@@ -746,13 +748,13 @@ def test_a_large_world_is_committed_in_several_messages(
 
 
 def test_as_many_shards_as_are_told_at_once_fit_into_a_frame() -> None:
-    scene = Scene(a=commits.SHARDS_TOLD + 1)
+    scene = Scene(a=commits.SHARDS_PER_MESSAGE + 1)
     scene.save(10)
-    named = rank_file(scene.size, 999_999, 0xFFFFF)
+    named = rank_file_name(scene.size, 999_999, 0xFFFFF)
     shards = tuple(Shard(Rank(r), named, 1 << 50, "t" * 32, "c" * 32) for r in range(scene.size))
     event = ShardsWritten(at=NOW, node=NodeId("a"), snapshot=snapshot_id(10), shards=shards)
     actions = scene.took(commits.shards_written(scene.state, event)).actions
-    assert [len(action.shards) for action in actions] == [commits.SHARDS_TOLD, 1]  # type: ignore[union-attr]
+    assert [len(action.shards) for action in actions] == [commits.SHARDS_PER_MESSAGE, 1]  # type: ignore[union-attr]
     assert len(framing.encode(actions[0])) < framing.MAX_FRAME_BYTES / 2
 
 

@@ -18,10 +18,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from test_commits import NOW, TIERS, revived, shard, snapshot_id
 from test_job_machine import JobMachine, picks
 
-from holdfast.core.commits import restoring
+from holdfast.core.commits import restoring, waiting
 from holdfast.core.commits import rules as commits
 from holdfast.core.commits import state as commitbook
-from holdfast.core.commits.state import Commits, Taken
+from holdfast.core.commits.state import CommitEffects, Commits
 from holdfast.messages.actions import (
     Answered,
     AnyAction,
@@ -119,7 +119,7 @@ class CommitsMachine(RuleBasedStateMachine):
 
     # ---- in and out ----
 
-    def took(self, taken: Taken, restoring: str = "") -> None:
+    def took(self, taken: CommitEffects, restoring: str = "") -> None:
         commits.validate(self.state)
         for action in taken.actions:
             self.check_action(action)
@@ -367,7 +367,7 @@ class CommitsMachine(RuleBasedStateMachine):
         """A stream broke and is back: the node is told again."""
         node = list(self.images)[number % len(self.images)]
         self.orders = [order for order in self.orders if order.node != node]
-        self.took(Taken(actions=commits.remind(self.state, node)))
+        self.took(CommitEffects(actions=commits.remind(self.state, node)))
 
     @rule(
         rank=picks, book=st.sampled_from(BOOKS), back=st.integers(-1, 3), to=st.sampled_from(TIERS)
@@ -377,7 +377,7 @@ class CommitsMachine(RuleBasedStateMachine):
         self.asked += 1
         asker = f"{rank}/{self.asked}"
         request = AwaitSave(checkpointer=book, step=id.step, to=to)
-        settled = commits.await_save(self.state, asker, request, RoundNumber(self.round))
+        settled = waiting.await_save(self.state, asker, request, RoundNumber(self.round))
         if settled is not None:
             self.check_settled(id, to, settled)
         else:
@@ -430,7 +430,7 @@ class CommitsMachine(RuleBasedStateMachine):
     def break_round(self) -> None:
         actions = commits.secure(self.state)
         commits.round_over(self.state)
-        self.took(Taken(actions=actions))
+        self.took(CommitEffects(actions=actions))
         while len(self.images) < 1:
             self.new_node()
         self.begin_round(self.images)

@@ -27,8 +27,8 @@ import pytest
 from holdfast.checkpoint.memory.image import Image
 from holdfast.checkpoint.state.layout import Contents
 from holdfast.checkpoint.storage.backends import open_storage
+from holdfast.checkpoint.storage.commit import verify
 from holdfast.checkpoint.storage.manifest import steps
-from holdfast.checkpoint.storage.verify import verify
 from holdfast.core.commits.state import Commits
 
 from .harness import Run, cmdline, gone, wait_for
@@ -96,7 +96,8 @@ HOOKS = """
 
     if "holdfast.checkpoint.keeper" in sys.orig_argv:
         import time
-        from holdfast.checkpoint import disk, image
+        from holdfast.checkpoint.memory import image
+        from holdfast.checkpoint.storage import posix as disk
 
         def gated(name, real):
             def act(*args, **named):
@@ -313,6 +314,33 @@ def test_the_newest_snapshot_is_on_storage_within_5_s_of_a_kill(killed: Training
 
 def test_nothing_is_left_in_shared_memory_after_success(killed: Training) -> None:
     assert killed.images() == []
+
+
+SAVE_PLAIN = """
+    import torch, torch.distributed.checkpoint as dcp
+    net = torch.nn.Linear(16, 16)
+    optim = torch.optim.Adam(net.parameters(), lr=0.01)
+    net(torch.ones(16)).sum().backward()
+    optim.step()
+    state = {"net": net.state_dict(), "optim": optim.state_dict(), "rank": 9}
+    dcp.save(state, checkpoint_id="old/step-40", no_dist=True)
+"""
+
+
+def test_a_job_starts_from_a_plain_checkpoint_and_after_a_kill_goes_on_from_its_own(
+    tmp_path: Path,
+) -> None:
+    with trainings(tmp_path) as make:
+        run = make()
+        command = [sys.executable, "-c", textwrap.dedent(SAVE_PLAIN)]
+        subprocess.run(command, cwd=run.folder, check=True)
+        kill = KILL_AT_7.replace("step == 7", "step == 43")
+        script = trainer("memory_every=1, storage_every=1000", together=True, then=kill)
+        script = script.replace("ckpt.restore()", "ckpt.restore(start_from='old')")
+        finished(run.go(script, 45))
+        for rank in (0, 1):
+            assert run.restored(rank) == [(40, "start"), (43, "memory")]
+        assert "step-40, which torch.distributed.checkpoint saved: NOT VERIFIED" in run.err
 
 
 def test_the_same_script_saves_under_torchrun(under_torchrun: Training) -> None:
@@ -766,7 +794,7 @@ def test_when_the_newest_checkpoint_is_spoilt_an_older_one_is_taken_and_that_is_
 
 def test_when_nothing_is_good_the_job_fails_and_does_not_start_over(spoilt: Training) -> None:
     assert spoilt.code() == 93
-    assert "nothing that was saved can be restored" in spoilt.err
+    assert "no saved state can be restored" in spoilt.err
     assert len(spoilt.restored(0)) == 3
     assert spoilt.restored(0)[1:] == [(7, "storage")] * 2
 
@@ -784,7 +812,7 @@ def test_another_run_does_not_start_over_either_when_all_that_was_saved_is_spoil
     try:
         again.go(trainer("storage_every=5"), 1)
         assert again.code() != 0
-        assert "nothing that was saved can be restored" in again.err
+        assert "no saved state can be restored" in again.err
     finally:
         again.close()
 

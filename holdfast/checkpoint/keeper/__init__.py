@@ -1,14 +1,14 @@
-"""The keeper: one process a node that looks after its images.
+"""Keeps a node's images: one process per node that seals, replicates and persists them.
 
-It takes digests of images when they are whole, copies them to other nodes, writes them to storage,
+It takes the digests of images that are whole, copies images to other nodes, writes them to storage,
 and fetches them back. It never imports torch, runs at the lowest priority, and decides nothing: orders
-come one by one over a socket, each is carried out by a thread of its own and answered when it is done.
+come over a socket, each is carried out by a thread of its own and answered when it is done.
 
-    orders     hears orders, has them carried out, answers      exchange   copies, to and from peers
-    filing     checkpoints on storage                           movement   what moves, and what hangs
+    orders   receives orders, carries them out, replies      exchange   images to and from other nodes
+    files    checkpoints on storage                          progress   what storage delays, what hangs
 
-It may die at any moment. What it knew is in the images and on storage; orders that it had not answered
-are given to the next one, and doing one twice does no harm.
+It may die at any moment. Everything it knew is in the images and on storage; orders without a reply go
+to the next keeper, and carrying one out twice does no harm.
 
 Storage may hang, for ever and uninterruptibly. The thread that hangs with it is given up, and the
 order is answered with an error; everything else goes on.

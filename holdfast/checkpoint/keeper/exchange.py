@@ -1,11 +1,10 @@
-"""Images that go to other nodes, and come from there.
+"""Copies images to other nodes, and from them.
 
 Each rank's newest image is copied to the node's peers, one after the other. A node that takes another's
 place begins to fetch the images of its ranks as soon as it knows which those are, long before a rank
-that starts from nothing can ask for them. One that was only waiting may ask at once: then most of the
-image is still on its way, and the rank had better read the rest, and all, where it is (`peersource`)
-than wait for a copy that costs fresh memory and would be read once more. So a copy that is not half
-done is given up for that.
+that starts from nothing can ask for them. A standby may ask at once, when most of the image is still in
+transit. Such a rank reads the image from the peer directly (`PeerSource`) rather than wait for a copy
+that costs fresh memory and is then read once more: a copy that is not half done is cancelled for it.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from pathlib import Path
 
 from holdfast.checkpoint.memory.images import Images
 from holdfast.checkpoint.replicas import copies as replicas
-from holdfast.checkpoint.replicas.copies import Peer
-from holdfast.checkpoint.replicas.transfer import Transfer
+from holdfast.checkpoint.replicas.copies import Peer, Transfer
 from holdfast.errors import HoldfastError
 from holdfast.messages.checkpoints import Holder, ImageId
 from holdfast.wire.tls import TlsFiles, client_context
@@ -26,26 +24,26 @@ from holdfast.wire.tls import TlsFiles, client_context
 log = logging.getLogger("holdfast.keeper")
 
 WORTH_WAITING = 0.5
-"""The part of a copy that has to be there before it is worth waiting for the rest."""
+"""The fraction of a copy that must have arrived for a rank to wait for the rest."""
 
 
 class Exchange:
     def __init__(self, images: Images, token: str, tls: TlsFiles | None) -> None:
         self.to: tuple[Holder, ...] = ()
-        """Where copies of this node's images go."""
+        """The nodes to which this node's images are copied."""
         self._images = images
         self._token = token
         self._tls = tls
         self._changed = threading.Condition()
         self._wanted: dict[tuple[str, int], ImageId] = {}
-        """Each rank's newest image, until it has been copied."""
+        """Each rank's newest image, until it is copied."""
         self._coming: dict[ImageId, tuple[Transfer, Future[None]]] = {}
         threading.Thread(target=self._share, name="sharing", daemon=True).start()
 
     # ---- out ----
 
     def share(self, id: ImageId) -> None:
-        """Copy it to the peers, unless a newer one is there before its turn has come."""
+        """Copy an image to the peers, unless a newer one replaces it before its turn."""
         with self._changed:
             self._wanted[id.snapshot.checkpointer, id.rank] = id
             self._changed.notify()
@@ -75,7 +73,7 @@ class Exchange:
     # ---- in ----
 
     def fetch(self, id: ImageId, holder: Holder) -> None:
-        """Have a copy of an image that another node holds."""
+        """Copy an image from the node that holds it."""
         with self._changed:
             if id in self._coming or self._images.sealed(id) is not None:
                 return
@@ -90,7 +88,7 @@ class Exchange:
             here.set_result(None)
 
     def path(self, id: ImageId) -> Path | None:
-        """The image as a file on this node; None: whoever wants it reads it at the peer."""
+        """Return the image's file on this node; None: it has to be read from the peer."""
         with self._changed:
             transfer, here = self._coming.get(id, (None, None))
         if transfer is not None and here is not None:

@@ -1,12 +1,16 @@
-"""Checkpoints on storage: written from images, committed, looked up.
+"""Writes images to storage as checkpoints, commits checkpoints, and lists them.
 
-A checkpointer's storage is opened by an order of its own. What is ordered after that waits for it, and
-nothing else does: a mount that hangs holds up its own checkpointer alone.
+An order applies to the storage that its checkpointer had when the order came, and waits until that is
+open; nothing else waits: a mount that hangs delays its own checkpointer alone.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
+import threading
+import time
 from concurrent.futures import Executor, Future
 from contextlib import ExitStack
 from typing import Any
@@ -14,24 +18,29 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from holdfast.checkpoint.async_save import directory as plain
-from holdfast.checkpoint.keeper.progress import Movement
-from holdfast.checkpoint.keeper.shortage import Shortage
-from holdfast.checkpoint.memory.image import Image, Record
+from holdfast.checkpoint.keeper.progress import StorageAction, StorageProgress
+from holdfast.checkpoint.memory.image import Image, ImageRecord
 from holdfast.checkpoint.memory.images import Images
-from holdfast.checkpoint.state.layout import Contents
+from holdfast.checkpoint.state.layout import Contents, FileRecord, block_digests
+from holdfast.checkpoint.storage import plain_directory as plain
 from holdfast.checkpoint.storage import retention
-from holdfast.checkpoint.storage.backends import Storage, open_storage
+from holdfast.checkpoint.storage.backends import (
+    Storage,
+    open_storage,
+    rank_file_name,
+    step_directory,
+)
 from holdfast.checkpoint.storage.commit import AlreadyCommitted, commit
-from holdfast.checkpoint.storage.digests import block_digests
 from holdfast.checkpoint.storage.manifest import steps
-from holdfast.checkpoint.storage.names import rank_file, step_directory
-from holdfast.checkpoint.storage.persist import extents_of, write_file
-from holdfast.checkpoint.storage.rank_file import FileRecord
+from holdfast.checkpoint.storage.posix import storage_error
+from holdfast.checkpoint.storage.rank_file import extents_of, write_file
 from holdfast.errors import HoldfastError, Refused, StepTaken
-from holdfast.messages.checkpoints import ImageId, Shard, StoredStep
-from holdfast.messages.keeper import Commit, Done, FailWrites, Look, Open, ShardsDone, Stored, Write
-from holdfast.messages.units import Rank, RoundNumber, StepNumber
+from holdfast.messages.actions import CommitCheckpoint, WriteShards
+from holdfast.messages.checkpoints import ImageId, Shard, SnapshotId, StoredStep
+from holdfast.messages.events import CheckpointWritten, ShardsWritten, StoredFound
+from holdfast.messages.keeper import FailWrites, FindStored, KeeperEvent
+from holdfast.messages.local import OpenCheckpointer
+from holdfast.messages.units import Rank, RoundNumber, StepNumber, Time
 
 log = logging.getLogger("holdfast.keeper")
 
@@ -40,157 +49,175 @@ REFUSALS_TOLD = 8
 _contents_decoder = msgspec.msgpack.Decoder(Contents)
 
 
-class _Checkpointer(Struct, frozen=True):
+class Opened(Struct, frozen=True):
+    """A checkpointer's storage."""
+
     storage: Storage | None
     keep: Any
+    plain: str = ""
+    """The one directory there that is the checkpoint; empty: there is a directory for each step."""
+
+    def directory(self, snapshot: SnapshotId) -> str:
+        return self.plain or step_directory(snapshot.step)
+
+    def needed(self, checkpointer: str) -> Storage:
+        if self.storage is None:
+            raise Refused(f"checkpointer {checkpointer} has no storage")
+        return self.storage
 
 
-class _Gone(Exception):
-    """An image was overwritten before it could be written."""
+class _ImageGone(Exception):
+    """An image was overwritten before it was written to storage."""
 
 
-class Filing:
+class CheckpointFiles:
     def __init__(
-        self, images: Images, movement: Movement, hashing: Executor, job: str, job_number: int
+        self,
+        images: Images,
+        progress: StorageProgress,
+        hashing: Executor,
+        job: str,
+        job_number: int,
     ) -> None:
         self._images = images
-        self._movement = movement
+        self._progress = progress
         self._hashing = hashing
         self._job = job
         self._job_number = job_number
-        """Tells this job's files from those of others at the same place."""
-        self._checkpointers: dict[str, Future[_Checkpointer]] = {}
-        self._opening: dict[int, Future[_Checkpointer]] = {}
-        """By the number of the order."""
-        self._shortage = Shortage()
+        """Distinguishes the files of this job from those of others in the same directory."""
+        self._checkpointers: dict[str, Future[Opened]] = {}
+        self._disk_full = _DiskFull()
 
-    # ---- opening ----
+    def storage_of(self, action: StorageAction) -> Future[Opened]:
+        """The storage that an action is for; to be called in the order in which actions come."""
+        if isinstance(action, OpenCheckpointer):
+            name, opening = action.checkpointer, Future[Opened]()
+            self._checkpointers[name] = opening
+            return opening
+        name = (action if isinstance(action, FindStored) else action.snapshot).checkpointer
+        unknown = Future[Opened]()
+        unknown.set_exception(Refused(f"checkpointer {name} was never opened here"))
+        return self._checkpointers.get(name, unknown)
 
-    def announce(self, order: Open) -> None:
-        """Whatever is ordered from now on waits until that is done."""
-        opening: Future[_Checkpointer] = Future()
-        self._checkpointers[order.checkpointer] = self._opening[order.number] = opening
+    def carry_out(
+        self, number: int, action: StorageAction, storage: Future[Opened]
+    ) -> KeeperEvent | None:
+        if isinstance(action, OpenCheckpointer):
+            self._open(action, storage)
+            return None
+        opened = storage.result()
+        if isinstance(action, FindStored):
+            return self._find(action, opened)
+        if isinstance(action, WriteShards):
+            return self._write(number, action, opened)
+        if isinstance(action, CommitCheckpoint):
+            return self._commit(action, opened)
+        if opened.plain:
+            where = opened.needed(action.snapshot.checkpointer)
+            plain.discard(where, opened.plain, action.ranks, action.snapshot.round)
+        return None
 
-    def open(self, order: Open) -> Done:
-        opening = self._opening.pop(order.number)
+    def _open(self, action: OpenCheckpointer, opening: Future[Opened]) -> None:
         try:
-            storage = open_storage(order.directory) if order.directory else None
-            keep = msgspec.json.decode(order.keep, type=retention.Policy) if order.keep else None
+            if action.plain:
+                storage, directory = plain.opened(action.directory)
+                opened = Opened(storage, None, directory)
+            else:
+                where, keep = action.directory, action.keep
+                policy = msgspec.json.decode(keep, type=retention.Policy) if keep else None
+                opened = Opened(open_storage(where) if where else None, policy)
         except Exception as error:
             opening.set_exception(error)
             raise
-        opening.set_result(_Checkpointer(storage, keep))
-        return Done(number=order.number)
-
-    def _opened(self, checkpointer: str) -> _Checkpointer:
-        opening = self._checkpointers.get(checkpointer)
-        if opening is None:
-            raise Refused(f"checkpointer {checkpointer} was never opened here")
-        return opening.result()
-
-    def _storage(self, checkpointer: str) -> tuple[Storage, Any]:
-        known = self._opened(checkpointer)
-        if known.storage is None:
-            raise Refused(f"checkpointer {checkpointer} has no storage")
-        return known.storage, known.keep
+        opening.set_result(opened)
 
     # ---- writing ----
 
-    def write(self, order: Write) -> ShardsDone:
-        if order.at:
-            storage, directory = plain.opened(order.at)
-        else:
-            storage, _ = self._storage(order.snapshot.checkpointer)
-            directory = step_directory(order.snapshot.step)
-        shards = []
+    def _write(self, number: int, action: WriteShards, opened: Opened) -> ShardsWritten:
+        opened.needed(action.snapshot.checkpointer)
+        node, snapshot = action.node, action.snapshot
         try:
             with ExitStack() as until:
-                # All of them are kept from the start: while one is written, the next must stay.
-                images = [self._pinned(order, rank, until) for rank in order.ranks]
-                for rank, held in zip(order.ranks, images, strict=True):
-                    shards.append(self._write_rank(storage, directory, order, rank, held))
-        except (_Gone, StepTaken) as error:
-            return ShardsDone(number=order.number, error=str(error), gone=True)
-        return ShardsDone(number=order.number, shards=tuple(shards))
+                # All images are pinned from the start: while one is written, the next must stay.
+                images = [self._pinned(action, rank, until) for rank in action.ranks]
+                shards = tuple(
+                    self._write_rank(number, action, opened, rank, held)
+                    for rank, held in zip(action.ranks, images, strict=True)
+                )
+        except (_ImageGone, StepTaken) as why:
+            return ShardsWritten(at=_now(), node=node, snapshot=snapshot, error=str(why), gone=True)
+        return ShardsWritten(at=_now(), node=node, snapshot=snapshot, shards=shards)
 
     def _pinned(
-        self, order: Write, rank: int, until: ExitStack
-    ) -> tuple[Image, Record, int, bytes]:
-        """A rank's image of the snapshot, which stays as it is until then."""
-        found = self._images.sealed(ImageId(order.snapshot, Rank(rank), order.world_size))
+        self, action: WriteShards, rank: Rank, until: ExitStack
+    ) -> tuple[Image, ImageRecord, int, bytes]:
+        """Find a rank's image of the snapshot, and keep it unchanged until then."""
+        found = self._images.sealed(ImageId(action.snapshot, rank, action.world_size))
         if found is not None:
             image, record, state, digests = found
             if until.enter_context(self._images.pinned(image, state)):
                 return image, record, state, digests
-        raise _Gone(f"the image of rank {rank} made place for a newer one before")
+        raise _ImageGone(f"the image of rank {rank} made place for a newer one before")
 
     def _write_rank(
         self,
-        storage: Storage,
-        directory: str,
-        order: Write,
-        rank: int,
-        held: tuple[Image, Record, int, bytes],
+        number: int,
+        action: WriteShards,
+        opened: Opened,
+        rank: Rank,
+        held: tuple[Image, ImageRecord, int, bytes],
     ) -> Shard:
         image, record, state, digests = held
-        snapshot = order.snapshot
+        snapshot, storage = action.snapshot, opened.needed(action.snapshot.checkpointer)
+        directory = opened.directory(snapshot)
         contents = _contents_decoder.decode(image.body[record.contents.at : record.contents.end])
-        extents = extents_of(contents, rank, order.world_size, "slice" if order.alike else "all")
-        self._shortage.strike(storage.where(directory))
+        extents = extents_of(contents, rank, action.world_size, "slice" if action.alike else "all")
+        self._disk_full.check(storage.where(directory))
+        size_bytes = len(action.ranks) * sum(extent.size for extent in extents)
         written = write_file(
             storage,
             directory,
-            rank_file(rank, snapshot.round, 0 if order.at else self._job_number),
+            rank_file_name(rank, snapshot.round, 0 if opened.plain else self._job_number),
             image.body,
             extents,
             record.contents,
             snapshot.step,
             snapshot.round,
             rank,
-            order.world_size,
-            self._movement.of(order, len(order.ranks) * sum(e.size for e in extents)),
-            once=not order.at,
+            action.world_size,
+            self._progress.of(number, action, size_bytes),
+            once=not opened.plain,
         )
         if image.settled != state:
-            raise _Gone(f"the image of rank {rank} was changed while it was written")
-        # What is written has digests of its own. It must be what was sealed, and still be it now.
+            raise _ImageGone(f"the image of rank {rank} was changed while it was written")
+        # The file has digests of its own; its bytes must be those that were sealed, even now.
         if block_digests(image.body[: record.size], self._hashing) != digests:
             raise Refused(f"{image.path}: the image of rank {rank} changed after its seal")
-        return Shard(Rank(rank), written.name, written.size, written.trailer, written.contents)
+        return Shard(rank, written.name, written.size, written.trailer, written.contents)
 
-    def fail_writes(self, order: FailWrites) -> Done:
-        self._shortage.begin(order.files)
-        return Done(number=order.number)
+    def fail_writes(self, action: FailWrites) -> None:
+        self._disk_full.begin(action.files)
 
-    def commit(self, order: Commit) -> Done:
-        snapshot = order.snapshot
-        files = [FileRecord(s.rank, s.name, s.size, s.trailer, s.contents) for s in order.shards]
-        if order.at:
-            whose = (snapshot.step, snapshot.round, order.world_size)
-            plain.replace(order.at, whose, files, job=self._job)
-            return Done(number=order.number)
-        storage, keep = self._storage(snapshot.checkpointer)
-        done = commit(
-            storage, snapshot.step, snapshot.round, order.world_size, files, job=self._job
-        )
-        if isinstance(done, AlreadyCommitted):
-            error = f"step {snapshot.step} was committed in round {done.manifest.round} before"
-            return Done(number=order.number, error=error)
-        if keep is not None:
-            try:
-                delete = retention.plan(keep, steps(storage), verified=snapshot.step)
-                retention.prune(storage, delete, verified=snapshot.step)
-            except HoldfastError as error:
-                log.warning("old checkpoints stay for now: %s", error)
-        return Done(number=order.number)
+    def _commit(self, action: CommitCheckpoint, opened: Opened) -> CheckpointWritten:
+        snapshot, size = action.snapshot, action.world_size
+        storage = opened.needed(snapshot.checkpointer)
+        files = [FileRecord(s.rank, s.name, s.size, s.trailer, s.contents) for s in action.shards]
+        error = ""
+        if opened.plain:
+            of = (snapshot.step, snapshot.round, size)
+            plain.replace(storage, opened.plain, of, files, job=self._job)
+        else:
+            done = commit(storage, snapshot.step, snapshot.round, size, files, job=self._job)
+            if isinstance(done, AlreadyCommitted):
+                error = f"step {snapshot.step} was committed in round {done.manifest.round} before"
+            elif opened.keep is not None:
+                _prune(storage, opened.keep, snapshot.step)
+        return CheckpointWritten(at=_now(), node=action.node, snapshot=snapshot, error=error)
 
-    # ---- looking ----
+    # ---- listing ----
 
-    def look(self, order: Look) -> Stored:
-        known = self._opened(order.checkpointer)
-        if known.storage is None:
-            return Stored(number=order.number)
-        listed = steps(known.storage)
+    def _find(self, action: FindStored, opened: Opened) -> StoredFound:
+        listed = steps(opened.storage) if opened.storage is not None else []
         found = tuple(
             StoredStep(
                 StepNumber(one.step), RoundNumber(one.manifest.round), one.manifest.world_size
@@ -198,12 +225,51 @@ class Filing:
             for one in listed
             if one.state == "complete" and one.manifest is not None
         )
-        # What was refused before is not tried again; but to go back behind it, or to find nothing
-        # else, is nothing to be silent about.
+        # What was refused before is not tried again. But to go back behind it, or to find nothing
+        # else, must be reported.
         newest = max((one.step for one in found), default=-1)
         refused = [
             f"step {one.step} from storage: {one.why}"
             for one in listed
             if one.state == "refused" and one.step > newest
         ]
-        return Stored(number=order.number, steps=found, refused=tuple(refused[:REFUSALS_TOLD]))
+        return StoredFound(
+            at=_now(),
+            node=action.node,
+            round=action.round,
+            checkpointer=action.checkpointer,
+            steps=found,
+            refused=tuple(refused[:REFUSALS_TOLD]),
+        )
+
+
+def _now() -> Time:
+    return Time(time.monotonic())
+
+
+def _prune(storage: Storage, keep: Any, verified: int) -> None:
+    try:
+        delete = retention.plan(keep, steps(storage), verified=verified)
+        retention.prune(storage, delete, verified=verified)
+    except HoldfastError as error:
+        log.warning("old checkpoints stay for now: %s", error)
+
+
+class _DiskFull:
+    """An injected fault: the next files cannot be written (see `holdfast chaos`)."""
+
+    def __init__(self) -> None:
+        self._left = 0
+        self._lock = threading.Lock()
+
+    def begin(self, files: int) -> None:
+        with self._lock:
+            self._left = files
+
+    def check(self, where: str) -> None:
+        """Fail as a full disk would, while the fault lasts."""
+        with self._lock:
+            full = self._left > 0
+            self._left -= full
+        if full:
+            raise storage_error(where, "written", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))

@@ -1,4 +1,4 @@
-"""Hears orders, has each carried out by a thread of its own, and answers it."""
+"""Receives orders, has each carried out by a thread of its own, and replies."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import select
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,203 +21,202 @@ import msgspec
 from msgspec import Struct
 
 from holdfast.checkpoint.keeper.exchange import Exchange
-from holdfast.checkpoint.keeper.files import Filing
-from holdfast.checkpoint.keeper.progress import Movement
+from holdfast.checkpoint.keeper.files import CheckpointFiles, Opened
+from holdfast.checkpoint.keeper.progress import StorageAction, StorageProgress
 from holdfast.checkpoint.memory.images import Images, id_of
 from holdfast.checkpoint.replicas.server import ReplicaServer
-from holdfast.checkpoint.state.layout import Contents
-from holdfast.checkpoint.storage.digests import digest
+from holdfast.checkpoint.state.layout import Contents, digest
 from holdfast.errors import HoldfastError
 from holdfast.messages.checkpoints import ImageId, Sealed
+from holdfast.messages.events import ImagesHeld, SnapshotMissed, SnapshotsSealed
 from holdfast.messages.keeper import (
-    AnyOrder,
-    AnyReply,
-    Begin,
     BeginRound,
-    Commit,
-    Done,
     FailWrites,
-    Fetch,
-    ImageSealed,
-    Look,
-    Open,
-    Received,
-    Seal,
-    ShardsDone,
-    Stored,
+    FetchImage,
+    KeeperEvent,
+    KeeperOrder,
+    KeeperReply,
+    KeeperTerms,
+    SealImage,
     ToKeeper,
-    Where,
-    WhereFound,
-    Write,
+    missed_by,
 )
 from holdfast.messages.local import PACKET_BYTES, Piece
-from holdfast.messages.units import Rank
+from holdfast.messages.requests import ImageAt, LocateImage
+from holdfast.messages.units import Time
 from holdfast.wire.packets import Joiner, packets_of
 from holdfast.wire.tls import TlsFiles, server_context
 
 log = logging.getLogger("holdfast.keeper")
 
-LOOK_EVERY_S = 1.0
-CORES_TO_HASH = 16
-"""One of so many takes digests: it does tens of gigabytes a second, and the others train."""
+CHECK_EVERY_S = 1.0
+CORES_PER_HASHING_THREAD = 16
+"""One core of so many takes digests, at tens of gigabytes a second; the others train."""
 
 _encoder = msgspec.msgpack.Encoder()
 _order_decoder: msgspec.msgpack.Decoder[ToKeeper] = msgspec.msgpack.Decoder(ToKeeper)
 _contents_decoder = msgspec.msgpack.Decoder(Contents)
 
-Handler = Callable[[Any], AnyReply]
-
 
 class _Numbered(Struct):
-    """All that can be read of an order that this keeper does not know."""
+    """What can be read of an order whose action this keeper does not know."""
 
     number: int
 
 
 class Keeper:
-    def __init__(self, begin: Begin, control: socket.socket) -> None:
-        self._begin = begin
+    def __init__(self, terms: KeeperTerms, control: socket.socket) -> None:
+        self._terms = terms
         self._control = control
         self._sending = threading.Lock()
         self._ending = threading.Lock()
         self._joiner = Joiner(None)  # An order may list every rank of a large world.
-        self._tls = TlsFiles.of(begin.tls)
-        self._images = Images(Path(begin.images), self._received)
+        self._tls = TlsFiles.of(terms.tls)
+        self._images = Images(Path(terms.images), self._received)
         cores = len(os.sched_getaffinity(0))
-        self._hashing = ThreadPoolExecutor(max(1, cores // CORES_TO_HASH), "digest")
-        self._exchange = Exchange(self._images, begin.token, self._tls)
-        self._movement = Movement(self.send)
-        own = hashlib.sha256(f"{begin.job} {begin.token}".encode()).hexdigest()
-        number = int(own[:5], 16) if begin.token else 0
-        self._filing = Filing(self._images, self._movement, self._hashing, begin.job, number)
+        self._hashing = ThreadPoolExecutor(max(1, cores // CORES_PER_HASHING_THREAD), "digest")
+        self._exchange = Exchange(self._images, terms.token, self._tls)
+        self._progress = StorageProgress(self.send)
+        job = hashlib.sha256(f"{terms.job} {terms.token}".encode()).hexdigest()
+        number = int(job[:5], 16) if terms.token else 0
+        self._files = CheckpointFiles(
+            self._images, self._progress, self._hashing, terms.job, number
+        )
         self._server: ReplicaServer | None = None
-        self._handlers: dict[type, tuple[Handler, Callable[..., AnyReply]]] = {
-            Open: (self._filing.open, Done),
-            Seal: (self._seal, ImageSealed),
-            BeginRound: (self._begin_round, Done),
-            Write: (self._filing.write, ShardsDone),
-            Commit: (self._filing.commit, Done),
-            Look: (self._filing.look, Stored),
-            Fetch: (self._fetch, Done),
-            Where: (self._where, WhereFound),
-            FailWrites: (self._filing.fail_writes, Done),
+        self._handlers: dict[type, Callable[[Any], KeeperEvent | ImageAt | None]] = {
+            SealImage: self._seal,
+            BeginRound: self._begin_round,
+            FetchImage: self._fetch,
+            LocateImage: self._locate,
+            FailWrites: self._files.fail_writes,
         }
-        """Who carries out an order, and what answers it."""
+        """For the actions that touch no storage."""
 
-    # ---- orders in, answers out ----
+    # ---- orders in, replies out ----
 
     def run(self) -> None:
         """Serve until the other end is closed."""
-        if self._begin.listener_fd is not None:
-            listener = socket.socket(fileno=self._begin.listener_fd)
+        if self._terms.listener_fd is not None:
+            listener = socket.socket(fileno=self._terms.listener_fd)
             tls = server_context(self._tls)
-            self._server = ReplicaServer(listener, self._begin.token, self._images, tls)
+            self._server = ReplicaServer(listener, self._terms.token, self._images, tls)
             self._server.start()
-        self._images.let_all_go()
+        self._images.unpin_all()
         waiting = select.poll()
         waiting.register(self._control.fileno(), select.POLLIN)
         while True:
-            if waiting.poll(LOOK_EVERY_S * 1000):
+            if waiting.poll(CHECK_EVERY_S * 1000):
                 try:
                     packet = self._control.recv(PACKET_BYTES)
                 except ConnectionResetError:
-                    return  # The other end was killed before it had read an answer.
+                    return  # The other end was killed before it had read a reply.
                 if not packet:
                     return
                 self._take(packet)
-            for order, why in self._movement.stuck():
-                self.send(self._failed(order, why))
+            for reply in self._progress.give_up_stuck():
+                self.send(reply)
 
     def _take(self, packet: bytes) -> None:
-        order = self._joiner.message(packet, self._understood)
+        order = self._joiner.message(packet, self._decoded)
         if order is None or isinstance(order, Piece):
             return
-        if isinstance(order, Open):
-            self._filing.announce(order)
-        self._movement.began(order)
-        # Not a pool: one that is full of threads that hang with their storage does nothing more.
-        threading.Thread(target=self._carry_out, args=(order,), daemon=True).start()
+        storage = None
+        if isinstance(order.action, StorageAction):
+            storage = self._files.storage_of(order.action)
+        self._progress.began(order)
+        # Not a pool: its threads could all hang with their storage.
+        threading.Thread(target=self._carry_out, args=(order, storage), daemon=True).start()
 
-    def _understood(self, packet: bytes) -> ToKeeper | None:
-        """An order, or None; whoever sent what this is not is told so, if it has a number."""
+    def _decoded(self, packet: bytes) -> ToKeeper | None:
+        """Decode an order; refuse one that cannot be read, if it has a number."""
         try:
             return _order_decoder.decode(packet)
         except msgspec.DecodeError as error:
-            log.warning("an order that cannot be read: %s", error)
-        try:
+            log.warning("an order cannot be read: %s", error)
+        with suppress(msgspec.DecodeError):
             number = msgspec.msgpack.decode(packet, type=_Numbered).number
-        except msgspec.DecodeError:
-            return None
-        self.send(Done(number=number, error="this keeper does not know such an order"))
+            self.send(KeeperReply(number, error="this keeper does not know such an order"))
         return None
 
-    def _carry_out(self, order: AnyOrder) -> None:
-        handler, _ = self._handlers[type(order)]
+    def _carry_out(self, order: KeeperOrder, storage: Future[Opened] | None) -> None:
+        action, why = order.action, ""
+        event: KeeperEvent | ImageAt | None = None
         try:
-            reply = handler(order)
+            if storage is not None and isinstance(action, StorageAction):
+                event = self._files.carry_out(order.number, action, storage)
+            else:
+                event = self._handlers[type(action)](action)
         except (HoldfastError, OSError) as error:
-            reply = self._failed(order, str(error))
+            why = str(error)
         except Exception as error:
-            # The edge of a thread: whatever it was, the order is answered, and somebody sees it.
+            # The edge of a thread: whatever it was, the order is answered and the log shows it.
             log.exception("order %r failed", order)
-            reply = self._failed(order, f"{type(error).__name__}: {error}")
-        if self._movement.ended(order):
-            self.send(reply)
+            why = f"{type(error).__name__}: {error}"
+        if self._progress.ended(order):
+            self.send(KeeperReply(order.number, event, why))
 
-    def _failed(self, order: AnyOrder, error: str) -> AnyReply:
-        _, reply = self._handlers[type(order)]
-        return reply(number=order.number, error=error)
-
-    def send(self, message: Struct) -> None:
+    def send(self, reply: KeeperReply) -> None:
         with self._sending:
             try:
-                for packet in packets_of(message):
+                for packet in packets_of(reply):
                     self._control.send(packet)
             except OSError:
-                self.end()  # Whoever started us is gone.
+                self.end()  # The process that started this keeper is gone.
 
     def end(self) -> NoReturn:
-        """Whoever started us is gone, or closes us. What was a script's own goes with it."""
+        """Exit, because the other end is gone or was closed. A script's own images go with it."""
         with self._ending:
-            if self._begin.own:
-                _remove_abandoned(self._begin.images)
+            if self._terms.own:
+                _remove_abandoned(self._terms.images)
             os._exit(0)  # A thread may hang with its storage.
 
     def _received(self, image: ImageId) -> None:
-        self.send(Received(image=image))
+        held = ImagesHeld(at=_now(), node=self._terms.node, images=(image,))
+        self.send(KeeperReply(0, held))
 
     # ---- images ----
 
-    def _seal(self, order: Seal) -> ImageSealed:
-        image = self._images.image(Path(order.path))
-        # Nobody shall overwrite it while it is read; a worker that already does is not stopped.
-        with self._images.pinned(image, order.state) as held:
-            sealed = held and image.seal(order.state, self._hashing) is not None
+    def _seal(self, action: SealImage) -> SnapshotsSealed | SnapshotMissed:
+        image = self._images.image(Path(action.path))
+        # Nobody may overwrite it while it is read; a worker that already does is not stopped.
+        with self._images.pinned(image, action.state) as held:
+            sealed = held and image.seal(action.state, self._hashing) is not None
             record = image.record()
             if not sealed or record is None:
-                return ImageSealed(number=order.number)
-            shared = _shared(image.body, record.contents, record.world_size)
-        id = id_of(record)
+                return missed_by(action, "skipped", "a newer one took its place", _now())
+            shared = _shared_digest(image.body, record.contents, record.world_size)
         self._images.drop_older(record.checkpointer, record.step, record.round)
-        self._exchange.share(id)
-        return ImageSealed(number=order.number, image=id, sealed=Sealed(Rank(record.rank), shared))
+        self._exchange.share(id_of(record))
+        return SnapshotsSealed(
+            at=_now(),
+            node=action.node,
+            snapshot=action.image.snapshot,
+            world_size=action.image.world_size,
+            ranks=(Sealed(action.image.rank, shared),),
+            wish=action.wish,
+            attempt=action.attempt,
+        )
 
-    def _begin_round(self, order: BeginRound) -> Done:
-        self._images.own_ranks = frozenset(order.ranks)
-        self._exchange.to = order.copies
-        return Done(number=order.number)
+    def _begin_round(self, action: BeginRound) -> None:
+        self._images.own_ranks = frozenset(action.ranks)
+        self._exchange.to = action.copies
 
-    def _fetch(self, order: Fetch) -> Done:
-        self._exchange.fetch(order.image, order.holder)
-        return Done(number=order.number)
+    def _fetch(self, action: FetchImage) -> None:
+        self._exchange.fetch(action.image, action.holder)
 
-    def _where(self, order: Where) -> WhereFound:
-        path = self._exchange.path(order.image)
-        return WhereFound(number=order.number, path=str(path) if path is not None else "")
+    def _locate(self, action: LocateImage) -> ImageAt:
+        path = self._exchange.path(action.image)
+        if path is not None:
+            return ImageAt(path=str(path))
+        return ImageAt(path="", token=self._terms.token, tls=self._terms.tls)
 
 
-def _shared(body: memoryview, where: Any, world_size: int) -> bytes:
-    """The digest of all that every rank should have alike."""
+def _now() -> Time:
+    return Time(time.monotonic())
+
+
+def _shared_digest(body: memoryview, where: Any, world_size: int) -> bytes:
+    """Return the digest of everything that should be equal on all ranks."""
     contents = _contents_decoder.decode(body[where.at : where.end])
     span = contents.shared
     if world_size == 1 or not span.size:
@@ -226,7 +226,7 @@ def _shared(body: memoryview, where: Any, world_size: int) -> bytes:
 
 
 def _remove_abandoned(images: str) -> None:
-    """Wait until the script is dead; until then it has a lock on them."""
+    """Remove the images once their script is dead; until then it holds a lock on them."""
     with suppress(OSError):
         home = os.open(images, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(home, fcntl.LOCK_EX)

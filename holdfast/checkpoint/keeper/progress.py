@@ -1,75 +1,89 @@
-"""How far each order has come that storage can hold up, and whether it still moves."""
+"""Tracks the orders that storage can delay, and gives up those that no longer advance."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from holdfast.errors import Refused
-from holdfast.messages.keeper import AnyOrder, Commit, Look, Open, Write, Wrote
+from holdfast.messages.actions import CommitCheckpoint, WriteShards
+from holdfast.messages.keeper import (
+    DiscardShards,
+    FindStored,
+    KeeperOrder,
+    KeeperReply,
+    WriteAdvanced,
+)
+from holdfast.messages.local import OpenCheckpointer
+from holdfast.messages.units import Time
 
 STALLED_S = 120.0
-"""Storage that takes no byte for so long, or for so many times its longest pause so far, hangs."""
 STALLED_TIMES = 10.0
-TELL_EVERY_S = 0.5
+"""Storage hangs when it accepts no byte for `STALLED_S`, or for ten times its longest pause so far."""
+REPORT_EVERY_S = 0.5
 
-_TOUCHES_STORAGE = Open | Write | Commit | Look
+StorageAction = OpenCheckpointer | WriteShards | CommitCheckpoint | DiscardShards | FindStored
 
 
-class Movement:
-    def __init__(self, tell: Callable[[Wrote], None]) -> None:
-        self._tell = tell
+@dataclass
+class _Underway:
+    moved_at: float
+    done_bytes: int = 0
+
+
+class StorageProgress:
+    def __init__(self, report: Callable[[KeeperReply], None]) -> None:
+        self._report = report
         self._lock = threading.Lock()
-        self._orders: dict[int, AnyOrder] = {}
-        self._moved_at: dict[int, float] = {}
-        self._longest_s = 0.0
-        self._done: dict[int, int] = {}
-        self._told_at = 0.0
+        self._underway: dict[int, _Underway] = {}
+        """By number of the order."""
+        self._longest_pause_s = 0.0
+        self._reported_at = 0.0
 
-    def began(self, order: AnyOrder) -> None:
-        if isinstance(order, _TOUCHES_STORAGE):
+    def began(self, order: KeeperOrder) -> None:
+        if isinstance(order.action, StorageAction):
             with self._lock:
-                self._orders[order.number] = order
-                self._moved_at[order.number] = time.monotonic()
+                self._underway[order.number] = _Underway(time.monotonic())
 
-    def of(self, order: Write, of_bytes: int) -> Callable[[int], None]:
-        """To be called with each number of bytes that were written."""
+    def of(self, number: int, write: WriteShards, of_bytes: int) -> Callable[[int], None]:
+        """Return a function to call with the size of each piece that was written."""
 
-        def went_on(size: int) -> None:
+        def advance(size_bytes: int) -> None:
             now = time.monotonic()
             with self._lock:
-                last = self._moved_at.get(order.number)
-                if last is None:
+                this = self._underway.get(number)
+                if this is None:
                     raise Refused("it was given up")
-                self._longest_s = max(self._longest_s, now - last)
-                self._moved_at[order.number] = now
-                done = self._done[order.number] = self._done.get(order.number, 0) + size
-                tell = now - self._told_at >= TELL_EVERY_S
-                if tell:
-                    self._told_at = now
-            if tell:
-                self._tell(Wrote(step=order.snapshot.step, done_bytes=done, of_bytes=of_bytes))
+                self._longest_pause_s = max(self._longest_pause_s, now - this.moved_at)
+                this.moved_at = now
+                this.done_bytes += size_bytes
+                due = now - self._reported_at >= REPORT_EVERY_S
+                if due:
+                    self._reported_at = now
+            if due:
+                step, done = write.snapshot.step, this.done_bytes
+                at = Time(now)
+                event = WriteAdvanced(at=at, step=step, done_bytes=done, of_bytes=of_bytes)
+                self._report(KeeperReply(0, event))
 
-        return went_on
+        return advance
 
-    def ended(self, order: AnyOrder) -> bool:
-        """Whether anybody still waits for its answer."""
-        if not isinstance(order, _TOUCHES_STORAGE):
+    def ended(self, order: KeeperOrder) -> bool:
+        """Forget an order; return whether it still waits for its reply."""
+        if not isinstance(order.action, StorageAction):
             return True
         with self._lock:
-            self._orders.pop(order.number, None)
-            self._done.pop(order.number, None)
-            return self._moved_at.pop(order.number, None) is not None
+            return self._underway.pop(order.number, None) is not None
 
-    def stuck(self) -> list[tuple[AnyOrder, str]]:
-        """What has not moved for far too long, and is given up with this."""
-        limit_s = max(STALLED_S, STALLED_TIMES * self._longest_s)
+    def give_up_stuck(self) -> list[KeeperReply]:
+        """Forget the orders that have not advanced for too long; return their replies."""
+        limit_s = max(STALLED_S, STALLED_TIMES * self._longest_pause_s)
         now = time.monotonic()
         with self._lock:
-            numbers = [n for n, at in self._moved_at.items() if now - at > limit_s]
-            orders = [self._orders.pop(number) for number in numbers]
-            for number in numbers:
-                del self._moved_at[number]
+            stuck = [n for n, one in self._underway.items() if now - one.moved_at > limit_s]
+            for number in stuck:
+                del self._underway[number]
         why = f"storage hangs: nothing moved for {limit_s:.0f} s"
-        return [(order, why) for order in orders]
+        return [KeeperReply(number, error=why) for number in stuck]

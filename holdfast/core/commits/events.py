@@ -11,9 +11,9 @@ from typing import Any
 
 from msgspec import field
 
-from holdfast.core.commits import restoring, rules
+from holdfast.core.commits import restoring, rules, waiting
 from holdfast.core.commits.replica_placement import placement
-from holdfast.core.commits.state import Address, Commits, Reach, Taken
+from holdfast.core.commits.state import Address, CommitEffects, Commits, Reach
 from holdfast.core.decisions import AnswerRequest, Asker, Effect, EndJob, Note, Refused
 from holdfast.core.faults import Fault
 from holdfast.core.machine import NONE, Effects, Machine, on
@@ -101,13 +101,13 @@ class CommitsMachine(Commits, Machine):
         """A script wants to restore, or to know how a save went."""
         request = event.request
         if isinstance(request, AwaitSave):
-            rules.forget(self, asker)
-            settled = rules.await_save(self, asker, request, event.round)
+            waiting.forget(self, asker)
+            settled = waiting.await_save(self, asker, request, event.round)
             if settled is not None:
                 return [AnswerRequest(asker=asker, answer=settled)]
             return self._take_in(job, self._given_up(job))
         if isinstance(request, FindState):
-            rules.forget(self, asker)
+            waiting.forget(self, asker)
             present, reach = _present(job), _reach(job)
             taken = restoring.find(self, event.rank, asker, request, present, reach)
             return self._take_in(job, taken)
@@ -153,7 +153,7 @@ class CommitsMachine(Commits, Machine):
 
     # ---- for the rest of the job ----
 
-    def _take_in(self, job: View, taken: Taken, may_finish: bool = True) -> list[Effect]:
+    def _take_in(self, job: View, taken: CommitEffects, may_finish: bool = True) -> list[Effect]:
         """Turn what the rules decided into effects."""
         answers = [AnswerRequest(asker=asker, answer=answer) for asker, answer in taken.answers]
         effects: list[Effect] = [*taken.actions, *answers]
@@ -173,14 +173,14 @@ class CommitsMachine(Commits, Machine):
             return [EndJob(code=EXIT_FAILED, reason=reason, secure=False)]
         return [EndJob(code=0, reason="finished")]
 
-    def _given_up(self, job: View) -> Taken:
+    def _given_up(self, job: View) -> CommitEffects:
         """Find what it is in vain to wait for, because all ranks of a node have ended without it.
         Where only some have, the node's agent reports it."""
-        if not rules.waited_for(self) or job.unfinished == len(job.ranks):
-            return Taken()
+        if not waiting.waited_for(self) or job.unfinished == len(job.ranks):
+            return CommitEffects()
         present = set(_present(job).values())
         silent = [rank for rank, state in job.ranks.items() if state.node not in present]
-        return rules.given_up(self, silent)
+        return waiting.given_up(self, silent)
 
     def _failure(self, snapshot: SnapshotId, error: str) -> Note:
         """Record a checkpoint that could not be written: it breaks no round, but is not missed."""

@@ -1,8 +1,8 @@
-"""What the ranks of a round restore, and how they agree on it.
+"""Decides what the ranks of a round restore.
 
-All of them ask. They are offered the newest state there is: at the same step memory before storage.
-Each says whether what it loaded verified; if one could not, all are offered the next older, and so on.
-No rank goes on before all of them have loaded the same. When they have, what was newer is forgotten.
+All ranks ask. They are offered the newest state there is: at the same step memory before storage. Each
+reports whether what it loaded verified; if one failed, all are offered the next older state, and so on.
+No rank goes on before all of them have loaded the same. Then what was newer is forgotten.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 from holdfast.core.commits.state import (
     REFUSALS_TOLD,
     Book,
-    Candidate,
+    CommitEffects,
     Commits,
     Reach,
+    RestoreCandidate,
     Search,
-    Taken,
     on_their_way,
 )
 from holdfast.core.decisions import Asker
@@ -38,13 +38,15 @@ def find(
     request: FindState,
     nodes: Mapping[Rank, NodeId],
     reach: Reach,
-) -> Taken:
-    """A rank wants to restore, or says how it went; when all have spoken, all are told more."""
+    memory: bool = True,
+) -> CommitEffects:
+    """Take a rank's request to restore, or its report on what it tried; answer all ranks once all
+    have spoken. Without `memory` only storage is offered."""
     book = commits.book(request.checkpointer)
-    search = book.search = book.search or Search(request.step)
-    taken = Taken()
+    search = book.search = book.search or Search(request.step, memory)
+    taken = CommitEffects()
     if search.current is not None and request.tried is None:
-        # It begins again, and does not know what it was told; the others still try it.
+        # It begins again and does not know the offer, which the others still try.
         taken.answers.append((asker, _Offers(book, search, nodes, reach).to(rank)))
         return taken
     search.asked[rank] = asker
@@ -58,9 +60,9 @@ def find(
     return taken
 
 
-def rank_ended(commits: Commits, nodes: Mapping[Rank, NodeId], reach: Reach) -> Taken:
-    """A rank has ended, and is not waited for."""
-    taken = Taken()
+def rank_ended(commits: Commits, nodes: Mapping[Rank, NodeId], reach: Reach) -> CommitEffects:
+    """Stop waiting for ranks that have ended."""
+    taken = CommitEffects()
     for book in commits.books.values():
         search = book.search
         if search is not None:
@@ -77,9 +79,9 @@ def _named(step: int | None) -> str:
 
 
 def _go_on(
-    book: Book, search: Search, nodes: Mapping[Rank, NodeId], reach: Reach, taken: Taken
+    book: Book, search: Search, nodes: Mapping[Rank, NodeId], reach: Reach, taken: CommitEffects
 ) -> None:
-    """All ranks have spoken: what they tried is taken, or they are offered the next."""
+    """Conclude the search with what all ranks have loaded, or offer them the next candidate."""
     loaded = search.current if not search.errors else None
     torn = search.current is None and bool(search.errors)
     _refuse(search)
@@ -96,8 +98,8 @@ def _go_on(
     book.search, book.agreed = None, True
 
 
-def _forget_newer(book: Book, loaded: Candidate) -> None:
-    """History goes on from there: what was refused, or is newer, is of another one."""
+def _forget_newer(book: Book, loaded: RestoreCandidate) -> None:
+    """Forget snapshots that were refused or are newer: training goes on from what was loaded."""
     for snapshot in list(book.snapshots):
         id = snapshot.id
         same = (loaded.where, loaded.step, loaded.round) == ("memory", id.step, id.round)
@@ -107,7 +109,7 @@ def _forget_newer(book: Book, loaded: Candidate) -> None:
 
 
 def _refusals(book: Book, search: Search) -> tuple[str, ...]:
-    """What was not taken, and why."""
+    """What was not restored, and why."""
     return tuple([*book.found_refused, *search.refused][:REFUSALS_TOLD])
 
 
@@ -122,15 +124,15 @@ def _refuse(search: Search) -> None:
     search.errors = {}
 
 
-def _candidates(book: Book, search: Search) -> list[Candidate]:
-    """All that might be restored and is older than what was tried: the newest first, and of one
-    step memory before storage."""
+def _candidates(book: Book, search: Search) -> list[RestoreCandidate]:
+    """The states older than what was tried: the newest first, and of one step memory before
+    storage."""
     memory = [
-        Candidate("memory", s.id.step, s.id.round, s.world_size)
+        RestoreCandidate("memory", s.id.step, s.id.round, s.world_size)
         for s in book.snapshots
-        if s.counts and s.alive
+        if search.memory and s.counts and s.alive
     ]
-    storage = [Candidate("storage", s.step, s.round, s.world_size) for s in book.found]
+    storage = [RestoreCandidate("storage", s.step, s.round, s.world_size) for s in book.found]
     last = search.current
     wanted = [
         c
@@ -141,7 +143,7 @@ def _candidates(book: Book, search: Search) -> list[Candidate]:
 
 
 class _Offers:
-    """What each rank is told of the state that all shall load."""
+    """What each rank is told of the candidate that all are to load."""
 
     def __init__(
         self,
@@ -177,12 +179,12 @@ class _Offers:
 
     def _holder(self, rank: Rank, near: NodeId) -> Holder:
         holders = self._holders.get(rank, [])
-        # A spare that had the only copy may be gone since: then the rank finds nobody there.
+        # A spare that had the only copy may be gone since: then the rank cannot reach it.
         node = near if near in holders else next(iter(holders), NodeId(""))
         address, port = self._reach(node) or ("", 0)
         return Holder(rank, node, address, port)
 
 
-def _answer_all(search: Search, taken: Taken, answer: Callable[[Rank], StateFound]) -> None:
+def _answer_all(search: Search, taken: CommitEffects, answer: Callable[[Rank], StateFound]) -> None:
     taken.answers += [(asker, answer(rank)) for rank, asker in search.asked.items()]
     search.asked = {}

@@ -1,4 +1,4 @@
-"""What is known of a job's snapshots and checkpoints, as data: see `commits` and `restoring`."""
+"""Holds what is known of a job's snapshots and checkpoints: see `rules` and `restoring`."""
 
 from __future__ import annotations
 
@@ -26,27 +26,29 @@ class Snapshot(Struct):
     id: SnapshotId
     world_size: int
     wish: Wish = "never"
-    """What those say who sealed it; who has a copy does not know."""
+    """The wish of the nodes that sealed it; a copy has none."""
     holders: dict[Rank, list[NodeId]] = field(default_factory=dict)
+    """The nodes that have each rank's image."""
     shared: list[bytes] = field(default_factory=list)
-    """The different digests of what all ranks should have alike."""
+    """The distinct digests of what should be equal on all ranks."""
     sealed_by: dict[NodeId, int] = field(default_factory=dict)
-    """Who told such digests, and of how many ranks."""
+    """How many ranks each node has sealed."""
     attempt: int = 1
-    """The last at it that was heard of."""
+    """The last attempt at it that is known."""
     counts: bool = False
+    """Every rank's image was sealed at some time: the ranks may go back to this snapshot."""
     sent: bool = False
     """It was put on its way to storage."""
     stored: bool = False
 
     @property
     def alive(self) -> bool:
-        """Whether each rank's image can still be had from somebody."""
+        """Whether every rank's image still has a holder."""
         return len(self.holders) == self.world_size and all(self.holders.values())
 
     @property
     def sealed(self) -> bool:
-        """Whether all ranks' own nodes have told of it: some may be known from copies alone."""
+        """Whether every rank's own node has reported it; some may be known from copies alone."""
         return sum(self.sealed_by.values()) == self.world_size
 
 
@@ -57,14 +59,17 @@ class Writing(Struct):
     world_size: int
     alike: bool
     pending: dict[NodeId, list[Rank]]
-    """Who has still to write which ranks' shards."""
+    """The ranks whose shards each node still has to write."""
     shards: dict[Rank, Shard] = field(default_factory=dict)
     committer: NodeId | None = None
+    """The node that writes the manifest, once all shards are written."""
     nodes: list[NodeId] = field(default_factory=list)
-    """Everybody who was told, and wants to know how it ends."""
+    """The nodes to be told how it ends."""
 
 
-class Candidate(Struct, frozen=True):
+class RestoreCandidate(Struct, frozen=True):
+    """A state that the ranks might restore."""
+
     where: Tier
     step: StepNumber
     round: RoundNumber
@@ -72,66 +77,70 @@ class Candidate(Struct, frozen=True):
 
     @property
     def place(self) -> tuple[int, bool, int]:
-        """Its place in the order in which they are tried, the highest first."""
+        """Sort key: candidates are tried from the highest to the lowest."""
         return self.step, self.where == "memory", self.round
 
 
 class Search(Struct):
-    """Ranks that want to restore, and what they were offered."""
+    """A restore in progress."""
 
     step: int | None
+    memory: bool = True
+    """Whether snapshots in memory are offered."""
     asked: dict[Rank, Asker] = field(default_factory=dict)
     errors: dict[Rank, str] = field(default_factory=dict)
-    current: Candidate | None = None
-    """What all were offered last."""
+    current: RestoreCandidate | None = None
+    """The candidate that all ranks were offered last."""
     refused: list[str] = field(default_factory=list)
 
 
-class Wait(Struct, frozen=True):
+class SaveWait(Struct, frozen=True):
+    """A save whose result is waited for."""
+
     step: int
     round: RoundNumber
     to: Tier
     attempt: int = 1
 
 
-class Outcome(Struct, frozen=True):
-    """How a save went, and which attempt at it."""
+class SaveOutcome(Struct, frozen=True):
+    """The result of an attempt at a save."""
 
     settled: SaveSettled
     attempt: int
 
     def answers(self, attempt: int) -> bool:
-        """Whether that is what somebody wants to know. What is saved stays so."""
+        """Whether it is also the result of that attempt. What is saved stays saved."""
         return self.settled.outcome == "saved" or attempt <= self.attempt
 
 
 class Book(Struct):
-    """One checkpointer's."""
+    """What is known of one checkpointer."""
 
     snapshots: list[Snapshot] = field(default_factory=list)
     """In the order in which they were begun."""
     writing: Writing | None = None
     wanted: SnapshotId | None = None
-    """Goes to storage when what is being written is done."""
+    """The snapshot to be written next."""
     ended: SnapshotId | None = None
-    """What was written last, or not."""
+    """The snapshot whose writing ended last, well or not."""
     ended_error: str = ""
     stored: SnapshotId | None = None
-    """The newest that this job wrote."""
+    """The newest snapshot that this job wrote."""
     found: list[StoredStep] = field(default_factory=list)
-    """What is on storage, as it was last looked up."""
+    """The checkpoints on storage, as of the last look."""
     found_refused: list[str] = field(default_factory=list)
-    """What does not count of it, and why."""
+    """Checkpoints on storage that do not count, with the reason."""
     failures: int = 0
-    """How many in a row could not be written."""
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
-    """By tier, step and round; those of the round in force are of use."""
-    waits: dict[Asker, Wait] = field(default_factory=dict)
+    """Checkpoints in a row that could not be written."""
+    outcomes: dict[str, SaveOutcome] = field(default_factory=dict)
+    """Results of the saves of this round, by tier, step and round."""
+    waits: dict[Asker, SaveWait] = field(default_factory=dict)
     scattered: RoundNumber | None = None
     """The last round in which a snapshot was given up that only some nodes had saved."""
     search: Search | None = None
     agreed: bool = False
-    """The ranks of this round know what they restored, or that there was nothing."""
+    """The ranks of this round have restored, or know that there is nothing to restore."""
 
 
 class Commits(Struct):
@@ -141,15 +150,15 @@ class Commits(Struct):
         return self.books.setdefault(checkpointer, Book())
 
 
-class Taken(Struct):
-    """What comes of an event."""
+class CommitEffects(Struct):
+    """What follows from an event."""
 
     actions: list[AnyAction] = field(default_factory=list)
     answers: list[tuple[Asker, AnyAnswer]] = field(default_factory=list)
     failed: list[tuple[SnapshotId, str]] = field(default_factory=list)
     """Checkpoints that could not be written, and why."""
     lost: NodeId | None = None
-    """The node whose loss it is that all this comes of."""
+    """The node whose loss caused this."""
 
 
 def age(id: SnapshotId) -> tuple[int, int]:
@@ -157,5 +166,6 @@ def age(id: SnapshotId) -> tuple[int, int]:
 
 
 def on_their_way(book: Book) -> list[SnapshotId]:
+    """The snapshots that are being written or are to be written next."""
     writing = book.writing.snapshot if book.writing is not None else None
     return [id for id in (writing, book.wanted) if id is not None]

@@ -1,44 +1,50 @@
-"""Saves for people who want no more than that: `torch.distributed.checkpoint.async_save`, sooner done.
+"""Stands in for `torch.distributed.checkpoint.async_save`, and blocks training for less time.
 
     writer = holdfast.checkpoint.AsyncWriter()               # once, on all ranks
     future = writer.save(state_dict, checkpoint_id=path)     # on all ranks, in the same order
     ...
     future.result()                                          # now it is on storage, on all ranks
 
-What `save` does before it returns is to copy the tensors into memory that it has used before; that,
-and nothing else. The layout of that memory is kept for as long as the state keeps its structure. A
-process without torch writes the files (see `carrying`), and the ranks agree by the store of their
-process group (see `meeting`).
+Before it returns, `save` copies the tensors into memory that it has used before, and nothing else. The
+layout of that memory is kept for as long as the state keeps its structure. A process without torch
+writes the files, and the ranks agree by the store of their process group (see `standalone`).
 
 The files are a plain directory that `torch.distributed.checkpoint.load` reads. A checkpoint that is
-there already is replaced, and stays whole until the new one is (see `plain`).
+there already is replaced, and stays whole until the new one is (see `storage.plain_directory`).
 """
 
 from __future__ import annotations
 
 import multiprocessing.util
 import os
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
-from holdfast.checkpoint.async_save.directory import parent_and_name
-from holdfast.checkpoint.memory.collector import collector_off
-from holdfast.checkpoint.memory.image_home import ImageHome
-from holdfast.checkpoint.memory.slots import Copy, Slots
+from holdfast.checkpoint.memory.copying import collector_off
+from holdfast.checkpoint.memory.slots import Copy, Guard, Slots
 from holdfast.checkpoint.restore.load import captured_entry
-from holdfast.checkpoint.saves import Carrying, Save
+from holdfast.checkpoint.standalone.link import SaveProgress, ScriptLink
+from holdfast.checkpoint.standalone.store_meeting import StoreMeeting
 from holdfast.checkpoint.state.capture import Captured, Layout, Position, capture
-from holdfast.checkpoint.state.guard import Guard
-from holdfast.checkpoint.storage import names
-from holdfast.checkpoint.store_meeting import Meeting
-from holdfast.errors import UsageError
+from holdfast.checkpoint.storage.backends import step_of
+from holdfast.checkpoint.storage.plain_directory import parent_and_name
+from holdfast.errors import CheckpointError, UsageError
+from holdfast.messages.checkpoints import SnapshotId
+from holdfast.messages.requests import SaveSettled
+from holdfast.messages.units import RoundNumber, StepNumber
 
-_NAME = "async"
+_NAME: Final = "async"
+_IMAGES: Final = 2
+"""Saves that may be in memory at once; one more waits until the first of them is on storage."""
+_PATIENCE_S: Final = 30.0
+"""How long a script waits at its end for other ranks, if its own part was quick."""
 
 
 class AsyncWriter:
@@ -56,18 +62,20 @@ class AsyncWriter:
         optimizers: Sequence[torch.optim.Optimizer] = (),
         no_dist: bool = False,
     ) -> None:
-        self._meeting = _seat(process_group, no_dist)
+        self._meeting = _meeting_of(process_group, no_dist)
         self._process = os.getpid()
-        self._home = ImageHome(f"script-{self._process}")
-        self._slots = _Slots(self._home.path, _NAME, self._meeting.rank)
-        self._carrying = Carrying(self._meeting, self._home.path, _NAME)
+        self._link = ScriptLink(self._meeting, complain=None)
+        self._slots = _ClosableSlots(self._link.images, _NAME, self._meeting.rank)
         self._guard = Guard(list(optimizers))
         self._layout: Layout | None = None
         self._copy: Copy | None = None
         self._saves = 0
+        self._room = threading.Semaphore(_IMAGES)
+        self._in_memory: set[int] = set()
+        """Numbers of the saves whose image is in use."""
         self._saving = threading.Lock()
         self._closed = False
-        # As atexit would, but also where this is a process of `multiprocessing`; and not in a fork.
+        # Like atexit, but also in a process of `multiprocessing`, and never in a fork.
         self._last_call = multiprocessing.util.Finalize(None, self._at_exit, exitpriority=0)
 
     # ---- saving ----
@@ -90,24 +98,49 @@ class AsyncWriter:
 
     def _save(self, state_dict: dict[str, Any], at: str) -> Future[str]:
         self._await_copy()
-        self._carrying.await_room()
+        self._room.acquire()
         self._saves += 1
         position = self._position(at)
-        copy: Copy | Exception
+        round = RoundNumber(position.round)
+        snapshot = SnapshotId(_NAME, StepNumber(position.step), round)
+        save = self._link.begin(snapshot, attempt=1, directory=at)
+        done = self._follow(save, self._saves, at)
         known = self._layout
         try:
             with collector_off():
                 captured = self._capture(state_dict, position)
-                copy = self._start(captured, position)
+                self._start(captured, position, save)
         except Exception as error:
             # The state is the user's, and what it is made of may raise anything. The other ranks
             # have to hear of it, and training is to go on: the future tells.
-            copy = error
+            self._link.miss(save, "failed", str(error))
+            return done
+        if self._layout is not known and len(self._in_memory) == 1:
+            self._slots.make_ready(captured)  # For the next save, beside training.
+        return done
+
+    def _follow(self, save: SaveProgress, number: int, at: str) -> Future[str]:
+        """Return the future of a save, and free its memory when it is over."""
         done: Future[str] = Future()
         done.set_running_or_notify_cancel()
-        self._carrying.take(Save(self._saves, at, position, copy, done))
-        if self._layout is not known and isinstance(copy, Copy) and self._carrying.alone:
-            self._slots.make_ready(captured)  # For the next save, beside training.
+
+        def settled(storage: Future[SaveSettled]) -> None:
+            result = storage.result()
+            if result.outcome == "saved":
+                done.set_result(at)
+                return
+            error = f"{at} was not saved: {result.reason}"
+            if self._meeting.rank == 0:
+                print(f"[holdfast] {error}", file=sys.stderr, flush=True)
+            done.set_exception(CheckpointError(error))
+
+        def over(_: Future[None]) -> None:
+            self._in_memory.discard(number)
+            self._room.release()
+
+        self._in_memory.add(number)
+        save.settled["storage"].add_done_callback(settled)
+        save.over.add_done_callback(over)
         return done
 
     def warm_up(self, state_dict: dict[str, Any]) -> Future[None]:
@@ -122,14 +155,23 @@ class AsyncWriter:
         self._layout = captured.layout
         return captured
 
-    def _start(self, captured: Captured, position: Position) -> Copy:
+    def _start(self, captured: Captured, position: Position, save: SaveProgress) -> None:
         guarded = self._guard.guarded(captured)
         overlap = bool(guarded)
-        copy = self._slots.start(captured, position, guarded, overlap, lambda path, state: None)
+
+        def finished(path: Path, state: int) -> None:
+            self._link.seal(save, path, state, "now")
+
+        copy = self._slots.start(captured, position, guarded, overlap, finished)
         self._copy = copy
+        copy.done.add_done_callback(lambda done: self._check_copy(save, done))
         if overlap:
             self._guard.watch(copy)
-        return copy
+
+    def _check_copy(self, save: SaveProgress, done: Future[int]) -> None:
+        error = done.exception()
+        if error is not None:
+            self._link.miss(save, "failed", str(error))
 
     def _await_copy(self) -> None:
         if self._copy is not None:
@@ -137,7 +179,7 @@ class AsyncWriter:
 
     def _position(self, at: str) -> Position:
         """Each save is a round of its own: no two ever write the same file."""
-        step = names.step_of(at.rpartition("/")[2]) or 0
+        step = step_of(at.rpartition("/")[2]) or 0
         round = self._meeting.began_us + self._saves
         return Position(step, round, self._meeting.rank, self._meeting.world_size)
 
@@ -145,24 +187,21 @@ class AsyncWriter:
 
     def close(self, abort: bool = False) -> None:
         """Wait until all is saved; with `abort`, give it up instead. Nothing stays in memory."""
-        self._end(lambda: self._give_up() if abort else self._carrying.finish(for_ever=True))
+        self._end(abort=abort, patience_s=None, at_exit=False)
 
     def _at_exit(self) -> None:
-        self._end(lambda: self._carrying.finish(for_ever=False))
+        self._end(abort=False, patience_s=_PATIENCE_S, at_exit=True)
 
-    def _give_up(self) -> None:
-        self._carrying.give_up(f"rank {self._meeting.rank} closed its writer")
-
-    def _end(self, settle: Callable[[], None]) -> None:
+    def _end(self, abort: bool, patience_s: float | None, at_exit: bool) -> None:
         if self._closed or os.getpid() != self._process:
             return
         self._closed = True
         self._last_call.cancel()
         self._await_copy()
-        settle()
-        self._carrying.close()
+        if abort:
+            self._link.abandon(f"rank {self._meeting.rank} closed its writer")
+        self._link.close(patience_s, at_exit)
         self._slots.close()
-        self._home.remove()
 
     def __enter__(self) -> AsyncWriter:
         return self
@@ -174,9 +213,9 @@ class AsyncWriter:
             self._at_exit()  # Other ranks may be gone, so do not wait for ever.
 
 
-class _Slots(Slots):
+class _ClosableSlots(Slots):
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         for threads in (self._ahead, self._behind, self._threads):
             if threads is not None:
                 threads.shutdown()
@@ -185,15 +224,15 @@ class _Slots(Slots):
                 self._close(slot, image)
 
 
-def _seat(process_group: Any, no_dist: bool) -> Meeting:
+def _meeting_of(process_group: Any, no_dist: bool) -> StoreMeeting:
     if no_dist or not dist.is_initialized():
-        return Meeting(dist.HashStore(), "writers", 0, 1)
+        return StoreMeeting(dist.HashStore(), "writers", 0, 1)
     rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
     if rank < 0:
         raise UsageError("AsyncWriter: this rank is not in the process group that was given")
     name = "world" if process_group is None else process_group.group_name
     store = dist.distributed_c10d._get_default_store()
-    return Meeting(store, f"writers/{name}", rank, world_size)
+    return StoreMeeting(store, f"writers/{name}", rank, world_size)
 
 
 def _absolute(checkpoint_id: str | os.PathLike[str]) -> str:

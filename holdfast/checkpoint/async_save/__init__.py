@@ -1,1 +1,0 @@
-"""`torch.distributed.checkpoint.async_save` with a shorter stall."""
