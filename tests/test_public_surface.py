@@ -94,7 +94,9 @@ def documented() -> list[tuple[str, Any, str]]:
     return found
 
 
-@pytest.mark.parametrize(("name", "value", "text"), documented(), ids=lambda x: str(x)[:30])
+@pytest.mark.parametrize(
+    ("name", "value", "text"), documented(), ids=[name for name, _, _ in documented()]
+)
 def test_every_option_is_in_a_docstring(name: str, value: Any, text: str) -> None:
     assert text, f"{name} has no docstring"
     if inspect.isclass(value) and name not in MADE_BY_USERS:
