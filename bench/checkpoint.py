@@ -33,6 +33,7 @@ from holdfast.checkpoint.memory.image_home import ImageHome, clear_abandoned  # 
 MEASURES = {
     "save": "checkpoints.saving:repeat",
     "overlap": "checkpoints.overlapping:measure",
+    "offload": "checkpoints.offloading:measure",
     "first": "checkpoints.saving:first",
     "small": "checkpoints.saving:small",
     "stall": "checkpoints.stalling:measure",

@@ -13,7 +13,7 @@ from pathlib import Path
 from holdfast.checkpoint.memory.image import Image
 from holdfast.checkpoint.memory.images import Images
 from holdfast.checkpoint.replicas.copies import Peer
-from holdfast.checkpoint.restore.load import Stored
+from holdfast.checkpoint.restore.load import StoredState
 from holdfast.checkpoint.restore.sources import open_image, open_peers
 from holdfast.checkpoint.tickets import SaveId
 from holdfast.messages.checkpoints import Holder, ImageId, Missed, Tier, Tried, Wish
@@ -67,7 +67,7 @@ class OwnMemory:
     def _newest(self) -> ImageId:
         return max(Images(self.images).ids(), key=lambda id: id.snapshot.step)
 
-    def open_image(self, image: ImageId, holder: Holder, until: ExitStack) -> Stored:
+    def open_image(self, image: ImageId, holder: Holder, until: ExitStack) -> StoredState:
         found = Images(self.images).sealed(image)
         assert found is not None
         return open_image(found[0].path, image, until)
@@ -98,5 +98,5 @@ class PeersMemory(OwnMemory):
             holders=(self._holder,),
         )
 
-    def open_image(self, image: ImageId, holder: Holder, until: ExitStack) -> Stored:
+    def open_image(self, image: ImageId, holder: Holder, until: ExitStack) -> StoredState:
         return open_peers(Peer(holder.address, holder.port), TOKEN, None, image, until)

@@ -1,7 +1,7 @@
-"""Snapshots in memory, checkpoints on storage: see `docs/checkpoints.md`.
+"""Keeps snapshots in memory and checkpoints on storage: see `docs/checkpoints.md`.
 
-`AsyncWriter` and `async_save` stand in for `torch.distributed.checkpoint.async_save`. They are
-imported when they are used: the keeper, the agent and the command line live here too, without torch.
+`AsyncWriter` and `async_save` replace `torch.distributed.checkpoint.async_save`. They are imported when
+first used, because the keeper, the agent and the command line import this package without torch.
 """
 
 from __future__ import annotations

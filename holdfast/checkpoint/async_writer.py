@@ -27,14 +27,13 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from holdfast.checkpoint.memory.collector import collector_off
-from holdfast.checkpoint.memory.slots import Copy, Slots
+from holdfast.checkpoint.memory.copying import collector_off
+from holdfast.checkpoint.memory.slots import Copy, Guard, Slots
 from holdfast.checkpoint.restore.load import captured_entry
 from holdfast.checkpoint.standalone.link import SaveProgress, ScriptLink
 from holdfast.checkpoint.standalone.store_meeting import StoreMeeting
 from holdfast.checkpoint.state.capture import Captured, Layout, Position, capture
-from holdfast.checkpoint.state.guard import Guard
-from holdfast.checkpoint.storage import names
+from holdfast.checkpoint.storage.backends import step_of
 from holdfast.checkpoint.storage.plain_directory import parent_and_name
 from holdfast.errors import CheckpointError, UsageError
 from holdfast.messages.checkpoints import SnapshotId
@@ -180,7 +179,7 @@ class AsyncWriter:
 
     def _position(self, at: str) -> Position:
         """Each save is a round of its own: no two ever write the same file."""
-        step = names.step_of(at.rpartition("/")[2]) or 0
+        step = step_of(at.rpartition("/")[2]) or 0
         round = self._meeting.began_us + self._saves
         return Position(step, round, self._meeting.rank, self._meeting.world_size)
 

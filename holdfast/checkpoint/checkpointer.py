@@ -1,13 +1,13 @@
-"""What a script calls: save, restore, and tickets that tell how it went.
+"""Saves and restores a script's state.
 
     ckpt = holdfast.Checkpointer("checkpoints", {"model": model, "optim": optim})
     step = ckpt.restore()
     ...
     ckpt.save(step)
 
-A save copies the state into shared memory and returns; what becomes of the copy is for others to do
-and to say. A save that fails does not raise into training: its ticket says so, and so does the
-terminal.
+A save copies the state into shared memory and returns a ticket; sealing, replicating and persisting the
+copy is the keeper's work. A save that fails does not raise into training: its ticket reports it, and so
+does the terminal.
 """
 
 from __future__ import annotations
@@ -23,22 +23,20 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 import torch
 
-from holdfast.checkpoint.memory.collector import collector_off
-from holdfast.checkpoint.memory.copying import cores
-from holdfast.checkpoint.memory.slots import BothRead, Slots
-from holdfast.checkpoint.restore.load import Stored, captured_entry, load
-from holdfast.checkpoint.restore.sources import WhenWanted, open_files, set_aside
+from holdfast.checkpoint.memory.copying import collector_off, cores
+from holdfast.checkpoint.memory.slots import BothRead, Guard, Slots, after_first_step
+from holdfast.checkpoint.restore.load import StoredState, captured_entry, load
+from holdfast.checkpoint.restore.plain_dcp import load_start
+from holdfast.checkpoint.restore.sources import OpenedLazily, open_files, set_aside
 from holdfast.checkpoint.state.capture import Captured, Layout, Position, capture
-from holdfast.checkpoint.state.guard import Guard, after_first_step
 from holdfast.checkpoint.storage import retention
-from holdfast.checkpoint.storage.backends import open_storage
+from holdfast.checkpoint.storage.backends import LAST_STEP, open_storage
 from holdfast.checkpoint.storage.manifest import steps
-from holdfast.checkpoint.storage.names import LAST_STEP
 from holdfast.checkpoint.tickets import SaveId, Ticket
 from holdfast.errors import CheckpointError, HoldfastError, Refused, UsageError
 from holdfast.messages.checkpoints import Holder, ImageId, Missed, SnapshotId, Tier, Tried, Wish
@@ -46,8 +44,8 @@ from holdfast.messages.requests import SaveSettled, StateFound
 from holdfast.messages.units import Rank, RoundNumber, StepNumber
 
 
-class Link(Protocol):
-    """Whoever looks after this rank's images: an agent, or a keeper of our own."""
+class KeeperLink(Protocol):
+    """The way to the keeper of this rank's images: through the agent, or to a keeper of its own."""
 
     rank: int
     world_size: int
@@ -57,30 +55,30 @@ class Link(Protocol):
     def open(
         self, checkpointer: str, directory: str, keep: bytes, copies: list[threading.Event]
     ) -> None:
-        """Say that this checkpointer is there; `copies` are those that it is making. One that had the
-        same name and the same images has made its last when this returns."""
+        """Register this checkpointer; `copies` are the copies it is making. An earlier one with the
+        same name and images has made its last copy when this returns."""
 
     def replaced(self, checkpointer: str, copies: list[threading.Event]) -> bool:
-        """Whether another one has that name and those images now."""
+        """Return whether another checkpointer has that name and those images now."""
 
     def saved(self, save: SaveId, path: Path, state: int, wish: Wish) -> None:
-        """An image is whole."""
+        """Report an image that is whole."""
 
     def missed(self, save: SaveId, outcome: Missed, reason: str) -> None:
-        """There will be no image of that step of this rank."""
+        """Report that this rank will have no image of that step."""
 
     def wait(self, save: SaveId, to: Tier, timeout_s: float | None) -> SaveSettled: ...
 
     def find(self, checkpointer: str, step: int | None, tried: Tried | None) -> StateFound: ...
 
-    def open_image(self, image: ImageId, holder: Holder, until: ExitStack) -> Stored:
-        """A rank's image, wherever it is."""
+    def open_image(self, image: ImageId, holder: Holder, until: ExitStack) -> StoredState:
+        """Open a rank's image, on this node or on another."""
 
     def booked(self, what: str) -> AbstractContextManager[None]:
-        """Time that is neither training nor lost."""
+        """Book time under its own name in the ledger."""
 
     def resumed(self, step: int) -> None:
-        """Training goes on from that step."""
+        """Report that training goes on from that step."""
 
 
 @dataclass(frozen=True)
@@ -88,15 +86,18 @@ class Restored:
     """What was restored, and what was not."""
 
     step: int
-    where: Tier | None
-    """None: there was nothing to restore."""
+    where: Tier | Literal["start"] | None
+    """`start`: the checkpoint that the job was told to start from. None: there was nothing."""
     refused: tuple[str, ...] = ()
+    """What was not taken, and why."""
+    verified: bool = True
+    """Whether every byte had a digest; what plain `torch.distributed.checkpoint` saved has none."""
 
 
 class Checkpointer:
-    """Saves and restores a state: anything with state_dict and load_state_dict, or plain values.
+    """Saves and restores a state: objects with state_dict and load_state_dict, or plain values.
 
-    Values in `state` that have no load_state_dict are replaced in it by `restore`.
+    `restore` replaces the values in `state` that have no load_state_dict.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class Checkpointer:
         directory: str | os.PathLike[str] | None,
         state: dict[str, Any],
         *,
-        link: Link,
+        link: KeeperLink,
         memory_every: int | None = None,
         storage_every: int | None = None,
         keep: retention.Keep | None = None,
@@ -120,7 +121,7 @@ class Checkpointer:
         self._keep = keep
         self._overlap = overlap
         self._pickling = pickling
-        # The same after a restart, and another one for each checkpointer of a script.
+        # The same after a restart, and different for each checkpointer of a script.
         name = self._where or f"memory of {sorted(state)}"
         self._name = hashlib.sha256(name.encode()).hexdigest()[:12]
         self._copying: list[threading.Event] = []
@@ -137,22 +138,25 @@ class Checkpointer:
         self._newest = -1
         self._repeats = 0
         self._owed = False
-        """The last save was for storage and was skipped: the next one goes there in its place."""
+        """Whether the last save for storage was skipped: the next one goes there in its place."""
         if self._optimizers:
             after_first_step(self._optimizers, self._make_ready)
-        # Before links are closed. Interpreters wait for our threads by themselves, but processes of
-        # `multiprocessing` do that late; and nobody may have the checkpointer any more by then.
+        # Before links are closed. An interpreter waits for these threads by itself, but a process of
+        # `multiprocessing` does that late, when the checkpointer may have been collected.
         multiprocessing.util.Finalize(None, _await_all, (self._copying,), exitpriority=10)
 
     # ---- saving ----
 
     def save(self, step: int, to: Tier | None = None, block: bool = False) -> Ticket:
-        """Save the state as that of `step`: to memory, to storage, or not at all, as the intervals
-        say. `block=True` returns only when the copy is made and nothing of it is overlapped."""
+        """Save the state of `step` to memory, to storage or not at all, as the intervals say.
+
+        `to` overrides the intervals. `block=True` returns only when the copy is made: nothing of it
+        overlaps with training.
+        """
         step = _step(step)
         self._check_usable("save")
         if to not in (None, "memory", "storage"):
-            raise UsageError(f"Checkpointer.save: to memory or to storage, not to {to!r}")
+            raise UsageError(f"Checkpointer.save: `to` is 'memory' or 'storage', not {to!r}")
         tier = to or self._due(step)
         if tier is None:
             save = SaveId(self._name, step, 0)
@@ -164,7 +168,7 @@ class Checkpointer:
             return self._save(save, tier, overlap=self._overlap and not block)
 
     def _attempt(self, step: int) -> int:
-        """A number that grows each time a step is saved that may have been saved before."""
+        """Return a number that grows with each save of a step that may have been saved before."""
         if step > self._newest:
             self._newest = step
             return 1
@@ -190,11 +194,11 @@ class Checkpointer:
             self._tidy_after(ticket)
         return ticket
 
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Return when the last save is where it was meant to go, or has failed."""
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when the last save is settled, or after `timeout` seconds."""
         if self._last is not None and self._last.to is not None:
             last = self._last
-            last.storage(timeout_s) if last.to == "storage" else last.memory(timeout_s)
+            last.storage(timeout) if last.to == "storage" else last.memory(timeout)
 
     def _check_usable(self, call: str) -> None:
         if os.getpid() != self._process:
@@ -248,7 +252,7 @@ class Checkpointer:
         ended.set()
 
     def _missed(self, save: SaveId, error: BaseException) -> None:
-        """Training goes on without that one; the others shall not wait for it."""
+        """Report a save that failed: training goes on, and the other ranks do not wait for it."""
         self._complain(f"step {save.step} was not saved: {error}")
         self._tell_missed(save, "failed", str(error))
 
@@ -256,7 +260,7 @@ class Checkpointer:
         try:
             self._link.missed(save, outcome, reason)
         except (HoldfastError, OSError) as why:
-            self._complain(f"nobody could be told: {why}")
+            self._complain(f"the keeper could not be told: {why}")
 
     def _capture(self, step: int) -> Captured:
         state = {name: captured_entry(entry, name) for name, entry in self._state.items()}
@@ -268,7 +272,7 @@ class Checkpointer:
         return Position(step, self._link.round, self._link.rank, self._link.world_size)
 
     def _make_ready(self) -> None:
-        """Memory for the first save, while training goes on."""
+        """Prepare memory for the first save, while training goes on."""
         try:
             with collector_off():
                 made = self._slots.make_ready(self._capture(0))
@@ -286,7 +290,7 @@ class Checkpointer:
         print(f"[holdfast] rank {self._link.rank}: {text}", file=sys.stderr, flush=True)
 
     def _tidy_after(self, ticket: Ticket) -> None:
-        """The user's own rule for what stays can only be asked here."""
+        """Prune by the user's own retention function, which can only be called in this process."""
         if isinstance(self._keep, retention.Policy) or self._keep is None:
             return
         keep, where = self._keep, self._where
@@ -300,7 +304,7 @@ class Checkpointer:
                 delete = retention.plan(keep, steps(storage), verified=ticket.step)
                 retention.prune(storage, delete, verified=ticket.step)
             except Exception as error:
-                # The edge of a thread, and of the user's own rule.
+                # The edge of a thread, and of the user's own function.
                 why = f"{type(error).__name__}: {error}"
                 self._complain(f"old checkpoints stay, because keep failed: {why}")
 
@@ -308,25 +312,32 @@ class Checkpointer:
 
     # ---- restoring ----
 
-    def restore(self, step: int | None = None) -> int:
-        """Make the state the newest one that verifies on all ranks; its step, 0 when there is none.
+    def restore(
+        self, step: int | None = None, *, start_from: str | os.PathLike[str] | None = None
+    ) -> int:
+        """Make the state the newest one that verifies on all ranks; return its step, or 0.
 
-        All ranks must call it. When there are saved states and none of them verifies, that is an
-        error: training does not start over in silence.
+        All ranks must call it. If states were saved and none of them verifies, that is an error:
+        training does not start over in silence.
+
+        A job that has saved nothing yet begins with the newest checkpoint in `start_from`: one that
+        plain `torch.distributed.checkpoint` saved, which cannot be verified, or one of another job.
+        Without `start_from`, a plain checkpoint in this checkpointer's own directory is taken.
         """
         self._check_usable("restore")
         with self._link.booked("restore"):
-            self.restored = self._restore(step)
+            self.restored = self._restore(step, start_from)
         self._link.resumed(self.restored.step)
-        if self._link.rank == 0 and self.restored.where is not None:
+        if self.restored.where is None:
+            return 0
+        if self._link.rank == 0 and self.restored.where != "start":
             refused = "".join(f"\n[holdfast]   refused: {why}" for why in self.restored.refused)
             what = f"restored step {self.restored.step} from {self.restored.where}"
             print(f"[holdfast] {what}{refused}", file=sys.stderr, flush=True)
-        if self.restored.where is not None:
-            self._make_ready()
+        self._make_ready()
         return self.restored.step
 
-    def _restore(self, step: int | None) -> Restored:
+    def _restore(self, step: int | None, start_from: str | os.PathLike[str] | None) -> Restored:
         found = self._link.find(self._name, step, None)
         refused: tuple[str, ...] = ()
         while found.where in ("memory", "storage"):
@@ -337,16 +348,31 @@ class Checkpointer:
             if answer.where == "loaded":
                 return Restored(found.step, found.where, refused)
             if found.where == "storage" and isinstance(error, Refused) and self._where is not None:
-                # Not before: the others were reading it.
+                # Only now: the other ranks were reading it.
                 set_aside(open_storage(self._where), found.step)
             found = answer
         if found.refused or step is not None:
             listed = "".join(f"\n  {why}" for why in found.refused) or f" step {step} is not there"
-            raise CheckpointError(f"nothing that was saved can be restored:{listed}")
+            raise CheckpointError(f"no saved state can be restored:{listed}")
+        return self._start(_absolute(start_from))
+
+    def _start(self, given: str | None) -> Restored:
+        """Begin a job that has saved nothing with a checkpoint from elsewhere, if there is one."""
+        where = given or self._where
+        if where is None:
+            return Restored(0, None)
+        with ThreadPoolExecutor(cores(), "restore") as threads, collector_off():
+            started = load_start(where, self._state, self._link.rank, threads, self._pickling)
+        if started is not None:
+            if self._link.rank == 0:
+                print(f"[holdfast] {started.message}", file=sys.stderr, flush=True)
+            return Restored(started.step, "start", verified=started.verified)
+        if given is not None:
+            raise CheckpointError(f"start_from: there is no checkpoint in {given}")
         return Restored(0, None)
 
     def _try(self, found: StateFound) -> HoldfastError | OSError | None:
-        """Load what was found; why that did not work, if it did not."""
+        """Load what was found; return the error if that failed."""
         try:
             with ExitStack() as until:
                 stored = self._stored(found, until)
@@ -356,18 +382,18 @@ class Checkpointer:
             return error
         return None
 
-    def _stored(self, found: StateFound, until: ExitStack) -> Sequence[Stored]:
+    def _stored(self, found: StateFound, until: ExitStack) -> Sequence[StoredState]:
         if found.where == "storage":
             assert self._where is not None
             return open_files(open_storage(self._where), found.step, until)
         snapshot = SnapshotId(self._name, StepNumber(found.step), RoundNumber(found.round))
 
-        def open_image(index: int) -> Stored:
+        def open_image(index: int) -> StoredState:
             holder = found.holders[index]
             image = ImageId(snapshot, Rank(holder.rank), found.world_size)
             return self._link.open_image(image, holder, until)
 
-        return WhenWanted(len(found.holders), open_image)
+        return OpenedLazily(len(found.holders), open_image)
 
 
 def _await_all(copies: list[threading.Event]) -> None:
@@ -393,32 +419,32 @@ def _check(
         raise UsageError(f"Checkpointer: a directory is a path, a URL or None, not {directory!r}")
     if keep is not None and not callable(keep):
         raise UsageError(
-            f"Checkpointer: keep is a rule such as KeepLatest(3), or a function of the steps that"
-            f" there are, not {keep!r}"
+            "Checkpointer: keep is a policy such as KeepLatest(3), or a function from the existing"
+            f" steps to those that stay, not {keep!r}"
         )
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
-        raise UsageError("Checkpointer: the state is a dict of names and what they stand for")
+        raise UsageError("Checkpointer: the state is a dict with strings for keys")
     for name, entry in state.items():
         if hasattr(entry, "state_dict") != hasattr(entry, "load_state_dict"):
             raise UsageError(
-                f"Checkpointer: {name!r} has only one of state_dict and load_state_dict; what is"
-                " saved by the one is restored by the other"
+                f"Checkpointer: {name!r} has only one of state_dict and load_state_dict; saving needs"
+                " the one, restoring the other"
             )
     if directory is None and storage_every is not None:
         raise UsageError("Checkpointer: storage_every needs a directory")
     for name, every in (("memory_every", memory_every), ("storage_every", storage_every)):
         if every is not None and (not isinstance(every, int) or every < 1):
-            raise UsageError(f"Checkpointer: {name} is a number of steps from 1 on, not {every!r}")
+            raise UsageError(f"Checkpointer: {name} is a positive number of steps, not {every!r}")
 
 
 def _step(step: int) -> int:
-    """A step, which may be numpy's."""
+    """Check a step, which may be numpy's."""
     try:
         number = operator.index(step)
     except TypeError:
         number = -1
     if isinstance(step, bool) or not 0 <= number <= LAST_STEP:
         raise UsageError(
-            f"Checkpointer.save: a step is a whole number from 0 to {LAST_STEP}, not {step!r}"
+            f"Checkpointer.save: a step is an integer from 0 to {LAST_STEP}, not {step!r}"
         )
     return number

@@ -1,104 +1,142 @@
-"""What a save returns: a way to wait for it, and to see how it went."""
+"""Defines the tickets that saves return: each is a future of one save."""
 
 from __future__ import annotations
 
+import concurrent.futures
+import threading
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotYet
 from typing import Literal, Protocol
 
 from msgspec import Struct
 
-from holdfast.errors import HoldfastError, RequestTimeout
+from holdfast.errors import CheckpointError, HoldfastError, RequestTimeout
 from holdfast.messages.checkpoints import Tier
 from holdfast.messages.requests import SaveSettled
 
 
 class Result(Struct, frozen=True):
+    """How a save went, or stands."""
+
     outcome: Literal["saved", "skipped", "failed", "pending"]
     tier: Tier | None = None
-    """How far it got: to memory or to storage."""
+    """The tier it reached: memory or storage."""
     reason: str = ""
 
 
 class SaveId(Struct, frozen=True):
-    """One save, as all ranks call it."""
+    """Identity of one save, the same on all ranks."""
 
     checkpointer: str
     step: int
     attempt: int
-    """Of two saves of that step in one round, the later has the higher number."""
+    """Grows with each save of that step in one round."""
 
 
-class Waiting(Protocol):
+class SaveWatch(Protocol):
+    """Knows what became of a save: `checkpointer.KeeperLink`."""
+
     def wait(self, save: SaveId, to: Tier, timeout_s: float | None) -> SaveSettled: ...
 
 
 class Ticket:
-    """One save. Nothing has to be done with it."""
+    """A future of one save. Nothing has to be done with it.
+
+    `done` and `result` are about the tier that the save was meant for; `result` raises if the save
+    failed. `memory` and `storage` wait for one tier, and report a failure as a `Result`.
+    """
 
     def __init__(
-        self, save: SaveId, to: Tier | None, copied: Future[int], link: Waiting, reason: str = ""
+        self, save: SaveId, to: Tier | None, copied: Future[int], watch: SaveWatch, reason: str = ""
     ) -> None:
         self.step = save.step
         self.to = to
-        """Where it was meant to go; None: nowhere, and `reason` says why."""
+        """Tier the save is meant for; None: it was skipped, and `reason` says why."""
         self._save = save
         self._copied = copied
-        self._link = link
+        self._watch = watch
         self._reason = reason
         self._known: dict[Tier, Result] = {}
-        """What was heard once stays so; nobody else remembers it for ever."""
+        """Results known so far; the coordinator does not remember them for ever."""
+        self._lock = threading.Lock()
+        self._outcome: Future[Result] | None = None
 
     @classmethod
-    def skipped(cls, save: SaveId, link: Waiting, reason: str) -> Ticket:
-        return cls(save, None, Future(), link, reason)
+    def skipped(cls, save: SaveId, watch: SaveWatch, reason: str) -> Ticket:
+        return cls(save, None, Future(), watch, reason)
 
     @classmethod
-    def failed(cls, save: SaveId, to: Tier, link: Waiting, error: Exception) -> Ticket:
+    def failed(cls, save: SaveId, to: Tier, watch: SaveWatch, error: Exception) -> Ticket:
         copied: Future[int] = Future()
         copied.set_exception(error)
-        return cls(save, to, copied, link)
+        return cls(save, to, copied, watch)
 
-    def memory(self, timeout_s: float | None = None) -> Result:
-        """Wait until all ranks have this snapshot in memory."""
-        return self._wait("memory", timeout_s)
+    def done(self) -> bool:
+        """Return whether the save is settled: saved where it was meant to go, skipped or failed.
 
-    def storage(self, timeout_s: float | None = None) -> Result:
+        It never waits. The first call begins to watch the save; until an answer came it says no.
+        """
+        return self._future().done()
+
+    def result(self, timeout: float | None = None) -> Result:
+        """Wait until the save is settled, and return `saved` or `skipped` with a reason.
+
+        Raises `CheckpointError` if the save failed, `TimeoutError` after `timeout` seconds.
+        """
+        try:
+            found = self._future().result(timeout)
+        except concurrent.futures.TimeoutError:
+            raise TimeoutError(f"step {self.step} is not saved after {timeout:g} s") from None
+        if found.outcome == "failed":
+            raise CheckpointError(f"step {self.step} was not saved: {found.reason}")
+        return found
+
+    def memory(self, timeout: float | None = None) -> Result:
+        """Wait until the snapshot is committed: all ranks have it in memory."""
+        return self._wait("memory", timeout)
+
+    def storage(self, timeout: float | None = None) -> Result:
         """Wait until the checkpoint is on storage, complete and durable."""
         if self.to == "memory":
             return Result("skipped", None, "it was meant for memory")
-        return self._wait("storage", timeout_s)
-
-    @property
-    def result(self) -> Result:
-        """How it stands now, without waiting."""
-        wanted: Tier = self.to or "memory"
-        for tier in ("storage", "memory") if wanted == "storage" else ("memory",):
-            result = self._wait(tier, 0.0)
-            if result.outcome != "pending":
-                stored = tier == wanted or result.outcome != "saved"
-                return result if stored else Result("pending", "memory", "on its way to storage")
-        return Result("pending")
+        return self._wait("storage", timeout)
 
     def await_copy(self) -> None:
         """Return when the copy in memory is made, or has failed."""
         self._copied.exception()
 
+    def _future(self) -> Future[Result]:
+        with self._lock:
+            if self._outcome is None:
+                self._outcome = Future()
+                tier: Tier = self.to or "memory"
+                copied = self._copied
+                at_hand = self.to is None or tier in self._known
+                if at_hand or (copied.done() and copied.exception() is not None):
+                    self._outcome.set_result(self._wait(tier, 0.0))
+                else:
+                    act, outcome = self._wait, self._outcome
+                    threading.Thread(
+                        target=lambda: outcome.set_result(act(tier, None)),
+                        name="ticket",
+                        daemon=True,
+                    ).start()
+            return self._outcome
+
     def _wait(self, to: Tier, timeout_s: float | None) -> Result:
         if self.to is None:
             return Result("skipped", None, self._reason)
         if to not in self._known:
-            result = self._asked(to, timeout_s)
+            result = self._ask(to, timeout_s)
             if result.outcome == "pending":
                 return result
             self._known[to] = result
         return self._known[to]
 
-    def _asked(self, to: Tier, timeout_s: float | None) -> Result:
+    def _ask(self, to: Tier, timeout_s: float | None) -> Result:
         try:
             self._copied.result(timeout_s)
-            settled = self._link.wait(self._save, to, timeout_s)
-        except (RequestTimeout, NotYet):
+            settled = self._watch.wait(self._save, to, timeout_s)
+        except (RequestTimeout, concurrent.futures.TimeoutError):
             return Result("pending")
         except (HoldfastError, OSError) as error:
             return Result("failed", None, str(error))

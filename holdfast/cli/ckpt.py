@@ -1,4 +1,4 @@
-"""`holdfast ckpt`: what checkpoints there are, whether they are good, and one file out of one."""
+"""`holdfast ckpt`: lists checkpoints, verifies them, and exports one into a single file."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from holdfast.errors import NotThere, UsageError
 from holdfast.view.terminal import print_table
 
 if TYPE_CHECKING:
+    from holdfast.checkpoint.dcp.foreign import PlainCheckpoint
     from holdfast.checkpoint.storage.backends import Readable
-    from holdfast.checkpoint.storage.manifest import StepFound
-    from holdfast.checkpoint.storage.verify import Refusal
+    from holdfast.checkpoint.storage.commit import Refusal
+    from holdfast.checkpoint.storage.manifest import Manifest, StepFound
 
 ABOUT = """\
 usage: holdfast ckpt ls|verify|export DIR ...
@@ -25,13 +26,16 @@ Looks after checkpoints: DIR is what a script gives to holdfast.Checkpointer, a 
 or a URL such as s3://bucket/prefix; or one checkpoint alone, of a step or of AsyncWriter. No
 job needs to run.
 
-  ls       which steps there are, when they were saved, by how many ranks, how large
+  ls       list the steps: when they were saved, by how many ranks, how large they are
   verify   read every byte and check it against its digest; exit 1 if one is wrong
   export   put one step into one file, for torch.load or safetensors
 
 A step is *complete* when its manifest (holdfast.json) is there, and with it everything; *partial*
-when a save is under way or never came to its end; *refused* when it did not verify, so that a
-restore takes an older one. Each is a plain directory that torch.distributed.checkpoint can load.
+while a save is under way, or if it never finished; *refused* if it did not verify, so that a restore
+takes an older one. Each is a plain directory that torch.distributed.checkpoint can load.
+
+What plain torch.distributed.checkpoint saved is listed and exported too. It is *unverified*: it has
+no digests. Checkpointer.restore(start_from=DIR) starts a job from it.
 
 Try:
   holdfast ckpt ls checkpoints
@@ -39,6 +43,8 @@ Try:
   holdfast ckpt export checkpoints --step 5000 --only model --to model.safetensors
 
 `holdfast ckpt ls --help` and so on tell more about each."""
+
+_NO_DIGESTS = "saved by plain torch.distributed.checkpoint, it has no digests"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -64,14 +70,22 @@ def _open(where: str) -> Readable:
     return open_either(where)
 
 
+def _found(storage: Readable, step: int | None) -> tuple[list[StepFound], list[PlainCheckpoint]]:
+    """Look for one step, or for all; what Holdfast saved, and what plain DCP saved."""
+    from holdfast.checkpoint.dcp.foreign import find_plain
+    from holdfast.checkpoint.storage.manifest import find_step, steps
+
+    ours = steps(storage) if step is None else [find_step(storage, step)]
+    return ours, [one for one in find_plain(storage) if step in (None, one.step)]
+
+
 # ---- ls -----------------------------------------------------------------------------------------
 
 
 def _ls(argv: Sequence[str]) -> int:
-    arguments = _parser("ls", "Which checkpoints there are, newest first.").parse_args(argv)
-    from holdfast.checkpoint.storage.manifest import steps
-
-    rows = [_row(one) for one in steps(_open(arguments.dir))]
+    arguments = _parser("ls", "List the checkpoints, newest first.").parse_args(argv)
+    ours, plain = _found(_open(arguments.dir), None)
+    rows = [_row(one) for one in ours] + [_plain_row(one) for one in plain]
     if arguments.json:
         print_json(rows)
     elif not rows:
@@ -99,12 +113,19 @@ def _row(found: StepFound) -> dict[str, Any]:
     }
 
 
+def _plain_row(found: PlainCheckpoint) -> dict[str, Any]:
+    unknown = dict.fromkeys(("saved_at", "world_size", "round", "job"))
+    why = f"{found.directory or found.where}: {_NO_DIGESTS}"
+    known = {"step": found.step, "state": "unverified", "why": why, "bytes": found.size()}
+    return {**unknown, **known}
+
+
 def _texts(row: dict[str, Any]) -> list[str]:
-    known = row["saved_at"] is not None
-    saved = row["saved_at"][:19].replace("T", " ") + " UTC" if known else "-"
-    size = _bytes(row["bytes"]) if known else "-"
-    numbers = [str(row[key]) if known else "-" for key in ("world_size", "round", "job")]
-    return [str(row["step"]), row["state"], saved, numbers[0], size, *numbers[1:], row["why"]]
+    keys = ("step", "world_size", "round", "job")
+    step, *others = ("-" if row[key] is None else str(row[key]) for key in keys)
+    saved = row["saved_at"][:19].replace("T", " ") + " UTC" if row["saved_at"] else "-"
+    size = "-" if row["bytes"] is None else _bytes(row["bytes"])
+    return [step, row["state"], saved, others[0], size, *others[1:], row["why"]]
 
 
 def _bytes(size: float) -> str:
@@ -122,40 +143,46 @@ def _verify(argv: Sequence[str]) -> int:
     parser = _parser(
         "verify",
         "Read checkpoints whole and check every byte against its digest. Says which file and which\n"
-        "block is wrong, and exits with 1 if any is. What is not committed is not looked at.",
+        "block is wrong, and exits with 1 if any is. Steps that are not committed are left out.",
     )
     parser.add_argument("--step", type=int, metavar="N", help="this step alone; else all")
     arguments = parser.parse_args(argv)
-    from holdfast.checkpoint.storage.manifest import find_step, steps
-
     storage = _open(arguments.dir)
-    found = steps(storage) if arguments.step is None else [find_step(storage, arguments.step)]
-    chosen = [one for one in found if one.state != "partial"]
-    if not chosen:
+    ours, plain = _found(storage, arguments.step)
+    committed = [one for one in ours if one.state != "partial"]
+    if not committed and not plain:
         what = "" if arguments.step is None else f" of step {arguments.step}"
         raise NotThere(f"{arguments.dir}: there is no checkpoint{what}; see `holdfast ckpt ls`")
-    results = [_verified(storage, one, quiet=arguments.json) for one in chosen]
+    results = [_verified(storage, one, quiet=arguments.json) for one in committed]
+    results += [_unverifiable(one, quiet=arguments.json) for one in plain]
     if arguments.json:
         print_json(results)
     return 1 if any(result["refusals"] for result in results) else 0
 
 
 def _verified(storage: Readable, found: StepFound, quiet: bool) -> dict[str, Any]:
-    from holdfast.checkpoint.storage.verify import Refusal, verify
+    from holdfast.checkpoint.storage.commit import Refusal, verify
 
     size = found.manifest.total_bytes if found.manifest else 0
     if found.state == "refused" and found.manifest is None:
         refusals = [Refusal("holdfast.json", found.why)]
     else:
-        with _progress(f"step {found.step}", size, quiet) as went_on:
-            refusals = verify(storage, found.step, went_on)
+        with _progress(f"step {found.step}", size, quiet) as on_progress:
+            refusals = verify(storage, found.step, on_progress)
     if not quiet:
-        print("\n".join(_told(found.step, size, refusals)), flush=True)
-    told = [{"file": r.file, "block": r.block, "why": r.why} for r in refusals]
-    return {"step": found.step, "bytes": size, "refusals": told}
+        print("\n".join(_lines(found.step, size, refusals)), flush=True)
+    listed = [{"file": r.file, "block": r.block, "why": r.why} for r in refusals]
+    return {"step": found.step, "bytes": size, "refusals": listed}
 
 
-def _told(step: int, size: int, refusals: list[Refusal]) -> Iterator[str]:
+def _unverifiable(found: PlainCheckpoint, quiet: bool) -> dict[str, Any]:
+    if not quiet:
+        print(f"{found.where}: cannot be verified: {_NO_DIGESTS}", flush=True)
+    refusal = {"file": ".metadata", "block": None, "why": _NO_DIGESTS}
+    return {"step": found.step, "bytes": found.size(), "refusals": [refusal]}
+
+
+def _lines(step: int, size: int, refusals: list[Refusal]) -> Iterator[str]:
     if not refusals:
         yield f"step {step}: verified, {_bytes(size)}"
     for one in refusals:
@@ -170,7 +197,7 @@ def _export(argv: Sequence[str]) -> int:
     parser = _parser(
         "export",
         "Put the state of one step into one file. Shards become whole tensors; every byte is\n"
-        "verified as it is read. What ranks had each for themselves is rank 0's.",
+        "verified as it is read. Of what ranks had each for themselves, rank 0's is taken.",
     )
     parser.add_argument("--step", type=int, metavar="N", help="which one; else the newest complete")
     parser.add_argument(
@@ -188,42 +215,40 @@ def _export(argv: Sequence[str]) -> int:
         help="unpickle objects that the script saved with pickling=True; they may run any code",
     )
     arguments = parser.parse_args(argv)
-    from holdfast.checkpoint.storage.export import check_target, export
+    from holdfast.checkpoint.storage.export import ExportTarget, export, export_plain
+    from holdfast.checkpoint.storage.manifest import Manifest
 
-    target = Path(arguments.to)
-    check_target(target, arguments.force)
+    target = ExportTarget(Path(arguments.to), arguments.only, arguments.force)
+    target.check()
     storage = _open(arguments.dir)
-    found = _complete(storage, arguments.dir, arguments.step)
-    size = found.manifest.total_bytes if found.manifest else 0
-    with _progress(f"step {found.step}", size, arguments.json) as went_on:
-        done = export(
-            storage,
-            found.step,
-            target,
-            only=arguments.only,
-            force=arguments.force,
-            pickling=arguments.pickle,
-            went_on=went_on,
-        )
+    found = _to_export(storage, arguments.dir, arguments.step)
+    if isinstance(found, Manifest):
+        what = f"step {found.step}"
+        with _progress(what, found.total_bytes, arguments.json) as on_progress:
+            done = export(storage, found.step, target, arguments.pickle, on_progress)
+    else:
+        what = f"{found.where} (not verified: {_NO_DIGESTS})"
+        done = export_plain(found, target, arguments.pickle)
     if arguments.json:
-        told = {"step": found.step, "file": done.path, "bytes": done.size}
-        print_json({**told, "tensors": done.tensors, "left_out": done.left_out})
+        counts = {"tensors": done.tensors, "left_out": done.left_out}
+        print_json({"step": found.step, "file": done.path, "bytes": done.size, **counts})
         return 0
-    print(f"step {found.step}: {done.tensors} tensors, {_bytes(done.size)}, in {done.path}")
+    print(f"{what}: {done.tensors} tensors, {_bytes(done.size)}, in {done.path}")
     if done.left_out:
         print(f"{done.left_out} values are no tensors and are left out; FILE.pt would have them")
     return 0
 
 
-def _complete(storage: Readable, where: str, step: int | None) -> StepFound:
-    from holdfast.checkpoint.storage.manifest import find_step, steps
-
-    found = steps(storage) if step is None else [find_step(storage, step)]
-    complete = [one for one in found if one.state == "complete"]
-    if not complete:
-        why = f" of step {step}: {found[0].why}" if step is not None else ""
-        raise NotThere(f"{where}: there is no complete checkpoint{why}; see `holdfast ckpt ls`")
-    return complete[0]
+def _to_export(storage: Readable, where: str, step: int | None) -> Manifest | PlainCheckpoint:
+    """Choose a complete step, or else a plain checkpoint."""
+    ours, plain = _found(storage, step)
+    for one in ours:
+        if one.state == "complete" and one.manifest is not None:
+            return one.manifest
+    if plain:
+        return plain[0]
+    why = f" of step {step}: {ours[0].why}" if step is not None else ""
+    raise NotThere(f"{where}: there is no complete checkpoint{why}; see `holdfast ckpt ls`")
 
 
 # ---- progress -----------------------------------------------------------------------------------
@@ -231,7 +256,7 @@ def _complete(storage: Readable, where: str, step: int | None) -> StepFound:
 
 @contextmanager
 def _progress(what: str, size: int, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """How far long work is: a bar on a terminal, elsewhere a line now and then."""
+    """Show the progress of long work: a bar on a terminal, elsewhere a line every ten seconds."""
     if quiet:
         yield lambda more: None
     elif sys.stderr.isatty():
@@ -242,19 +267,19 @@ def _progress(what: str, size: int, quiet: bool) -> Iterator[Callable[[int], Non
             task = bar.add_task(what, total=size)
             yield lambda more: bar.advance(task, more)
     else:
-        yield _Lines(what, size)
+        yield _ProgressLines(what, size)
 
 
-class _Lines:
+class _ProgressLines:
     def __init__(self, what: str, size: int) -> None:
         self._what = what
         self._size = size
         self._done = 0
-        self._told_at = time.monotonic()
+        self._printed_at = time.monotonic()
 
     def __call__(self, more: int) -> None:
         self._done += more
-        if time.monotonic() - self._told_at > 10:
-            self._told_at = time.monotonic()
+        if time.monotonic() - self._printed_at > 10:
+            self._printed_at = time.monotonic()
             done = f"{_bytes(self._done)} of {_bytes(self._size)}"
             print(f"{self._what}: {done}", file=sys.stderr, flush=True)

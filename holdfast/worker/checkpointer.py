@@ -13,7 +13,7 @@ from typing import Any
 
 from holdfast.checkpoint import checkpointer as engine
 from holdfast.checkpoint.replicas.copies import Peer
-from holdfast.checkpoint.restore.load import Stored
+from holdfast.checkpoint.restore.load import StoredState
 from holdfast.checkpoint.restore.sources import open_image, open_peers
 from holdfast.checkpoint.standalone.link import ScriptLink
 from holdfast.checkpoint.storage import retention
@@ -103,7 +103,7 @@ class AgentLink:
         assert isinstance(answer, StateFound)
         return answer
 
-    def open_image(self, image: ImageId, holder: Holder, until: ExitStack) -> Stored:
+    def open_image(self, image: ImageId, holder: Holder, until: ExitStack) -> StoredState:
         answer = self._worker.requests.ask(LocateImage(image=image), None)
         assert isinstance(answer, ImageAt)
         if answer.path:

@@ -11,22 +11,21 @@ import pytest
 from holdfast.checkpoint.dcp import records as dcp
 from holdfast.checkpoint.state import layout
 from holdfast.checkpoint.state.layout import (
+    ByteSpan,
     Contents,
     Extent,
+    FileRecord,
     Kind,
-    Span,
     TensorItem,
     ValueItem,
     aligned,
 )
-from holdfast.checkpoint.storage import digests, persist, verify
+from holdfast.checkpoint.storage import commit as commit_module
 from holdfast.checkpoint.storage import rank_file as rankfile
-from holdfast.checkpoint.storage.backends import Storage
+from holdfast.checkpoint.storage.backends import Storage, rank_file_name, step_directory
 from holdfast.checkpoint.storage.commit import AlreadyCommitted, Committed, commit
 from holdfast.checkpoint.storage.manifest import steps
-from holdfast.checkpoint.storage.names import rank_file, step_directory
-from holdfast.checkpoint.storage.persist import extents_of, write_file
-from holdfast.checkpoint.storage.rank_file import FileRecord
+from holdfast.checkpoint.storage.rank_file import extents_of, write_file
 from holdfast.checkpoint.storage.retention import KeepLatest, Pruned, plan, prune
 from holdfast.errors import StepTaken
 
@@ -35,7 +34,7 @@ from holdfast.errors import StepTaken
 class Body:
     data: bytearray
     contents: Contents
-    span: Span
+    span: ByteSpan
     """Where the contents are."""
 
     def extents(self, shared: str = "slice") -> tuple[Extent, ...]:
@@ -54,33 +53,33 @@ def make_body(
     def add(name: str, kind: Kind, size: int, seed: object, parts: int = 1) -> None:
         header = dcp.tensor_header("uint8", (size,))
         data.extend(bytes(aligned(len(data)) - len(data)))
-        framed = Span(len(data), len(header) + size)
+        framed = ByteSpan(len(data), len(header) + size)
         data.extend(header + random.Random(repr((step, round, seed))).randbytes(size))
         at = rank * size if parts > 1 else 0
-        raw = Span(framed.end - size, size)
+        raw = ByteSpan(framed.end - size, size)
         items.append(TensorItem(name, kind, "uint8", (size * parts,), (at,), (size,), framed, raw))
 
     add("rng", "own", 17, (rank, "rng"))
     add("weight", "shard", item_bytes, (rank, "weight"), world_size)
-    own = Span(0, aligned(len(data)))
+    own = ByteSpan(0, aligned(len(data)))
     for index in range(shared):
         add(f"layer{index}", "shared", item_bytes * (1 + index % 3), index)
     data.extend(bytes(aligned(len(data)) - len(data)))
-    common = Span(own.end, len(data) - own.end)
+    common = ByteSpan(own.end, len(data) - own.end)
     tail_at = len(data)
     value = dcp.value_bytes(step)
-    values = (ValueItem("step", Span(tail_at, len(value))),)
-    skeleton = Span(tail_at + len(value), 1)
+    values = (ValueItem("step", ByteSpan(tail_at, len(value))),)
+    skeleton = ByteSpan(tail_at + len(value), 1)
     data.extend(value + b"\x80")
     whose = (step, round, rank, world_size)
 
-    def encoded(tail: Span) -> bytes:
+    def encoded(tail: ByteSpan) -> bytes:
         contents = Contents(*whose, own, common, tail, skeleton, tuple(items), values)
         return msgspec.msgpack.encode(contents)
 
-    end = aligned(len(data) + len(encoded(Span(tail_at, 0))) + 16)
-    contents = encoded(Span(tail_at, end - tail_at))
-    span = Span(len(data), len(contents))
+    end = aligned(len(data) + len(encoded(ByteSpan(tail_at, 0))) + 16)
+    contents = encoded(ByteSpan(tail_at, end - tail_at))
+    span = ByteSpan(len(data), len(contents))
     data.extend(contents + bytes(end - len(data) - len(contents)))
     return Body(data, msgspec.msgpack.decode(contents, type=Contents), span)
 
@@ -90,7 +89,7 @@ def write(storage: Storage, body: Body, shared: str = "slice") -> FileRecord:
     return write_file(
         storage,
         step_directory(told.step),
-        rank_file(told.rank, told.round),
+        rank_file_name(told.rank, told.round),
         memoryview(body.data),
         body.extents(shared),
         body.span,
@@ -125,5 +124,5 @@ def save_and_prune(storage: Storage, step: int, round: int, keep: int) -> Pruned
 
 def small_blocks(patch: pytest.MonkeyPatch, size: int = 1 << 10) -> None:
     """Files of many blocks without many megabytes."""
-    for module in (layout, digests, persist, rankfile, verify):
+    for module in (layout, rankfile, commit_module):
         patch.setattr(module, "BLOCK_BYTES", size)

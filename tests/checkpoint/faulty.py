@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 
-from holdfast.checkpoint.storage.disk import Disk
+from holdfast.checkpoint.storage.posix import Disk
 
 
 class FaultyDisk(Disk):

@@ -19,7 +19,7 @@ CUSTOMIZE = """
 import errno, os, signal, time
 from pathlib import Path
 if "HOLDFAST_TEST_DISK" in os.environ:
-    from holdfast.checkpoint.storage.disk import Disk
+    from holdfast.checkpoint.storage.posix import Disk
     control, names, calls = Path(os.environ["HOLDFAST_TEST_DISK"]), {}, [0]
     def told(what, name):
         return what in (said := control.read_text()) and said.partition(":")[2] in name

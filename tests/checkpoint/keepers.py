@@ -20,26 +20,25 @@ from typing import Any
 
 import pytest
 
-from holdfast.checkpoint.memory.image_store import Held, Outline, Place
+from holdfast.checkpoint.memory.images import Held, IncomingImage, Outline
 from holdfast.checkpoint.replicas import copies as replicas
+from holdfast.checkpoint.replicas import copies as transfer
 from holdfast.checkpoint.replicas import server as replicaserver
-from holdfast.checkpoint.replicas import transfer
-from holdfast.checkpoint.replicas.connection import Connection
-from holdfast.checkpoint.replicas.copies import Limits, Peer
+from holdfast.checkpoint.replicas.copies import Peer, TransferLimits
+from holdfast.checkpoint.replicas.protocol import Connection
 from holdfast.checkpoint.replicas.server import ReplicaServer
-from holdfast.checkpoint.restore import peer_source as peersource
+from holdfast.checkpoint.restore import sources as peersource
 from holdfast.checkpoint.restore import verified_read as reading
 from holdfast.checkpoint.state import layout
-from holdfast.checkpoint.state.layout import BLOCK_BYTES, Span
-from holdfast.checkpoint.storage import digests
-from holdfast.checkpoint.storage.digests import block_digests
+from holdfast.checkpoint.state import layout as digests
+from holdfast.checkpoint.state.layout import BLOCK_BYTES, ByteSpan, block_digests
 from holdfast.errors import StorageError
 from holdfast.messages.checkpoints import ImageId, SnapshotId
 from holdfast.messages.units import Rank, RoundNumber, StepNumber
 
 TOKEN = "the job's token"
 BODY_AT = 8192
-QUICK = Limits(stall_s=0.5)
+QUICK = TransferLimits(stall_s=0.5)
 SMALL = BLOCK_BYTES + 12345
 """Two blocks, one of them short: one connection."""
 LARGE = 4 * BLOCK_BYTES + 54321
@@ -81,7 +80,7 @@ def until(condition: Callable[[], bool], what: str, limit_s: float = 10) -> None
 # ---- nodes ----
 
 
-class MappedPlace(Place):
+class MappedImage(IncomingImage):
     fd: int
     mapping: Any
 
@@ -91,7 +90,7 @@ class MappedPlace(Place):
             return all_of_it[BODY_AT:]
 
 
-class MemoryShelf:
+class MemoryStore:
     """Images in a folder in shared memory, and an account of what was asked of it."""
 
     def __init__(self, folder: Path) -> None:
@@ -110,7 +109,7 @@ class MemoryShelf:
         with self._lock:
             self.lent -= 1
 
-    def place(self, outline: Outline) -> Place:
+    def place(self, outline: Outline) -> IncomingImage:
         if self.trouble is not None:
             raise self.trouble
         with self._lock:
@@ -125,9 +124,9 @@ class MemoryShelf:
             os.close(fd)
             raise
         mapping, o = mmap.mmap(fd, end), outline
-        return MappedPlace(o.id, o.size, o.digests, o.contents, fd, mapping)
+        return MappedImage(o.id, o.size, o.digests, o.contents, fd, mapping)
 
-    def complete(self, place: Place) -> Held:
+    def complete(self, place: IncomingImage) -> Held:
         fd = self._unmapped(place)
         with self._lock:
             self.completed += 1
@@ -136,21 +135,21 @@ class MemoryShelf:
             self.images[place.id] = held
             return held
 
-    def drop(self, place: Place) -> None:
+    def drop(self, place: IncomingImage) -> None:
         os.close(self._unmapped(place))
         with self._lock:
             self.dropped += 1
 
-    def _unmapped(self, place: Place) -> int:
+    def _unmapped(self, place: IncomingImage) -> int:
         """Fails if anything still points into the mapping."""
-        assert isinstance(place, MappedPlace)
+        assert isinstance(place, MappedImage)
         place.mapping.close()
         return place.fd
 
     def put(self, id: ImageId, size: int = SMALL) -> Held:
         """An image of a rank of this node."""
         bytes_of_it = memoryview(a_body(id, size))
-        contents = Span(size - 100, 100)
+        contents = ByteSpan(size - 100, 100)
         place = self.place(Outline(id, size, block_digests(bytes_of_it), contents))
         with place.view as view:
             view[:] = bytes_of_it
@@ -165,20 +164,20 @@ class MemoryShelf:
 
 
 class Node:
-    """A keeper: a shelf, and a server that others reach it by."""
+    """A keeper: a store, and a server that others reach it by."""
 
     def __init__(self, folder: Path, tls: ssl.SSLContext | None = None, stall_s: float = 5.0):
-        self.shelf = MemoryShelf(folder)
+        self.store = MemoryStore(folder)
         listener = socket.create_server(("127.0.0.1", 0))
         self.peer = Peer(*listener.getsockname())
-        self.server = ReplicaServer(listener, TOKEN, self.shelf, tls, stall_s)
+        self.server = ReplicaServer(listener, TOKEN, self.store, tls, stall_s)
         self.server.start()
 
     def close(self) -> None:
         self.server.close()
-        for held in self.shelf.images.values():
+        for held in self.store.images.values():
             os.close(held.fd)
-        assert self.shelf.quiet
+        assert self.store.quiet
 
 
 NewNode = Callable[..., Node]

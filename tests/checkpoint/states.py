@@ -7,6 +7,7 @@ import os
 import signal
 import struct
 import threading
+import time
 import traceback
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
@@ -24,8 +25,8 @@ from holdfast.checkpoint.restore import load as restore
 from holdfast.checkpoint.restore import verified_read as reading
 from holdfast.checkpoint.restore.sources import open_image
 from holdfast.checkpoint.state import layout
+from holdfast.checkpoint.state import layout as digests
 from holdfast.checkpoint.state.capture import Captured, Layout, Position, capture
-from holdfast.checkpoint.storage import digests
 from holdfast.checkpoint.tickets import SaveId
 from holdfast.messages.checkpoints import Holder, ImageId, Missed, SnapshotId, Tier, Tried, Wish
 from holdfast.messages.requests import SaveSettled, StateFound
@@ -201,8 +202,11 @@ class FakeLink:
     def wait(self, save: SaveId, to: Tier, timeout_s: float | None) -> SaveSettled:
         from holdfast.errors import RequestTimeout
 
-        if (save.step, to) not in self.settled:
-            raise RequestTimeout("not yet")
+        until = time.monotonic() + (20.0 if timeout_s is None else timeout_s)
+        while (save.step, to) not in self.settled:
+            if time.monotonic() >= until:
+                raise RequestTimeout("not yet")
+            time.sleep(0.001)
         return self.settled[save.step, to]
 
     def find(self, checkpointer: str, step: int | None, tried: Tried | None) -> StateFound:
@@ -217,7 +221,7 @@ class FakeLink:
             return offer(self.saves[-1][0])
         return StateFound(where="nowhere", refused=refused)
 
-    def open_image(self, image: ImageId, holder: Holder, until: ExitStack) -> restore.Stored:
+    def open_image(self, image: ImageId, holder: Holder, until: ExitStack) -> restore.StoredState:
         path = next(path for step, _, path in reversed(self.saves) if step == image.snapshot.step)
         return open_image(path, image, until)
 

@@ -86,7 +86,7 @@ def test_an_image_on_this_node_is_read_as_a_file(worker: Worker, shm: Path) -> N
 def test_an_image_that_is_only_at_a_peer_is_read_there(
     worker: Worker, shm: Path, there: Node
 ) -> None:
-    there.server._shelf = Images(shm)
+    there.server._store = Images(shm)
     Rank(shm).save(STATE)
     worker.answer = ImageAt(path="", token=TOKEN)
     check_same(loaded(worker, holder(there)), STATE)
@@ -97,7 +97,7 @@ def test_a_peer_is_read_in_tls_where_the_job_has_it(
     worker: Worker, shm: Path, new_node: NewNode, certificates: TlsFiles
 ) -> None:
     there = new_node(server_context(certificates))
-    there.server._shelf = Images(shm)
+    there.server._store = Images(shm)
     Rank(shm).save(STATE)
     files = (certificates.cert, certificates.key, certificates.ca)
     worker.answer = ImageAt(path="", token=TOKEN, tls=files)
@@ -129,7 +129,7 @@ def test_a_step_without_an_image_is_told_with_a_reason_of_any_length(worker: Wor
 
 def test_an_agent_that_does_not_hear_is_an_error(worker: Worker) -> None:
     worker.hears = False
-    with pytest.raises(CheckpointError, match="does not hear"):
+    with pytest.raises(CheckpointError, match="cannot reach the agent"):
         link(worker).missed(SaveId("c", 7, 2), "failed", "no memory")
 
 

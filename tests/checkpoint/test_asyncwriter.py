@@ -29,10 +29,9 @@ from holdfast.checkpoint import async_writer as asyncwriter
 from holdfast.checkpoint.async_writer import AsyncWriter, async_save
 from holdfast.checkpoint.standalone.store_meeting import StoreMeeting
 from holdfast.checkpoint.state import capture
-from holdfast.checkpoint.storage.backends import open_storage
+from holdfast.checkpoint.storage.backends import MANIFEST, open_storage
+from holdfast.checkpoint.storage.commit import verify
 from holdfast.checkpoint.storage.manifest import decoded, steps
-from holdfast.checkpoint.storage.names import MANIFEST
-from holdfast.checkpoint.storage.verify import verify
 from holdfast.errors import CheckpointError, UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -445,7 +444,7 @@ def test_ranks_that_name_different_places_save_nowhere(
     state = {"t": torch.ones(3)}
     futures = [one.save(state, checkpoint_id=tmp_path / str(i)) for i, one in enumerate(pair)]
     for future in futures:
-        assert "it is not there (the ranks gave different paths" in str(future.exception(60))
+        assert "it does not exist (the ranks gave different paths" in str(future.exception(60))
     assert not list(tmp_path.glob("*/.metadata"))
 
 

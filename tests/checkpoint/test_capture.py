@@ -261,7 +261,7 @@ def test_memory_that_was_freed_later_is_noticed_too() -> None:
     tensor = torch.ones(4)
     before = captured({"a": tensor})
     tensor.untyped_storage().resize_(0)
-    with pytest.raises(CheckpointError, match=r"^a: its memory was freed"):
+    with pytest.raises(CheckpointError, match=r"^a: the tensor's memory was freed"):
         captured({"a": tensor}, before)
 
 

@@ -8,6 +8,7 @@ import gc
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Executor
@@ -25,7 +26,7 @@ from holdfast.checkpoint.checkpointer import Checkpointer
 from holdfast.checkpoint.memory.image import Image
 from holdfast.checkpoint.memory.images import Images
 from holdfast.checkpoint.state.capture import Position, capture
-from holdfast.checkpoint.storage.backends import PosixStorage
+from holdfast.checkpoint.storage.posix import PosixStorage
 from holdfast.checkpoint.tickets import Result
 from holdfast.errors import CheckpointError, UsageError
 from holdfast.messages.requests import SaveSettled
@@ -164,7 +165,7 @@ def test_training_does_not_start_over_in_silence(link: FakeLink) -> None:
     script.checkpointer.save(1).memory()
     path = link.saves[0][2]
     flip(path, Image.open(path).body_at + 100)
-    with pytest.raises(CheckpointError, match=r"nothing that was saved can be restored"):
+    with pytest.raises(CheckpointError, match=r"no saved state can be restored"):
         script.checkpointer.restore()
 
 
@@ -195,9 +196,13 @@ def test_parameters_wait_for_their_copy_before_the_next_step(link: FakeLink) -> 
     script.backward()  # Forward changes buffers; they were copied before.
     stepping = threading.Thread(target=script.optimizer.step)
     stepping.start()
-    assert ticket.result == Result("pending")
+    assert ticket.memory(0.0) == Result("pending")
+    assert not ticket.done()
+    with pytest.raises(TimeoutError, match=r"step 1 is not saved after 0.01 s"):
+        ticket.result(0.01)
     held.let_go()
     stepping.join()
+    assert ticket.result(20) == Result("saved", "memory")
     assert ticket.memory(20).outcome == "saved"
     check_same(restored(link), want)
 
@@ -226,7 +231,10 @@ def test_a_change_by_other_means_fails_the_save_rather_than_tear_it(
     result = ticket.memory(20)
     assert result.outcome == "failed"
     assert "changed while it was copied" in result.reason
-    assert ticket.result.outcome == "failed"
+    with pytest.raises(
+        CheckpointError, match=r"step 2 was not saved: .*changed while it was copied"
+    ):
+        ticket.result()
     assert link.missing == [(2, "failed", result.reason)]
     assert "step 2 was not saved" in capsys.readouterr().err
     check_same(restored(link), want)
@@ -240,7 +248,7 @@ def test_with_block_nothing_is_left_to_do(link: FakeLink) -> None:
     script.step()
     held = Held(script.checkpointer)
     ticket = script.checkpointer.save(1, block=True)
-    assert ticket.result == Result("saved", "memory")
+    assert ticket.memory(0.0) == ticket.result(20) == Result("saved", "memory")
     held.let_go()
 
 
@@ -248,7 +256,7 @@ def test_without_overlap_every_save_blocks(link: FakeLink) -> None:
     script = Script(link, overlap=False)
     script.step()
     held = Held(script.checkpointer)
-    assert script.checkpointer.save(1).result == Result("saved", "memory")
+    assert script.checkpointer.save(1).memory(0.0) == Result("saved", "memory")
     held.let_go()
 
 
@@ -321,7 +329,8 @@ def test_intervals_say_where_a_save_goes(
 def test_a_save_that_is_not_due_says_so(link: FakeLink) -> None:
     ticket = Script(link, memory_every=2).checkpointer.save(1)
     want = Result("skipped", None, "it is not due")
-    assert (ticket.result, ticket.memory(), ticket.storage()) == (want, want, want)
+    assert ticket.done()
+    assert (ticket.result(), ticket.memory(), ticket.storage()) == (want, want, want)
     assert link.saves == []
 
 
@@ -347,29 +356,49 @@ def test_a_ticket_remembers_what_it_was_told(link: FakeLink) -> None:
     ticket = Script(link).checkpointer.save(1)
     assert ticket.memory() == Result("saved", "memory")
     link.settled[1, "memory"] = SaveSettled(outcome="skipped", reason="it is too long ago")
-    assert (ticket.memory(), ticket.result) == (Result("saved", "memory"),) * 2
+    assert ticket.done()
+    assert (ticket.memory(), ticket.result()) == (Result("saved", "memory"),) * 2
 
 
 def test_a_ticket_tells_how_far_a_save_got(link: FakeLink) -> None:
     ticket = Script(link, directory="d").checkpointer.save(1, block=True)
     assert ticket.memory() == Result("saved", "memory")
     assert ticket.storage(0.0) == Result("pending")
-    assert ticket.result == Result("pending", "memory", "on its way to storage")
+    assert not ticket.done()
     link.settled[1, "storage"] = SaveSettled(outcome="saved")
-    assert ticket.storage() == ticket.result == Result("saved", "storage")
+    assert ticket.storage() == ticket.result() == Result("saved", "storage")
+    assert ticket.done()
 
 
-@pytest.mark.parametrize("outcome", ["skipped", "failed"])
-def test_a_ticket_gives_the_reason(link: FakeLink, outcome: Any) -> None:
+def test_asking_whether_a_save_is_done_never_waits(link: FakeLink) -> None:
+    """The link answers only after `done` has returned."""
     ticket = Script(link, directory="d").checkpointer.save(1, block=True)
-    link.settled[1, "storage"] = SaveSettled(outcome=outcome, reason="the disk is full")
-    assert ticket.result == ticket.storage() == Result(outcome, None, "the disk is full")
+    assert not ticket.done()
+    link.settled[1, "storage"] = SaveSettled(outcome="saved")
+    until = time.monotonic() + 20
+    while not ticket.done():
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+def test_a_ticket_gives_the_reason_of_a_skip(link: FakeLink) -> None:
+    ticket = Script(link, directory="d").checkpointer.save(1, block=True)
+    link.settled[1, "storage"] = SaveSettled(outcome="skipped", reason="a newer one")
+    assert ticket.result() == ticket.storage() == Result("skipped", None, "a newer one")
+
+
+def test_the_result_of_a_save_that_failed_is_its_error(link: FakeLink) -> None:
+    ticket = Script(link, directory="d").checkpointer.save(1, block=True)
+    link.settled[1, "storage"] = SaveSettled(outcome="failed", reason="the disk is full")
+    assert ticket.storage() == Result("failed", None, "the disk is full")
+    with pytest.raises(CheckpointError, match=r"^step 1 was not saved: the disk is full$"):
+        ticket.result()
 
 
 def test_what_was_meant_for_memory_is_never_on_storage(link: FakeLink) -> None:
     ticket = Script(link, directory="d").checkpointer.save(1, to="memory", block=True)
     assert ticket.storage() == Result("skipped", None, "it was meant for memory")
-    assert ticket.result == Result("saved", "memory")
+    assert ticket.result() == Result("saved", "memory")
 
 
 def test_waiting_for_the_last_save(link: FakeLink) -> None:
@@ -378,7 +407,7 @@ def test_waiting_for_the_last_save(link: FakeLink) -> None:
     checkpointer.save(1, to="memory")
     checkpointer.wait()
     checkpointer.save(2)
-    checkpointer.wait(timeout_s=0.0)
+    checkpointer.wait(timeout=0.0)
 
 
 # ---- saves that fail, or are not made ----
@@ -397,7 +426,7 @@ def test_a_save_that_finds_both_images_read_is_skipped_with_its_reason(
         ticket = script.checkpointer.save(3)
         why = "both images are still being read; saves come faster than they are kept"
         want = Result("skipped", None, why)
-        assert (ticket.result, ticket.memory(), ticket.storage()) == (want, want, want)
+        assert (ticket.result(), ticket.memory(), ticket.storage()) == (want, want, want)
         assert link.missing == [(3, "skipped", why)]
         script.checkpointer.wait()
     assert capsys.readouterr().err == ""
@@ -437,9 +466,10 @@ def test_without_memory_a_save_fails_and_training_goes_on(
     script = Script(link)
     script.step()
     ticket = script.checkpointer.save(1, block=block)
-    assert ticket.result.outcome == ticket.memory().outcome == "failed"
-    assert "No space left on device; see `df -h" in ticket.result.reason
-    assert link.missing == [(1, "failed", ticket.result.reason)]
+    assert ticket.memory().outcome == "failed"
+    with pytest.raises(CheckpointError, match="No space left on device; see `df -h"):
+        ticket.result()
+    assert link.missing == [(1, "failed", ticket.memory().reason)]
     assert "step 1 was not saved: no" in capsys.readouterr().err
     script.step()
     no_memory.undo()
@@ -452,8 +482,8 @@ def test_what_cannot_be_saved_is_named_and_training_goes_on(link: FakeLink) -> N
     script = Script(link)
     script.state["epoch"] = {"list": [object()]}
     ticket = script.checkpointer.save(1)
-    assert ticket.result.outcome == "failed"
-    assert ticket.result.reason.startswith("epoch.list.0: a builtins.object cannot be saved")
+    assert ticket.done()
+    assert ticket.memory().reason.startswith("epoch.list.0: a builtins.object cannot be saved")
     script.state["epoch"] = 2
     assert script.checkpointer.save(2).memory().outcome == "saved"
 
@@ -468,7 +498,7 @@ def test_a_state_dict_that_raises_is_named_and_training_goes_on(link: FakeLink) 
         def load_state_dict(self, state: Any) -> None: ...
 
     script.state["broken"] = Broken()
-    result = script.checkpointer.save(1).result
+    result = script.checkpointer.save(1).memory()
     assert result.outcome == "failed"
     assert result.reason == "'broken': its state_dict() failed: ZeroDivisionError: oh"
 
@@ -516,7 +546,7 @@ def test_no_memory_before_the_first_save_is_told(
 
 @pytest.mark.parametrize("step", [-1, 1.0, "1", None, True, 10**18])
 def test_a_step_is_a_whole_number(link: FakeLink, step: Any) -> None:
-    with pytest.raises(UsageError, match="a step is a whole number"):
+    with pytest.raises(UsageError, match="a step is an integer"):
         Script(link).checkpointer.save(step)
 
 
@@ -527,7 +557,7 @@ def test_a_step_may_be_numpys(link: FakeLink) -> None:
 
 @pytest.mark.parametrize("to", ["disk", "", 3])
 def test_there_are_two_places_to_save_to(link: FakeLink, to: Any) -> None:
-    with pytest.raises(UsageError, match="to memory or to storage"):
+    with pytest.raises(UsageError, match="`to` is"):
         Script(link).checkpointer.save(1, to=to)
 
 
@@ -543,9 +573,9 @@ class OnlySaves:
         ({1: 2}, {}, "the state is a dict"),
         ({"a": OnlySaves()}, {}, "'a' has only one of state_dict and load_state_dict"),
         ({}, {"storage_every": 3}, "storage_every needs a directory"),
-        ({}, {"memory_every": 0}, "memory_every is a number of steps"),
-        ({}, {"memory_every": "3"}, "memory_every is a number of steps"),
-        ({}, {"keep": 3}, "keep is a rule"),
+        ({}, {"memory_every": 0}, "memory_every is a positive number"),
+        ({}, {"memory_every": "3"}, "memory_every is a positive number"),
+        ({}, {"keep": 3}, "keep is a policy"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_at_once(

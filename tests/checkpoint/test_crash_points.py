@@ -25,9 +25,9 @@ from faulty import (
     no_space,
 )
 
-from holdfast.checkpoint.storage.backends import PosixStorage
+from holdfast.checkpoint.storage.commit import verify
 from holdfast.checkpoint.storage.manifest import steps
-from holdfast.checkpoint.storage.verify import verify
+from holdfast.checkpoint.storage.posix import PosixStorage
 from holdfast.errors import StorageError
 
 FOREIGN = {

@@ -22,16 +22,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from holdfast.checkpoint.dcp import opcodes as op
-from holdfast.checkpoint.dcp.foreign import Place, read_metadata
+from holdfast.checkpoint.dcp import records as op
+from holdfast.checkpoint.dcp.foreign import FileRange, read_metadata
 from holdfast.checkpoint.dcp.metadata import File, metadata
 from holdfast.checkpoint.dcp.records import ELEMENT_BYTES, element_bytes, tensor_header, value_bytes
 from holdfast.checkpoint.state.layout import (
     ALIGNMENT,
+    ByteSpan,
     Contents,
     Extent,
     Kind,
-    Span,
     TensorItem,
     ValueItem,
     aligned,
@@ -156,19 +156,19 @@ class Body:
         header, raw = tensor_header(dtype_of(whole), sizes), raw_of(part)
         at = aligned(len(self.data))
         self.data += bytes(at - len(self.data)) + header + raw
-        framed = Span(at, len(header) + len(raw))
-        where = framed, Span(at + len(header), len(raw))
+        framed = ByteSpan(at, len(header) + len(raw))
+        where = framed, ByteSpan(at + len(header), len(raw))
         self.items.append(
             TensorItem(name, kind, dtype_of(whole), shape, offsets, sizes, *where, also)
         )
 
     def put_value(self, name: str, value: object) -> None:
         data = value_bytes(value)
-        self.values.append(ValueItem(name, Span(len(self.data), len(data))))
+        self.values.append(ValueItem(name, ByteSpan(len(self.data), len(data))))
         self.data += data
 
     def contents(self) -> Contents:
-        nothing = Span(0, 0)
+        nothing = ByteSpan(0, 0)
         return Contents(
             step=1,
             round=0,
@@ -188,7 +188,7 @@ class Body:
         shared = [item for item in self.items if item.kind == "shared"]
         others = [s for at, s in enumerate(shared) if at % self.world_size != self.rank]
         extents, file, at = [], bytearray(b"a file may begin with anything"), 0
-        for skipped in [*(item.framed for item in others), Span(len(self.data), 0)]:
+        for skipped in [*(item.framed for item in others), ByteSpan(len(self.data), 0)]:
             extents.append(Extent(at, len(file), skipped.at - at))
             file += self.data[at : skipped.at]
             at = skipped.end
@@ -344,7 +344,7 @@ def test_it_is_the_metadata_that_torch_would_have_written(tmp_path: Path) -> Non
 def test_each_place_holds_what_it_should(directory: Path) -> None:
     stored = read_metadata((directory / ".metadata").read_bytes())
 
-    def at(place: Place) -> Any:
+    def at(place: FileRange) -> Any:
         with (directory / place.path).open("rb") as file:
             return torch.load(_create_file_view(file, place.at, place.size), weights_only=True)
 
@@ -381,16 +381,16 @@ def test_the_same_chunk_in_two_files_counts_once() -> None:
 def test_a_tensor_that_no_file_has_all_of_is_an_error_that_names_it() -> None:
     body = Body(0, 2)
     body.put("w", ROWS, **shard(ROWS, 0, 0, 2))
-    with pytest.raises(CheckpointError, match="w is not all there"):
+    with pytest.raises(CheckpointError, match="w is incomplete"):
         metadata([("0", body.contents(), [Extent(0, 0, len(body.data))])])
-    with pytest.raises(CheckpointError, match="w is not all there"):
+    with pytest.raises(CheckpointError, match="w is incomplete"):
         metadata([("0", body.contents(), [])])
 
 
 def test_a_value_that_no_file_has_is_an_error_that_names_it() -> None:
     body = Body(0, 1)
     body.put_value("epoch", 1)
-    with pytest.raises(CheckpointError, match="epoch is not all there"):
+    with pytest.raises(CheckpointError, match="epoch is incomplete"):
         metadata([("0", body.contents(), [Extent(0, 0, len(body.data) - 1)])])
 
 
@@ -401,8 +401,8 @@ def test_a_rank_may_have_several_files() -> None:
     cut = body.values[0].framed.at
     halves = [[Extent(cut, 0, len(body.data) - cut)], [Extent(0, 5, cut)]]
     stored = read_metadata(metadata([(f"{n}", body.contents(), e) for n, e in enumerate(halves)]))
-    assert stored.values["v"] == Place("0", 0, body.values[0].framed.size)
-    assert stored.tensors["w"].chunks[0].place == Place("1", 5, body.items[0].framed.size)
+    assert stored.values["v"] == FileRange("0", 0, body.values[0].framed.size)
+    assert stored.tensors["w"].chunks[0].place == FileRange("1", 5, body.items[0].framed.size)
 
 
 def test_parts_of_different_tensors_are_an_error_that_names_them() -> None:
@@ -477,10 +477,10 @@ from holdfast.checkpoint.dcp.records import tensor_header, value_bytes
 from holdfast.checkpoint.dcp.metadata import metadata
 from holdfast.checkpoint.dcp.foreign import read_metadata
 from holdfast.checkpoint.state.layout import *
-framed = Span(0, len(tensor_header("bfloat16", (2, 3))) + 12)
-item = TensorItem("w", "own", "bfloat16", (2, 3), (0, 0), (2, 3), framed, Span(framed.end - 12, 12))
-value = ValueItem("v", Span(framed.end, len(value_bytes({"a": 1}))))
-none = Span(0, 0)
+framed = ByteSpan(0, len(tensor_header("bfloat16", (2, 3))) + 12)
+item = TensorItem("w", "own", "bfloat16", (2, 3), (0, 0), (2, 3), framed, ByteSpan(framed.end - 12, 12))
+value = ValueItem("v", ByteSpan(framed.end, len(value_bytes({"a": 1}))))
+none = ByteSpan(0, 0)
 contents = Contents(1, 0, 0, 1, none, none, none, none, (item,), (value,))
 read_metadata(metadata([("f", contents, [Extent(0, 0, value.framed.end)])]))
 assert not {"torch", "numpy"} & set(sys.modules)
@@ -506,7 +506,7 @@ def test_what_torch_saved_is_read_without_torch(foreign: bytes, protocol: int) -
     assert stored.paths == theirs.planner_data
     assert {*stored.tensors, *stored.values} == theirs.state_dict_metadata.keys()
     for index, info in theirs.storage_data.items():
-        place = Place(info.relative_path, info.offset, info.length)
+        place = FileRange(info.relative_path, info.offset, info.length)
         if index.offset is None:
             assert stored.values[index.fqn] == place
         else:

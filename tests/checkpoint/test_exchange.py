@@ -45,7 +45,7 @@ def is_whole(path: Path | None, there: Node) -> bool:
     found = Images(path.parent).sealed(an_image())
     assert found is not None
     image, record, _, digests = found
-    held = there.shelf.images[an_image()]
+    held = there.store.images[an_image()]
     return bytes(image.body[: record.size]) == body(held) and digests == held.digests
 
 
@@ -78,7 +78,7 @@ class Gate:
 def test_a_fetched_image_is_here_and_nothing_is_fetched_again(
     exchange: Exchange, there: Node
 ) -> None:
-    there.shelf.put(an_image(), SIZE)
+    there.store.put(an_image(), SIZE)
     assert exchange.path(an_image()) is None
     exchange.fetch(an_image(), at(there.peer))
     assert is_whole(exchange.path(an_image()), there)
@@ -89,7 +89,7 @@ def test_a_fetched_image_is_here_and_nothing_is_fetched_again(
 def test_a_copy_that_is_not_half_done_is_given_up_when_a_rank_asks(
     exchange: Exchange, there: Node
 ) -> None:
-    there.shelf.put(an_image(), SIZE)
+    there.store.put(an_image(), SIZE)
     gate = Gate(0.5 * BLOCK)
     with between(there.peer, gate.meddle) as peer, ThreadPoolExecutor(1) as thread:
         fetching = thread.submit(exchange.fetch, an_image(), at(peer))
@@ -104,7 +104,7 @@ def test_a_copy_that_is_not_half_done_is_given_up_when_a_rank_asks(
 
 
 def test_a_copy_that_is_half_done_is_waited_for(exchange: Exchange, there: Node) -> None:
-    there.shelf.put(an_image(), SIZE)
+    there.store.put(an_image(), SIZE)
     gate = Gate(1.5 * BLOCK)
     with between(there.peer, gate.meddle) as peer, ThreadPoolExecutor(3) as threads:
         fetching = threads.submit(exchange.fetch, an_image(), at(peer))
@@ -125,7 +125,7 @@ def half_done(exchange: Exchange) -> bool:
 def test_a_copy_that_was_waited_for_and_never_came_is_not_here(
     exchange: Exchange, there: Node
 ) -> None:
-    there.shelf.put(an_image(), SIZE)
+    there.store.put(an_image(), SIZE)
     gate = Gate(1.5 * BLOCK)
     with between(there.peer, gate.meddle) as peer, ThreadPoolExecutor(2) as threads:
         fetching = threads.submit(exchange.fetch, an_image(), at(peer))
@@ -141,7 +141,7 @@ def test_a_copy_that_was_waited_for_and_never_came_is_not_here(
 def test_an_image_that_is_asked_for_twice_at_once_is_pulled_once(
     exchange: Exchange, there: Node
 ) -> None:
-    there.shelf.put(an_image(), SIZE)
+    there.store.put(an_image(), SIZE)
     gate = Gate(0.5 * BLOCK)
     with between(there.peer, gate.meddle) as peer, ThreadPoolExecutor(1) as thread:
         fetching = thread.submit(exchange.fetch, an_image(), at(peer))
@@ -158,7 +158,7 @@ def test_an_image_that_is_asked_for_twice_at_once_is_pulled_once(
 def test_a_fetch_that_failed_may_be_tried_again_elsewhere(
     exchange: Exchange, here: Node, there: Node
 ) -> None:
-    there.shelf.put(an_image(), SIZE)
+    there.store.put(an_image(), SIZE)
     here.server.close()
     with pytest.raises(WireError):
         exchange.fetch(an_image(), at(here.peer))

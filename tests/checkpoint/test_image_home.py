@@ -17,7 +17,7 @@ from holdfast.checkpoint.memory.image_home import ImageHome
 OWNER = """
 import sys
 from pathlib import Path
-from holdfast import imagehome
+from holdfast.checkpoint.memory import image_home as imagehome
 imagehome.SHARED_MEMORY = Path(sys.argv[1])
 home = imagehome.ImageHome("job")
 (home.path / "x.image").write_bytes(b"x")

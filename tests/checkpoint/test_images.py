@@ -9,17 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.memory.image import Image, Record
-from holdfast.checkpoint.memory.image_store import Outline
-from holdfast.checkpoint.memory.images import COPIES, Images, image_path
-from holdfast.checkpoint.state.layout import Span
-from holdfast.checkpoint.storage.digests import block_digests
+from holdfast.checkpoint.memory.image import Image, ImageRecord
+from holdfast.checkpoint.memory.images import COPIES, Images, Outline, image_path
+from holdfast.checkpoint.state.layout import ByteSpan, block_digests
 from holdfast.errors import Refused
 from holdfast.messages.checkpoints import ImageId, SnapshotId
 from holdfast.messages.units import Rank, RoundNumber, StepNumber
 
 BODY = b"body" * 1000
-CONTENTS = Span(0, 4)
+CONTENTS = ByteSpan(0, 4)
 
 
 def an_image(step: int, rank: int = 0, round: int = 1, checkpointer: str = "c") -> ImageId:
@@ -32,8 +30,8 @@ def outline(step: int, rank: int = 0, round: int = 1, body: bytes = BODY) -> Out
     return Outline(an_image(step, rank, round), len(body), digests, CONTENTS)
 
 
-def record(step: int, rank: int = 0, round: int = 1, checkpointer: str = "c") -> Record:
-    return Record(checkpointer, step, round, rank, 8, len(BODY), CONTENTS)
+def record(step: int, rank: int = 0, round: int = 1, checkpointer: str = "c") -> ImageRecord:
+    return ImageRecord(checkpointer, step, round, rank, 8, len(BODY), CONTENTS)
 
 
 def own(directory: Path, slot: int, step: int, rank: int = 0, round: int = 1) -> Image:
@@ -163,7 +161,7 @@ def test_pins_of_a_keeper_that_died_are_taken_back(shm: Path) -> None:
     assert dead.pin(dead.state)
     (shm / "garbage.image").write_bytes(b"garbage")
     assert not worker.begin()
-    Images(shm).let_all_go()
+    Images(shm).unpin_all()
     assert worker.begin()
 
 

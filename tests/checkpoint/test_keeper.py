@@ -20,9 +20,9 @@ from states import CHECKPOINTER, Rank, check_same, image_of, load
 
 from holdfast.checkpoint.memory.image import Image
 from holdfast.checkpoint.memory.images import Images
-from holdfast.checkpoint.storage.backends import PosixStorage
+from holdfast.checkpoint.storage.commit import verify
 from holdfast.checkpoint.storage.manifest import refuse
-from holdfast.checkpoint.storage.verify import verify
+from holdfast.checkpoint.storage.posix import PosixStorage
 from holdfast.messages.actions import CommitCheckpoint, WriteShards
 from holdfast.messages.checkpoints import Holder, ImageId, Shard, SnapshotId, StoredStep
 from holdfast.messages.events import ImagesHeld, SnapshotMissed, SnapshotsSealed
@@ -48,7 +48,7 @@ PATIENCE_S = 30.0
 PATCHED = """
 import os, sys, time
 from holdfast.checkpoint.keeper import __main__, files, orders, progress
-from holdfast.checkpoint.storage import disk
+from holdfast.checkpoint.storage import posix as disk
 progress.STALLED_S, orders.CHECK_EVERY_S = {stalled_s}, 0.05
 gate = {gate!r}
 def held(what):

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from holdfast.checkpoint.state.layout import FileRecord
 from holdfast.checkpoint.storage import commit as commits
-from holdfast.checkpoint.storage.backends import PosixStorage
-from holdfast.checkpoint.storage.commit import AlreadyCommitted, Committed, commit
+from holdfast.checkpoint.storage.backends import MANIFEST
+from holdfast.checkpoint.storage.commit import AlreadyCommitted, Committed, commit, verify
 from holdfast.checkpoint.storage.manifest import (
     decoded,
     encoded,
@@ -24,9 +25,7 @@ from holdfast.checkpoint.storage.manifest import (
     refuse,
     steps,
 )
-from holdfast.checkpoint.storage.names import MANIFEST
-from holdfast.checkpoint.storage.rank_file import FileRecord
-from holdfast.checkpoint.storage.verify import verify
+from holdfast.checkpoint.storage.posix import PosixStorage
 from holdfast.errors import CheckpointError, NotThere, Refused, StorageError
 
 STEP = "step_000000500"
@@ -382,7 +381,7 @@ def test_a_manifest_that_lists_other_files_than_ranks_is_refused(
 ) -> None:
     manifest = save(storage, 500).manifest
     files = (replace(manifest.files[0], name=name), manifest.files[1])
-    with pytest.raises(Refused, match="not those of 2 ranks"):
+    with pytest.raises(Refused, match="does not list one file of each of 2 ranks"):
         decoded(encoded(replace(manifest, files=files)), "it")
 
 
@@ -478,7 +477,7 @@ def test_everything_that_is_wrong_is_named(
         ("__3_1.distcp", 2),
         (".metadata", None),
     }
-    assert "not there" in found["__0_1.distcp", None]
+    assert "does not exist" in found["__0_1.distcp", None]
     assert "is the file of rank 1" in found["__2_1.distcp", None]
     assert "bytes 2048 to" in found["__3_1.distcp", 2]
 

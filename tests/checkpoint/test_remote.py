@@ -18,13 +18,11 @@ import pytest
 from bodies import bodies_of, make_body, save, write
 
 from holdfast.checkpoint.storage import remote
-from holdfast.checkpoint.storage.backends import open_storage, read_whole
-from holdfast.checkpoint.storage.commit import AlreadyCommitted, Committed, commit
+from holdfast.checkpoint.storage.backends import MANIFEST, open_storage, read_whole
+from holdfast.checkpoint.storage.commit import AlreadyCommitted, Committed, commit, verify
 from holdfast.checkpoint.storage.manifest import find_step, refuse, steps
-from holdfast.checkpoint.storage.names import MANIFEST
 from holdfast.checkpoint.storage.remote import RemoteStorage, connect
 from holdfast.checkpoint.storage.retention import KeepLatest, plan, prune
-from holdfast.checkpoint.storage.verify import verify
 from holdfast.errors import NotThere, StepTaken, StorageError, UsageError
 
 fsspec = pytest.importorskip("fsspec")
@@ -243,7 +241,7 @@ def test_damage_is_seen(storage: RemoteStorage) -> None:
 
 KILLED = """
 import sys
-from holdfast.checkpoint import remote
+from holdfast.checkpoint.storage import remote
 remote.PART_BYTES = 5 << 20
 def pieces():
     yield b"x" * (6 << 20)

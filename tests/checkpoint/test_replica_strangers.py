@@ -26,27 +26,26 @@ from keepers import (
     until,
 )
 
-from holdfast.checkpoint.memory.image_store import Outline
+from holdfast.checkpoint.memory.images import Outline
 from holdfast.checkpoint.replicas import server as replicaserver
-from holdfast.checkpoint.replicas.connection import Connection
-from holdfast.checkpoint.replicas.copies import Limits, Peer, push
-from holdfast.checkpoint.replicas.messages import (
+from holdfast.checkpoint.replicas.copies import Peer, TransferLimits, push, shares
+from holdfast.checkpoint.replicas.protocol import (
     PROTOCOL,
     Arrived,
+    Connection,
     Go,
-    Hello,
     Kept,
-    Part,
+    PeerHello,
     Pull,
     Push,
+    PushedBlocks,
     Sending,
     blocks_in,
     sealed,
     stretches,
     unsealed,
 )
-from holdfast.checkpoint.replicas.transfer import shares
-from holdfast.checkpoint.state.layout import BLOCK_BYTES, Span
+from holdfast.checkpoint.state.layout import BLOCK_BYTES, ByteSpan
 from holdfast.errors import BadFrame, WireError
 from holdfast.messages.checkpoints import ImageId, SnapshotId
 from holdfast.wire import framing
@@ -71,26 +70,26 @@ def answer_to(peer: Peer, data: bytes) -> bytes:
 
 
 def test_with_a_wrong_token_there_is_no_answer(here: Node, there: Node) -> None:
-    held = here.shelf.put(an_image())
+    held = here.store.put(an_image())
     for token in ("", "wrong", TOKEN + "x", "ü" * 40):
         with pytest.raises(WireError, match=r"closed|reset|broke"):
             push(there.peer, token, None, held)
-        hello = framing.encode(Hello(protocol=PROTOCOL, token=token))
+        hello = framing.encode(PeerHello(protocol=PROTOCOL, token=token))
         assert answer_to(there.peer, hello) == b""
-    assert there.shelf.placed == 0
+    assert there.store.placed == 0
 
 
 def test_another_version_is_not_spoken_with(there: Node) -> None:
-    assert answer_to(there.peer, framing.encode(Hello(protocol=99, token=TOKEN))) == b""
+    assert answer_to(there.peer, framing.encode(PeerHello(protocol=99, token=TOKEN))) == b""
 
 
 @settings(max_examples=60)
 @given(data=st.binary(max_size=200), greeted=st.booleans())
 def test_garbage_has_no_answer_and_no_effect(stable: Node, data: bytes, greeted: bool) -> None:
-    hello = framing.encode(Hello(protocol=PROTOCOL, token=TOKEN))
+    hello = framing.encode(PeerHello(protocol=PROTOCOL, token=TOKEN))
     said = answer_to(stable.peer, hello * greeted + data)
     assert said == b"" or greeted
-    assert stable.shelf.placed == 0
+    assert stable.store.placed == 0
 
 
 @pytest.fixture(scope="module")
@@ -98,16 +97,16 @@ def stable() -> Iterator[Node]:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         node = Node(Path(folder), None, 5.0)
         yield node
-        node.shelf.put(an_image(), 1000)
+        node.store.put(an_image(), 1000)
         with connected(node.peer) as connection:
-            connection.send(Hello(protocol=PROTOCOL, token=TOKEN))
+            connection.send(PeerHello(protocol=PROTOCOL, token=TOKEN))
             connection.send(Pull(image=an_image(), blocks=()))
             connection.expect(Sending)
         node.close()
 
 
 def test_a_frame_that_is_too_large_is_refused_by_its_length(there: Node) -> None:
-    hello = framing.encode(Hello(protocol=PROTOCOL, token=TOKEN))
+    hello = framing.encode(PeerHello(protocol=PROTOCOL, token=TOKEN))
     began = time.monotonic()
     for before, length in ((b"", 1 << 31), (b"", replicaserver.HELLO_BYTES + 1), (hello, 1 << 21)):
         stranger = socket.create_connection((there.peer.host, there.peer.port), 3.0)
@@ -122,7 +121,7 @@ def test_a_stranger_that_sends_a_byte_now_and_then_is_closed_in_time(
 ) -> None:
     monkeypatch.setattr(replicaserver, "HELLO_LIMIT_S", 0.4)
     began = time.monotonic()
-    hello = framing.encode(Hello(protocol=PROTOCOL, token=TOKEN))
+    hello = framing.encode(PeerHello(protocol=PROTOCOL, token=TOKEN))
     with socket.create_connection((there.peer.host, there.peer.port), 0.05) as stranger:
         assert any(is_closed_after(stranger, bytes([byte])) for byte in hello[:-1])
     assert 0.3 < time.monotonic() - began < 2
@@ -142,7 +141,7 @@ def test_silent_strangers_do_not_keep_peers_out(here: Node, there: Node) -> None
     address = (there.peer.host, there.peer.port)
     strangers = [socket.create_connection(address) for _ in range(80)]
     try:
-        push(there.peer, TOKEN, None, here.shelf.put(an_image(), 1000), Limits(stall_s=3))
+        push(there.peer, TOKEN, None, here.store.put(an_image(), 1000), TransferLimits(stall_s=3))
         until(lambda: threading.active_count() < 60, "most of the strangers are gone", 3)
     finally:
         for stranger in strangers:
@@ -153,7 +152,7 @@ def test_silent_strangers_do_not_keep_peers_out(here: Node, there: Node) -> None
 def asking(peer: Peer, image: ImageId) -> Iterator[Connection]:
     """Somebody who wants an image."""
     with connected(peer) as connection:
-        connection.send(Hello(protocol=PROTOCOL, token=TOKEN))
+        connection.send(PeerHello(protocol=PROTOCOL, token=TOKEN))
         connection.send(Pull(image=image, blocks=()))
         yield connection
 
@@ -163,7 +162,7 @@ def busy(new_node: NewNode, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     """A node that serves one at a time, and has one to serve."""
     monkeypatch.setattr(replicaserver, "SERVED_AT_ONCE", 1)
     node = new_node(stall_s=0.6)
-    node.shelf.put(an_image(), 1000)
+    node.store.put(an_image(), 1000)
     with asking(node.peer, an_image()) as first:
         first.expect(Sending)
         yield node
@@ -178,8 +177,8 @@ def test_others_wait_for_their_turn_however_long_it_takes(busy: Node) -> None:
 
 
 def test_a_push_waits_for_its_turn_and_its_parts_need_none(here: Node, busy: Node) -> None:
-    push(busy.peer, TOKEN, None, here.shelf.put(an_image(8), LARGE), Limits(stall_s=0.5))
-    assert an_image(8) in busy.shelf.images
+    push(busy.peer, TOKEN, None, here.store.put(an_image(8), LARGE), TransferLimits(stall_s=0.5))
+    assert an_image(8) in busy.store.images
 
 
 def test_whoever_leaves_while_it_waits_takes_no_turn(busy: Node) -> None:
@@ -214,43 +213,43 @@ def test_a_server_that_closes_keeps_nobody_waiting(new_node: NewNode, busy: Node
 def test_a_push_that_brings_no_parts_is_given_up(new_node: NewNode) -> None:
     there = new_node(stall_s=0.3)
     with connected(there.peer) as connection:
-        connection.send(Hello(protocol=PROTOCOL, token=TOKEN))
-        connection.send(Push(outline=sealed(Outline(an_image(), 1000, bytes(16), Span(0, 10)))))
+        connection.send(PeerHello(protocol=PROTOCOL, token=TOKEN))
+        connection.send(Push(outline=sealed(Outline(an_image(), 1000, bytes(16), ByteSpan(0, 10)))))
         connection.expect(Go)
         with pytest.raises(WireError, match="no blocks came"):
             connection.expect(Kept)
-    assert there.shelf.dropped == 1
+    assert there.store.dropped == 1
 
 
 def test_no_block_is_written_twice(here: Node, there: Node) -> None:
-    held = here.shelf.put(an_image(), 3 * BLOCK_BYTES)
+    held = here.store.put(an_image(), 3 * BLOCK_BYTES)
     with connected(there.peer) as control, connected(there.peer) as first:
-        control.send(Hello(protocol=PROTOCOL, token=TOKEN))
+        control.send(PeerHello(protocol=PROTOCOL, token=TOKEN))
         control.send(Push(outline=sealed(held.outline)))
         name = control.expect(Go).transfer
-        first.send(Hello(protocol=PROTOCOL, token=TOKEN))
-        first.send(Part(transfer=name, blocks=((0, 2),)))
+        first.send(PeerHello(protocol=PROTOCOL, token=TOKEN))
+        first.send(PushedBlocks(transfer=name, blocks=((0, 2),)))
         first.send_part(held, 0, 2 * BLOCK_BYTES)
         first.expect(Arrived)
         for blocks in (((0, 1),), ((1, 3),), ((0, 4),), ((2, 1),)):
             with connected(there.peer) as again:
-                again.send(Hello(protocol=PROTOCOL, token=TOKEN))
-                again.send(Part(transfer=name, blocks=blocks))
+                again.send(PeerHello(protocol=PROTOCOL, token=TOKEN))
+                again.send(PushedBlocks(transfer=name, blocks=blocks))
                 with pytest.raises(WireError, match=r"closed|reset|broke"):
                     again.expect(Arrived)
         with connected(there.peer) as last:
-            last.send(Hello(protocol=PROTOCOL, token=TOKEN))
-            last.send(Part(transfer=name, blocks=((2, 3),)))
+            last.send(PeerHello(protocol=PROTOCOL, token=TOKEN))
+            last.send(PushedBlocks(transfer=name, blocks=((2, 3),)))
             last.send_part(held, 2 * BLOCK_BYTES, 3 * BLOCK_BYTES)
             last.expect(Arrived)
         control.expect(Kept)
-    assert body(there.shelf.images[an_image()]) == body(held)
+    assert body(there.store.images[an_image()]) == body(held)
 
 
 def test_a_part_of_nothing_is_refused(there: Node) -> None:
     with connected(there.peer) as connection:
-        connection.send(Hello(protocol=PROTOCOL, token=TOKEN))
-        connection.send(Part(transfer="none", blocks=((0, 1),)))
+        connection.send(PeerHello(protocol=PROTOCOL, token=TOKEN))
+        connection.send(PushedBlocks(transfer="none", blocks=((0, 1),)))
         with pytest.raises(WireError):
             connection.expect(Arrived)
 
@@ -258,23 +257,23 @@ def test_a_part_of_nothing_is_refused(there: Node) -> None:
 @pytest.mark.parametrize(
     "outline",
     [
-        Outline(an_image(), 0, b"", Span(0, 0)),
-        Outline(an_image(), 1000, b"", Span(0, 10)),
-        Outline(an_image(), 1000, bytes(32), Span(0, 10)),
-        Outline(an_image(), 1000, bytes(16), Span(991, 10)),
-        Outline(an_image(), 1000, bytes(16), Span(-1, 10)),
-        Outline(an_image(), 1 << 50, bytes(16), Span(0, 10)),
-        Outline(an_image(checkpointer="../up"), 1000, bytes(16), Span(0, 10)),
-        Outline(an_image(checkpointer=""), 1000, bytes(16), Span(0, 10)),
+        Outline(an_image(), 0, b"", ByteSpan(0, 0)),
+        Outline(an_image(), 1000, b"", ByteSpan(0, 10)),
+        Outline(an_image(), 1000, bytes(32), ByteSpan(0, 10)),
+        Outline(an_image(), 1000, bytes(16), ByteSpan(991, 10)),
+        Outline(an_image(), 1000, bytes(16), ByteSpan(-1, 10)),
+        Outline(an_image(), 1 << 50, bytes(16), ByteSpan(0, 10)),
+        Outline(an_image(checkpointer="../up"), 1000, bytes(16), ByteSpan(0, 10)),
+        Outline(an_image(checkpointer=""), 1000, bytes(16), ByteSpan(0, 10)),
     ],
 )
 def test_an_outline_that_makes_no_sense_allocates_nothing(there: Node, outline: Outline) -> None:
     with connected(there.peer) as connection:
-        connection.send(Hello(protocol=PROTOCOL, token=TOKEN))
+        connection.send(PeerHello(protocol=PROTOCOL, token=TOKEN))
         connection.send(Push(outline=sealed(outline)))
         with pytest.raises(WireError):
             connection.expect(Go)
-    assert there.shelf.placed == 0
+    assert there.store.placed == 0
 
 
 # ---- codecs ----
@@ -296,7 +295,7 @@ outlines = st.builds(
     ),
     size=st.just(3 * BLOCK_BYTES - 5),
     digests=st.binary(min_size=48, max_size=48),
-    contents=st.builds(Span, st.integers(0, BLOCK_BYTES), st.integers(0, BLOCK_BYTES)),
+    contents=st.builds(ByteSpan, st.integers(0, BLOCK_BYTES), st.integers(0, BLOCK_BYTES)),
 )
 
 

@@ -23,10 +23,8 @@ from keepers import (
     until,
 )
 
-from holdfast.checkpoint.replicas.copies import Limits, pull, push
-from holdfast.checkpoint.replicas.transfer import Transfer
-from holdfast.checkpoint.state.layout import BLOCK_BYTES
-from holdfast.checkpoint.storage.digests import block_digests
+from holdfast.checkpoint.replicas.copies import Transfer, TransferLimits, pull, push
+from holdfast.checkpoint.state.layout import BLOCK_BYTES, block_digests
 from holdfast.errors import Cancelled, NotThere, Refused, WireError
 from holdfast.wire.tls import TlsFiles, client_context, server_context
 
@@ -35,43 +33,43 @@ from holdfast.wire.tls import TlsFiles, client_context, server_context
 
 @pytest.mark.parametrize("size", [1000, BLOCK_BYTES, SMALL, LARGE])
 def test_what_is_pushed_is_there_byte_for_byte(here: Node, there: Node, size: int) -> None:
-    held = here.shelf.put(an_image(), size)
+    held = here.store.put(an_image(), size)
     push(there.peer, TOKEN, None, held)
-    copy = there.shelf.images[an_image()]
+    copy = there.store.images[an_image()]
     assert body(copy) == body(held)
     assert copy.outline == held.outline
 
 
 @pytest.mark.parametrize("size", [1000, BLOCK_BYTES, SMALL, LARGE])
 def test_what_is_pulled_is_there_byte_for_byte(here: Node, there: Node, size: int) -> None:
-    held = there.shelf.put(an_image(), size)
-    copy = pull(there.peer, TOKEN, None, an_image(), here.shelf)
+    held = there.store.put(an_image(), size)
+    copy = pull(there.peer, TOKEN, None, an_image(), here.store)
     assert body(copy) == body(held)
     assert copy.outline == held.outline
-    here.shelf.release(copy)
+    here.store.release(copy)
 
 
 @pytest.mark.parametrize("streams", [1, 2, 4])
 def test_any_number_of_connections_brings_the_same(here: Node, there: Node, streams: int) -> None:
-    held = here.shelf.put(an_image(), 8 * BLOCK_BYTES + 1)
-    push(there.peer, TOKEN, None, held, Limits(streams=streams))
-    assert body(there.shelf.images[an_image()]) == body(held)
+    held = here.store.put(an_image(), 8 * BLOCK_BYTES + 1)
+    push(there.peer, TOKEN, None, held, TransferLimits(streams=streams))
+    assert body(there.store.images[an_image()]) == body(held)
 
 
 def test_several_peers_push_at_once(here: Node, there: Node) -> None:
-    images = [here.shelf.put(an_image(rank=rank)) for rank in range(4)]
+    images = [here.store.put(an_image(rank=rank)) for rank in range(4)]
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(lambda held: push(there.peer, TOKEN, None, held), images))
-    assert set(there.shelf.images) == {an_image(rank=rank) for rank in range(4)}
+    assert set(there.store.images) == {an_image(rank=rank) for rank in range(4)}
     for held in images:
-        assert body(there.shelf.images[held.id]) == body(held)
+        assert body(there.store.images[held.id]) == body(held)
 
 
 def test_what_a_peer_does_not_have_is_said_to_be_missing(here: Node, there: Node) -> None:
-    there.shelf.put(an_image(step=7))
+    there.store.put(an_image(step=7))
     with pytest.raises(NotThere, match="does not have"):
-        pull(there.peer, TOKEN, None, an_image(step=8), here.shelf)
-    assert here.shelf.placed == 0
+        pull(there.peer, TOKEN, None, an_image(step=8), here.store)
+    assert here.store.placed == 0
 
 
 # ---- transfers that are ended ----
@@ -80,7 +78,7 @@ def test_what_a_peer_does_not_have_is_said_to_be_missing(here: Node, there: Node
 def test_a_transfer_can_be_cancelled_and_a_newer_one_takes_its_place(
     here: Node, there: Node
 ) -> None:
-    older, newer = here.shelf.put(an_image(step=7), LARGE), here.shelf.put(an_image(step=8), LARGE)
+    older, newer = here.store.put(an_image(step=7), LARGE), here.store.put(an_image(step=8), LARGE)
     copying, under_way, go_on = Transfer(), threading.Event(), threading.Event()
 
     def meddle(index: int, up: bool, before: int, data: bytes) -> bytes:
@@ -90,7 +88,7 @@ def test_a_transfer_can_be_cancelled_and_a_newer_one_takes_its_place(
         return data
 
     with between(there.peer, meddle) as peer, ThreadPoolExecutor(1) as thread:
-        pushing = thread.submit(push, peer, TOKEN, None, older, Limits(), copying)
+        pushing = thread.submit(push, peer, TOKEN, None, older, TransferLimits(), copying)
         assert under_way.wait(10)
         began = time.monotonic()
         copying.cancel()
@@ -99,14 +97,14 @@ def test_a_transfer_can_be_cancelled_and_a_newer_one_takes_its_place(
         assert time.monotonic() - began < 0.5
         push(there.peer, TOKEN, None, newer)
         go_on.set()
-    until(lambda: there.shelf.dropped == 1, "the older one is dropped")
-    assert set(there.shelf.images) == {newer.id}
+    until(lambda: there.store.dropped == 1, "the older one is dropped")
+    assert set(there.store.images) == {newer.id}
     with pytest.raises(Cancelled):
-        pull(there.peer, TOKEN, None, newer.id, here.shelf, transfer=copying)
+        pull(there.peer, TOKEN, None, newer.id, here.store, transfer=copying)
 
 
 def test_closing_ends_a_transfer_that_is_under_way(here: Node, there: Node) -> None:
-    held = here.shelf.put(an_image(), LARGE)
+    held = here.store.put(an_image(), LARGE)
     under_way, go_on = threading.Event(), threading.Event()
 
     def meddle(index: int, up: bool, before: int, data: bytes) -> bytes:
@@ -122,11 +120,11 @@ def test_closing_ends_a_transfer_that_is_under_way(here: Node, there: Node) -> N
         with pytest.raises(WireError):
             pushing.result()
         go_on.set()
-    assert there.shelf.quiet
+    assert there.store.quiet
 
 
 def test_how_far_it_has_come_is_known(here: Node, there: Node) -> None:
-    there.shelf.put(an_image(), LARGE)
+    there.store.put(an_image(), LARGE)
     coming, seen = Transfer(), []
 
     def meddle(index: int, up: bool, before: int, data: bytes) -> bytes:
@@ -135,8 +133,8 @@ def test_how_far_it_has_come_is_known(here: Node, there: Node) -> None:
         return data
 
     with between(there.peer, meddle) as peer:
-        copy = pull(peer, TOKEN, None, an_image(), here.shelf, Limits(streams=1), coming)
-    here.shelf.release(copy)
+        copy = pull(peer, TOKEN, None, an_image(), here.store, TransferLimits(streams=1), coming)
+    here.store.release(copy)
     assert seen == sorted(seen)
     assert seen[0] == 0.0
     assert 0.5 < seen[-1] < coming.done == 1.0
@@ -148,29 +146,29 @@ def test_how_far_it_has_come_is_known(here: Node, there: Node) -> None:
 def test_in_tls_images_go_there_and_back(new_node: NewNode, certificates: TlsFiles) -> None:
     here, there, again = new_node(), new_node(server_context(certificates)), new_node()
     client = client_context(certificates)
-    held = here.shelf.put(an_image(), LARGE)
+    held = here.store.put(an_image(), LARGE)
     push(there.peer, TOKEN, client, held)
-    back = pull(there.peer, TOKEN, client, an_image(), again.shelf)
+    back = pull(there.peer, TOKEN, client, an_image(), again.store)
     assert body(back) == body(held)
-    again.shelf.release(back)
+    again.store.release(back)
 
 
 def test_in_tls_an_image_that_changes_is_refused_by_that_name(
     new_node: NewNode, certificates: TlsFiles
 ) -> None:
     here, there = new_node(), new_node(server_context(certificates))
-    held = here.shelf.put(an_image(), LARGE)
+    held = here.store.put(an_image(), LARGE)
     os.pwrite(held.fd, b"the next step", BODY_AT + 2 * BLOCK_BYTES)
     with pytest.raises(Refused, match="changed while it was sent"):
         push(there.peer, TOKEN, client_context(certificates), held)
-    assert there.shelf.images == {}
+    assert there.store.images == {}
 
 
 def test_in_tls_a_cancelled_push_never_goes_on_in_plain_text(
     new_node: NewNode, certificates: TlsFiles
 ) -> None:
     here, there = new_node(), new_node(server_context(certificates))
-    held = here.shelf.put(an_image(), LARGE)
+    held = here.store.put(an_image(), LARGE)
     secret = body(held)[4 * BLOCK_BYTES : 4 * BLOCK_BYTES + 16]
     assert block_digests(memoryview(body(held))) == held.digests
     copying, under_way, go_on = Transfer(), threading.Event(), threading.Event()
@@ -185,7 +183,7 @@ def test_in_tls_a_cancelled_push_never_goes_on_in_plain_text(
 
     with between(there.peer, meddle) as peer, ThreadPoolExecutor(1) as thread:
         client = client_context(certificates)
-        pushing = thread.submit(push, peer, TOKEN, client, held, Limits(), copying)
+        pushing = thread.submit(push, peer, TOKEN, client, held, TransferLimits(), copying)
         assert under_way.wait(10)
         copying.cancel()
         with pytest.raises(Cancelled):
@@ -198,11 +196,11 @@ def test_without_a_certificate_nobody_gets_in(
     here: Node, new_node: NewNode, certificates: TlsFiles
 ) -> None:
     there = new_node(server_context(certificates))
-    held = here.shelf.put(an_image(), 1000)
+    held = here.store.put(an_image(), 1000)
     stranger = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     stranger.check_hostname, stranger.verify_mode = False, ssl.CERT_NONE
     for tls in (None, stranger):
         with pytest.raises(WireError):
             push(there.peer, TOKEN, tls, held, QUICK)
-    assert there.shelf.placed == 0
+    assert there.store.placed == 0
     push(there.peer, TOKEN, client_context(certificates), held, QUICK)

@@ -17,9 +17,9 @@ from states import Rank, bits, check_same, flip, load, round_trip
 
 from holdfast.checkpoint.memory.image import Image
 from holdfast.checkpoint.restore import load as restore
-from holdfast.checkpoint.restore.load import Stored
+from holdfast.checkpoint.restore.load import StoredState
 from holdfast.checkpoint.restore.verified_read import PIECE_BYTES
-from holdfast.checkpoint.state.layout import Contents, Extent, Span, TensorItem
+from holdfast.checkpoint.state.layout import ByteSpan, Contents, Extent, TensorItem
 from holdfast.errors import CheckpointError, Refused
 
 LARGE = PIECE_BYTES // 4 + 100
@@ -340,7 +340,7 @@ def test_a_damaged_image_is_refused_whatever_was_wanted_of_it(shm: Path) -> None
 
 
 def test_a_dtype_of_a_newer_torch_is_an_error() -> None:
-    item = TensorItem("x", "own", "float3_new", (1,), (0,), (1,), Span(0, 0), Span(0, 0))
+    item = TensorItem("x", "own", "float3_new", (1,), (0,), (1,), ByteSpan(0, 0), ByteSpan(0, 0))
     with pytest.raises(CheckpointError, match="no dtype float3_new"):
         restore._make(item, torch.device("cpu"))
 
@@ -352,7 +352,7 @@ class Memory:
     """A source that is bytes in memory, and never damaged."""
 
     def __init__(self, data: bytes) -> None:
-        from holdfast.checkpoint.storage.digests import block_digests
+        from holdfast.checkpoint.state.layout import block_digests
 
         self.name, self.size, self.data = "memory", len(data), data
         self.digests = block_digests(memoryview(data))
@@ -363,7 +363,7 @@ class Memory:
             at += len(view)
 
 
-def sharded(whole: torch.Tensor, cuts: list[tuple[slice, ...]]) -> list[Stored]:
+def sharded(whole: torch.Tensor, cuts: list[tuple[slice, ...]]) -> list[StoredState]:
     """One rank for each cut, whose state is that part of one tensor."""
     import msgspec
 
@@ -374,14 +374,14 @@ def sharded(whole: torch.Tensor, cuts: list[tuple[slice, ...]]) -> list[Stored]:
     for rank, cut in enumerate(cuts):
         part = whole[cut]
         offsets = tuple(one.start for one in cut)
-        raw, text = Span(0, part.nbytes), Span(part.nbytes, len(skeleton))
+        raw, text = ByteSpan(0, part.nbytes), ByteSpan(part.nbytes, len(skeleton))
         where = tuple(whole.shape), offsets, tuple(part.shape)
         item = TensorItem("t", "shard", "float32", *where, raw, raw)
-        nothing = Span(0, 0)
+        nothing = ByteSpan(0, 0)
         told = Contents(1, 1, rank, len(cuts), raw, nothing, text, text, (item,), ())
         data = bits(part) + skeleton
         assert msgspec.msgpack.encode(told)
-        found.append(Stored(Memory(data), told, (Extent(0, 0, len(data)),)))
+        found.append(StoredState(Memory(data), told, (Extent(0, 0, len(data)),)))
     return found
 
 
@@ -414,7 +414,7 @@ def test_a_tensor_is_put_together_from_any_parts(data: Any, shape: tuple[int, ..
 
 def test_a_part_that_nobody_has_is_refused() -> None:
     stored = sharded(torch.randn(6), [(slice(0, 2),), (slice(4, 6),)])
-    with pytest.raises(CheckpointError, match="2 of 6 elements are stored nowhere"):
+    with pytest.raises(CheckpointError, match="2 of 6 elements are not stored"):
         restore.load({"t": torch.zeros(6)}, stored, 0)
 
 

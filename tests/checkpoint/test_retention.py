@@ -13,9 +13,10 @@ from faulty import FaultyDisk, broken, dies, in_child
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.storage.backends import PosixStorage
+from holdfast.checkpoint.storage.backends import MANIFEST
+from holdfast.checkpoint.storage.commit import verify
 from holdfast.checkpoint.storage.manifest import StepFound, find_step, refuse, steps
-from holdfast.checkpoint.storage.names import MANIFEST
+from holdfast.checkpoint.storage.posix import PosixStorage
 from holdfast.checkpoint.storage.retention import (
     KeepAll,
     KeepEvery,
@@ -24,7 +25,6 @@ from holdfast.checkpoint.storage.retention import (
     plan,
     prune,
 )
-from holdfast.checkpoint.storage.verify import verify
 from holdfast.errors import StorageError, UsageError
 
 STEP = "step_000000100"

@@ -340,7 +340,7 @@ def test_what_cannot_be_unpickled_is_an_error_that_says_why() -> None:
         def __reduce__(self) -> tuple[Any, ...]:
             return int, ("no number",)
 
-    with pytest.raises(CheckpointError, match=r"cannot be had here: ValueError.*no number"):
+    with pytest.raises(CheckpointError, match=r"cannot be unpickled here: ValueError.*no number"):
         there_and_back({"a": Gone()}, pickling=True)
 
 

@@ -246,7 +246,7 @@ class Held:
         self._gate = threading.Event()
         rank.slots._behind.submit(self._gate.wait, 20)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self._gate.set()
 
 
@@ -262,7 +262,7 @@ def test_what_is_not_guarded_is_copied_before_it_returns(shm: Path, size: int) -
     state["buffer"].zero_()
     state["turned"].zero_()
     assert not copy.done.done()
-    held.let_go()
+    held.release()
     seal(copy.path, copy.done.result(20))
     got = load(dict.fromkeys(state), copy.path)
     assert all((tensor == 1).all() for tensor in got.values())
@@ -285,7 +285,7 @@ def test_what_is_guarded_may_change_once_it_is_let_go_of(shm: Path, size: int) -
     stepping = threading.Thread(target=step)
     stepping.start()
     assert not waited.done()
-    held.let_go()
+    held.release()
     stepping.join()
     seal(copy.path, copy.done.result(20))
     got = load(dict.fromkeys(state), copy.path)
@@ -301,7 +301,7 @@ def test_a_change_that_did_not_wait_makes_the_save_fail(shm: Path) -> None:
     copy = start(rank, state, 2, guarded={0}, told=told)
     with torch.no_grad():
         state["p"].mul_(2)
-    held.let_go()
+    held.release()
     with pytest.raises(CheckpointError, match="changed while it was copied"):
         copy.done.result(20)
     copy.keep_off()
@@ -355,7 +355,7 @@ def test_what_is_guarded_may_differ_from_save_to_save(shm: Path) -> None:
         for index, tensor in enumerate(state.values()):
             if index not in guarded:
                 tensor.fill_(step + 1)
-        held.let_go()
+        held.release()
         seal(copy.path, copy.done.result(20))
         got = load(dict.fromkeys(state), copy.path, step=step)
         for name, tensor in state.items():

@@ -25,10 +25,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from worlds import end_world, left_in_shared_memory, run_world, start_world
 
 from holdfast.checkpoint.memory.image import Image
-from holdfast.checkpoint.storage.backends import PosixStorage
+from holdfast.checkpoint.storage.backends import step_directory
+from holdfast.checkpoint.storage.commit import verify
 from holdfast.checkpoint.storage.manifest import find_step, refuse
-from holdfast.checkpoint.storage.names import step_directory
-from holdfast.checkpoint.storage.verify import verify
+from holdfast.checkpoint.storage.posix import PosixStorage
 from holdfast.checkpoint.tickets import Result
 from holdfast.errors import CheckpointError
 from holdfast.worker.checkpointer import Checkpointer
@@ -102,11 +102,11 @@ def test_tickets_follow_a_save_to_storage(tmp_path: Path) -> None:
         checkpointer = Checkpointer(tmp_path, state)
         first = checkpointer.save(1)
         assert first.memory() == Result("saved", "memory")
-        assert first.storage() == first.result == Result("saved", "storage")
+        assert first.storage() == first.result() == Result("saved", "storage")
         assert checkpointer.save(1).storage() == first.storage(), "what is saved stays so"
         memory = checkpointer.save(2, to="memory")
         assert memory.storage() == Result("skipped", None, "it was meant for memory")
-        assert memory.memory() == memory.result == Result("saved", "memory")
+        assert memory.memory() == memory.result() == Result("saved", "memory")
         checkpointer.save(3)
         checkpointer.wait()
         assert is_complete(tmp_path, 3)
@@ -156,9 +156,11 @@ def test_a_keeper_that_dies_fails_what_it_was_to_do_and_another_takes_its_place(
             ticket = checkpointer.save(step)
             assert ticket.memory(0.05) == Result("pending")
             os.kill(keeper_of(checkpointer), signal.SIGKILL)
-            for result in (ticket.memory(), ticket.storage(), ticket.result):
+            for result in (ticket.memory(), ticket.storage()):
                 assert result.outcome == "failed"
                 assert "the keeper died" in result.reason
+            with pytest.raises(CheckpointError, match="the keeper died"):
+                ticket.result()
             assert checkpointer.save(step + 1).storage().outcome == "saved"
         assert checkpointer.restore() == 5
         os.kill(keeper_of(checkpointer), signal.SIGSTOP)
@@ -319,7 +321,7 @@ def test_a_step_that_one_rank_skips_is_skipped_by_all(tmp_path: Path) -> None:
             assert result.outcome == "skipped"
             assert rank == 0 or "both images are still being read" in result.reason
         for image in images:
-            image.let_go()
+            image.unpin()
         assert checkpointer.save(4).storage() == Result("saved", "storage")
 
     run_world(2, act)

@@ -10,9 +10,16 @@ from pathlib import Path
 import pytest
 from faulty import FaultyDisk, Machine, RecordingDisk, broken, crashes, dies, in_child, no_space
 
-from holdfast.checkpoint.storage import names
-from holdfast.checkpoint.storage.backends import PosixStorage, open_storage, read_whole
-from holdfast.checkpoint.storage.disk import Disk
+from holdfast.checkpoint.storage.backends import (
+    MANIFEST,
+    METADATA,
+    is_partial,
+    open_storage,
+    partial_name,
+    read_whole,
+    step_of,
+)
+from holdfast.checkpoint.storage.posix import Disk, PosixStorage
 from holdfast.errors import NotThere, StorageError
 
 
@@ -43,7 +50,7 @@ def test_more_views_than_the_kernel_takes_at_once(storage: PosixStorage) -> None
 
 def test_reading_past_the_end_is_an_error(storage: PosixStorage) -> None:
     storage.write("step/a", [b"abc"])
-    with storage.open("step/a") as file, pytest.raises(StorageError, match="ends at byte 3"):
+    with storage.open("step/a") as file, pytest.raises(StorageError, match="cut off at byte 3"):
         file.read_into(1, [memoryview(bytearray(2)), memoryview(bytearray(2))])
 
 
@@ -326,13 +333,10 @@ def test_a_file_url_is_a_directory(tmp_path: Path) -> None:
     ],
 )
 def test_names_are_taken_exactly(name: str, step: int | None) -> None:
-    assert names.step_of(name) == step
+    assert step_of(name) == step
 
 
 def test_only_our_own_temporary_names_are_ours() -> None:
-    assert all(
-        names.is_partial(names.partial(name))
-        for name in ("__3_12.distcp", names.METADATA, names.MANIFEST)
-    )
+    assert all(is_partial(partial_name(name)) for name in ("__3_12.distcp", METADATA, MANIFEST))
     others = [".notes.0123456789abcdef.partial", "a.partial", ".__0_1.distcp.0123.partial"]
-    assert not any(map(names.is_partial, others))
+    assert not any(map(is_partial, others))

@@ -17,8 +17,7 @@ from states import flip, small_blocks
 
 from holdfast.checkpoint.restore import verified_read as reading
 from holdfast.checkpoint.restore.verified_read import FileSource, Piece, Want, read
-from holdfast.checkpoint.state.layout import Span
-from holdfast.checkpoint.storage.digests import block_digests
+from holdfast.checkpoint.state.layout import ByteSpan, block_digests
 from holdfast.errors import Refused
 
 SIZE = 10_000
@@ -44,11 +43,11 @@ class Targets:
     def __init__(self) -> None:
         self.wants: list[Want] = []
         self.pieces: list[Piece] = []
-        self._filled: list[tuple[Span, Any, list[int]]] = []
+        self._filled: list[tuple[ByteSpan, Any, list[int]]] = []
 
     def want(self, at: int, size: int) -> None:
         memory, arrived = bytearray(size), []
-        want = Want(Span(at, size), lambda: memoryview(memory), lambda: arrived.append(1))
+        want = Want(ByteSpan(at, size), lambda: memoryview(memory), lambda: arrived.append(1))
         self.wants.append(want)
         self._filled.append((want.span, memory, arrived))
 
@@ -56,7 +55,7 @@ class Targets:
         memory = ctypes.create_string_buffer(size) if size else b""
         address = ctypes.addressof(memory) if size else 0  # type: ignore[arg-type]
         self.pieces.append((at, size, address))
-        self._filled.append((Span(at, size), memory, [1]))
+        self._filled.append((ByteSpan(at, size), memory, [1]))
 
     def check(self, data: bytes = DATA) -> None:
         for span, memory, arrived in self._filled:
@@ -116,7 +115,9 @@ def test_nobody_is_told_of_what_is_damaged(source: FileSource, tmp_path: Path) -
     flip(tmp_path / "file", 4 + 1500)
     arrived: list[int] = []
     wants = [
-        Want(Span(at, 800), lambda: memoryview(bytearray(800)), lambda at=at: arrived.append(at))  # type: ignore[misc]
+        Want(
+            ByteSpan(at, 800), lambda: memoryview(bytearray(800)), lambda at=at: arrived.append(at)
+        )  # type: ignore[misc]
         for at in (0, 1000, 3000)
     ]
     with pytest.raises(Refused):
@@ -160,7 +161,7 @@ def test_memory_is_made_only_when_its_bytes_arrive(source: FileSource) -> None:
         most.append(len(living))
         return memoryview(bytearray(500))
 
-    wants = [Want(Span(n * 1024, 500), make, lambda: living.remove(1)) for n in range(9)]
+    wants = [Want(ByteSpan(n * 1024, 500), make, lambda: living.remove(1)) for n in range(9)]
     read(source, wants)
     assert max(most) == 1
 

@@ -13,19 +13,19 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from msgspec.structs import replace
 from torch import Tensor
 
 from holdfast.checkpoint.state.capture import Captured, Position, capture
-from holdfast.checkpoint.state.layout import Contents, Span
+from holdfast.checkpoint.state.layout import ByteSpan, Contents, FileRecord
 from holdfast.checkpoint.storage import plain_directory as plain
-from holdfast.checkpoint.storage.backends import PosixStorage, Storage
+from holdfast.checkpoint.storage.backends import MANIFEST, Storage, rank_file_name, step_directory
 from holdfast.checkpoint.storage.commit import commit
 from holdfast.checkpoint.storage.export import _save_tensors
 from holdfast.checkpoint.storage.manifest import refuse
-from holdfast.checkpoint.storage.names import MANIFEST, rank_file, step_directory
-from holdfast.checkpoint.storage.persist import extents_of, write_file
-from holdfast.checkpoint.storage.rank_file import FileRecord, RankFile
+from holdfast.checkpoint.storage.posix import PosixStorage
+from holdfast.checkpoint.storage.rank_file import RankFile, extents_of, write_file
 from holdfast.cli.main import main
 
 SHARED = torch.arange(100_000, dtype=torch.float32).reshape(100, 1000)
@@ -53,7 +53,7 @@ def body_of(captured: Captured) -> bytearray:
     return body + captured.tail
 
 
-def as_shards(body: bytearray, span: Span) -> Span:
+def as_shards(body: bytearray, span: ByteSpan) -> ByteSpan:
     """Make the rows of `weight` that a rank has a part of a tensor with twice as many."""
     contents = msgspec.msgpack.decode(body[span.at : span.end], type=Contents)
     items = list(contents.items)
@@ -62,11 +62,11 @@ def as_shards(body: bytearray, span: Span) -> Span:
     whole, offsets = (2 * rows, columns), (rows * contents.rank, 0)
     items[at] = replace(items[at], kind="shard", shape=whole, offsets=offsets)
     # The shared part, which it was all of, becomes part of what is the rank's own.
-    own = Span(0, contents.shared.end)
-    shared = Span(own.end, 0)
+    own = ByteSpan(0, contents.shared.end)
+    shared = ByteSpan(own.end, 0)
     encoded = msgspec.msgpack.encode(replace(contents, items=tuple(items), own=own, shared=shared))
     body[span.at : span.at + len(encoded)] = encoded
-    return Span(span.at, len(encoded))
+    return ByteSpan(span.at, len(encoded))
 
 
 def write(
@@ -85,7 +85,7 @@ def write(
     span = as_shards(body, captured.contents) if sharded else captured.contents
     contents = msgspec.msgpack.decode(body[span.at : span.end], type=Contents)
     extents = extents_of(contents, rank, world_size, "slice")
-    where = (directory or step_directory(step), rank_file(rank, 1))
+    where = (directory or step_directory(step), rank_file_name(rank, 1))
     whose = (step, 1, rank, world_size)
     view = memoryview(body)
     return write_file(storage, *where, view, extents, span, *whose, lambda size: None)
@@ -132,7 +132,7 @@ def test_ls_shows_every_step(root: Path, capsys: Output) -> None:
     assert lines[3][2] == "2001-09-09 01:46:40 UTC"
     assert lines[3][3] == "2"
     assert lines[3][4].endswith("kB")
-    assert lines[2][-1] == "not committed; files of ranks there: 1"
+    assert lines[2][-1] == "not committed; rank files there: 1"
 
 
 def test_ls_for_programs(root: Path, capsys: Output) -> None:
@@ -421,7 +421,47 @@ import sys
 from holdfast.cli.main import main
 assert main(["ckpt", "ls", {str(root)!r}]) == 0
 assert main(["ckpt", "verify", {str(root)!r}, "--step", "300"]) == 0
-import holdfast.checkpoint.storage.retention, holdfast.checkpoint.storage.persist
+import holdfast.checkpoint.storage.retention, holdfast.checkpoint.storage.rank_file
 assert "torch" not in sys.modules and "numpy" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+# ---- what plain torch.distributed.checkpoint saved ----
+
+
+@pytest.fixture
+def plain_root(tmp_path: Path) -> Path:
+    state = {"model": {"w": torch.arange(6.0).view(2, 3)}, "epoch": 3}
+    dcp.save(state, checkpoint_id=tmp_path / "old" / "step-40", no_dist=True)
+    return tmp_path / "old"
+
+
+@pytest.mark.parametrize("where", [".", "step-40"])
+def test_a_plain_checkpoint_is_listed_as_unverified(
+    plain_root: Path, capsys: Output, where: str
+) -> None:
+    assert main(["ckpt", "ls", str(plain_root / where), "--json"]) == 0
+    (row,) = msgspec.json.decode(capsys.readouterr().out)
+    assert (row["step"], row["state"], row["saved_at"]) == (40, "unverified", None)
+    assert row["bytes"] > 24
+    assert main(["ckpt", "ls", str(plain_root / where)]) == 0
+    assert "40\tunverified\t-\t-" in capsys.readouterr().out
+
+
+def test_a_plain_checkpoint_cannot_be_verified(plain_root: Path, capsys: Output) -> None:
+    assert main(["ckpt", "verify", str(plain_root)]) == 1
+    assert "cannot be verified: saved by plain torch.distributed.checkpoint" in (
+        capsys.readouterr().out
+    )
+
+
+def test_a_plain_checkpoint_is_exported_and_said_not_to_be_verified(
+    plain_root: Path, tmp_path: Path, capsys: Output
+) -> None:
+    target = tmp_path / "out.pt"
+    assert main(["ckpt", "export", str(plain_root), "--to", str(target)]) == 0
+    assert "not verified" in capsys.readouterr().out
+    found = torch.load(target)
+    assert found["epoch"] == 3
+    assert torch.equal(found["model"]["w"], torch.arange(6.0).view(2, 3))

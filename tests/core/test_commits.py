@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from driver import Driver
 
-from holdfast.checkpoint.storage.names import rank_file
+from holdfast.checkpoint.storage.backends import rank_file_name
 from holdfast.core.commits import restoring, waiting
 from holdfast.core.commits import rules as commits
 from holdfast.core.commits import state as commitbook
@@ -750,7 +750,7 @@ def test_a_large_world_is_committed_in_several_messages(
 def test_as_many_shards_as_are_told_at_once_fit_into_a_frame() -> None:
     scene = Scene(a=commits.SHARDS_PER_MESSAGE + 1)
     scene.save(10)
-    named = rank_file(scene.size, 999_999, 0xFFFFF)
+    named = rank_file_name(scene.size, 999_999, 0xFFFFF)
     shards = tuple(Shard(Rank(r), named, 1 << 50, "t" * 32, "c" * 32) for r in range(scene.size))
     event = ShardsWritten(at=NOW, node=NodeId("a"), snapshot=snapshot_id(10), shards=shards)
     actions = scene.took(commits.shards_written(scene.state, event)).actions

@@ -27,8 +27,8 @@ import pytest
 from holdfast.checkpoint.memory.image import Image
 from holdfast.checkpoint.state.layout import Contents
 from holdfast.checkpoint.storage.backends import open_storage
+from holdfast.checkpoint.storage.commit import verify
 from holdfast.checkpoint.storage.manifest import steps
-from holdfast.checkpoint.storage.verify import verify
 from holdfast.core.commits.state import Commits
 
 from .harness import Run, cmdline, gone, wait_for
@@ -97,7 +97,7 @@ HOOKS = """
     if "holdfast.checkpoint.keeper" in sys.orig_argv:
         import time
         from holdfast.checkpoint.memory import image
-        from holdfast.checkpoint.storage import disk
+        from holdfast.checkpoint.storage import posix as disk
 
         def gated(name, real):
             def act(*args, **named):
@@ -150,7 +150,7 @@ class Training(Run):
         places = [self.folder / f"{name}.at_{rank}" for rank in range(ranks)]
         self.await_(lambda: all(place.exists() for place in places), f"all ranks at {name}")
 
-    def let_go(self, name: str) -> None:
+    def release(self, name: str) -> None:
         (self.folder / f"{name}.go").touch()
 
     def shut(self, gate: str) -> None:
@@ -392,7 +392,7 @@ def test_a_keeper_that_somebody_stopped_goes_on_with_the_next_save(tmp_path: Pat
         run.go(trainer(SAVE_EACH, then=HOLD_AT_8), 10, nproc=1)
         run.held("eight", 1)
         run.kill(run.keeper(), signal.SIGSTOP)
-        run.let_go("eight")
+        run.release("eight")
         assert run.code(20.0) == 0
         assert run.intact()[-1] == 10
 
@@ -433,7 +433,7 @@ def test_a_step_that_is_being_written_stays_while_newer_ones_are_saved_to_memory
         run.reached("write")
         run.held("9")
         run.open("write")
-        run.let_go("9")
+        run.release("9")
         assert finished(run).intact() == [5]
 
 
@@ -456,7 +456,7 @@ class Abandoned:
         run.go(trainer(SAVE_EACH, then=HOLD_AT_9), 20, "--save-deadline", "0.5")
         run.held("9")
         run.shut("seal")
-        run.let_go("9")
+        run.release("9")
         run.reached("seal")
         run.kill(agent := run.agent())
         wait_for(lambda: run.agent() != agent, "another agent")
@@ -465,7 +465,7 @@ class Abandoned:
         run.reached("write")
         run.held("12")
         run.shut("seal")
-        run.let_go("12")
+        run.release("12")
         run.reached("seal")
         run.kill(run.pid)
         run.assert_nobody_left()
@@ -527,7 +527,7 @@ class Resized:
         self.reached = (run.folder / "write.reached").exists()
         self.intact = run.intact()
         run.open("write")
-        run.let_go("7")
+        run.release("7")
         each = trainer("storage_every=1, keep=holdfast.KeepLatest(2)", together=True)
         self.three = finished(make().go(each, 9, nproc=3))
         self.one = finished(make().go(each, 10, nproc=1))
@@ -594,16 +594,16 @@ class Full:
         run.go(trainer("storage_every=1", then=TELL_STORAGE), 4, nproc=1)
         run.held("1", 1)
         self.fill()
-        run.let_go("1")
+        run.release("1")
         run.held("2", 1)
         self.incidents = run.ask("incidents")
         self.status = run.ask("status")
         (self.disk / "filler").unlink()
-        run.let_go("2")
+        run.release("2")
         run.held("3", 1)
         self.fill()
         run.shut("write")
-        run.let_go("3")
+        run.release("3")
         run.until(lambda job: job.ranks and job.unfinished == 0, "the end of the only rank")
         run.reached("write")
         run.open("write")
@@ -767,7 +767,7 @@ def test_when_the_newest_checkpoint_is_spoilt_an_older_one_is_taken_and_that_is_
 
 def test_when_nothing_is_good_the_job_fails_and_does_not_start_over(spoilt: Training) -> None:
     assert spoilt.code() == 93
-    assert "nothing that was saved can be restored" in spoilt.err
+    assert "no saved state can be restored" in spoilt.err
     assert len(spoilt.restored(0)) == 3
     assert spoilt.restored(0)[1:] == [(7, "storage")] * 2
 
@@ -785,7 +785,7 @@ def test_another_run_does_not_start_over_either_when_all_that_was_saved_is_spoil
     try:
         again.go(trainer("storage_every=5"), 1)
         assert again.code() != 0
-        assert "nothing that was saved can be restored" in again.err
+        assert "no saved state can be restored" in again.err
     finally:
         again.close()
 

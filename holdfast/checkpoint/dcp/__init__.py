@@ -1,1 +1,1 @@
-"""The file format of `torch.distributed.checkpoint`, read and written without torch."""
+"""Reads and writes the file format of `torch.distributed.checkpoint`, without torch."""

@@ -1,12 +1,12 @@
-"""The `.metadata` file of a checkpoint: what is where, as `torch.distributed.checkpoint` has it.
+"""Writes the `.metadata` file of a checkpoint, which `torch.distributed.checkpoint` reads.
 
-It is a pickle of torch's `Metadata`, written without torch. It lists each tensor with its dtype, its
-shape and the chunks it consists of, each value, and for each of these the file and the bytes of it
-that hold it. A reader with another number of ranks takes from the chunks what it needs.
+The file is a pickle of torch's `Metadata`, written without torch. It lists each tensor with its dtype,
+shape and chunks, each value, and for each of these a range of bytes in a file. A reader with another
+number of ranks takes from the chunks what it needs.
 
-Objects are made by calling their class with the arguments that it has had since torch 2.3, never by
-setting fields: what a newer torch has added then gets the default of that torch, and nothing that an
-older one lacks is named. What does not change (names, sizes) is written once and referred to.
+Objects are built by calling their class with the arguments that it has had since torch 2.3, never by
+setting fields: fields that a newer torch has added get that torch's defaults, and nothing that an older
+one lacks is named. What repeats (names, sizes) is written once and then taken from the memo.
 """
 
 from __future__ import annotations
@@ -16,21 +16,27 @@ from itertools import islice
 from math import prod
 from typing import Final, NamedTuple
 
-from holdfast.checkpoint.dcp import opcodes as op
-from holdfast.checkpoint.dcp.records import element_bytes
-from holdfast.checkpoint.state.layout import Contents, Extent, Kind, Span, TensorItem
+from holdfast.checkpoint.dcp import records as op
+from holdfast.checkpoint.state.layout import (
+    ByteSpan,
+    Contents,
+    Extent,
+    Kind,
+    TensorItem,
+    offset_in_file,
+)
 from holdfast.errors import CheckpointError
 
 File = tuple[str, Contents, Sequence[Extent]]
-"""Its path in the checkpoint's directory, what its body holds, and what of the body is in it."""
+"""Path in the checkpoint's directory, contents of the body, and the extents of it in the file."""
 
 Sizes = tuple[int, ...]
 Path = tuple[str | int, ...]
 
 FORMAT_VERSION: Final = "1.0.0"
-"""What torch calls the format, since it has a name for it."""
+"""Torch's version of the format."""
 _BATCH: Final = 1000
-"""So many entries are put into a dict at once, as pickle itself does."""
+"""Entries per SETITEMS, as in pickle itself."""
 
 _MODULE: Final = "torch.distributed.checkpoint.metadata"
 _CLASSES: Final = (
@@ -50,7 +56,7 @@ _METADATA, _TENSOR, _PROPERTIES, _CHUNK, _BYTES, _INDEX, _INFO, _SIZE = map(
 
 
 class _Chunk(NamedTuple):
-    """A part of a tensor, and where it is."""
+    """A part of a tensor, and where it is stored."""
 
     offsets: Sizes
     sizes: Sizes
@@ -60,10 +66,10 @@ class _Chunk(NamedTuple):
 
 
 class _Tensor:
-    """A tensor, as far as its chunks were found. Of several at one place the first counts."""
+    """A tensor with the chunks found so far. Of several with the same offsets the first counts."""
 
     def __init__(self, item: TensorItem) -> None:
-        element_bytes(item.dtype)
+        op.element_bytes(item.dtype)
         self.kind: Kind = item.kind
         self.dtype = item.dtype
         self.shape = item.shape
@@ -75,10 +81,10 @@ class _Tensor:
         if item.shape != self.shape or item.dtype != self.dtype:
             raise CheckpointError(
                 f"{name} is {self.dtype} {list(self.shape)} on one rank and "
-                f"{item.dtype} {list(item.shape)} on another: these are no parts of one tensor"
+                f"{item.dtype} {list(item.shape)} on another: they are not parts of one tensor"
             )
         if 0 in item.sizes and 0 not in item.shape:
-            return  # a rank with nothing of it, which may say that its nothing begins anywhere
+            return  # An empty shard, whose offsets mean nothing.
         if item.offsets not in self.chunks:
             chunk = _Chunk(item.offsets, item.sizes, path, at, item.framed.size)
             self.chunks[item.offsets] = chunk
@@ -90,18 +96,18 @@ class _Tensor:
 
 
 class _Found(NamedTuple):
-    """What the files hold. Of what several ranks have, the lowest's counts."""
+    """What the files hold. Of what several ranks have, the lowest rank's counts."""
 
     tensors: dict[str, _Tensor]
-    values: dict[str, tuple[str, Span]]
+    values: dict[str, tuple[str, ByteSpan]]
     paths: dict[str, Path]
 
 
 def metadata(contents: Sequence[File]) -> bytes:
-    """The `.metadata` of a checkpoint that consists of these files.
+    """Encode the `.metadata` of a checkpoint that consists of these files.
 
-    Refuses what no reader could put together: a value or a part of a tensor that is in no file, and
-    parts that do not belong to one tensor.
+    Refuses what no reader could assemble: a value or a part of a tensor that is in no file, and parts
+    that do not belong to one tensor.
     """
     files = sorted(contents, key=lambda file: file[1].rank)
     found = _found(files)
@@ -110,47 +116,34 @@ def metadata(contents: Sequence[File]) -> bytes:
     lacking += [name for name in values if name not in found.values]
     if lacking:
         raise CheckpointError(
-            f"{lacking[0]} is not all there (nor are {len(lacking) - 1} others): "
-            "some of it is in none of the checkpoint's files"
+            f"{lacking[0]} is incomplete (and {len(lacking) - 1} others): some of it is in none of"
+            " the checkpoint's files"
         )
     return _Pickle().of(found)
-
-
-class _Places:
-    """Where the bytes of a body are in a file."""
-
-    def __init__(self, extents: Sequence[Extent]) -> None:
-        self._runs = [(e.body_at, e.body_at + e.size, e.file_at - e.body_at) for e in extents]
-
-    def of(self, framed: Span) -> int | None:
-        for begin, end, shift in self._runs:
-            if begin <= framed.at and framed.at + framed.size <= end:
-                return framed.at + shift
-        return None
 
 
 def _found(files: Sequence[File]) -> _Found:
     found = _Found({}, {}, {})
     for path, contents, extents in files:
         if contents.rank == files[0][1].rank:
-            _find_values(found, path, contents, _Places(extents))
+            _find_values(found, path, contents, extents)
     for path, contents, extents in files:
-        _find_tensors(found, path, contents, _Places(extents))
+        _find_tensors(found, path, contents, extents)
     return found
 
 
-def _find_values(found: _Found, path: str, contents: Contents, places: _Places) -> None:
+def _find_values(found: _Found, path: str, contents: Contents, extents: Sequence[Extent]) -> None:
     for value in contents.values:
-        at = places.of(value.framed)
+        at = offset_in_file(value.framed, extents)
         if at is not None:
-            found.values.setdefault(value.name, (path, Span(at, value.framed.size)))
+            found.values.setdefault(value.name, (path, ByteSpan(at, value.framed.size)))
 
 
-def _find_tensors(found: _Found, path: str, contents: Contents, places: _Places) -> None:
+def _find_tensors(found: _Found, path: str, contents: Contents, extents: Sequence[Extent]) -> None:
     for name, its_path in contents.paths:
         found.paths.setdefault(name, its_path)
     for item in contents.items:
-        at = places.of(item.framed)
+        at = offset_in_file(item.framed, extents)
         for name in (item.name, *item.also):
             if name in found.values:
                 continue
@@ -162,7 +155,7 @@ def _find_tensors(found: _Found, path: str, contents: Contents, places: _Places)
 
 
 def _entries(entries: Iterable[bytes]) -> Iterator[bytes]:
-    """A dict of them."""
+    """Push a dict of entries."""
     yield op.EMPTY_DICT
     remaining = iter(entries)
     while batch := b"".join(islice(remaining, _BATCH)):
@@ -170,16 +163,16 @@ def _entries(entries: Iterable[bytes]) -> Iterator[bytes]:
 
 
 class _Pickle:
-    """A pickle that is being written; `_known` says how to refer to what is in it already.
+    """A pickle being written; `_known` maps what is in it already to its memo reference.
 
-    So the pieces must be put down in the order in which they were asked for.
+    So the pieces must be written in the order in which they were requested.
     """
 
     def __init__(self) -> None:
         self._known: dict[object, bytes] = {}
 
     def of(self, found: _Found) -> bytes:
-        # `version` came later than the others: a field where there is one, elsewhere harmless.
+        # `version` is younger than the other fields; a torch without it ignores the attribute.
         version = op.dict_of(("version", op.text(FORMAT_VERSION))) + op.BUILD
         return b"".join(
             (
@@ -192,7 +185,7 @@ class _Pickle:
         )
 
     def _described(self, found: _Found) -> Iterator[bytes]:
-        """`state_dict_metadata`: a name, and what goes by it."""
+        """Encode `state_dict_metadata`: each name and what it stands for."""
         for name, tensor in found.tensors.items():
             chunks = tensor.chunks.values()
             yield b"".join(
@@ -207,14 +200,14 @@ class _Pickle:
             yield self._text(name) + op.call(_BYTES)
 
     def _flattened(self, found: _Found) -> Iterator[bytes]:
-        """`planner_data`: a name, and the path to what it stands for in the state."""
+        """Encode `planner_data`: each name and its path in the state."""
         for name in (*found.tensors, *found.values):
             path = found.paths.get(name) or name.split(".")
             keys = [op.whole(key) if isinstance(key, int) else self._text(key) for key in path]
             yield self._text(name) + op.tuple_of(*keys)
 
     def _stored(self, found: _Found) -> Iterator[bytes]:
-        """`storage_data`: what part of which thing, and where it is."""
+        """Encode `storage_data`: where each chunk and value is stored."""
         for name, tensor in found.tensors.items():
             for number, (offsets, _, path, at, size) in enumerate(tensor.chunks.values()):
                 part = self._text(name) + self._size(offsets) + op.whole(number) + op.TUPLE_3

@@ -1,23 +1,27 @@
-"""Tensors and values as `torch.load` wants to see them, made without torch.
+"""Writes tensors and values as `torch.load` reads them, without torch.
 
-A `.distcp` file of `torch.distributed.checkpoint` is a row of things that `torch.save` wrote. Torch
-has two forms for that. Its zip archives have the raw bytes in the middle and a checksum after them;
-the older form, which every torch still reads, has the raw bytes last:
+A `.distcp` file of `torch.distributed.checkpoint` is a sequence of objects that `torch.save` wrote.
+Torch has two formats for that. Its zip archives have the raw bytes in the middle and a checksum after
+them; the older format, which every torch still reads, has the raw bytes last:
 
     magic number, protocol version, system info,      pickles
     the tensor, its storage named by a key,           a pickle
     the list of keys                                  a pickle
-    how many elements follow                          8 bytes
+    the number of elements                            8 bytes
     the raw bytes
 
-So a tensor is a header that depends only on its dtype and sizes, and then its bytes as they are in
-memory. Headers are padded to a multiple of 64 bytes (with a string in the system info, which nobody
-reads): a tensor that begins aligned has its raw bytes aligned.
+So a tensor is a header that depends only on its dtype and sizes, followed by its bytes as they are in
+memory. Headers are padded to a multiple of 64 bytes (with a string in the system info, which no reader
+uses): a tensor that begins aligned has its raw bytes aligned.
 
-Torch itself cannot read back what it writes in this form for dtypes younger than its typed storages
-(float8, uint16, ...): it looks for the dtype of an untyped storage, which has none. We give it the
-bytes in a storage of bytes instead, and name the dtype where the tensor is rebuilt; every reader
-since torch 2.3 takes that.
+Torch cannot read back what it writes in this format for dtypes younger than its typed storages
+(float8, uint16, ...): it looks for the dtype of an untyped storage, which has none. Here the bytes go
+into a byte storage, and the dtype is named where the tensor is rebuilt; torch 2.3 and later read that.
+
+The pickles are written opcode by opcode, because there is no torch here whose objects could be pickled.
+A pickle is a program for a stack machine; each function below returns a piece of such a program that
+leaves one object on the stack. All of it is protocol 2, which torch writes: its `weights_only` reader
+knows no other. Holdfast itself never reads any of it.
 """
 
 from __future__ import annotations
@@ -28,9 +32,94 @@ from math import prod
 from struct import pack
 from typing import Final
 
-from holdfast.checkpoint.dcp import opcodes as op
 from holdfast.checkpoint.state.layout import aligned
 from holdfast.errors import CheckpointError
+
+# ---- pickle opcodes -----------------------------------------------------------------------------
+
+BEGIN: Final = b"\x80\x02"
+END: Final = b"."
+
+NONE: Final = b"N"
+TRUE: Final = b"\x88"
+FALSE: Final = b"\x89"
+
+MARK: Final = b"("
+EMPTY_TUPLE: Final = b")"
+EMPTY_LIST: Final = b"]"
+EMPTY_DICT: Final = b"}"
+
+TUPLE: Final = b"t"
+"""Build a tuple of everything above the mark."""
+TUPLE_1: Final = b"\x85"
+TUPLE_2: Final = b"\x86"
+TUPLE_3: Final = b"\x87"
+APPENDS: Final = b"e"
+SETITEMS: Final = b"u"
+
+CALL: Final = b"R"
+"""Call the object below with the tuple on top."""
+BUILD: Final = b"b"
+"""Give the object below the state on top."""
+PERSISTENT: Final = b"Q"
+"""Ask the reader for the object that the tuple on top identifies; torch passes storages this way."""
+
+DROP: Final = b"0"
+"""Drop the top of the stack."""
+
+_TUPLES: Final = (EMPTY_TUPLE, TUPLE_1, TUPLE_2, TUPLE_3)
+
+
+def whole(number: int) -> bytes:
+    """Push an integer, in as few bytes as possible."""
+    if 0 <= number < 0x100:
+        return b"K%c" % number
+    if 0 <= number < 0x10000:
+        return pack("<cH", b"M", number)
+    if -0x80000000 <= number < 0x80000000:
+        return pack("<ci", b"J", number)
+    size = number.bit_length() // 8 + 1
+    return b"\x8a%c%b" % (size, number.to_bytes(size, "little", signed=True))
+
+
+def text(string: str) -> bytes:
+    data = string.encode("utf-8", "surrogatepass")
+    return pack("<cI", b"X", len(data)) + data
+
+
+def named(module: str, name: str) -> bytes:
+    """Push a global that the reader imports."""
+    return f"c{module}\n{name}\n".encode()
+
+
+def tuple_of(*things: bytes) -> bytes:
+    if len(things) < len(_TUPLES):
+        return b"".join(things) + _TUPLES[len(things)]
+    return MARK + b"".join(things) + TUPLE
+
+
+def call(function: bytes, *arguments: bytes) -> bytes:
+    return function + tuple_of(*arguments) + CALL
+
+
+def dict_of(*pairs: tuple[str, bytes]) -> bytes:
+    return EMPTY_DICT + MARK + b"".join(text(key) + value for key, value in pairs) + SETITEMS
+
+
+def list_of(*things: bytes) -> bytes:
+    return EMPTY_LIST + MARK + b"".join(things) + APPENDS
+
+
+def put(number: int) -> bytes:
+    """Store the top of the stack in the memo under that number."""
+    return b"q%c" % number if number < 0x100 else pack("<cI", b"r", number)
+
+
+def get(number: int) -> bytes:
+    return b"h%c" % number if number < 0x100 else pack("<cI", b"j", number)
+
+
+# ---- tensors and values -------------------------------------------------------------------------
 
 _TYPED: Final = {
     "float64": ("DoubleStorage", 8),
@@ -46,7 +135,7 @@ _TYPED: Final = {
     "complex128": ("ComplexDoubleStorage", 16),
     "complex64": ("ComplexFloatStorage", 8),
 }
-"""Dtypes that have a storage class of their own, its name, and the bytes of an element."""
+"""Dtypes that have a storage class of their own: its name, and the bytes of an element."""
 
 _UNTYPED: Final = {
     "float8_e4m3fn": 1,
@@ -62,30 +151,30 @@ _UNTYPED: Final = {
 }
 
 ELEMENT_BYTES: Final = {name: size for name, (_, size) in _TYPED.items()} | _UNTYPED
-"""All dtypes that can be saved, as torch spells them, and the bytes of an element."""
+"""All dtypes that can be saved, as torch spells them: bytes of an element."""
 
 _MAGIC: Final = 0x1950A86A20F9469CFC6C
 _VERSION: Final = 1001
 
-_KEY: Final = op.text("0")
+_KEY: Final = text("0")
 
 
 def _whole_pickle(program: bytes) -> bytes:
-    return op.BEGIN + program + op.END
+    return BEGIN + program + END
 
 
 def _preamble(padding: int) -> bytes:
-    """What comes before the object, whatever it is."""
-    system = op.dict_of(
-        ("protocol_version", op.whole(_VERSION)),
-        ("little_endian", op.TRUE),
-        ("padding", op.text(" " * padding)),
+    """Return what precedes any object."""
+    system = dict_of(
+        ("protocol_version", whole(_VERSION)),
+        ("little_endian", TRUE),
+        ("padding", text(" " * padding)),
     )
-    return b"".join(map(_whole_pickle, (op.whole(_MAGIC), op.whole(_VERSION), system)))
+    return b"".join(map(_whole_pickle, (whole(_MAGIC), whole(_VERSION), system)))
 
 
 def element_bytes(dtype: str) -> int:
-    """How many bytes an element of that dtype has; refuses dtypes that cannot be saved."""
+    """Return the bytes of an element of a dtype; refuse dtypes that cannot be saved."""
     try:
         return ELEMENT_BYTES[dtype]
     except KeyError:
@@ -96,52 +185,52 @@ def element_bytes(dtype: str) -> int:
 
 
 def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a contiguous tensor: how many elements lie between neighbours in each dimension."""
+    """Return the strides of a contiguous tensor, in elements."""
     return tuple(prod(max(size, 1) for size in sizes[at + 1 :]) for at in range(len(sizes)))
 
 
 def _shape(sizes: tuple[int, ...]) -> bytes:
-    return op.tuple_of(*map(op.whole, sizes))
+    return tuple_of(*map(whole, sizes))
 
 
 def _storage(kind: str, elements: int) -> bytes:
-    """The storage that the raw bytes at the end fill."""
-    where = (op.text("storage"), op.named("torch", kind), _KEY, op.text("cpu"))
-    return op.tuple_of(*where, op.whole(elements), op.NONE) + op.PERSISTENT
+    """Push the storage that the raw bytes at the end fill."""
+    where = (text("storage"), named("torch", kind), _KEY, text("cpu"))
+    return tuple_of(*where, whole(elements), NONE) + PERSISTENT
 
 
 @lru_cache(maxsize=1 << 14)
 def tensor_header(dtype: str, sizes: tuple[int, ...]) -> bytes:
-    """What stands before the raw bytes of a contiguous tensor; a multiple of 64 bytes long."""
+    """Return the header of a contiguous tensor's raw bytes; its length is a multiple of 64."""
     size = element_bytes(dtype)
     kind, elements = "ByteStorage", prod(sizes) * size
-    rebuild, its_dtype = "_rebuild_tensor_v3", [op.named("torch", dtype)]
+    rebuild, its_dtype = "_rebuild_tensor_v3", [named("torch", dtype)]
     if dtype in _TYPED:
         kind, elements = _TYPED[dtype][0], prod(sizes)
         rebuild, its_dtype = "_rebuild_tensor_v2", []
-    tensor = op.call(
-        op.named("torch._utils", rebuild),
+    tensor = call(
+        named("torch._utils", rebuild),
         _storage(kind, elements),
-        op.whole(0),
+        whole(0),
         _shape(sizes),
         _shape(_strides(sizes)),
-        op.FALSE,
-        op.NONE,  # no hooks
+        FALSE,
+        NONE,  # no hooks
         *its_dtype,
     )
-    rest = _whole_pickle(tensor) + _whole_pickle(op.list_of(_KEY)) + pack("<q", elements)
+    rest = _whole_pickle(tensor) + _whole_pickle(list_of(_KEY)) + pack("<q", elements)
     bare = len(_preamble(0)) + len(rest)
     return _preamble(aligned(bare) - bare) + rest
 
 
 _BEFORE_VALUE: Final = _preamble(0)
-_AFTER_VALUE: Final = _whole_pickle(op.EMPTY_LIST)
+_AFTER_VALUE: Final = _whole_pickle(EMPTY_LIST)
 
 
 def value_bytes(value: object) -> bytes:
-    """A value as `torch.save` would write it, for readers that know nothing of us.
+    """Encode a value as `torch.save` would, for readers other than Holdfast.
 
-    Builtins are read by every `torch.load`; what names a class (a numpy scalar) needs a reader with
+    Every `torch.load` reads builtins; an object of a class (a numpy scalar) needs a reader with
     `weights_only=False`, which `torch.distributed.checkpoint` is.
     """
     try:

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from holdfast.checkpoint.memory.images import Images
 from holdfast.checkpoint.replicas import copies as replicas
-from holdfast.checkpoint.replicas.copies import Peer
-from holdfast.checkpoint.replicas.transfer import Transfer
+from holdfast.checkpoint.replicas.copies import Peer, Transfer
 from holdfast.errors import HoldfastError
 from holdfast.messages.checkpoints import Holder, ImageId
 from holdfast.wire.tls import TlsFiles, client_context

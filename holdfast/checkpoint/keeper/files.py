@@ -19,19 +19,21 @@ import msgspec
 from msgspec import Struct
 
 from holdfast.checkpoint.keeper.progress import StorageAction, StorageProgress
-from holdfast.checkpoint.memory.image import Image, Record
+from holdfast.checkpoint.memory.image import Image, ImageRecord
 from holdfast.checkpoint.memory.images import Images
-from holdfast.checkpoint.state.layout import Contents
+from holdfast.checkpoint.state.layout import Contents, FileRecord, block_digests
 from holdfast.checkpoint.storage import plain_directory as plain
 from holdfast.checkpoint.storage import retention
-from holdfast.checkpoint.storage.backends import Storage, open_storage
+from holdfast.checkpoint.storage.backends import (
+    Storage,
+    open_storage,
+    rank_file_name,
+    step_directory,
+)
 from holdfast.checkpoint.storage.commit import AlreadyCommitted, commit
-from holdfast.checkpoint.storage.digests import block_digests
-from holdfast.checkpoint.storage.disk import storage_error
 from holdfast.checkpoint.storage.manifest import steps
-from holdfast.checkpoint.storage.names import rank_file, step_directory
-from holdfast.checkpoint.storage.persist import extents_of, write_file
-from holdfast.checkpoint.storage.rank_file import FileRecord
+from holdfast.checkpoint.storage.posix import storage_error
+from holdfast.checkpoint.storage.rank_file import extents_of, write_file
 from holdfast.errors import HoldfastError, Refused, StepTaken
 from holdfast.messages.actions import CommitCheckpoint, WriteShards
 from holdfast.messages.checkpoints import ImageId, Shard, SnapshotId, StoredStep
@@ -148,7 +150,7 @@ class CheckpointFiles:
 
     def _pinned(
         self, action: WriteShards, rank: Rank, until: ExitStack
-    ) -> tuple[Image, Record, int, bytes]:
+    ) -> tuple[Image, ImageRecord, int, bytes]:
         """Find a rank's image of the snapshot, and keep it unchanged until then."""
         found = self._images.sealed(ImageId(action.snapshot, rank, action.world_size))
         if found is not None:
@@ -163,7 +165,7 @@ class CheckpointFiles:
         action: WriteShards,
         opened: Opened,
         rank: Rank,
-        held: tuple[Image, Record, int, bytes],
+        held: tuple[Image, ImageRecord, int, bytes],
     ) -> Shard:
         image, record, state, digests = held
         snapshot, storage = action.snapshot, opened.needed(action.snapshot.checkpointer)
@@ -175,7 +177,7 @@ class CheckpointFiles:
         written = write_file(
             storage,
             directory,
-            rank_file(rank, snapshot.round, 0 if opened.plain else self._job_number),
+            rank_file_name(rank, snapshot.round, 0 if opened.plain else self._job_number),
             image.body,
             extents,
             record.contents,

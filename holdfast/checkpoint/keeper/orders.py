@@ -25,8 +25,7 @@ from holdfast.checkpoint.keeper.files import CheckpointFiles, Opened
 from holdfast.checkpoint.keeper.progress import StorageAction, StorageProgress
 from holdfast.checkpoint.memory.images import Images, id_of
 from holdfast.checkpoint.replicas.server import ReplicaServer
-from holdfast.checkpoint.state.layout import Contents
-from holdfast.checkpoint.storage.digests import digest
+from holdfast.checkpoint.state.layout import Contents, digest
 from holdfast.errors import HoldfastError
 from holdfast.messages.checkpoints import ImageId, Sealed
 from holdfast.messages.events import ImagesHeld, SnapshotMissed, SnapshotsSealed
@@ -102,7 +101,7 @@ class Keeper:
             tls = server_context(self._tls)
             self._server = ReplicaServer(listener, self._terms.token, self._images, tls)
             self._server.start()
-        self._images.let_all_go()
+        self._images.unpin_all()
         waiting = select.poll()
         waiting.register(self._control.fileno(), select.POLLIN)
         while True:

@@ -1,1 +1,1 @@
-"""Images: snapshots in shared memory that outlive the process that wrote them."""
+"""Copies states into shared memory and manages images there."""

@@ -1,35 +1,35 @@
 """Copies a rank's tensors into an image, as fast as the machine can.
 
-Three ways, by what a tensor is:
+A tensor is copied in one of three ways:
 
-- large and contiguous, in host memory: past the cache (`streaming`), in pieces, on every idle core. A
-  foreign function call lets go of the interpreter's lock, so the pieces really run side by side.
-- small and contiguous: a system call that copies a thousand of them at once (`process_vm_readv`, from
-  this process to itself), because twenty thousand calls from Python would cost more than the bytes.
-  Where that is forbidden they are copied one by one.
-- anything else (strided, or on a device): torch copies into a view of the image. On CUDA the image is
+- Large, contiguous, in host memory: `memmove` in pieces, on every idle core. `ctypes` releases the GIL
+  during the call, so the pieces run in parallel.
+- Small, contiguous, in host memory: `process_vm_readv` from this process to itself copies a thousand
+  tensors per system call, because twenty thousand calls from Python would cost more than the bytes.
+  Where the kernel forbids it, each tensor is a `memmove`.
+- Anything else (strided, or on a device): torch copies into a view of the image. For CUDA the image is
   registered as pinned memory and the copies run on a stream of their own.
 
-Addresses are remembered: as long as all tensors stay where they were, the lists for the second way are
-made once.
+The vectors for `process_vm_readv` are built once and reused while all tensors keep their addresses.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import itertools
 import os
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from concurrent.futures import Executor, wait
+from contextlib import contextmanager
 from functools import partial
 from operator import itemgetter
 
 import torch
 
-from holdfast.checkpoint.memory import streaming
 from holdfast.checkpoint.memory.image import Image
 from holdfast.checkpoint.state.capture import Captured, Layout
 from holdfast.errors import CheckpointError
@@ -37,13 +37,14 @@ from holdfast.errors import CheckpointError
 LARGE_BYTES = 128 << 10
 PIECE_BYTES = 32 << 20
 _BATCH = 1000
-"""Tensors in one call: just below what the kernel takes."""
+"""Tensors per call, just below the kernel's limit (IOV_MAX)."""
 
 _FORBIDDEN = (errno.EPERM, errno.ENOSYS)
 
-Task = Callable[[], None]
+Task = Callable[[], object]
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _libc.process_vm_readv.argtypes = [
     ctypes.c_int,
     *(ctypes.c_void_p, ctypes.c_ulong),
@@ -54,18 +55,18 @@ _libc.process_vm_readv.restype = ctypes.c_ssize_t
 
 
 def cores() -> int:
-    """How many threads of this rank may copy at once, when all ranks of the node do."""
+    """Return how many threads of this rank may copy at once while all ranks of the node copy."""
     beside = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, len(os.sched_getaffinity(0)) // beside)
 
 
 def spare_cores() -> int:
-    """How many of them may copy while training goes on, and takes as many as torch was told."""
+    """Return how many of them are left while training runs torch's threads."""
     return max(1, cores() - int(torch.get_num_threads()))
 
 
 class Copier:
-    """Knows how to copy states of one layout; another layout wants another copier."""
+    """Copies states of one layout; another layout needs another copier."""
 
     def __init__(self, captured: Captured, guarded: Set[int] = frozenset()) -> None:
         self.layout = captured.layout
@@ -92,9 +93,9 @@ class Copier:
         self._stream: torch.cuda.Stream | None = None
 
     def prepare(self, image: Image) -> None:
-        """Write what never changes, and make the views that torch copies into; once for an image.
+        """Write the constant bytes and create the views that torch copies into, once for an image.
 
-        What the image held before is lost by that.
+        What the image held before is lost.
         """
         if image.address in self._views:
             return
@@ -111,14 +112,14 @@ class Copier:
         self._views[image.address] = views
 
     def forget(self, image: Image) -> None:
-        """That image is about to be unmapped."""
+        """Drop all references to an image that is about to be unmapped."""
         self._views.pop(image.address, None)
         for batch in self._batches:
             batch.forget(image.address)
 
     def tasks(self, captured: Captured, image: Image, guarded: bool) -> list[Task]:
-        """What is to be done to copy from host memory, in any order, by any thread: what is guarded,
-        or all the rest."""
+        """Return the copies from host memory, to run in any order on any thread: of the guarded items,
+        or of all others."""
         found: list[Task] = []
         for index in self._large:
             if (index in self.guarded) == guarded:
@@ -135,8 +136,8 @@ class Copier:
     def launch(
         self, captured: Captured, image: Image, ready: torch.cuda.Event | None, guarded: bool
     ) -> torch.cuda.Event | None:
-        """Queue the copies from devices, on a stream of their own, once `ready` has come; the event
-        that ends them."""
+        """Queue the copies from devices on a stream of their own, after `ready`; return the event that
+        follows them."""
         on_device = [
             (local, view)
             for local, view in self._strided(captured, image, guarded)
@@ -149,7 +150,7 @@ class Copier:
             self._stream = torch.cuda.Stream(device)
         self._stream.wait_event(ready)
         with torch.cuda.stream(self._stream), torch.no_grad():
-            # One call for all of them: thousands from Python would keep training waiting.
+            # One call for all of them: thousands of calls from Python would stall training.
             locals_, views = zip(*on_device, strict=True)
             torch._foreach_copy_(list(views), list(locals_), non_blocking=True)
             return self._stream.record_event()
@@ -157,14 +158,14 @@ class Copier:
     def _strided(
         self, captured: Captured, image: Image, guarded: bool
     ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        """What torch has to copy, and to where."""
+        """Yield what torch has to copy, with its target."""
         for index, view in zip(self._odd, self._views[image.address], strict=True):
             if (index in self.guarded) == guarded and view.numel():
                 yield captured.locals[index], view
 
 
 def raw(local: torch.Tensor) -> bool:
-    """Whether a tensor is its bytes as they are in host memory, one after the other."""
+    """Return whether a tensor is contiguous bytes in host memory."""
     return (
         local.is_cpu
         and local.is_contiguous()
@@ -174,7 +175,7 @@ def raw(local: torch.Tensor) -> bool:
 
 
 def run_all(tasks: Iterable[Task], threads: Executor | None, at_once: int) -> None:
-    """Do them all, with help if there is any; the first error is told when nothing is at work."""
+    """Run all tasks, on several threads where possible; raise the first error when all have ended."""
     left = deque(tasks)
     errors: list[Exception] = []
 
@@ -183,10 +184,10 @@ def run_all(tasks: Iterable[Task], threads: Executor | None, at_once: int) -> No
             try:
                 task = left.popleft()
             except IndexError:
-                return  # Another one was faster.
+                return  # Another thread took the last one.
             try:
                 task()
-            except Exception as error:  # It is raised below.
+            except Exception as error:  # Raised below.
                 errors.append(error)
 
     helping = []
@@ -194,7 +195,7 @@ def run_all(tasks: Iterable[Task], threads: Executor | None, at_once: int) -> No
         try:
             helping = [threads.submit(work) for _ in range(min(len(left), at_once) - 1)]
         except RuntimeError:
-            pass  # The interpreter is about to exit, and nobody helps any more.
+            pass  # The interpreter is about to exit and starts no more threads.
     work()
     wait(helping)
     if errors:
@@ -202,7 +203,7 @@ def run_all(tasks: Iterable[Task], threads: Executor | None, at_once: int) -> No
 
 
 def pin(image: Image) -> bool:
-    """Have CUDA copy straight into the image, as long as it is mapped; False where it cannot."""
+    """Register the image with CUDA as pinned memory while it is mapped; return whether that worked."""
     cuda, start = torch.cuda.cudart(), image.address - image.body_at
     if int(cuda.cudaHostRegister(start, image.body_at + image.capacity, 0)) != 0:
         return False
@@ -213,7 +214,7 @@ def pin(image: Image) -> bool:
 def _pieces(target: int, source: int, size: int) -> list[Task]:
     def piece(at: int) -> Task:
         count = min(PIECE_BYTES, size - at)
-        return lambda: streaming.copy(target + at, source + at, count)
+        return lambda: _libc.memmove(target + at, source + at, count)
 
     return [piece(at) for at in range(0, size, PIECE_BYTES)]
 
@@ -233,7 +234,7 @@ def _torch_copy(view: torch.Tensor, local: torch.Tensor) -> Task:
 
 
 class _Batch:
-    """As many small tensors as one call copies."""
+    """The small tensors that one call copies."""
 
     def __init__(self, layout: Layout, items: list[int], guarded: bool) -> None:
         self.guarded = guarded
@@ -243,12 +244,12 @@ class _Batch:
         self._sizes = [span.size for span in spans]
         self._from: tuple[tuple[int, ...], array[int]] = (), array("Q")
         self._to: dict[int, array[int]] = {}
-        """By the image's address."""
+        """Vectors by the image's address."""
 
     def task(self, everywhere: list[int], image: int) -> Task:
         addresses = self._of_mine(everywhere)[:-1]
         if addresses != self._from[0]:
-            # Another list, not the old one changed: a copy may still be using that.
+            # A new vector: a copy may still be using the old one.
             self._from = addresses, self._vector(addresses)
         if image not in self._to:
             self._to[image] = self._vector([image + at for at in self._ats])
@@ -260,7 +261,7 @@ class _Batch:
             done = _libc.process_vm_readv(os.getpid(), to, count, where, count, 0)
             if done < 0 and ctypes.get_errno() in _FORBIDDEN:
                 for at in range(0, words, 2):
-                    streaming.copy(target[at], source[at], target[at + 1])
+                    _libc.memmove(target[at], source[at], target[at + 1])
             elif done != size:
                 why = os.strerror(ctypes.get_errno()) if done < 0 else f"{done} of {size} bytes"
                 raise CheckpointError(f"small tensors cannot be copied: {why}")
@@ -273,3 +274,22 @@ class _Batch:
 
     def forget(self, image: int) -> None:
         self._to.pop(image, None)
+
+
+# ---- the garbage collector -----------------------------------------------------------------------
+
+
+@contextmanager
+def collector_off() -> Iterator[None]:
+    """Keep the garbage collector off during a save.
+
+    Dismantling a state creates tens of thousands of short-lived objects. They are no garbage, but so
+    many at once trigger a collection over the whole process, which may take longer than the copy.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

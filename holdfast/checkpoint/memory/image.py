@@ -1,23 +1,23 @@
-"""A rank's snapshot in shared memory, which outlives the process that wrote it.
+"""Holds a rank's snapshot in shared memory, which outlives the process that wrote it.
 
 An image is a file in a memory file system:
 
     ┌ head: who, which step, state words ┬ seal: a digest per block ┬ body ──────────────┐
     └─ one page ─────────────────────────┴─ pages ──────────────────┴─ see `layout` ─────┘
 
-Three words in the head say whom to believe, each written by one side alone:
+Three words in the head form a seqlock, each written by one side alone:
 
-- *state*, by the worker: a number that grows with each save, odd while the body is being written and
-  even once it is whole. A worker that dies while it copies leaves an odd number, for ever.
-- *sealed*, by the keeper: the state whose blocks' digests are in the seal.
+- *state*, by the worker: a sequence number, odd while the body is being written and even once it is
+  whole. A worker that dies while it copies leaves an odd number.
+- *sealed*, by the keeper: the state whose block digests are in the seal.
 - *pinned*, by the keeper: the state that it is reading and wants to stay.
 
 A snapshot may be used when its state is even, the seal is of that state, and head and blocks match
 their digests. Every rank has two images and writes the one that is not pinned, or the older; so a
-save never waits for one that is being persisted, and there is always a whole one while it copies.
+save never waits for one that is being persisted, and a whole snapshot always exists.
 
-Pinning and writing may meet. Both sides first say what they want and then look at the other's word;
-whoever sees the other there steps back, so at least one does.
+Pinning and writing may race. Both sides first write their own word and then, after a memory fence, read
+the other's; the one that sees the other steps back, so at least one does.
 """
 
 from __future__ import annotations
@@ -34,8 +34,14 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
-from holdfast.checkpoint.state.layout import Span, aligned, blocks_of
-from holdfast.checkpoint.storage.digests import DIGEST_BYTES, block_digests, digest
+from holdfast.checkpoint.state.layout import (
+    DIGEST_BYTES,
+    ByteSpan,
+    aligned,
+    block_digests,
+    blocks_of,
+    digest,
+)
 from holdfast.errors import Refused, StorageError
 from holdfast.kernel import Mapping
 
@@ -48,23 +54,23 @@ _POPULATE_WRITE: Final = 23
 _PREFAULT_BYTES: Final = 64 << 20
 
 
-class Record(Struct, frozen=True):
-    """What an image says of itself."""
+class ImageRecord(Struct, frozen=True):
+    """The identity and size of an image's content."""
 
     checkpointer: str
-    """Which of a script's checkpointers made it."""
+    """Name of the checkpointer that saved it."""
     step: int
     round: int
     rank: int
     world_size: int
     size: int
     """Bytes of the body."""
-    contents: Span
-    """Where in the body it says what is where."""
+    contents: ByteSpan
+    """Where the encoded contents are in the body."""
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Record)
+_decoder = msgspec.msgpack.Decoder(ImageRecord)
 
 
 class Image:
@@ -74,28 +80,27 @@ class Image:
         self.path = path
         size = os.fstat(fd).st_size
         if size < _PAGE:
-            raise Refused(f"{path} is no image: {size} bytes")
+            raise Refused(f"{path} is not an image: {size} bytes")
         self._mapping = Mapping(fd, size)
         self.before_unmap: list[Callable[[], object]] = []
-        """What has to be undone before its memory goes."""
-        # Shared memory is not freed as long as somebody has it mapped. At exit the kernel does that,
-        # and threads may still be at work.
+        """Callbacks to run before the memory is unmapped."""
+        # Shared memory is not freed while it is mapped. At exit the kernel unmaps it, as threads may
+        # still be using it.
         self._unmap = weakref.finalize(self, _unmap, self._mapping, self.before_unmap)
         self._unmap.atexit = False
         self._words = self._mapping.view[:_PAGE].cast("Q")
         magic, self.body_at, self.capacity = self._words[:3]
         if magic != _MAGIC or self.body_at + self.capacity > size:
             self.close()
-            raise Refused(f"{path} is no image of ours, or a short one")
+            raise Refused(f"{path} is not a Holdfast image, or is cut off")
         self.body = self._mapping.view[self.body_at : self.body_at + self.capacity]
         self.address = self._mapping.address + self.body_at
 
     @classmethod
     def create(cls, path: Path, capacity: int, after: int = 0) -> Image:
-        """A new image in place of whatever had that name; its memory is there, or this fails.
+        """Create an image in place of what had that name, with its memory allocated.
 
-        States are counted on from those of the image whose place it takes, so that nobody mistakes
-        one for the other.
+        States continue those of the image that it replaces, so that the two cannot be confused.
         """
         body_at = aligned(_PAGE + blocks_of(capacity) * DIGEST_BYTES, _PAGE)
         fresh = path.with_name(f".{path.name}.new")
@@ -133,14 +138,14 @@ class Image:
         self._unmap()
 
     def prefault(self, threads: Executor | None = None) -> None:
-        """Touch every page now, so that no save has to."""
+        """Fault in every page now, so that no save has to."""
         start = self.address - self.body_at
         size = self.body_at + self.capacity
         libc = ctypes.CDLL(None, use_errno=True)
         libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
         def touch(at: int) -> None:
-            # Kernels before 5.14 do not know it; then the first save is slower, and that is all.
+            # Kernels before 5.14 lack MADV_POPULATE_WRITE; then the first save is slower.
             libc.madvise(start + at, min(_PREFAULT_BYTES, size - at), _POPULATE_WRITE)
 
         pieces = range(0, size, _PREFAULT_BYTES)
@@ -154,11 +159,11 @@ class Image:
 
     @property
     def pinned(self) -> bool:
-        """Whether the keeper reads what is there now."""
+        """Whether the keeper is reading the current state."""
         return bool(self._words[_PINNED] == self.state != 0)
 
     def begin(self) -> bool:
-        """Say that the body is about to change; False when the keeper wants it to stay."""
+        """Mark the body as being written; return False if the keeper has pinned it."""
         before = self.state
         if before and self._words[_PINNED] == before:
             return False
@@ -169,8 +174,8 @@ class Image:
             return False
         return True
 
-    def finish(self, record: Record) -> int:
-        """Say that the body is whole; its new state."""
+    def finish(self, record: ImageRecord) -> int:
+        """Mark the body as whole; return its new state."""
         data = _encoder.encode(record)
         data = len(data).to_bytes(4, "little") + data
         data += digest(data)
@@ -183,7 +188,7 @@ class Image:
     # ---- the keeper's side ----
 
     def pin(self, state: int) -> bool:
-        """Have that state stay until it is let go; False when it is gone already."""
+        """Pin a state until it is released; return False if it was overwritten already."""
         self._words[_PINNED] = state
         _fence()
         if self.state == state:
@@ -191,18 +196,18 @@ class Image:
         self._words[_PINNED] = 0
         return False
 
-    def let_go(self) -> None:
+    def unpin(self) -> None:
         self._words[_PINNED] = 0
 
     @property
     def settled(self) -> int:
-        """The state as the keeper sees it. A worker that is about to write, and has not yet seen that
-        it is pinned, says so for a moment; what is there has not changed, and will not."""
+        """The state as the keeper sees it. A worker that is about to write and has not yet seen the
+        pin sets the odd state for a moment; the body has not changed, and will not."""
         state, pinned = self.state, int(self._words[_PINNED])
         return pinned if pinned and state == pinned | 1 else state
 
-    def record(self) -> Record | None:
-        """What it holds; None while it is being written, or if it never was whole."""
+    def record(self) -> ImageRecord | None:
+        """Return what it holds; None while it is being written, or if it never was whole."""
         state = self.settled
         if state == 0 or state % 2:
             return None
@@ -219,7 +224,7 @@ class Image:
         return record if record.size <= self.capacity else None
 
     def seal(self, state: int, threads: Executor | None = None) -> bytes | None:
-        """Compute and keep the digests of that state; None when it was overwritten meanwhile."""
+        """Compute and store the digests of a state; return None if it was overwritten meanwhile."""
         record = self.record()
         if record is None or self.settled != state:
             return None
@@ -237,7 +242,7 @@ class Image:
         return digests
 
     def digests(self) -> bytes | None:
-        """The seal of what it holds now; None when there is none, or it is damaged."""
+        """Return the seal of the current state; None if there is none, or it is damaged."""
         record = self.record()
         if record is None or self._words[_SEALED] != self.settled:
             return None
@@ -259,6 +264,6 @@ _fencing = threading.Lock()
 
 
 def _fence() -> None:
-    """Nothing written before this is seen after what is written later: a lock is a full fence."""
+    """Order memory accesses: taking a lock is a full memory fence."""
     with _fencing:
         pass

@@ -1,8 +1,8 @@
-"""The directory in shared memory that holds a node's images for the length of a run.
+"""Owns the directory in shared memory that holds a node's images during a run.
 
 It belongs to the launcher, which outlives workers, keepers and agents, and removes it when it ends. A
-launcher that was killed cannot; so each holds a lock on its directory for as long as it lives, and
-whoever starts next on the machine removes those that nobody holds.
+launcher that was killed cannot; so each holds a file lock on its directory while it lives, and the next
+launcher on the machine removes the directories that are not locked.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ImageHome:
             if lock is not None:
                 self._lock = lock
                 return
-            # Somebody who starts at this moment took it for abandoned, and removes it.
+            # Another launcher that starts at this moment took it for abandoned, and removes it.
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -43,7 +43,7 @@ def _root() -> Path:
 
 
 def clear_abandoned() -> None:
-    """Remove what launchers left that were killed."""
+    """Remove the directories of launchers that were killed."""
     for path in _root().glob(f"{_prefix()}*"):
         lock = _locked(path)
         if lock is not None:
@@ -52,7 +52,7 @@ def clear_abandoned() -> None:
 
 
 def _locked(path: Path) -> int | None:
-    """Hold a directory of ours; None when somebody else does, or it is gone."""
+    """Lock a directory; return None if another process holds it, or it is gone."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -60,7 +60,7 @@ def _locked(path: Path) -> int | None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         held, there = os.fstat(fd), os.stat(path, follow_symlinks=False)
-        # Whoever had it before may have removed it between the two.
+        # The previous owner may have removed it between the two calls.
         if held.st_ino == there.st_ino and held.st_uid == os.getuid():
             return fd
     except OSError:

@@ -1,30 +1,39 @@
-"""A rank's two images, and how a state gets into one of them.
+"""Copies a rank's state into one of its two images, partly while training goes on.
 
 A save takes the slot that does not hold the newest snapshot, unless the keeper reads it; then the
-other. So whatever happens in the middle of a save, a whole snapshot is left.
+other. So a whole snapshot is left, whatever happens in the middle of a save.
 
-Memory is made ready once: allocated, touched, and registered with CUDA. That takes far longer than a
-copy, so it is done beside training, as soon as the layout is known. The newest snapshot's memory is
-never given up for that, nor what is being written.
+Memory is prepared once: allocated, touched, and registered with CUDA. That takes far longer than a
+copy, so a thread does it as soon as the layout is known. The memory of the newest snapshot, and of
+one being written, is never given up for that.
 
-What an optimizer's step alone changes may be copied while training goes on, until the next step; all
-else is copied before `start` returns. On a device that means: the copies are in its queue before
-whatever training puts there next.
+Parameters and an optimizer's own state change in its step and nowhere else. So they may be copied
+after `save` has returned, if the next step waits for the rest of the copy; torch calls a hook before
+each step of any optimizer (`Guard`). Everything else (buffers, whatever the script keeps) may change
+at any time and is copied before `start` returns; on a device that means: queued before training
+queues its next work.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Set
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from holdfast.checkpoint.memory.copying import Copier, cores, pin, run_all, spare_cores
-from holdfast.checkpoint.memory.image import Image, Record
+from holdfast.checkpoint.memory.image import Image, ImageRecord
 from holdfast.checkpoint.memory.images import image_path
-from holdfast.checkpoint.state.capture import Captured, Position
+from holdfast.checkpoint.state.capture import Captured, Layout, Position
 from holdfast.errors import CheckpointError, HoldfastError, Refused
 
 SPARE_BYTES = 64 << 10
@@ -32,7 +41,7 @@ SPARE_BYTES = 64 << 10
 
 
 class BothRead(CheckpointError):
-    """There is nowhere to copy to: what was saved before is still being digested and written."""
+    """Both images are being read: earlier snapshots are still being digested and written."""
 
 
 class Copy:
@@ -43,13 +52,13 @@ class Copy:
         """The image's state, once it is whole."""
         self.path = path
         self.on_host = threading.Event()
-        """Set when nothing more is copied from host memory, and all copies from devices are queued."""
+        """Set when host memory is copied, and all copies from devices are queued."""
         self.unchanged = unchanged
         self.on_device: torch.cuda.Event | None = None
-        """When the copies from devices are done; known once `on_host` is set."""
+        """Event after the copies from devices; known once `on_host` is set."""
 
     def keep_off(self) -> None:
-        """Return when the optimizer may change what was being copied, or will be held back."""
+        """Return when the optimizer may change what was copied, or its stream waits for that."""
         self.on_host.wait()
         self.unchanged.settle()
         if self.on_device is not None:
@@ -57,10 +66,10 @@ class Copy:
 
 
 class _Unchanged:
-    """Whether what is copied beside training stayed as it was until the optimizer was let in.
+    """Checks that overlapped tensors were not changed before the optimizer's step.
 
-    Torch counts the changes of each tensor. The optimizer's own are no harm, as it waits; so this is
-    decided once, before it begins, or when the copy is done.
+    Torch counts the in-place changes of each tensor. The optimizer's own do no harm, as it waits; so
+    the counts are compared once: before its step begins, or when the copy is done.
     """
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
@@ -89,13 +98,13 @@ class Slots:
         self._images: list[Image | None] = [_left_behind(path) for path in self._paths]
         self._newest = _newest(self._images)
         self._writing: int | None = None
-        """The slot that a snapshot is being copied into."""
+        """Slot that a snapshot is being copied into."""
         self._touching: int | None = None
-        """The slot whose memory is being touched, so that it must stay."""
+        """Slot whose memory is being touched, so that it must stay mapped."""
         self._pinned: set[int] = set()
         self._copier: Copier | None = None
         self._changed = threading.Condition()
-        """Held by whoever makes or gives up an image."""
+        """Held while an image is created or closed."""
         self._cores = cores()
         many = self._cores > 1
         self._threads: Executor | None = ThreadPoolExecutor(self._cores, "copy") if many else None
@@ -105,7 +114,7 @@ class Slots:
     # ---- memory ----
 
     def make_ready(self, captured: Captured) -> Future[None]:
-        """Have the images ready for that layout, beside training."""
+        """Prepare the images for that layout, while training goes on."""
         return self._ahead.submit(self._make, _needed(captured), _on_cuda(captured))
 
     def _make(self, needed: int, cuda: bool) -> None:
@@ -120,7 +129,7 @@ class Slots:
                 if cuda:
                     self._register(slot, image)
             except RuntimeError:
-                return  # The interpreter is about to exit: nobody helps, and nobody needs memory.
+                return  # The interpreter is about to exit: no thread starts, no memory is needed.
             finally:
                 with self._changed:
                     self._touching = None
@@ -143,7 +152,7 @@ class Slots:
                 self._changed.wait()
             state = image.state
             self._close(slot, image)
-        # What it held was to be written over; its memory may be what the new one needs.
+        # Its content was to be overwritten anyway; the new image may need its memory.
         self._paths[slot].unlink(missing_ok=True)
         image = self._images[slot] = Image.create(self._paths[slot], needed, after=state)
         return image
@@ -169,7 +178,7 @@ class Slots:
         overlap: bool,
         finished: Callable[[Path, int], None],
     ) -> Copy:
-        """Begin a snapshot; `finished` is told when it is whole. Without overlap it is at once."""
+        """Begin a snapshot; `finished` is called when it is whole: at once, without overlap."""
         copier = self._copier_for(captured, guarded if overlap else None)
         with self._changed:
             slot, image = self._take(_needed(captured))
@@ -194,7 +203,7 @@ class Slots:
         record = self._record(captured, position)
 
         def copy_rest() -> int:
-            # A device takes only so many copies at a time: whoever queues thousands has to wait.
+            # A device's queue is bounded: queueing thousands of copies blocks.
             event = copy.on_device = copier.launch(captured, image, ready, guarded=True) or at_once
             run_all(later, self._threads, spare_cores() if overlap else self._cores)
             copy.on_host.set()
@@ -219,7 +228,7 @@ class Slots:
             try:
                 state = copy_rest()
             except Exception as error:
-                # The edge of a thread: it becomes the ticket's.
+                # The edge of a thread: the error goes to the ticket.
                 known = isinstance(error, HoldfastError | OSError)
                 failure = error if known else CheckpointError(f"{type(error).__name__}: {error}")
             self._writing = None
@@ -233,12 +242,12 @@ class Slots:
             try:
                 self._behind.submit(finish)
                 return
-            except RuntimeError:  # The interpreter is about to exit, and nothing goes on beside.
+            except RuntimeError:  # The interpreter is about to exit and starts no more threads.
                 pass
         finish()
 
     def _copier_for(self, captured: Captured, guarded: Set[int] | None) -> Copier:
-        """With None it does not matter what is guarded: nothing is copied beside training."""
+        """Return a copier; None: any grouping will do, as nothing is overlapped."""
         known = self._copier
         if (
             known is None
@@ -248,8 +257,8 @@ class Slots:
             known = self._copier = Copier(captured, guarded or frozenset())
         return known
 
-    def _record(self, captured: Captured, position: Position) -> Record:
-        return Record(
+    def _record(self, captured: Captured, position: Position) -> ImageRecord:
+        return ImageRecord(
             checkpointer=self._checkpointer,
             step=position.step,
             round=position.round,
@@ -277,7 +286,7 @@ def _on_cuda(captured: Captured) -> bool:
 
 
 def _left_behind(path: Path) -> Image | None:
-    """The image that an earlier process of this rank left."""
+    """Open the image that an earlier process of this rank left."""
     try:
         return Image.open(path)
     except Refused:
@@ -291,3 +300,84 @@ def _newest(images: list[Image | None]) -> int | None:
         if image is not None and (record := image.record()) is not None
     ]
     return max(steps)[2] if steps else None
+
+
+# ---- optimizers ----------------------------------------------------------------------------------
+
+
+@dataclass
+class _Known:
+    layout: Layout
+    guarded: frozenset[int]
+    addresses: dict[int, int]
+
+
+class Guard:
+    """Holds optimizers back while a copy is under way."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._copy: Copy | None = None
+        self._known: _Known | None = None
+        if optimizers:
+            # The hook is global and stays: removing it fails while an optimizer iterates over its
+            # hooks. It refers to the guard weakly, and so keeps nothing alive.
+            weak = weakref.WeakMethod(self._before_step)
+
+            def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+                keep_off = weak()
+                if keep_off is not None:
+                    keep_off()
+
+            register_optimizer_step_pre_hook(before_step)
+
+    def watch(self, copy: Copy) -> None:
+        self._copy = copy
+
+    def _before_step(self) -> None:
+        copy, self._copy = self._copy, None
+        if copy is not None:
+            copy.keep_off()
+
+    def guarded(self, captured: Captured) -> frozenset[int]:
+        """Return the items that only an optimizer's step changes.
+
+        They are looked up again when one of them moves. If one has left its optimizer and is changed
+        by something else, that is noticed like any other change.
+        """
+        known, addresses = self._known, captured.addresses
+        if (
+            known is None
+            or known.layout is not captured.layout
+            or any(addresses[index] != at for index, at in known.addresses.items())
+        ):
+            guarded = self._find(addresses)
+            where = {index: addresses[index] for index in guarded}
+            known = self._known = _Known(captured.layout, guarded, where)
+        return known.guarded
+
+    def _find(self, addresses: list[int]) -> frozenset[int]:
+        theirs = set()
+        for optimizer in self._optimizers:
+            tensors = [p for group in optimizer.param_groups for p in group["params"]]
+            for state in optimizer.state.values():
+                if isinstance(state, dict):
+                    tensors += [v for v in state.values() if isinstance(v, torch.Tensor)]
+            theirs |= {getattr(t, "_local_tensor", t).data_ptr() for t in tensors}
+        theirs.discard(0)  # Empty tensors.
+        return frozenset(index for index, at in enumerate(addresses) if at in theirs)
+
+
+def after_first_step(optimizers: list[torch.optim.Optimizer], act: Callable[[], None]) -> None:
+    """Call `act` once, after the first step of one of the optimizers: then its state exists."""
+    waiting = weakref.WeakSet(optimizers)
+    weak = weakref.WeakMethod(act)
+
+    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if optimizer in waiting:
+            waiting.clear()
+            once = weak()
+            if once is not None:
+                once()
+
+    register_optimizer_step_post_hook(after)

@@ -1,1 +1,1 @@
-"""Copies of images in the memory of other nodes."""
+"""Replicates images in the memory of other nodes."""

@@ -1,15 +1,15 @@
-"""A keeper's open door: peers leave copies of their images here and fetch them again.
+"""Serves a keeper's images to peers, which push copies here and pull images from here.
 
-A thread accepts, and each connection has a thread. A stranger has a few seconds and a few kilobytes to
-show the job's token; whoever does not is closed without a word. When too many strangers wait, the one
-that has waited longest goes, so that silent ones cannot keep a peer out.
+One thread accepts connections, and each connection has a thread. A new connection has a few seconds and
+a few kilobytes to authenticate with the job's token, or is closed without an answer. When too many are
+unauthenticated, the oldest is closed, so that silent ones cannot keep a peer out.
 
-Only so many peers are served at once: a whole world that restores may ask one node for its images. The
-others wait for their turn, and are told so now and then; whoever has left is noticed by that. The parts
-of a push need no turn, as the push has one.
+A limited number of peers is served at once, as backpressure: a whole world that restores may ask one
+node for its images. The others wait for their turn and get `Queued` now and then, by which a peer
+that has left is noticed. The blocks of a push need no turn, as the push has one.
 
-An image becomes visible only when all of it has been verified. Until then it is a place that is
-dropped when anything goes wrong: the sender dies, its bytes change, memory is full.
+An image becomes visible only when all of it has been verified. Until then it is dropped if anything
+goes wrong: the sender dies, its bytes change, memory is full.
 """
 
 from __future__ import annotations
@@ -25,19 +25,21 @@ from contextlib import ExitStack
 from time import monotonic
 from typing import Final
 
-from holdfast.checkpoint.memory.image_store import Held, Outline, Shelf
-from holdfast.checkpoint.replicas.connection import STALL_S, Connection
-from holdfast.checkpoint.replicas.messages import (
+from holdfast.checkpoint.memory.images import Held, ImageStore, Outline
+from holdfast.checkpoint.replicas.copies import Incoming
+from holdfast.checkpoint.replicas.protocol import (
     PROTOCOL,
+    STALL_S,
     Arrived,
+    Connection,
     Go,
-    Hello,
     Kept,
     Missing,
     More,
-    Part,
+    PeerHello,
     Pull,
     Push,
+    PushedBlocks,
     Queued,
     Request,
     Sending,
@@ -47,7 +49,6 @@ from holdfast.checkpoint.replicas.messages import (
     stretches,
     unsealed,
 )
-from holdfast.checkpoint.replicas.transfer import Incoming
 from holdfast.checkpoint.state.layout import BLOCK_BYTES
 from holdfast.errors import HoldfastError, WireError, WrongProtocol, WrongToken
 from holdfast.wire.framing import FrameDecoder
@@ -56,61 +57,61 @@ log = logging.getLogger("holdfast.keeper")
 
 HELLO_LIMIT_S: Final = 5.0
 HELLO_BYTES: Final = 1 << 12
-"""All that a stranger may make us keep."""
-MOST_STRANGERS: Final = 32
+"""Most bytes that an unauthenticated connection may make the server buffer."""
+MOST_UNAUTHENTICATED: Final = 32
 SERVED_AT_ONCE: Final = 256
 MOST_WAITING: Final = 4096
-_BREATH_S: Final = 0.1
+_RETRY_S: Final = 0.1
 
 
 class ReplicaServer:
-    """Serves a shelf on a listening socket, from `start` to `close`."""
+    """Serves an image store on a listening socket, from `start` to `close`."""
 
     def __init__(
         self,
         listener: socket.socket,
         token: str,
-        shelf: Shelf,
+        store: ImageStore,
         tls: ssl.SSLContext | None = None,
         stall_s: float = STALL_S,
     ) -> None:
         self._listener = listener
         self._token = token
-        self._shelf = shelf
+        self._store = store
         self._tls = tls
         self._stall_s = stall_s
         self._lock = threading.Lock()
-        self._strangers: dict[Connection, None] = {}
+        self._unauthenticated: dict[Connection, None] = {}
         self._peers: set[Connection] = set()
         self._threads: set[threading.Thread] = set()
         self._incoming: dict[str, Incoming] = {}
         self._turns = threading.Semaphore(SERVED_AT_ONCE)
         self._waiting = 0
         self._closing = threading.Event()
-        self._door = threading.Thread(target=self._accept, name="replicas", daemon=True)
+        self._acceptor = threading.Thread(target=self._accept, name="replicas", daemon=True)
 
     def start(self) -> None:
         self._listener.settimeout(None)
-        self._door.start()
+        self._acceptor.start()
 
     def close(self) -> None:
-        """Cut everybody off, and return when every thread has ended."""
+        """Cut all connections, and return when every thread has ended."""
         self._closing.set()
         try:
             self._listener.shutdown(socket.SHUT_RDWR)
         except OSError:
             log.debug("the listener was closed already")
-        self._door.join()
+        self._acceptor.join()
         self._listener.close()
         with self._lock:
             threads = list(self._threads)
-            for connection in (*self._strangers, *self._peers):
+            for connection in (*self._unauthenticated, *self._peers):
                 connection.cut()
             self._turns.release(self._waiting + 1)
         for thread in threads:
             thread.join()
 
-    # ---- strangers ----
+    # ---- new connections ----
 
     def _accept(self) -> None:
         while not self._closing.is_set():
@@ -118,8 +119,8 @@ class ReplicaServer:
                 connected, address = self._listener.accept()
             except OSError as error:
                 if not self._closing.is_set():
-                    log.warning("replicas: nobody can be let in for now: %s", error)
-                    self._closing.wait(_BREATH_S)
+                    log.warning("replicas: connections cannot be accepted for now: %s", error)
+                    self._closing.wait(_RETRY_S)
                 continue
             self._admit(Connection(connected, f"{address[0]}:{address[1]}", self._stall_s))
 
@@ -128,16 +129,16 @@ class ReplicaServer:
             target=self._serve, args=(connection,), name="replica", daemon=True
         )
         with self._lock:
-            if len(self._strangers) >= MOST_STRANGERS:
-                longest = next(iter(self._strangers))
-                del self._strangers[longest]
+            if len(self._unauthenticated) >= MOST_UNAUTHENTICATED:
+                longest = next(iter(self._unauthenticated))
+                del self._unauthenticated[longest]
                 longest.cut()
-            self._strangers[connection] = None
+            self._unauthenticated[connection] = None
             self._threads.add(thread)
         try:
             thread.start()
-        except RuntimeError as error:  # There are too many threads on this machine.
-            log.warning("replicas: %s: not let in: %s", connection.peer, error)
+        except RuntimeError as error:  # The machine has no more threads.
+            log.warning("replicas: %s: connection closed: %s", connection.peer, error)
             self._forget(connection, thread)
 
     def _serve(self, connection: Connection) -> None:
@@ -152,20 +153,20 @@ class ReplicaServer:
     def _forget(self, connection: Connection, thread: threading.Thread) -> None:
         connection.close()
         with self._lock:
-            self._strangers.pop(connection, None)
+            self._unauthenticated.pop(connection, None)
             self._peers.discard(connection)
             self._threads.discard(thread)
 
     def _greet(self, connection: Connection) -> None:
         deadline = monotonic() + HELLO_LIMIT_S
         connection.begin(self._tls, server_side=True, limit_s=HELLO_LIMIT_S)
-        hello = connection.receive(FrameDecoder(Hello, HELLO_BYTES), deadline - monotonic())
+        hello = connection.receive(FrameDecoder(PeerHello, HELLO_BYTES), deadline - monotonic())
         if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
             raise WrongToken("its token is not this job's")
         if hello.protocol != PROTOCOL:
             raise WrongProtocol(f"it speaks version {hello.protocol}, not {PROTOCOL}")
         with self._lock:
-            self._strangers.pop(connection, None)
+            self._unauthenticated.pop(connection, None)
             self._peers.add(connection)
 
     # ---- peers ----
@@ -173,7 +174,7 @@ class ReplicaServer:
     def _answer(self, connection: Connection) -> None:
         requests = FrameDecoder[Request](Request)  # type: ignore[arg-type]
         request = connection.receive(requests, self._stall_s)
-        if isinstance(request, Part):
+        if isinstance(request, PushedBlocks):
             self._take(connection, request)
             return
         self._await_turn(connection)
@@ -194,7 +195,7 @@ class ReplicaServer:
         try:
             if many > MOST_WAITING:
                 connection.send(declined(WireError(f"{MOST_WAITING} others wait already")))
-                raise WireError("too many wait already")
+                raise WireError("too many peers wait already")
             connection.send(Queued())
             while not self._turns.acquire(timeout=self._stall_s / 2):
                 connection.send(Queued())
@@ -212,16 +213,16 @@ class ReplicaServer:
 
     def _place(self, connection: Connection, outline: Outline) -> None:
         """Receive an image and make it visible, or leave nothing of it."""
-        place = self._shelf.place(outline)
+        place = self._store.place(outline)
         with ExitStack() as undo:
-            undo.callback(self._shelf.drop, place)
+            undo.callback(self._store.drop, place)
             self._gather(connection, Incoming(place))
-            held = self._shelf.complete(place)
+            held = self._store.complete(place)
             undo.pop_all()
-        self._shelf.release(held)
+        self._store.release(held)
 
     def _gather(self, connection: Connection, incoming: Incoming) -> None:
-        """Let the parts come in; return when all are there."""
+        """Receive the blocks of a push; return when all have arrived."""
         transfer = secrets.token_hex(8)
         with self._lock:
             self._incoming[transfer] = incoming
@@ -235,16 +236,16 @@ class ReplicaServer:
             with self._lock:
                 del self._incoming[transfer]
 
-    def _take(self, connection: Connection, part: Part) -> None:
+    def _take(self, connection: Connection, part: PushedBlocks) -> None:
         with self._lock:
             incoming = self._incoming.get(part.transfer)
         if incoming is None:
-            raise WireError("a part of a transfer that has ended")
+            raise WireError("blocks of a transfer that has ended")
         if incoming.receive(connection, blocks_in(part.blocks, incoming.place.size)):
             connection.send(Arrived())
 
     def _give(self, connection: Connection, pull: Pull) -> None:
-        held = self._shelf.find(pull.image)
+        held = self._store.find(pull.image)
         if held is None:
             connection.send(Missing())
             return
@@ -252,11 +253,11 @@ class ReplicaServer:
             connection.send(Sending(outline=sealed(held.outline)))
             self._send(connection, held, blocks_in(pull.blocks, held.size))
             more = FrameDecoder(More)
-            while True:  # Until whoever reads has enough, and leaves.
+            while True:  # Until the reader has enough and disconnects.
                 blocks = connection.receive(more, self._stall_s).blocks
                 self._send(connection, held, blocks_in(blocks, held.size))
         finally:
-            self._shelf.release(held)
+            self._store.release(held)
 
     def _send(self, connection: Connection, held: Held, blocks: Sequence[int]) -> None:
         for first, last in stretches(blocks):

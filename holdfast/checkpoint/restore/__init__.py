@@ -1,1 +1,1 @@
-"""From verified bytes to a live state."""
+"""Loads verified bytes into a living state."""

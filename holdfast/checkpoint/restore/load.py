@@ -1,14 +1,13 @@
-"""From stored bytes to a living state.
+"""Loads stored bytes into a living state.
 
-Everything is read through verified blocks (`reading`), whether it comes from an image in memory or
-from a file on storage, of this rank or of another. A tensor that the state has already is filled
-where it is; one that it has not is made, and so is one of another shape or of a type that loses
-something, unless a module or an optimizer has it. Nothing restored ever shares memory with an image.
+All bytes are read through verified blocks (`verified_read`), from an image in memory or a file on
+storage, of this rank or of another. A tensor that the state already has is filled in place. One that it
+lacks is created, and so is one of another shape, or of a dtype that would lose precision, unless it
+belongs to a module or an optimizer. Nothing restored ever shares memory with an image.
 
-What a rank wants of a tensor and what the stored parts hold need not be cut the same way: each wanted
-region is put together from all parts that overlap it. That is how a state is loaded into a world of
-another size. What was a rank's own (values, generators) comes from the rank of the same number, or,
-in a larger world, of that number modulo the old size.
+A rank's region of a tensor and the stored parts need not be cut the same way: each region is assembled
+from all parts that overlap it. That is how a state is loaded into a world of another size. What was a
+rank's own (values, generators) comes from the same rank, modulo the size of the world that saved it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from torch.nn.parameter import is_lazy
 from holdfast.checkpoint.memory.copying import raw
 from holdfast.checkpoint.restore.verified_read import PIECE_BYTES, Piece, Source, Want, read
 from holdfast.checkpoint.state.capture import flattened, unique_names
-from holdfast.checkpoint.state.layout import Contents, Extent, Span, TensorItem
+from holdfast.checkpoint.state.layout import ByteSpan, Contents, Extent, TensorItem, offset_in_file
 from holdfast.checkpoint.state.skeleton import assemble, tensor_types
 from holdfast.errors import CheckpointError, HoldfastError, Refused
 
@@ -36,24 +35,22 @@ _contents = msgspec.msgpack.Decoder(Contents)
 
 
 @dataclass
-class Stored:
+class StoredState:
     """One rank's state, or some extents of it, in memory or on storage."""
 
     source: Source
     contents: Contents
     extents: tuple[Extent, ...]
 
-    def at(self, span: Span) -> Span | None:
-        """Where a stretch of the body is in the source; None when it is not there."""
-        for extent in self.extents:
-            if extent.body_at <= span.at and span.end <= extent.body_at + extent.size:
-                return Span(span.at - extent.body_at + extent.file_at, span.size)
-        return None
+    def at(self, span: ByteSpan) -> ByteSpan | None:
+        """Return where a range of the body is in the source; None if it is not there."""
+        at = offset_in_file(span, self.extents)
+        return None if at is None else ByteSpan(at, span.size)
 
 
-def open_stored(source: Source, contents: Span, extents: tuple[Extent, ...]) -> Stored:
-    """Read what a source holds."""
-    found = Stored(source, _NOTHING, extents)
+def open_stored(source: Source, contents: ByteSpan, extents: tuple[Extent, ...]) -> StoredState:
+    """Read the contents of a source."""
+    found = StoredState(source, _NOTHING, extents)
     try:
         found.contents = _contents.decode(_bytes(found, contents))
     except msgspec.DecodeError as error:
@@ -61,13 +58,15 @@ def open_stored(source: Source, contents: Span, extents: tuple[Extent, ...]) -> 
     return found
 
 
-_NOTHING = Contents(0, 0, 0, 0, Span(0, 0), Span(0, 0), Span(0, 0), Span(0, 0), (), ())
+_NOTHING = Contents(
+    0, 0, 0, 0, ByteSpan(0, 0), ByteSpan(0, 0), ByteSpan(0, 0), ByteSpan(0, 0), (), ()
+)
 
 
-def _bytes(stored: Stored, span: Span) -> bytes:
+def _bytes(stored: StoredState, span: ByteSpan) -> bytes:
     where = stored.at(span)
     if where is None:
-        raise Refused(f"{stored.source.name} does not hold what it should")
+        raise Refused(f"{stored.source.name} lacks a part that its contents list")
     data = bytearray(span.size)
     read(stored.source, [Want(where, lambda: memoryview(data))])
     return bytes(data)
@@ -75,20 +74,21 @@ def _bytes(stored: Stored, span: Span) -> bytes:
 
 def load(
     state: dict[str, Any],
-    stored: Sequence[Stored],
+    stored: Sequence[StoredState],
     rank: int,
     threads: Executor | None = None,
     pickling: bool = False,
 ) -> None:
-    """Make the state what was stored; `Refused` if that does not verify, and then it is neither.
+    """Make the state what was stored; `Refused` if that does not verify, which leaves it mixed.
 
-    Anything else that is wrong shows before the first byte is changed, but for what an entry's own
-    `load_state_dict` finds.
+    All other errors are raised before the first byte is changed, except those of an entry's own
+    `load_state_dict`.
     """
     mine = stored[rank % len(stored)]
     for name, entry in state.items():
-        if isinstance(entry, torch.optim.Optimizer):
-            _ready_optimizer(entry, name, mine.contents)
+        saved = any(item.name.startswith(f"{name}.state.") for item in mine.contents.items)
+        if saved and isinstance(entry, torch.optim.Optimizer) and _is_sharded(entry):
+            make_optimizer_state(entry, name)
     live = {name: captured_entry(entry, name) for name, entry in state.items()}
     loose = {name for name, entry in state.items() if not isinstance(entry, _OF_FIXED_SHAPES)}
     loading = _Loading(*_by_name(live, loose), stored, mine)
@@ -96,6 +96,11 @@ def load(
     _check_names(state, live, tree)
     for reading in loading.readings.values():
         read(reading.source, reading.wants, threads, reading.pieces)
+    give_back(state, tree)
+
+
+def give_back(state: dict[str, Any], tree: dict[str, Any]) -> None:
+    """Hand each entry of a state what was restored for it."""
     for name, entry in state.items():
         if hasattr(entry, "load_state_dict"):
             _called(name, "load_state_dict", partial(entry.load_state_dict, tree[name]))
@@ -104,12 +109,12 @@ def load(
 
 
 def captured_entry(entry: Any, name: str) -> Any:
-    """An entry of a state as it would be saved."""
+    """Return an entry of a state as it would be saved."""
     return _called(name, "state_dict", entry.state_dict) if hasattr(entry, "state_dict") else entry
 
 
 def _called(name: str, method: str, call: Callable[[], Any]) -> Any:
-    """The edge of the script's own objects: whatever they raise is told with their name."""
+    """Call a method of the script's object; whatever it raises is reported with the object's name."""
     try:
         return call()
     except HoldfastError:
@@ -125,8 +130,8 @@ _OF_FIXED_SHAPES = (torch.nn.Module, torch.optim.Optimizer)
 def _by_name(
     live: dict[str, Any], loose: set[str]
 ) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
-    """The tensors that a state has now, each under the name that it would be saved by; and which of
-    them are of entries that take a tensor of any shape and type in their place."""
+    """Return the tensors of a state by the names they would be saved under, and the names of those
+    that may be replaced by a tensor of any shape and dtype."""
     found = [
         (path, value)
         for path, value in flattened(live)
@@ -146,20 +151,20 @@ def _check_names(state: dict[str, Any], live: dict[str, Any], tree: dict[str, An
     absent = [name for name in state if name not in tree]
     if absent:
         raise CheckpointError(
-            f"what was saved has no {', '.join(map(repr, absent))}; it has"
+            f"the saved state has no {', '.join(map(repr, absent))}; it has"
             f" {', '.join(map(repr, tree))}"
         )
     for name, entry in state.items():
         if not isinstance(entry, torch.nn.Module) or not isinstance(tree[name], dict):
             continue
         if type(entry).load_state_dict is not torch.nn.Module.load_state_dict:
-            continue  # It may well know what to do with others.
+            continue  # Its own method may accept other keys.
         missing = sorted(live[name].keys() - tree[name].keys())
         unknown = sorted(tree[name].keys() - live[name].keys())
         if missing or unknown:
             raise CheckpointError(
-                f"{name!r} is another module than the one that was saved: what was saved lacks"
-                f" {_some(missing)}, and has {_some(unknown)} that is not here"
+                f"{name!r} is another module than the one that was saved: the saved one lacks"
+                f" {_some(missing)}, and has {_some(unknown)}, which this one lacks"
             )
 
 
@@ -168,12 +173,12 @@ def _some(keys: list[str]) -> str:
     return (", ".join(map(repr, keys[:3])) or "nothing") + more
 
 
-# ---- which bytes go where -----------------------------------------------------------------------
+# ---- sources and targets ------------------------------------------------------------------------
 
 
 @dataclass
-class _Reading:
-    """What is to be read from one source."""
+class _SourceReads:
+    """Everything to read from one source."""
 
     source: Source
     wants: list[Want]
@@ -185,20 +190,20 @@ class _Loading:
         self,
         live: dict[str, torch.Tensor],
         replaceable: frozenset[str],
-        stored: Sequence[Stored],
-        mine: Stored,
+        stored: Sequence[StoredState],
+        mine: StoredState,
     ) -> None:
-        self.readings: dict[int, _Reading] = {}
+        self.readings: dict[int, _SourceReads] = {}
         self._live = live
         self._replaceable = replaceable
         self._types = tensor_types()
         self._stored = stored
         self._mine = mine
         self._made: dict[int, torch.Tensor] = {}
-        self._by_name: dict[str, list[tuple[Stored, TensorItem]]] | None = None
+        self._by_name: dict[str, list[tuple[StoredState, TensorItem]]] | None = None
 
     def tensor(self, reference: int) -> torch.Tensor:
-        """The tensor that the skeleton refers to; it will be filled."""
+        """Return the tensor that the skeleton refers to; it is filled later."""
         references = self._mine.contents.references
         index = references[reference] if references else reference
         made = self._made.get(index)
@@ -214,15 +219,15 @@ class _Loading:
         here = [live for name in names if (live := self._here(name, item)) is not None]
         targets: list[torch.Tensor] = here or [self._made_anew(item, names)]
         filled = set()
-        for target in targets:  # More than one: they were tied, and are not any more.
+        for target in targets:  # Several, if they were tied and are not any more.
             local: torch.Tensor = getattr(target, "_local_tensor", target)
             if len(targets) == 1 or local.data_ptr() not in filled:
                 filled.add(local.data_ptr())
-                self._fill(item, local, _offsets(target))
+                self._fill(item, local, offsets_of(target))
         return targets[0]
 
     def _put(self, item: TensorItem, live: torch.Tensor) -> bool:
-        """The usual case, in few steps: a small plain tensor that was saved as what it is here."""
+        """Handle the usual case quickly: a small plain tensor of the same shape and dtype."""
         span = item.raw
         whole = live.shape == item.sizes == item.shape and live.dtype is _dtype(item.dtype)
         if span.size >= PIECE_BYTES or not whole or not raw(live) or type(live) not in self._types:
@@ -233,19 +238,19 @@ class _Loading:
         self._reading(self._mine).pieces.append((where.at, where.size, live.data_ptr()))
         return True
 
-    def _reading(self, stored: Stored) -> _Reading:
+    def _reading(self, stored: StoredState) -> _SourceReads:
         reading = self.readings.get(id(stored))
         if reading is None:
-            reading = self.readings[id(stored)] = _Reading(stored.source, [], [])
+            reading = self.readings[id(stored)] = _SourceReads(stored.source, [], [])
         return reading
 
     def _made_anew(self, item: TensorItem, names: tuple[str, ...]) -> torch.Tensor:
-        """A tensor for what is not here, or is another one here; where that one is."""
+        """Create a tensor, on the device of the one that it replaces."""
         replaced = [self._live[name] for name in names if name in self._live]
         return _make(item, replaced[0].device if replaced else torch.device("cpu"))
 
     def _here(self, name: str, item: TensorItem) -> torch.Tensor | None:
-        """What goes by that name in the state as it is, and can be filled."""
+        """Return the live tensor of that name if it can be filled."""
         live = self._live.get(name)
         if live is None:
             return None
@@ -255,7 +260,7 @@ class _Loading:
             raise CheckpointError(
                 f"{name}: saved with shape {list(item.shape)}, but is {list(live.shape)} here"
             )
-        # One element in several places cannot be written to; it gets a successor.
+        # A tensor with overlapping elements cannot be written to; it is replaced.
         overlapping = not live.is_contiguous() and _overlapping(live)
         return None if overlapping else live
 
@@ -270,16 +275,16 @@ class _Loading:
         seen = set()
         for stored, part in self._parts(item.name):
             where = stored.at(part.raw)
-            overlap = _overlap(part.offsets, part.sizes, offsets, sizes)
-            if where is not None and overlap is not None and part.offsets not in seen:
+            shared = overlap(part.offsets, part.sizes, offsets, sizes)
+            if where is not None and shared is not None and part.offsets not in seen:
                 seen.add(part.offsets)
                 self._want(stored, where, part, local, offsets)
-                missing -= prod(stop - start for start, stop in overlap)
+                missing -= prod(stop - start for start, stop in shared)
         if missing:
-            what = f"{missing} of {prod(sizes)} elements are stored nowhere"
+            what = f"{missing} of {prod(sizes)} elements are not stored"
             raise CheckpointError(f"{item.name}: {what}")
 
-    def _parts(self, name: str) -> list[tuple[Stored, TensorItem]]:
+    def _parts(self, name: str) -> list[tuple[StoredState, TensorItem]]:
         if self._by_name is None:
             self._by_name = {}
             for stored in self._stored:
@@ -290,8 +295,8 @@ class _Loading:
 
     def _want(
         self,
-        stored: Stored,
-        where: Span,
+        stored: StoredState,
+        where: ByteSpan,
         part: TensorItem,
         local: torch.Tensor,
         offsets: tuple[int, ...],
@@ -307,7 +312,7 @@ class _Loading:
 
 
 def _can_hold(live: torch.Tensor, item: TensorItem) -> bool:
-    """Whether a tensor can become what was saved, to the last bit."""
+    """Return whether a tensor can hold what was saved, to the last bit."""
     saved = _dtype(item.dtype)
     if tuple(live.shape) != item.shape:
         return False
@@ -315,13 +320,13 @@ def _can_hold(live: torch.Tensor, item: TensorItem) -> bool:
         return True
     try:
         return bool(torch.promote_types(saved, live.dtype) is live.dtype)
-    except RuntimeError:  # Of some types there is no such thing.
+    except RuntimeError:  # Some dtypes have no promotion.
         return False
 
 
 def _overlapping(tensor: torch.Tensor) -> bool:
-    """Whether elements of it may share their memory, as in an expanded one."""
-    end = 0  # Of what the dimensions so far reach, those with short strides first.
+    """Return whether elements may share memory, as in an expanded tensor."""
+    end = 0  # Highest offset reached by the dimensions so far, shortest strides first.
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride <= end:
             return True
@@ -338,13 +343,15 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
-    """A tensor's bytes, to be written."""
+    """Return a tensor's bytes for writing."""
     raw = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
     return memoryview(raw).cast("B")
 
 
-def _indirect(where: Span, part: TensorItem, local: torch.Tensor, offsets: tuple[int, ...]) -> Want:
-    """Read a part into memory of its own, then copy what is wanted of it."""
+def _indirect(
+    where: ByteSpan, part: TensorItem, local: torch.Tensor, offsets: tuple[int, ...]
+) -> Want:
+    """Read a part into a buffer, then copy the wanted region."""
     held: list[torch.Tensor] = []
 
     def make() -> memoryview:
@@ -353,24 +360,33 @@ def _indirect(where: Span, part: TensorItem, local: torch.Tensor, offsets: tuple
         return _memory(held[0])
 
     def copy() -> None:
-        source = held.pop()
-        overlap = _overlap(part.offsets, part.sizes, offsets, tuple(local.shape))
-        assert overlap is not None
-        target = local.detach()
-        for axis, (start, stop) in enumerate(overlap):
-            target = target.narrow(axis, start - offsets[axis], stop - start)
-            source = source.narrow(axis, start - part.offsets[axis], stop - start)
-        target.copy_(source)
+        copy_overlap(held.pop(), part.offsets, local, offsets)
 
     return Want(where, make, copy)
 
 
-def _overlap(
+def copy_overlap(
+    source: torch.Tensor,
+    source_at: tuple[int, ...],
+    target: torch.Tensor,
+    target_at: tuple[int, ...],
+) -> None:
+    """Copy the region that two parts of one tensor have in common; each is given with its offsets."""
+    target = target.detach()
+    region = overlap(source_at, tuple(source.shape), target_at, tuple(target.shape))
+    assert region is not None
+    for axis, (start, stop) in enumerate(region):
+        target = target.narrow(axis, start - target_at[axis], stop - start)
+        source = source.narrow(axis, start - source_at[axis], stop - start)
+    target.copy_(source)
+
+
+def overlap(
     at: tuple[int, ...], sizes: tuple[int, ...], to: tuple[int, ...], wanted: tuple[int, ...]
 ) -> list[tuple[int, int]] | None:
-    """Where two regions meet, axis by axis; None when they do not, or have nothing in them.
+    """Return the overlap of two regions, axis by axis; None if it is empty.
 
-    Two scalars meet in their only element, along no axis.
+    Two scalars overlap in their only element, along no axis.
     """
     axes = [
         (max(a, b), min(a + m, b + n)) for a, m, b, n in zip(at, sizes, to, wanted, strict=True)
@@ -385,7 +401,7 @@ def _make(item: TensorItem, device: torch.device) -> torch.Tensor:
     return torch.empty(item.shape, dtype=dtype, device=device)
 
 
-def _offsets(live: Any) -> tuple[int, ...]:
+def offsets_of(live: Any) -> tuple[int, ...]:
     if not hasattr(live, "_local_tensor"):
         return (0,) * len(live.shape)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -396,20 +412,26 @@ def _offsets(live: Any) -> tuple[int, ...]:
     return tuple(offsets)
 
 
-# ---- putting it into the objects ----------------------------------------------------------------
+# ---- optimizers ---------------------------------------------------------------------------------
 
 
-def _ready_optimizer(optimizer: torch.optim.Optimizer, name: str, contents: Contents) -> None:
-    """Have an optimizer that took no step yet make the state that is about to be filled.
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
-    Only it knows how the state of a sharded parameter is sharded. So it takes a step with gradients
-    and a learning rate of zero, which changes no parameter; they are about to be restored anyway.
+
+def _is_sharded(optimizer: torch.optim.Optimizer) -> bool:
+    return any(hasattr(parameter, "_local_tensor") for parameter in _parameters(optimizer))
+
+
+def make_optimizer_state(optimizer: torch.optim.Optimizer, name: str) -> None:
+    """Have an optimizer that took no step yet create the state that is about to be filled.
+
+    Only the optimizer knows how the state of a sharded parameter is sharded. So it takes a step with
+    gradients and a learning rate of zero, which changes no parameter; they are restored next anyway.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    sharded = any(hasattr(p, "_local_tensor") for p in parameters)
-    saved = any(item.name.startswith(f"{name}.state.") for item in contents.items)
-    if optimizer.state or not sharded or not saved:
+    if optimizer.state:
         return
+    parameters = _parameters(optimizer)
     rates = [group.get("lr") for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         if "lr" in group:
@@ -418,7 +440,7 @@ def _ready_optimizer(optimizer: torch.optim.Optimizer, name: str, contents: Cont
     for parameter in parameters:
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
-    # Below the hooks: nobody shall count it, or do anything before or after it.
+    # Without the hooks: this step is not counted, and nothing runs before or after it.
     step: Any = type(optimizer).step
     _called(name, "step", partial(step.__wrapped__ if hasattr(step, "hooked") else step, optimizer))
     optimizer.zero_grad(set_to_none=True)

@@ -1,12 +1,11 @@
-"""Reads parts of bodies and files, and trusts no byte before its block's digest was right.
+"""Reads parts of bodies and files, and verifies each block against its digest.
 
-A block is read once, and its digest computed over all of it in order, while it is still in the cache;
-so verifying costs little more than reading. What is large goes straight to where it is wanted. All
-else goes to a scratch buffer, and what is wanted of it is copied from there once the digest was right:
-of thousands of small tensors each costs one `memmove`.
+A block is read once, and hashed in order while it is still in the cache; so verifying costs little more
+than reading. Large ranges are read straight into their targets. Everything else goes to a scratch
+buffer, and small ranges are copied from there once the digest matched: one `memmove` each.
 
-What is large lands in its target before the digest is known. If it turns out wrong, `Refused` is
-raised, and whoever asked must not use any of the targets.
+Large ranges are in their targets before the digest is known. If it does not match, `Refused` is raised,
+and the caller must not use any of the targets.
 """
 
 from __future__ import annotations
@@ -23,17 +22,16 @@ from typing import Protocol
 
 import xxhash
 
-from holdfast.checkpoint.state.layout import BLOCK_BYTES, Span, blocks_of
-from holdfast.checkpoint.storage.digests import digest_of
+from holdfast.checkpoint.state.layout import BLOCK_BYTES, ByteSpan, blocks_of, digest_of
 from holdfast.errors import Refused
 
 PIECE_BYTES = 128 << 10
-"""Less than that is worth copying once more."""
+"""Ranges smaller than this are copied out of the scratch buffer."""
 _AT_ONCE_BYTES = 2 << 20
 _VECTORS = 1000
 
 _memmove = ctypes.PyDLL(None).memmove
-"""Keeps the interpreter's lock: to let it go would take longer than to copy a little."""
+"""Keeps the GIL: releasing it would take longer than a small copy."""
 _memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _memmove.restype = None
 
@@ -46,12 +44,11 @@ class Source(Protocol):
     digests: bytes
 
     def read_into(self, at: int, views: Sequence[memoryview]) -> None:
-        """Fill the views, one after the other, from there on. A block is read from its start to its
-        end, by one thread."""
+        """Fill the views in order, from that offset on. One thread reads a block from start to end."""
 
 
 class FileSource:
-    """A file that is open, or a part of it."""
+    """An open file, or a part of it."""
 
     def __init__(self, name: str, fd: int, start: int, size: int, digests: bytes) -> None:
         self.name = name
@@ -71,7 +68,7 @@ class FileSource:
             self._read_rest(at, views, got)
 
     def _read_rest(self, at: int, views: Sequence[memoryview], done: int) -> None:
-        """The kernel gives at most so much at a time, and less at a file's end."""
+        """Read on where the kernel returned less than requested."""
         start = 0
         for view in views:
             begin = max(0, done - start)
@@ -87,18 +84,18 @@ class FileSource:
 
 
 Piece = tuple[int, int, int]
-"""A small stretch of a source: where it is, its size, and the address that it shall be copied to."""
+"""A small range of a source: its offset, its size, and the address to copy it to."""
 
 
 @dataclass
 class Want:
-    """A stretch of a source, and where it shall go."""
+    """A range of a source, and its target."""
 
-    span: Span
+    span: ByteSpan
     target: Callable[[], memoryview]
-    """Called before the first byte arrives; memory may be made only then."""
+    """Called before the first byte is read, so that memory is allocated only then."""
     arrived: Callable[[], None] = lambda: None
-    """Called once all of it is there and verified."""
+    """Called once the whole range is read and verified."""
 
 
 def read(
@@ -107,10 +104,10 @@ def read(
     threads: Executor | None = None,
     pieces: Iterable[Piece] = (),
 ) -> None:
-    """Read all that is wanted; `Refused` if a block is not what its digest says."""
+    """Read all that is wanted; raise `Refused` if a block does not match its digest."""
     wants, again = _apart(wants)
     pieces, pieces_again = _beside(pieces, wants)
-    reading = _Reading(source, wants, pieces)
+    reading = _BlockReader(source, wants, pieces)
     blocks = sorted(reading.by_block.keys() | reading.pieces.keys())
     if threads is None or len(blocks) == 1:
         for block in blocks:
@@ -118,12 +115,12 @@ def read(
     else:
         for _ in threads.map(reading.read_block, blocks):
             pass
-    if again or pieces_again:  # Nobody wants the same bytes twice, but for once in a while.
+    if again or pieces_again:  # Rare: the same bytes are wanted twice.
         read(source, again, threads, pieces_again)
 
 
 def _apart(wants: Sequence[Want]) -> tuple[list[Want], list[Want]]:
-    """Wants in their order, and those that overlap one of them."""
+    """Split wants into a sorted list without overlaps, and the rest."""
     first, again = [], []
     end = 0
     for want in sorted(wants, key=lambda want: want.span.at):
@@ -136,7 +133,7 @@ def _apart(wants: Sequence[Want]) -> tuple[list[Want], list[Want]]:
 
 
 def _beside(pieces: Iterable[Piece], wants: list[Want]) -> tuple[list[Piece], list[Piece]]:
-    """Pieces, and those that overlap a want; wants have an order, and no overlap."""
+    """Split pieces into those beside all wants (sorted, without overlaps), and the rest."""
     spans = [want.span for want in wants if want.span.size]
     if not spans:
         return list(pieces), []
@@ -150,8 +147,8 @@ def _beside(pieces: Iterable[Piece], wants: list[Want]) -> tuple[list[Piece], li
     return beside, again
 
 
-class _Reading:
-    """All blocks of a source that have something wanted in them."""
+class _BlockReader:
+    """Reads the blocks of a source that contain something wanted."""
 
     def __init__(self, source: Source, wants: list[Want], pieces: Iterable[Piece]) -> None:
         self._source = source
@@ -161,7 +158,7 @@ class _Reading:
         self._left: list[int] = []
         self._scratch = threading.local()
         self.by_block: dict[int, list[int]] = {}
-        """The wants that have bytes in a block."""
+        """Wants with bytes in a block."""
         self.pieces = _by_block(pieces)
         for index, want in enumerate(self._wants):
             touched = _blocks(want.span.at, want.span.size)
@@ -191,14 +188,14 @@ class _Reading:
         self._tell_arrived(block)
 
     def _scratch_of(self, size: int) -> tuple[memoryview, int]:
-        """Memory of this thread, as large as a block, and where it is."""
+        """Return this thread's scratch buffer of a block, and its address."""
         if not hasattr(self._scratch, "memory"):
             self._scratch.memory = (ctypes.c_ubyte * min(BLOCK_BYTES, self._source.size))()
         memory = self._scratch.memory
         return memoryview(memory).cast("B")[:size], ctypes.addressof(memory)
 
     def _targets(self, block: int, start: int, end: int, scratch: memoryview) -> list[memoryview]:
-        """Where the bytes of a block go, in their order."""
+        """Return the targets of a block's bytes, in order."""
         targets = []
         at = start
         for index in self.by_block.get(block, ()):
@@ -227,7 +224,7 @@ class _Reading:
 
 
 def _blocks(at: int, size: int) -> range:
-    """The blocks that a stretch has bytes in."""
+    """Return the blocks that a range touches."""
     return range(at // BLOCK_BYTES, blocks_of(at + size)) if size else range(0)
 
 
@@ -243,7 +240,7 @@ def _by_block(pieces: Iterable[Piece]) -> dict[int, list[Piece]]:
 
 
 def _batches(at: int, targets: list[memoryview]) -> list[tuple[int, list[memoryview]]]:
-    """As much at a time as stays in the cache."""
+    """Group targets into reads that stay in the cache."""
     batches: list[tuple[int, list[memoryview]]] = []
     views: list[memoryview] = []
     size = 0

@@ -148,7 +148,7 @@ class ScriptKeeper:
                     answered(completed(action, reply, _now()))
         if not self._closed:
             # A keeper that died could not unpin the images that it read.
-            Images(self._images).let_all_go()
+            Images(self._images).unpin_all()
         with self._lock:
             if self._child is child:
                 self._child = None

@@ -26,7 +26,7 @@ import msgspec
 import torch.distributed as dist
 
 from holdfast.checkpoint.memory.image_home import ImageHome
-from holdfast.checkpoint.restore.load import Stored
+from holdfast.checkpoint.restore.load import StoredState
 from holdfast.checkpoint.standalone.driver import CommitDriver, node_of
 from holdfast.checkpoint.standalone.keeper_client import END_S, ScriptKeeper
 from holdfast.checkpoint.standalone.store_meeting import (
@@ -339,7 +339,7 @@ class ScriptLink:
         self._post(*events, asked)
         return finding.result()
 
-    def open_image(self, image: ImageId, holder: Holder, until: ExitStack) -> Stored:
+    def open_image(self, image: ImageId, holder: Holder, until: ExitStack) -> StoredState:
         raise CheckpointError("without `holdfast run` no image outlives its script")
 
     def booked(self, what: str) -> AbstractContextManager[None]:

@@ -1,1 +1,1 @@
-"""What is captured of a script's state, and how it is laid out as bytes."""
+"""Captures a script's state and lays it out as bytes."""

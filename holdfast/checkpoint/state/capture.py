@@ -1,16 +1,15 @@
-"""From a state to the layout of its bytes.
+"""Captures a state: finds its tensors and computes where each goes in the body of an image.
 
-Computing a layout names and places all tensors; it is done once and used again for as long as the
-state has the same structure. A tensor that is new, gone, or of another shape, type or place makes
-another layout, and that is all there is to it.
+A layout names and places all tensors. It is computed once and reused while the state keeps its
+structure; a tensor that is new, gone, or of another shape, dtype or device needs another layout.
 
-Which rank's a tensor is decides where it stands (see `layout`): a shard of a DTensor is this rank's
-own, unless another rank holds the same shard and is to write it; a plain tensor is believed to be the
-same on all ranks if it is large (the keepers compare digests before they rely on it), and this rank's
-own if it is small, like the state of a random generator.
+Who owns a tensor decides where it goes (see `layout`). A shard of a DTensor is this rank's own, unless
+another rank holds the same shard and writes it. A large plain tensor is assumed to be the same on all
+ranks (the keepers compare digests before they rely on it); a small one, like the state of a random
+generator, is this rank's own.
 
-A state may have tens of thousands of tensors, and is captured while training waits. So whatever is
-done for each of them at each save is done in lists, without a line of Python for one of them.
+A state may have tens of thousands of tensors, and training waits while it is captured. So all work per
+tensor and save is done by list operations in C, not by a line of Python for each tensor.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from msgspec.structs import replace
 from torch.nn.parameter import is_lazy
 
 from holdfast.checkpoint.dcp import records as dcp
-from holdfast.checkpoint.state.layout import Kind, Span, TensorItem, ValueItem, aligned
+from holdfast.checkpoint.state.layout import ByteSpan, Kind, TensorItem, ValueItem, aligned
 from holdfast.checkpoint.state.signature import Signature
 from holdfast.checkpoint.state.skeleton import Dismantled, Path, dismantle, tensor_types
 from holdfast.errors import CheckpointError
 
 SMALL_BYTES = 64 << 10
-"""Plain tensors below that are kept for each rank: they may differ, and cost little."""
+"""Plain tensors smaller than this are saved by each rank: they may differ, and cost little."""
 
 _TAIL_ALIGNMENT = 4096
 
@@ -42,7 +41,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 @dataclass(frozen=True)
 class Position:
-    """Whose state it is, and of when."""
+    """The step, round and rank that a state belongs to."""
 
     step: int
     round: int
@@ -52,18 +51,18 @@ class Position:
 
 @dataclass
 class Placed:
-    """One tensor of the state, and how to get at this rank's part of it."""
+    """One tensor of the state, with this rank's part of it."""
 
     kind: Kind
     duplicate: bool
-    """Another rank has the same shard and writes it."""
+    """Whether another rank has the same shard and writes it."""
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     local: torch.Tensor
 
 
 class Encoded(NamedTuple):
-    """Some things, encoded one after the other."""
+    """Concatenated encoded objects."""
 
     number: int
     data: bytes
@@ -71,23 +70,23 @@ class Encoded(NamedTuple):
 
 @dataclass
 class Layout:
-    """Where everything of a state goes."""
+    """Where each part of a state goes."""
 
     structure: list[Any]
     signature: Signature
     items: tuple[TensorItem, ...]
     item_of: list[int]
-    """For each tensor of the state the item that it is; two that are tied are one."""
+    """Item of each tensor of the state; tied tensors share one."""
     first_of: list[int]
-    """For each item the first tensor that it is."""
+    """First tensor of each item."""
     addresses: list[int]
-    """Where the tensors were, the last time."""
+    """Addresses of the tensors at the last capture."""
     odd_paths: Encoded
-    """What `Contents.paths` has for the tensors."""
+    """The tensors' part of `Contents.paths`."""
     headers: dict[int, bytes]
-    """Constant bytes, by where they stand in the body."""
-    own: Span
-    shared: Span
+    """Constant bytes, by their offset in the body."""
+    own: ByteSpan
+    shared: ByteSpan
     tail_at: int
     names: frozenset[str] = field(init=False)
     encoded_items: bytes = field(init=False)
@@ -99,21 +98,21 @@ class Layout:
 
 @dataclass
 class Captured:
-    """A state at one moment: what is to be copied, and the layout it goes by."""
+    """A state at one moment: what is to be copied, and the layout."""
 
     layout: Layout
     locals: list[torch.Tensor]
     """This rank's part of each item."""
     addresses: list[int]
-    """Where these are."""
+    """Addresses of these parts."""
     tail: bytes
-    contents: Span
+    contents: ByteSpan
 
 
 def capture(
     state: Any, before: Layout | None, position: Position, pickling: bool = False
 ) -> Captured:
-    """Dismantle a state; by the layout of the last time, if it still fits."""
+    """Dismantle a state; reuse the last layout if it still fits."""
     parts = dismantle(state, pickling)
     layout = before
     try:
@@ -123,7 +122,7 @@ def capture(
             addresses = list(map(torch.Tensor.data_ptr, locals_))
             layout = _lay_out(parts, Signature.of(parts.tensors, locals_), addresses)
     except (RuntimeError, ValueError) as error:
-        # Of a sparse or nested tensor there is no such thing, nor of a lazy module's before its time.
+        # Sparse and nested tensors have no address, nor has a lazy module's before its first forward.
         _check_tensors(parts)
         raise CheckpointError(f"a tensor cannot be saved: {error}") from error
     if len(layout.items) < len(locals_):
@@ -136,20 +135,20 @@ def capture(
 
 
 def _locals(tensors: list[Any]) -> list[torch.Tensor]:
-    """This rank's part of each tensor."""
+    """Return this rank's part of each tensor."""
     if tensor_types().issuperset(map(type, tensors)):
         return tensors
     return [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
 
 
 def _fitting(layout: Layout, parts: Dismantled, locals_: list[torch.Tensor]) -> list[int] | None:
-    """Where the tensors are, if the layout is right for them."""
+    """Return the tensors' addresses if the layout fits them, else None."""
     same = layout.structure == parts.structure
     addresses = layout.signature.addresses(parts.tensors, locals_) if same else None
     if addresses is None or addresses == layout.addresses:
         return addresses
     before, layout.addresses = layout.addresses, addresses
-    # No more of them are tied than were, and those still are: each is where the first of them is.
+    # No more tensors are tied than before, and those still are: each is where its first one is.
     tied = [addresses[layout.first_of[item]] for item in layout.item_of]
     return addresses if len(set(addresses)) == len(set(before)) and addresses == tied else None
 
@@ -157,7 +156,9 @@ def _fitting(layout: Layout, parts: Dismantled, locals_: list[torch.Tensor]) -> 
 def _check_memory(layout: Layout, locals_: list[torch.Tensor], addresses: list[int]) -> None:
     for item, local, address in zip(layout.items, locals_, addresses, strict=True):
         if not address and local.numel():
-            raise CheckpointError(f"{item.name}: its memory was freed; there is nothing to save")
+            raise CheckpointError(
+                f"{item.name}: the tensor's memory was freed; nothing can be saved"
+            )
 
 
 # ---- layout -------------------------------------------------------------------------------------
@@ -192,8 +193,8 @@ def _lay_out(parts: Dismantled, signature: Signature, addresses: list[int]) -> L
 
 def _arrange(
     chosen: list[Placed], names_of: list[list[str]]
-) -> tuple[tuple[TensorItem, ...], dict[int, bytes], list[Span]]:
-    """The items, the headers before them, and the parts of the body: own, shared, never persisted."""
+) -> tuple[tuple[TensorItem, ...], dict[int, bytes], list[ByteSpan]]:
+    """Return the items, their headers, and the parts of the body: own, shared, not persisted."""
     at = 0
     items: dict[int, TensorItem] = {}
     headers = {}
@@ -208,7 +209,7 @@ def _arrange(
             headers[item.framed.at] = header
             at = item.raw.end
         at = aligned(at)
-        spans.append(Span(start, at - start))
+        spans.append(ByteSpan(start, at - start))
     return tuple(items[index] for index in range(len(chosen))), headers, spans
 
 
@@ -219,7 +220,7 @@ def _item(placed: Placed, names: list[str], at: int) -> tuple[TensorItem, bytes]
         header = dcp.tensor_header(dtype, sizes)
     except CheckpointError as error:
         raise CheckpointError(f"{names[0]}: {error}") from None
-    raw = Span(aligned(at + len(header)), placed.local.nbytes)
+    raw = ByteSpan(aligned(at + len(header)), placed.local.nbytes)
     item = TensorItem(
         name=names[0],
         kind=placed.kind,
@@ -227,7 +228,7 @@ def _item(placed: Placed, names: list[str], at: int) -> tuple[TensorItem, bytes]
         shape=placed.shape,
         offsets=placed.offsets,
         sizes=sizes,
-        framed=Span(raw.at - len(header), len(header) + raw.size),
+        framed=ByteSpan(raw.at - len(header), len(header) + raw.size),
         raw=raw,
         also=tuple(names[1:]),
         strides=_dense_strides(placed.local),
@@ -236,7 +237,7 @@ def _item(placed: Placed, names: list[str], at: int) -> tuple[TensorItem, bytes]
 
 
 def _part_of(placed: Placed) -> int:
-    """Which part of the body: own, shared, or what is never persisted."""
+    """Return the part of the body: 0 own, 1 shared, 2 never persisted."""
     if placed.duplicate:
         return 2
     return 1 if placed.kind == "shared" else 0
@@ -251,8 +252,8 @@ def _dense_strides(local: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def _tied(placed: list[Placed]) -> tuple[list[int], list[int]]:
-    """Which tensors are the very same memory, seen the same way: for each its item, and for each
-    item the first of its tensors."""
+    """Find tensors that are the same view of the same memory: the item of each tensor, and the first
+    tensor of each item."""
     known: dict[Any, int] = {}
     item_of: list[int] = []
     first_of: list[int] = []
@@ -315,8 +316,8 @@ def _kind(local: torch.Tensor) -> Kind:
 
 
 def flattened(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Every tensor and plain value with its path, as DCP flattens a state: a dict is opened, a list
-    or tuple only if there is a tensor or a dict somewhere in it."""
+    """Yield every tensor and plain value with its path, as DCP flattens a state: a dict is opened, a
+    list or tuple only if it contains a tensor or a dict."""
     if isinstance(state, dict) and state:
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
@@ -340,8 +341,8 @@ def _opened(value: Any) -> bool:
 
 
 def unique_names(paths: Sequence[Path]) -> list[str]:
-    """Paths, dotted. Where two would be the same ({"a.b": 1, "a": {"b": 2}}), which of them gets
-    another name does not depend on their order."""
+    """Return dotted paths. If two collide ({"a.b": 1, "a": {"b": 2}}), which one gets another name
+    does not depend on their order."""
     names = [".".join(map(str, path)) for path in paths]
     if len(set(names)) < len(names):
         used: set[str] = set()
@@ -353,7 +354,7 @@ def unique_names(paths: Sequence[Path]) -> list[str]:
 
 
 def _odd_paths(names: Iterable[str], paths: Iterable[Path]) -> Encoded:
-    """Names whose path cannot be had by splitting at the dots, with that path."""
+    """Encode the names whose path is not the name split at its dots, with that path."""
     odd = [
         _encoder.encode((name, path))
         for name, path in zip(names, paths, strict=True)
@@ -363,24 +364,24 @@ def _odd_paths(names: Iterable[str], paths: Iterable[Path]) -> Encoded:
 
 
 def _list_of(one: Encoded, other: Encoded) -> bytes:
-    """A list of what is encoded already."""
+    """Encode a list of objects that are encoded already."""
     return b"".join((b"\xdd", (one.number + other.number).to_bytes(4, "big"), one.data, other.data))
 
 
-# ---- what comes after the tensors ---------------------------------------------------------------
+# ---- the tail -----------------------------------------------------------------------------------
 
 
 class _Contents(Struct, frozen=True):
-    """`layout.Contents` but for its two large parts, which come last and are encoded before."""
+    """`layout.Contents` without its two large fields, which come last and are encoded before."""
 
     step: int
     round: int
     rank: int
     world_size: int
-    own: Span
-    shared: Span
-    tail: Span
-    skeleton: Span
+    own: ByteSpan
+    shared: ByteSpan
+    tail: ByteSpan
+    skeleton: ByteSpan
     values: list[ValueItem]
     references: list[int]
     items: tuple[()] = ()
@@ -390,11 +391,11 @@ class _Contents(Struct, frozen=True):
 _ITEMS: Final = _encoder.encode("items")
 _PATHS: Final = _encoder.encode("paths")
 _NO_ITEMS_NO_PATHS: Final = _ITEMS + b"\x90" + _PATHS + b"\x90"
-"""How the encoded form of that ends."""
+"""How the encoded `_Contents` ends."""
 
 
-def _tail(layout: Layout, parts: Dismantled, position: Position) -> tuple[bytes, Span]:
-    """The tail, and where the contents are in the body."""
+def _tail(layout: Layout, parts: Dismantled, position: Position) -> tuple[bytes, ByteSpan]:
+    """Return the tail, and where the contents are in the body."""
     pieces, values, odd_paths = _values(layout, parts)
     at = layout.tail_at + sum(map(len, pieces))
     contents = _Contents(
@@ -404,25 +405,25 @@ def _tail(layout: Layout, parts: Dismantled, position: Position) -> tuple[bytes,
         world_size=position.world_size,
         own=layout.own,
         shared=layout.shared,
-        tail=Span(layout.tail_at, 0),
-        skeleton=Span(at, len(parts.skeleton)),
+        tail=ByteSpan(layout.tail_at, 0),
+        skeleton=ByteSpan(at, len(parts.skeleton)),
         values=values,
         references=layout.item_of if len(layout.items) < len(layout.item_of) else [],
     )
     at += len(parts.skeleton)
     items, paths = layout.encoded_items, _list_of(layout.odd_paths, odd_paths)
-    # The contents are part of the tail whose size they tell: its end is rounded up to make room.
+    # The contents are part of the tail whose size they state: its end is rounded up to make room.
     size = len(_encoder.encode(contents)) + len(items) + len(paths) + 16
     end = aligned(at + size, _TAIL_ALIGNMENT)
-    told = _encoder.encode(replace(contents, tail=Span(layout.tail_at, end - layout.tail_at)))
-    encoded = (told.removesuffix(_NO_ITEMS_NO_PATHS), _ITEMS, items, _PATHS, paths)
+    whole = _encoder.encode(replace(contents, tail=ByteSpan(layout.tail_at, end - layout.tail_at)))
+    encoded = (whole.removesuffix(_NO_ITEMS_NO_PATHS), _ITEMS, items, _PATHS, paths)
     size = sum(map(len, encoded))
     pieces += [parts.skeleton, *encoded, bytes(end - at - size)]
-    return b"".join(pieces), Span(at, size)
+    return b"".join(pieces), ByteSpan(at, size)
 
 
 def _values(layout: Layout, parts: Dismantled) -> tuple[list[bytes], list[ValueItem], Encoded]:
-    """All values for readers that know nothing of us: their bytes, what they are, odd paths."""
+    """Encode all values for readers other than Holdfast: bytes, items and odd paths."""
     pieces, values = [], []
     used: set[str] = set()
     at = layout.tail_at
@@ -436,7 +437,7 @@ def _values(layout: Layout, parts: Dismantled) -> tuple[list[bytes], list[ValueI
         except CheckpointError as error:
             raise CheckpointError(f"{name}: {error}") from error
         pieces.append(data)
-        values.append(ValueItem(name, Span(at, len(data))))
+        values.append(ValueItem(name, ByteSpan(at, len(data))))
         at += len(data)
     paths = (path for path, _ in parts.values)
     return pieces, values, _odd_paths((value.name for value in values), paths)

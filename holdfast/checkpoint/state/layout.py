@@ -1,4 +1,4 @@
-"""What is where in a rank's state, once it is bytes.
+"""Defines how a rank's state is laid out as bytes, and how they are digested.
 
 A rank's state at a step becomes one run of bytes, its *body*:
 
@@ -8,32 +8,39 @@ A rank's state at a step becomes one run of bytes, its *body*:
     │ rank's alone       │                       │  to save is here, at the end)     │
     └────────────────────┴───────────────────────┴───────────────────────────────────┘
 
-Each tensor stands there as `torch.save` would have written it: a short constant header, then its raw
+Each tensor is stored as `torch.save` would have written it: a short constant header, then its raw
 bytes, 64-byte aligned. So a body, or a part of it, is a `.distcp` file of
-`torch.distributed.checkpoint` as it is, and to persist it is one sequential copy.
+`torch.distributed.checkpoint` as it is, and persisting it is one sequential copy.
 
-The *skeleton* is the state with its tensors taken out: nested containers and plain values, and a
-reference to an item where a tensor was. The *contents* say where everything is; they come last.
+The *skeleton* is the state without its tensors: nested containers, plain values, and a reference to an
+item in place of each tensor. The *contents* list where everything is; they come last.
 
-On storage, ranks need not all write what they share: a file holds the own part, one slice of the
-shared part and the tail. Its *trailer* says which extents of the body it has, and has a digest of
-every block. The trailer's own digest is in the manifest.
+On storage, each rank writes only a slice of what all share: a rank file holds the own part, one slice
+of the shared part, and the tail. Its *trailer* lists which extents of the body it has, with a digest
+of every block. The trailer's own digest is in the manifest.
+
+Digests are xxh3-128 of each block, so any range can be checked without reading the rest. They guard
+against accidents (a torn write, a flipped bit, a wrong file), not against forgery; for that there are
+file permissions and the job's token.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from typing import Final, Literal
 
+import xxhash
 from msgspec import Struct
 
 ALIGNMENT = 64
 BLOCK_BYTES = 16 << 20
-"""Digests are of blocks of that size, counted from the start of a body or file; the last is shorter."""
+"""Size of a block with a digest, counted from the start of a body or file; the last is shorter."""
 
 Kind = Literal["own", "shared", "shard"]
 
 
-class Span(Struct, frozen=True, array_like=True):
+class ByteSpan(Struct, frozen=True, array_like=True):
     at: int
     size: int
 
@@ -56,21 +63,21 @@ class TensorItem(Struct, frozen=True, array_like=True):
     """Where this part begins in the whole; all 0 when it is the whole."""
     sizes: tuple[int, ...]
     """The shape of this part."""
-    framed: Span
-    """Header and raw bytes together: what `torch.load` wants to see."""
-    raw: Span
+    framed: ByteSpan
+    """Header and raw bytes together: what `torch.load` reads."""
+    raw: ByteSpan
     """The raw bytes, contiguous in the order of `sizes`."""
     also: tuple[str, ...] = ()
-    """Other names of the same tensor: it is tied."""
+    """Other names of the same tensor, if it is tied."""
     strides: tuple[int, ...] | None = None
-    """Of the tensor in memory, when it was dense but not contiguous."""
+    """Strides of the tensor in memory, if it was dense but not contiguous."""
 
 
 class ValueItem(Struct, frozen=True, array_like=True):
-    """A plain value as `torch.save` would write it, for readers that know nothing of us."""
+    """A plain value as `torch.save` would write it, for readers other than Holdfast."""
 
     name: str
-    framed: Span
+    framed: ByteSpan
 
 
 class Contents(Struct, frozen=True):
@@ -80,20 +87,20 @@ class Contents(Struct, frozen=True):
     round: int
     rank: int
     world_size: int
-    own: Span
-    shared: Span
-    tail: Span
-    skeleton: Span
+    own: ByteSpan
+    shared: ByteSpan
+    tail: ByteSpan
+    skeleton: ByteSpan
     items: tuple[TensorItem, ...]
     values: tuple[ValueItem, ...]
     references: tuple[int, ...] = ()
-    """For each tensor that the skeleton refers to, the item that it is; empty: in their order."""
+    """Item of each tensor that the skeleton refers to; empty: in their order."""
     paths: tuple[tuple[str, tuple[str | int, ...]], ...] = ()
-    """Dotted names whose path cannot be had by splitting at the dots, and that path."""
+    """Dotted names whose path is not the name split at its dots, and that path."""
 
 
 class Extent(Struct, frozen=True, array_like=True):
-    """A stretch of a body, and where it is in a file."""
+    """A range of a body, and where it is in a file."""
 
     body_at: int
     file_at: int
@@ -101,25 +108,73 @@ class Extent(Struct, frozen=True, array_like=True):
 
 
 class Trailer(Struct, frozen=True):
-    """The end of a rank's file on storage."""
+    """The end of a rank file."""
 
     step: int
     round: int
     rank: int
     world_size: int
     extents: tuple[Extent, ...]
-    contents: Span
-    """Where the encoded contents are, in the body."""
+    contents: ByteSpan
+    """Where the encoded contents are in the body."""
     size: int
-    """Bytes of the file before the trailer: what the blocks' digests are of."""
+    """Bytes of the file before the trailer, which the digests cover."""
     digests: bytes
     """16 bytes for each block of the file."""
 
 
+class FileRecord(Struct, frozen=True):
+    """A rank file as the manifest lists it."""
+
+    rank: int
+    name: str
+    size: int
+    trailer: str
+    """Digest of its trailer, in hexadecimal."""
+    contents: str
+    """Digest of the encoded contents, so that they can be read without whole blocks."""
+
+
+def offset_in_file(span: ByteSpan, extents: Sequence[Extent]) -> int | None:
+    """Return where a range of the body is in a file; None if the file lacks some of it."""
+    for extent in extents:
+        if extent.body_at <= span.at and span.end <= extent.body_at + extent.size:
+            return span.at - extent.body_at + extent.file_at
+    return None
+
+
 def blocks_of(size: int) -> int:
-    """How many blocks a body or file of that size has."""
+    """Return the number of blocks in a body or file of that size."""
     return -(-size // BLOCK_BYTES)
 
 
 def aligned(at: int, to: int = ALIGNMENT) -> int:
     return -(-at // to) * to
+
+
+# ---- digests -------------------------------------------------------------------------------------
+
+DIGEST_BYTES: Final = 16
+
+
+def digest(data: bytes | memoryview) -> bytes:
+    return xxhash.xxh3_128_digest(data)
+
+
+def block_digests(
+    view: memoryview,
+    threads: Executor | None = None,
+    on_progress: Callable[[], object] = lambda: None,
+) -> bytes:
+    """Return the concatenated digests of all blocks of a view."""
+
+    def one(index: int) -> bytes:
+        on_progress()
+        return digest(view[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES])
+
+    indices = range(blocks_of(len(view)))
+    return b"".join(threads.map(one, indices) if threads is not None else map(one, indices))
+
+
+def digest_of(digests: bytes, block: int) -> bytes:
+    return digests[block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES]

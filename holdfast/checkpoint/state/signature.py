@@ -1,8 +1,8 @@
-"""Whether a state's tensors are still of the shapes, types and places that a layout was made for.
+"""Checks that a state's tensors still have the shapes, dtypes and devices that a layout was made for.
 
-It is asked at each save, while training waits, and of tens of thousands of tensors; so there is no line
-of Python for one of them. They are looked at in batches, several times each: what torch knows of a
-tensor is spread over memory that the last copy has driven out of the cache, and is to be fetched once.
+The check runs at each save, while training waits, over tens of thousands of tensors; so no line of
+Python is executed per tensor. They are visited in batches, several times each: what torch knows of a
+tensor is spread over memory that the last copy evicted from the cache, and should be fetched once.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Signature:
     devices: list[int]
     contiguous: list[bool]
     more: list[Any]
-    """What only few tensors have: odd strides, complex numbers, shards."""
+    """Properties that few tensors have: strides, conjugation, sharding."""
 
     @classmethod
     def of(cls, tensors: list[Any], locals_: list[torch.Tensor]) -> Signature:
-        """`locals_` are this rank's parts of the tensors, or the same list if they are the whole."""
+        """Record the tensors; `locals_` are this rank's parts, or the same list if none is sharded."""
         dtypes, contiguous = list(map(_dtype, locals_)), list(map(_contiguous, locals_))
         return cls(
             list(map(type, tensors)),
@@ -41,7 +41,7 @@ class Signature:
         )
 
     def addresses(self, tensors: list[Any], locals_: list[torch.Tensor]) -> list[int] | None:
-        """Where the tensors are, if they all are what they were; else None."""
+        """Return the tensors' addresses if all match the signature, else None."""
         if list(map(type, tensors)) != self.types:
             return None
         found: list[int] = []

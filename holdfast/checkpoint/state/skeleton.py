@@ -1,16 +1,16 @@
-"""A state without its tensors, as bytes: containers, plain values, and references.
+"""Encodes a state without its tensors: containers, plain values, and references to tensors.
 
-`dismantle` walks a state once. What it leaves is a tree that msgspec can encode; each tensor becomes
-a reference to its place in a list, and a tensor that occurs twice becomes two references to one
-place. A dict of nothing but tensors, and there may be thousands in it, becomes a single reference to
-all of them. `assemble` turns the bytes into the state again and asks for each tensor.
+`dismantle` walks a state once and leaves a tree that msgspec can encode. Each tensor becomes a
+reference into a list, and a tensor that occurs twice becomes two references to one entry. A dict of
+tensors alone, of which there may be thousands, becomes a single reference to all of them. `assemble`
+decodes the bytes and asks for each tensor.
 
 Types are kept: a tuple comes back as a tuple, an int key as an int, a float to its last bit. Nothing
-is pickled. An object that is none of the types below is an error that names its path, unless pickling
-was allowed; then a reader must allow it too.
+is pickled. An object of any other type is an error that names its path, unless pickling was allowed;
+then a reader must allow it too.
 
-The same walk says what goes by which path, as DCP flattens a state: a dict is opened, a list or tuple
-only if there is a tensor or a dict somewhere in it. Anything else is a value.
+The same walk records paths as DCP flattens a state: a dict is opened, a list or tuple only if it
+contains a tensor or a dict. Anything else is a value.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from msgspec.msgpack import Ext
 from holdfast.errors import CheckpointError
 
 Key = str | int
-"""A dict's key as text, or an index."""
+"""A dict's key as a string, or an index."""
 Path = tuple[Key, ...]
 
 _TENSOR, _TUPLE, _SET, _FROZENSET, _BIGINT, _COMPLEX = 1, 2, 3, 4, 5, 6
@@ -49,17 +49,19 @@ _encoder = msgspec.msgpack.Encoder()
 
 @dataclass
 class Dismantled:
+    """A state taken apart."""
+
     skeleton: bytes = b""
     tensors: list[Any] = field(default_factory=list)
-    """Each one once, in the order of the walk."""
+    """Each tensor once, in the order of the walk."""
     structure: list[tuple[Path, Sequence[Key] | None, int]] = field(default_factory=list)
-    """Where tensors were: at a path, or by these keys in a dict at a path; and the number of the
-    (first) one there. States with the same structure have the same tensors' names."""
+    """Where tensors were: at a path, or under these keys of a dict at a path; and the index of the
+    (first) tensor there. States with the same structure have tensors with the same names."""
     values: list[tuple[Path, Any]] = field(default_factory=list)
-    """All else, as DCP flattens it."""
+    """Everything else, as DCP flattens it."""
 
     def paths(self) -> list[list[Path]]:
-        """Where each tensor was; twice, if it occurs twice."""
+        """Return the paths of each tensor; two if it occurs twice."""
         found: list[list[Path]] = [[] for _ in self.tensors]
         for path, keys, first in self.structure:
             if keys is None:
@@ -79,14 +81,14 @@ def dismantle(state: Any, pickling: bool = False) -> Dismantled:
     except RecursionError:
         raise CheckpointError(f"{walk.where}: is too deep, or contains itself") from None
     except UnicodeEncodeError:
-        # It is seldom, so that the path is looked for only now.
+        # Rare, so the path is looked for only now.
         _Walk(Dismantled(), pickling, texts=True).of(state)
-        raise CheckpointError("a text somewhere in the state cannot be encoded") from None
+        raise CheckpointError("a string somewhere in the state cannot be encoded") from None
     return found
 
 
 def tensor_types() -> frozenset[type]:
-    """What tensors mostly are; other classes of them are found out one by one."""
+    """Return the usual classes of tensors; other subclasses are recognised one by one."""
     torch = sys.modules.get("torch")
     return frozenset() if torch is None else frozenset({torch.Tensor, torch.nn.Parameter})
 
@@ -96,11 +98,11 @@ class _Walk:
         self._found = found
         self._pickling = pickling
         self._texts = texts
-        """Look whether each text can be encoded."""
+        """Whether each string is checked to be encodable."""
         self._path: list[Key] = []
         self._seen: dict[int, int] = {}
         self._opened = 0
-        """How many tensors and dicts there were so far."""
+        """Number of tensors and dicts seen so far."""
         torch = sys.modules.get("torch")
         self._tensor: type = torch.Tensor if torch is not None else _Nothing
         self._tensors = tensor_types()
@@ -108,7 +110,7 @@ class _Walk:
     @property
     def where(self) -> str:
         path = ".".join(map(str, self._path[:20])) or "the state itself"
-        return path.encode(errors="backslashreplace").decode()  # It is to be printed.
+        return path.encode(errors="backslashreplace").decode()  # So that it can be printed.
 
     def of(self, value: Any) -> Any:
         kind = type(value)
@@ -134,7 +136,7 @@ class _Walk:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise CheckpointError(f"{self.where}: {text!r} is no text: {error.reason}") from None
+            raise CheckpointError(f"{self.where}: {text!r} is not valid: {error.reason}") from None
 
     # ---- tensors ----
 
@@ -149,7 +151,7 @@ class _Walk:
         return Ext(_TENSOR, b"%d" % number)
 
     def _all_tensors(self, value: dict[Any, Any]) -> Ext | None:
-        """A dict that has only tensors in it, none of which was seen before."""
+        """Encode a dict of tensors alone, none of which was seen before; else return None."""
         if not self._tensors.issuperset(map(type, value.values())) or self._texts:
             return None
         found, tensors = self._found, list(value.values())
@@ -262,12 +264,12 @@ class _Walk:
         try:
             return Ext(_PICKLE, pickle.dumps(value))
         except Exception as error:
-            # The edge of whatever the object does when it is pickled.
+            # The edge of the object's own code, which runs when it is pickled.
             raise CheckpointError(f"{self.where}: cannot be pickled either: {error}") from error
 
 
 class _Nothing:
-    """A type that nothing has, where torch was never imported."""
+    """The type of no object, where torch was never imported."""
 
 
 _PLAIN_ITEMS: Final = _PLAIN | {int}
@@ -279,7 +281,7 @@ _PATHS: Final = {
 
 
 def _simple_keys(value: dict[Any, Any]) -> bool:
-    """Whether they are keys of a msgpack map, as they are."""
+    """Return whether all keys can be keys of a msgpack map."""
     kinds = set(map(type, value))
     return _KEYS.issuperset(kinds) and (
         int not in kinds or all(key in _INT64 for key in value if type(key) is int)
@@ -326,11 +328,11 @@ def _of_torch(kind: type, value: Any) -> Ext | None:
     return None
 
 
-# ---- and back -----------------------------------------------------------------------------------
+# ---- decoding -----------------------------------------------------------------------------------
 
 
 def assemble(skeleton: bytes, tensor: Callable[[int], Any], pickling: bool = False) -> Any:
-    """The state again; `tensor` gives the one with that number."""
+    """Rebuild the state; `tensor` returns the tensor with an index."""
 
     def hook(code: int, data: memoryview) -> Any:
         if code == _TENSOR:
@@ -348,7 +350,7 @@ def assemble(skeleton: bytes, tensor: Callable[[int], Any], pickling: bool = Fal
                 )
             return _unpickled(data)
         if code not in _COMPOUNDS:
-            raise CheckpointError(f"a newer Holdfast wrote this: what is a {code}?")
+            raise CheckpointError(f"a newer Holdfast wrote this: type {code} is not known here")
         return _COMPOUNDS[code](decoder.decode(data))
 
     decoder = msgspec.msgpack.Decoder(ext_hook=hook)
@@ -359,9 +361,9 @@ def _unpickled(data: memoryview) -> Any:
     try:
         return pickle.loads(data)
     except Exception as error:
-        # The edge of whatever the object does when it is unpickled.
+        # The edge of the object's own code, which runs when it is unpickled.
         why = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"an object that was pickled cannot be had here: {why}") from error
+        raise CheckpointError(f"a pickled object cannot be unpickled here: {why}") from error
 
 
 def _ordered(content: Any) -> OrderedDict[Any, Any]:
@@ -383,7 +385,7 @@ def _array(content: Any) -> Any:
 
     described, shape, data = content
     dtype = _dtype_of(described)
-    if not data or not dtype.itemsize:  # An empty text has no bytes.
+    if not data or not dtype.itemsize:  # An empty string has no bytes.
         return numpy.zeros(shape, dtype)
     return numpy.frombuffer(data, dtype).reshape(shape).copy()
 

@@ -1,1 +1,1 @@
-"""Checkpoints on storage: files, manifests, commits and retention."""
+"""Writes, commits, verifies and deletes checkpoints on storage."""

@@ -1,28 +1,48 @@
-"""How a step becomes a checkpoint.
+"""Commits a step, and verifies one that was committed.
 
-All ranks' files are there and durable; whoever commits has a record of each. What storage has is read
-back and compared: the files are there, whole, of this step and round, one for each rank. Then comes
-`.metadata`, and last the manifest, which is published: if there is one already it stays, and this
-commit came too late. Nothing else that may lie in the directory counts for or against.
+All rank files are durable, and the committer has a record of each. What storage has is read back and
+compared: the files exist, whole, of this step and round, one for each rank. Then `.metadata` is
+written, and last the manifest is published: if there is one already it stays, and this commit came
+too late. Other files in the directory make no difference.
 
-Only when the manifest is durable, what it does not name is removed: files of other rounds, and what
-was begun and never finished. A file that somebody else put there stays.
+Only when the manifest is durable are files removed that it does not name: those of other rounds, and
+partial ones. Files that Holdfast did not write stay.
+
+In a committed step the manifest guards the trailers, and the trailers guard the blocks; so every byte
+that a reader could take is checked, and each failure is named: file, block and reason.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from msgspec import Struct
 
 from holdfast.checkpoint.dcp import metadata as dcp_metadata
-from holdfast.checkpoint.state.layout import Contents, Extent
-from holdfast.checkpoint.storage import names
-from holdfast.checkpoint.storage.backends import Storage
-from holdfast.checkpoint.storage.digests import digest
+from holdfast.checkpoint.state.layout import (
+    BLOCK_BYTES,
+    Contents,
+    Extent,
+    FileRecord,
+    blocks_of,
+    digest,
+)
+from holdfast.checkpoint.storage.backends import (
+    DELETED,
+    MANIFEST,
+    METADATA,
+    Readable,
+    Storage,
+    is_aside,
+    is_file_of,
+    is_partial,
+    is_rank_file,
+    read_whole,
+    step_directory,
+)
 from holdfast.checkpoint.storage.manifest import (
     Manifest,
     encoded,
@@ -31,10 +51,8 @@ from holdfast.checkpoint.storage.manifest import (
     make_manifest,
     refuse,
 )
-from holdfast.checkpoint.storage.names import MANIFEST, METADATA, step_directory
-from holdfast.checkpoint.storage.rank_file import FileRecord, is_ours, open_file
-from holdfast.checkpoint.storage.verify import metadata_refusals
-from holdfast.errors import CheckpointError, Refused
+from holdfast.checkpoint.storage.rank_file import RankFile, is_ours, open_file
+from holdfast.errors import CheckpointError, Refused, StorageError
 
 _AT_ONCE: Final = 8
 
@@ -42,13 +60,15 @@ File = tuple[str, Contents, tuple[Extent, ...]]
 
 
 class Committed(Struct, frozen=True):
+    """A checkpoint that is complete now."""
+
     manifest: Manifest
     untidy: str = ""
-    """Why leftovers could not be removed; the checkpoint is good without that."""
+    """Why leftovers could not be removed; the checkpoint is complete all the same."""
 
 
 class AlreadyCommitted(Struct, frozen=True):
-    """Another commit of that step came first. It stays as it is."""
+    """Another commit of that step came first, and stays."""
 
     manifest: Manifest
 
@@ -63,7 +83,7 @@ def commit(
     job: str = "",
     saved_at: float | None = None,
 ) -> Committed | AlreadyCommitted:
-    """Make a checkpoint of these files, once; doing it again changes nothing."""
+    """Make a checkpoint of these files; idempotent."""
     ordered = tuple(sorted(files, key=lambda file: file.rank))
     check_records(round, world_size, ordered)
     there = _existing(storage, step)
@@ -82,20 +102,19 @@ def commit(
 
 
 def check_records(round: int, world_size: int, files: tuple[FileRecord, ...]) -> None:
-    """Refuse what is not one file of each rank, written in that round."""
+    """Refuse records that are not one file of each rank, written in that round."""
     ranks = [file.rank for file in files]
     if ranks != list(range(world_size)):
         lacking = sorted(set(range(world_size)) - set(ranks))
         problem = f"no file of rank {lacking[0]}" if lacking else f"too many files: {ranks}"
         raise Refused(f"a checkpoint of {world_size} ranks cannot be committed: {problem}")
     for file in files:
-        if not names.is_file_of(file.name, file.rank, round):
+        if not is_file_of(file.name, file.rank, round):
             raise Refused(f"{file.name} is not the file of rank {file.rank} in round {round}")
 
 
 def _existing(storage: Storage, step: int) -> Manifest | None:
-    """What the step was committed as. A manifest that is damaged, or without its files, is set aside:
-    it says nothing any more."""
+    """Return the manifest of a committed step. One that is damaged, or lacks files, is set aside."""
     found = find_step(storage, step)
     if found.state == "complete":
         return found.manifest
@@ -103,13 +122,13 @@ def _existing(storage: Storage, step: int) -> Manifest | None:
     return None
 
 
-# ---- what storage has ---------------------------------------------------------------------------
+# ---- reading back -------------------------------------------------------------------------------
 
 
 def read_back(
     storage: Storage, directory: str, whose: tuple[int, int, int], files: Sequence[FileRecord]
 ) -> list[File]:
-    """What is in files that are of that step, round and world, each as it was written."""
+    """Read the contents of files; refuse one that is not of that step, round and world."""
 
     def one(record: FileRecord) -> File:
         return _read_file(storage, directory, record, whose)
@@ -135,11 +154,11 @@ def _read_file(
         return record.name, contents, file.trailer.extents
 
 
-# ---- publish, and tidy up -----------------------------------------------------------------------
+# ---- publishing ---------------------------------------------------------------------------------
 
 
 def _publish(storage: Storage, manifest: Manifest, metadata: bytes) -> Manifest:
-    """Write `.metadata` and the manifest; the manifest that is there afterwards."""
+    """Write `.metadata` and the manifest; return the manifest that is there afterwards."""
     directory = step_directory(manifest.step)
     storage.write(f"{directory}/{METADATA}", [metadata])
     storage.publish(f"{directory}/{MANIFEST}", encoded(manifest))
@@ -147,7 +166,7 @@ def _publish(storage: Storage, manifest: Manifest, metadata: bytes) -> Manifest:
 
 
 def _finish(storage: Storage, manifest: Manifest) -> str:
-    """After the manifest is durable; why that could not be done, if it could not."""
+    """Tidy up once the manifest is durable; return why that failed, if it did."""
     try:
         _mend_metadata(storage, manifest)
         tidy(storage, manifest)
@@ -157,7 +176,7 @@ def _finish(storage: Storage, manifest: Manifest) -> str:
 
 
 def tidy(storage: Storage, manifest: Manifest) -> None:
-    """Remove what saves of a step left behind that is not in its manifest."""
+    """Remove what saves of a step left that is not in its manifest."""
     directory = step_directory(manifest.step)
     keep = {METADATA, *(file.name for file in manifest.files)}
     found = leftovers(storage, directory, keep)
@@ -166,7 +185,7 @@ def tidy(storage: Storage, manifest: Manifest) -> None:
 
 
 def _mend_metadata(storage: Storage, manifest: Manifest) -> None:
-    """Two commits at once may leave the `.metadata` of the one and the manifest of the other."""
+    """Repair `.metadata`: concurrent commits may leave that of one and the manifest of the other."""
     if not metadata_refusals(storage, manifest):
         return
     whose = (manifest.step, manifest.round, manifest.world_size)
@@ -177,11 +196,85 @@ def _mend_metadata(storage: Storage, manifest: Manifest) -> None:
 
 
 def leftovers(storage: Storage, directory: str, keep: Set[str] = frozenset()) -> list[str]:
-    """The files in a step's directory that a save wrote or a deletion left, less those to keep."""
+    """List the files that saves or deletions left in a step's directory, less those to keep."""
     files = [entry.name for entry in storage.entries(directory) if entry.kind == "file"]
-    parts = [name for name in files if names.is_rank_file(name) and name not in keep]
+    parts = [name for name in files if is_rank_file(name) and name not in keep]
     mine = [name for name in parts if is_ours(storage, f"{directory}/{name}")]
-    begun = [n for n in files if names.is_partial(n) or names.is_aside(n, names.DELETED)]
-    # Torch's own writer calls its files the same; if one is there, `.metadata` may be its, too.
+    begun = [n for n in files if is_partial(n) or is_aside(n, DELETED)]
+    # Torch's own writer uses the same names; if it wrote one, `.metadata` may be its, too.
     metadata = {METADATA} & set(files) - keep if len(mine) == len(parts) else set()
     return [*metadata, *mine, *begun]
+
+
+# ---- verification --------------------------------------------------------------------------------
+
+
+class Refusal(Struct, frozen=True):
+    """A part of a checkpoint that must not be used."""
+
+    file: str
+    why: str
+    block: int | None = None
+
+
+def _nothing(size: int) -> None: ...
+
+
+def verify(
+    storage: Readable, step: int, on_progress: Callable[[int], None] = _nothing
+) -> list[Refusal]:
+    """Return all that is wrong with a step, including `.metadata`, which only other readers need."""
+    try:
+        manifest = load_manifest(storage, step)
+    except (Refused, StorageError) as error:
+        return [Refusal(MANIFEST, str(error))]
+    refusals = []
+    for record in manifest.files:
+        refusals += _verify_file(storage, manifest, record, on_progress)
+    return refusals + metadata_refusals(storage, manifest)
+
+
+def metadata_refusals(storage: Readable, manifest: Manifest) -> list[Refusal]:
+    """Return what is wrong with `.metadata`."""
+    path = f"{step_directory(manifest.step)}/{METADATA}"
+    try:
+        data = read_whole(storage, path, manifest.metadata.size)
+    except StorageError as error:
+        return [Refusal(METADATA, str(error))]
+    if digest(data).hex() != manifest.metadata.digest:
+        return [Refusal(METADATA, f"{storage.where(path)}: is not what its digest says")]
+    return []
+
+
+def _verify_file(
+    storage: Readable, manifest: Manifest, record: FileRecord, on_progress: Callable[[int], None]
+) -> list[Refusal]:
+    try:
+        with open_file(storage, f"{step_directory(manifest.step)}/{record.name}") as file:
+            _check_whose(file, manifest, record)
+            bad = list(_bad_blocks(file, record.name, on_progress))
+            if not bad:
+                file.contents(record.contents)
+            return bad
+    except (Refused, StorageError) as error:
+        return [Refusal(record.name, str(error))]
+
+
+def _check_whose(file: RankFile, manifest: Manifest, record: FileRecord) -> None:
+    said = file.trailer
+    if file.trailer_digest == record.trailer and file.file_size == record.size:
+        return
+    if (said.step, said.round, said.rank) == (manifest.step, manifest.round, record.rank):
+        raise Refused(f"{file.name}: is another file than the one that was committed")
+    raise Refused(
+        f"{file.name}: is the file of rank {said.rank} at step {said.step} in round {said.round}"
+    )
+
+
+def _bad_blocks(file: RankFile, name: str, on_progress: Callable[[int], None]) -> Iterator[Refusal]:
+    buffer = memoryview(bytearray(min(BLOCK_BYTES, file.size)))
+    for block in range(blocks_of(file.size)):
+        try:
+            on_progress(len(file.read_block(block, buffer)))
+        except (Refused, StorageError) as error:
+            yield Refusal(name, str(error), block)

@@ -1,8 +1,8 @@
-"""One file out of a checkpoint, for whoever has no use for directories.
+"""Exports a checkpoint into one file.
 
-The state is put together as a restore would do it: shards become whole tensors again, every block is
-verified as it is read, and nothing is unpickled unless that was allowed. What each rank had for itself
-(small tensors, random generators, plain values) is rank 0's.
+The state is put together as a restore would do it: shards become whole tensors, every block is verified
+as it is read, and nothing is unpickled unless that was allowed. Of what each rank had for itself (small
+tensors, random generators, plain values), rank 0's is taken.
 
 The file appears under its name only when it is whole.
 """
@@ -17,11 +17,10 @@ from typing import Any
 
 from msgspec import Struct
 
+from holdfast.checkpoint.dcp.foreign import PlainCheckpoint
 from holdfast.checkpoint.state.layout import Contents
-from holdfast.checkpoint.storage import names
-from holdfast.checkpoint.storage.backends import Readable
+from holdfast.checkpoint.storage.backends import Readable, partial_name, step_directory
 from holdfast.checkpoint.storage.manifest import load_manifest
-from holdfast.checkpoint.storage.names import step_directory
 from holdfast.checkpoint.storage.rank_file import RankFile, open_file
 from holdfast.errors import Refused, UsageError
 
@@ -29,85 +28,106 @@ ENDINGS = (".pt", ".safetensors")
 
 
 class Exported(Struct, frozen=True):
+    """A file that was written."""
+
     path: str
     size: int
     tensors: int
     left_out: int
-    """Values that are no tensors, for which a file of tensors has no place."""
+    """Number of values that are no tensors, for which a file of tensors has no place."""
+
+
+class ExportTarget(Struct, frozen=True):
+    """The file to write: all of a state, or one entry (`only`) of it."""
+
+    path: Path
+    only: str | None = None
+    force: bool = False
+    """Whether a file of that name is replaced."""
+
+    def check(self) -> None:
+        """Raise at once what would fail after long work."""
+        path = self.path
+        if path.suffix not in ENDINGS:
+            raise UsageError(f"{path}: a file to export to ends in {' or '.join(ENDINGS)}")
+        if not path.parent.is_dir():
+            raise UsageError(f"{path}: there is no directory {path.parent}")
+        if path.exists() and not self.force:
+            raise UsageError(f"{path}: is there already; --force replaces it")
+        if path.suffix == ".safetensors":
+            try:
+                import safetensors  # noqa: F401
+            except ImportError:
+                raise UsageError(f"{path}: needs safetensors; `pip install safetensors`") from None
+
+    def write(self, state: dict[str, Any], step: int) -> Exported:
+        chosen: Any = state
+        if self.only is not None:
+            if self.only not in state:
+                has = ", ".join(map(repr, state))
+                raise UsageError(f"step {step} has no {self.only!r}; it has {has}")
+            chosen = state[self.only]
+        with self._whole() as partial:
+            save = _save_tensors if self.path.suffix == ".safetensors" else _save_all
+            tensors, left_out = save(chosen, partial, step)
+        return Exported(str(self.path), self.path.stat().st_size, tensors, left_out)
+
+    @contextmanager
+    def _whole(self) -> Iterator[Path]:
+        """Provide a temporary name, which becomes the target's when all is written."""
+        partial = self.path.with_name(partial_name(self.path.name))
+        try:
+            yield partial
+            with partial.open("rb") as file:
+                os.fsync(file.fileno())
+            self.check()
+            partial.replace(self.path)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def export(
     storage: Readable,
     step: int,
-    target: Path,
-    *,
-    only: str | None = None,
-    force: bool = False,
+    target: ExportTarget,
     pickling: bool = False,
-    went_on: Callable[[int], None] = lambda size: None,
+    on_progress: Callable[[int], None] = lambda size: None,
 ) -> Exported:
-    """Write a step's state, or one entry of it, into a file of the kind that its name says."""
-    check_target(target, force)
-    state = _state(storage, step, pickling, went_on)
-    if only is not None:
-        if only not in state:
-            raise UsageError(f"step {step} has no {only!r}; it has {', '.join(map(repr, state))}")
-        state = state[only]
-    with _whole(target, force) as partial:
-        save = _save_tensors if target.suffix == ".safetensors" else _save_all
-        tensors, left_out = save(state, partial, step)
-    return Exported(str(target), target.stat().st_size, tensors, left_out)
+    """Write a step's state into a file."""
+    target.check()
+    return target.write(_state(storage, step, pickling, on_progress), step)
 
 
-def check_target(target: Path, force: bool) -> None:
-    """Say at once what would fail after long work."""
-    if target.suffix not in ENDINGS:
-        raise UsageError(f"{target}: a file to export to ends in {' or '.join(ENDINGS)}")
-    if not target.parent.is_dir():
-        raise UsageError(f"{target}: there is no directory {target.parent}")
-    if target.exists() and not force:
-        raise UsageError(f"{target}: is there already; --force replaces it")
-    if target.suffix == ".safetensors":
-        try:
-            import safetensors  # noqa: F401
-        except ImportError:
-            raise UsageError(f"{target}: needs safetensors; `pip install safetensors`") from None
+def export_plain(
+    checkpoint: PlainCheckpoint, target: ExportTarget, pickling: bool = False
+) -> Exported:
+    """Write into a file what plain `torch.distributed.checkpoint` saved; nothing is verified."""
+    from holdfast.checkpoint.restore.plain_dcp import plain_state
 
-
-@contextmanager
-def _whole(target: Path, force: bool) -> Iterator[Path]:
-    """A temporary name, which becomes the target's when all is written."""
-    partial = target.with_name(names.partial(target.name))
-    try:
-        yield partial
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
-        check_target(target, force)
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
+    target.check()
+    return target.write(plain_state(checkpoint, pickling), checkpoint.step or 0)
 
 
 # ---- the state ----------------------------------------------------------------------------------
 
 
-class _Counted:
-    """A rank's file that tells how much of it was read."""
+class _CountedFile:
+    """A rank file that reports how much of it was read."""
 
-    def __init__(self, file: RankFile, went_on: Callable[[int], None]) -> None:
+    def __init__(self, file: RankFile, on_progress: Callable[[int], None]) -> None:
         self.name = file.name
         self.size = file.size
         self.digests = file.digests
         self._file = file
-        self._went_on = went_on
+        self._on_progress = on_progress
 
     def read_into(self, at: int, views: Sequence[memoryview]) -> None:
         self._file.read_into(at, views)
-        self._went_on(sum(map(len, views)))
+        self._on_progress(sum(map(len, views)))
 
 
 def _state(
-    storage: Readable, step: int, pickling: bool, went_on: Callable[[int], None]
+    storage: Readable, step: int, pickling: bool, on_progress: Callable[[int], None]
 ) -> dict[str, Any]:
     from holdfast.checkpoint.restore.load import load, open_stored
 
@@ -119,15 +139,15 @@ def _state(
             file = files.enter_context(open_file(storage, path))
             if file.trailer_digest != record.trailer:
                 raise Refused(f"{file.name}: is another file than the one that was committed")
-            trailer = file.trailer
-            stored.append(open_stored(_Counted(file, went_on), trailer.contents, trailer.extents))
+            counted, trailer = _CountedFile(file, on_progress), file.trailer
+            stored.append(open_stored(counted, trailer.contents, trailer.extents))
         state: dict[str, Any] = dict.fromkeys(_entries(stored[0].contents))
         load(state, stored, 0, pickling=pickling)
     return state
 
 
 def _entries(contents: Contents) -> list[str]:
-    """The names that a state has at its top."""
+    """Return the names at the top of a state."""
     paths = dict(contents.paths)
     tensors = [name for item in contents.items for name in (item.name, *item.also)]
     every = [*tensors, *(value.name for value in contents.values)]
@@ -138,7 +158,7 @@ def _entries(contents: Contents) -> list[str]:
 
 
 def _tensors(state: Any) -> tuple[dict[str, Any], int]:
-    """All tensors by their dotted names, and how many values are none."""
+    """Return all tensors by their dotted names, and the number of other values."""
     import torch
 
     from holdfast.checkpoint.state.capture import flattened, unique_names

@@ -1,11 +1,11 @@
-"""What makes files a checkpoint: the manifest, and the steps that have one.
+"""Reads and writes manifests, and lists the steps of a directory.
 
-The manifest is written last and names every file with its digest. It is JSON, for people to read, and
-has a digest of itself in its last line: computed over all its bytes, with zeros where the digest
-stands. Whoever finds one that is right may trust that every file it names was durable before it.
+The manifest makes files a checkpoint: it is written last and names every file with its digest. It is
+readable JSON and has a digest of itself in its last line, computed over all its bytes with zeros in the
+digest's place. A manifest that matches proves that every file it names was durable before it.
 
-A step's directory without one holds what is being written, what was left by a save that never came to
-its end, or what is half deleted. None of that is ever taken for a checkpoint.
+A step's directory without one is being written, was left by a save that never finished, or is half
+deleted. It is never taken for a checkpoint.
 """
 
 from __future__ import annotations
@@ -18,11 +18,21 @@ from typing import Final, Literal
 import msgspec
 from msgspec import Struct
 
-from holdfast.checkpoint.storage import names
-from holdfast.checkpoint.storage.backends import Entry, Readable, Storage, read_whole
-from holdfast.checkpoint.storage.digests import DIGEST_BYTES, digest
-from holdfast.checkpoint.storage.names import MANIFEST, step_directory
-from holdfast.checkpoint.storage.rank_file import FileRecord
+from holdfast.checkpoint.state.layout import DIGEST_BYTES, FileRecord, digest
+from holdfast.checkpoint.storage.backends import (
+    DELETED,
+    MANIFEST,
+    REFUSED,
+    Readable,
+    Storage,
+    StorageEntry,
+    is_aside,
+    is_file_of,
+    is_rank_file,
+    read_whole,
+    step_directory,
+    step_of,
+)
 from holdfast.errors import NotThere, Refused, StorageError
 
 FORMAT: Final = 1
@@ -32,13 +42,15 @@ _END: Final = re.compile(rb'"digest": "([0-9a-f]{%d})"\n}\n\Z' % len(_ZEROS))
 
 
 class MetadataRecord(Struct, frozen=True):
-    """The `.metadata` file."""
+    """Size and digest of the `.metadata` file."""
 
     size: int
     digest: str
 
 
 class Manifest(Struct, frozen=True):
+    """A complete checkpoint."""
+
     format: int
     job: str
     step: int
@@ -52,7 +64,7 @@ class Manifest(Struct, frozen=True):
 
 
 class StepFound(Struct, frozen=True):
-    """A step's directory."""
+    """A step's directory, and its state."""
 
     step: int
     state: Literal["complete", "partial", "refused"]
@@ -84,17 +96,17 @@ def make_manifest(
 
 
 def encoded(manifest: Manifest) -> bytes:
-    """The manifest's file; its digest is filled in here."""
+    """Encode a manifest, with its digest."""
     blank = msgspec.structs.replace(manifest, digest=_ZEROS)
     text = msgspec.json.format(msgspec.json.encode(blank), indent=1) + b"\n"
     return _END.sub(b'"digest": "%s"\n}\n' % digest(text).hex().encode(), text)
 
 
 def decoded(data: bytes, where: str) -> Manifest:
-    """The manifest in a file's bytes, if not one of them has changed."""
+    """Decode and verify a manifest."""
     end = _END.search(data)
     if end is None:
-        raise Refused(f"{where}: does not end as a manifest does; it is cut off, or damaged")
+        raise Refused(f"{where}: does not end like a manifest; it is cut off, or damaged")
     blank = data[: end.start(1)] + _ZEROS.encode() + data[end.end(1) :]
     if digest(blank).hex().encode() != end[1]:
         raise Refused(f"{where}: is not what its own digest says")
@@ -105,14 +117,14 @@ def decoded(data: bytes, where: str) -> Manifest:
         manifest = msgspec.json.decode(data, type=Manifest)
     except msgspec.DecodeError as error:
         raise Refused(f"{where}: cannot be read: {error}") from None
-    # Names become paths, of files that are read and one day deleted.
+    # Names become paths of files that are read and deleted.
     ranks = range(manifest.world_size)
     named = len(manifest.files) == len(ranks) and all(
-        names.is_file_of(file.name, rank, manifest.round)
+        is_file_of(file.name, rank, manifest.round)
         for rank, file in zip(ranks, manifest.files, strict=True)
     )
     if not named:
-        raise Refused(f"{where}: lists files that are not those of {manifest.world_size} ranks")
+        raise Refused(f"{where}: does not list one file of each of {manifest.world_size} ranks")
     return manifest
 
 
@@ -121,25 +133,25 @@ class _Form(Struct):
 
 
 def load_manifest(storage: Readable, step: int, name: str = MANIFEST) -> Manifest:
-    """The manifest of a step; `NotThere` when it has none, `Refused` when it is damaged."""
+    """Read a step's manifest; raise `NotThere` if it has none, `Refused` if it is damaged."""
     path = f"{step_directory(step)}/{name}"
     manifest = decoded(read_whole(storage, path, MOST_BYTES), storage.where(path))
     if manifest.step != step:
-        raise Refused(f"{storage.where(path)}: is of step {manifest.step}, and was put there")
+        raise Refused(f"{storage.where(path)}: is the manifest of step {manifest.step}")
     return manifest
 
 
 def refuse(storage: Storage, step: int) -> None:
-    """Set a step's manifest aside: what it names does not verify, and the step may be saved again."""
+    """Set a step's manifest aside because the step does not verify; it may be saved again."""
     with suppress(NotThere):
-        storage.set_aside(f"{step_directory(step)}/{MANIFEST}", names.REFUSED)
+        storage.set_aside(f"{step_directory(step)}/{MANIFEST}", REFUSED)
 
 
 def steps(storage: Readable) -> list[StepFound]:
-    """All steps that there is anything of, newest first. One that cannot be read hides no other."""
+    """List all steps that have a directory, newest first. One that cannot be read hides no other."""
     found = []
     for entry in storage.entries(""):
-        step = names.step_of(entry.name)
+        step = step_of(entry.name)
         if step is not None and entry.kind == "directory":
             try:
                 found.append(find_step(storage, step))
@@ -149,7 +161,7 @@ def steps(storage: Readable) -> list[StepFound]:
 
 
 def find_step(storage: Readable, step: int) -> StepFound:
-    """What there is of a step; `StorageError` when that cannot be said."""
+    """Look at a step's directory; raise `StorageError` if that fails."""
     entries = storage.entries(step_directory(step))
     present = {entry.name for entry in entries}
     if MANIFEST not in present:
@@ -158,7 +170,7 @@ def find_step(storage: Readable, step: int) -> StepFound:
         manifest = load_manifest(storage, step)
     except Refused as error:
         return StepFound(step, "refused", str(error))
-    except NotThere:  # Somebody else has just set it aside.
+    except NotThere:  # Another process has just set it aside.
         return _without_manifest(step, storage.entries(step_directory(step)))
     missing = [file.name for file in manifest.files if file.name not in present]
     if missing:
@@ -167,10 +179,10 @@ def find_step(storage: Readable, step: int) -> StepFound:
     return StepFound(step, "complete", "", manifest)
 
 
-def _without_manifest(step: int, entries: list[Entry]) -> StepFound:
-    if any(names.is_aside(entry.name, names.DELETED) for entry in entries):
+def _without_manifest(step: int, entries: list[StorageEntry]) -> StepFound:
+    if any(is_aside(entry.name, DELETED) for entry in entries):
         return StepFound(step, "partial", "half deleted", half_deleted=True)
-    if any(names.is_aside(entry.name, names.REFUSED) for entry in entries):
+    if any(is_aside(entry.name, REFUSED) for entry in entries):
         return StepFound(step, "refused", "it did not verify, and was set aside")
-    files = sum(names.is_rank_file(entry.name) for entry in entries)
-    return StepFound(step, "partial", f"not committed; files of ranks there: {files}")
+    files = sum(is_rank_file(entry.name) for entry in entries)
+    return StepFound(step, "partial", f"not committed; rank files there: {files}")

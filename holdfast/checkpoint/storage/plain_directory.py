@@ -21,19 +21,22 @@ from contextlib import AbstractContextManager
 from typing import Final
 
 from holdfast.checkpoint.dcp import metadata as dcp_metadata
-from holdfast.checkpoint.storage import names
+from holdfast.checkpoint.state.layout import FileRecord
 from holdfast.checkpoint.storage.backends import (
-    Entry,
+    MANIFEST,
+    METADATA,
     Readable,
     Reader,
     Storage,
+    StorageEntry,
+    is_partial,
     open_storage,
+    rank_file_name,
     read_whole,
+    step_directory,
 )
 from holdfast.checkpoint.storage.commit import check_records, leftovers, read_back
 from holdfast.checkpoint.storage.manifest import MOST_BYTES, decoded, encoded, make_manifest
-from holdfast.checkpoint.storage.names import MANIFEST, METADATA, rank_file, step_directory
-from holdfast.checkpoint.storage.rank_file import FileRecord
 from holdfast.errors import CheckpointError, UsageError
 
 _OF_ROUND: Final = re.compile(r"\.?__[0-9]+_([0-9]+)\.distcp")
@@ -98,10 +101,10 @@ class _AsStep:
     def open(self, path: str) -> AbstractContextManager[Reader]:
         return self._storage.open(self._inside(path))
 
-    def entries(self, directory: str) -> list[Entry]:
+    def entries(self, directory: str) -> list[StorageEntry]:
         if directory:
             return self._storage.entries(self._inside(directory))
-        return [Entry(self._directory, "directory")]
+        return [StorageEntry(self._directory, "directory")]
 
     def _inside(self, path: str) -> str:
         return path.removeprefix(self._directory).lstrip("/")
@@ -118,12 +121,12 @@ def open_either(where: str) -> Readable:
 
 def discard(storage: Storage, directory: str, ranks: Collection[int], round: int) -> None:
     """Remove the files, whole or partial, that ranks wrote for a save that came to nothing."""
-    files = [rank_file(rank, round) for rank in ranks]
+    files = [rank_file_name(rank, round) for rank in ranks]
     found = [
         entry.name
         for entry in storage.entries(directory)
         if entry.name in files
-        or (names.is_partial(entry.name) and any(f".{file}." in entry.name for file in files))
+        or (is_partial(entry.name) and any(f".{file}." in entry.name for file in files))
     ]
     if found:
         storage.remove(directory, found)

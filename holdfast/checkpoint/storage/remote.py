@@ -1,11 +1,11 @@
-"""Checkpoints in an object store, or wherever else fsspec can write: `s3://bucket/prefix`, ...
+"""Keeps checkpoints in an object store, or on any file system of fsspec: `s3://bucket/prefix`, ...
 
 An object store shows an upload only once it is complete, so a file needs no temporary name there. On
-other file systems of fsspec one is used, and moved; how durable that is, only they can say.
+other file systems of fsspec a temporary file is renamed; how durable that is depends on them.
 
-To publish is a put on the condition that there is nothing of that name yet. Where a server does not
-know such conditions, all that is left is to look first; then it is the coordinator alone, which lets
-no two rounds commit, that keeps a step from being committed twice.
+Publishing is a conditional put (if-none-match). Where a server does not support that, existence is
+checked first; then only the coordinator, which lets no two rounds commit, keeps a step from being
+committed twice.
 
 Options (endpoint, credentials) are found where fsspec and the store's own tools look for them:
 `AWS_ENDPOINT_URL`, `AWS_PROFILE`, `FSSPEC_S3_...`, fsspec's configuration files.
@@ -17,13 +17,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Final
 
-from holdfast.checkpoint.storage import names
-from holdfast.checkpoint.storage.backends import Buffer, Entry, Reader
-from holdfast.checkpoint.storage.disk import storage_error
+from holdfast.checkpoint.storage.backends import (
+    Buffer,
+    Reader,
+    StorageEntry,
+    aside_name,
+    partial_name,
+)
+from holdfast.checkpoint.storage.posix import storage_error
 from holdfast.errors import HoldfastError, StorageError, UsageError
 
 OBJECT_STORES: Final = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss"})
-"""Where an object is visible only when it is complete."""
+"""Protocols with which an object is visible only when it is complete."""
 
 PART_BYTES: Final = 64 << 20
 """S3 takes at most 10,000 parts, so this allows 640 GB a file."""
@@ -48,7 +53,7 @@ def connect(url: str) -> RemoteStorage:
 
 
 @contextmanager
-def _told(where: str, doing: str) -> Iterator[None]:
+def _as_storage_errors(where: str, doing: str) -> Iterator[None]:
     try:
         yield
     except HoldfastError:
@@ -56,11 +61,10 @@ def _told(where: str, doing: str) -> Iterator[None]:
     except OSError as error:
         raise storage_error(where, doing, error) from error
     except Exception as error:
-        # A file system of fsspec is somebody else's code and raises what it likes (botocore's errors
-        # are no OSError); whatever it is, the save has failed, and training goes on.
+        # The edge of fsspec's file systems, which raise anything (botocore's errors are no OSError).
         raise StorageError(
             f"{where}: cannot be {doing}: {type(error).__name__}: {error};"
-            " see whether the store can be reached and whether the credentials are right"
+            " check that the store can be reached and that the credentials are right"
         ) from error
 
 
@@ -78,11 +82,11 @@ class RemoteStorage:
         return f"{self._root}/{path}" if path else self._root
 
     def write(self, path: str, pieces: Iterable[Buffer]) -> int:
-        with _told(self.where(path), "written"):
+        with _as_storage_errors(self.where(path), "written"):
             if self._appears_whole:
                 return self._upload(self._full(path), pieces)
             directory, _, name = path.rpartition("/")
-            partial = self._full(f"{directory}/{names.partial(name)}".lstrip("/"))
+            partial = self._full(f"{directory}/{partial_name(name)}".lstrip("/"))
             with ExitStack() as undo:
                 undo.callback(self._forget, partial)
                 size = self._upload(partial, pieces)
@@ -103,18 +107,18 @@ class RemoteStorage:
         return size
 
     def _forget(self, full: str) -> None:
-        with suppress(Exception):  # The error that counts is the one that brought us here.
+        with suppress(Exception):  # The first error is the one to report.
             self._fs.rm_file(full)
 
     def publish(self, path: str, data: bytes) -> bool:
         full = self._full(path)
-        with _told(self.where(path), "published"):
+        with _as_storage_errors(self.where(path), "published"):
             if self._fs.exists(full):
                 return False
             try:
                 self._fs.pipe_file(full, data, mode="create")
             except OSError:
-                # Stores say in different ways that the condition did not hold; what is there tells.
+                # Stores report a failed condition in different ways; look whether the name is taken.
                 if self._fs.exists(full):
                     return False
                 raise
@@ -122,60 +126,60 @@ class RemoteStorage:
 
     @contextmanager
     def open(self, path: str) -> Iterator[Reader]:
-        with _told(self.where(path), "read"):
+        with _as_storage_errors(self.where(path), "read"):
             reader = _RemoteReader(self.where(path), self._fs, self._full(path))
         yield reader
 
-    def entries(self, directory: str) -> list[Entry]:
+    def entries(self, directory: str) -> list[StorageEntry]:
         full = self._full(directory)
-        with _told(self.where(directory), "listed"):
+        with _as_storage_errors(self.where(directory), "listed"):
             try:
                 found = self._fs.ls(full, detail=True)
             except FileNotFoundError:
                 return []
         below = full.strip("/") + "/"
         return sorted(
-            Entry(name.removeprefix(below), _kind(one["type"]))
+            StorageEntry(name.removeprefix(below), _kind(one["type"]))
             for one in found
             if (name := one["name"].strip("/")).startswith(below)
         )
 
     def remove(self, directory: str, files: Iterable[str]) -> None:
-        with _told(self.where(directory), "tidied"):
+        with _as_storage_errors(self.where(directory), "tidied"):
             for name in files:
                 with suppress(FileNotFoundError):
                     self._fs.rm_file(self._full(f"{directory}/{name}"))
 
     def make_directory(self, directory: str) -> None:
-        """An object store has no directories; asked for one, some would make a bucket."""
+        """Create a directory, except in an object store, where that could create a bucket."""
         if not self._appears_whole:
-            with _told(self.where(directory), "made"):
+            with _as_storage_errors(self.where(directory), "made"):
                 self._fs.makedirs(self._full(directory), exist_ok=True)
 
     def remove_directory(self, directory: str) -> bool:
         if self.entries(directory):
             return False
         if not self._appears_whole:
-            with _told(self.where(directory), "removed"), suppress(FileNotFoundError):
+            with _as_storage_errors(self.where(directory), "removed"), suppress(FileNotFoundError):
                 self._fs.rmdir(self._full(directory))
         return True
 
     def set_aside(self, path: str, why: str) -> str:
-        """Copies first: a death in between leaves both, and then the file still counts."""
+        """Rename by copying first: a crash in between leaves both, and the file still counts."""
         directory, _, name = path.rpartition("/")
         taken = {entry.name for entry in self.entries(directory)}
-        new = path.removesuffix(name) + names.aside(name, why, taken)
-        with _told(self.where(path), "set aside"):
+        new = path.removesuffix(name) + aside_name(name, why, taken)
+        with _as_storage_errors(self.where(path), "set aside"):
             self._fs.cp_file(self._full(path), self._full(new))
             self._fs.rm_file(self._full(path))
         return new
 
 
 def _give_up(file: Any) -> None:
-    with suppress(Exception):  # The error that counts is the one that brought us here.
+    with suppress(Exception):  # The first error is the one to report.
         file.discard()
-    with suppress(AttributeError):  # A buffer in memory cannot be told, and need not be.
-        file.closed = True  # Else it is finished, as far as it got, when it is collected.
+    with suppress(AttributeError):  # A buffer in memory has no such attribute.
+        file.closed = True  # Else the upload is completed when the object is collected.
 
 
 def _kind(kind: str) -> Any:
@@ -193,10 +197,10 @@ class _RemoteReader:
         wanted = sum(map(len, views))
         if not wanted:
             return
-        with _told(self._where, "read"):
+        with _as_storage_errors(self._where, "read"):
             data = memoryview(self._fs.cat_file(self._full, start=at, end=at + wanted))
         if len(data) != wanted:
-            raise StorageError(f"{self._where}: ends at byte {at + len(data)}, before it should")
+            raise StorageError(f"{self._where}: is cut off at byte {at + len(data)}")
         for view in views:
             view[:] = data[: len(view)]
             data = data[len(view) :]

@@ -1,17 +1,16 @@
-"""Which checkpoints are kept, and how the others go.
+"""Decides which checkpoints are kept, and deletes the others.
 
-A policy says what to keep of the steps that are complete: `KeepLatest(3) | KeepEvery(1000)`. It is
-data, so that it can be sent to the process that deletes. A user's own policy is any function from the
-list of steps to those to keep; it is called where it was written, and only its answer is sent.
+A policy chooses among the complete steps: `KeepLatest(3) | KeepEvery(1000)`. It is data, so that it
+can be sent to the keeper, which deletes. A user's own policy is any function from the list of steps
+to those to keep; it is called in the user's process.
 
-`plan` decides and changes nothing; `prune` deletes and decides nothing, but for two refusals: whatever
-it is told, the newest complete step stays, and so does the newest that was verified.
+`plan` decides and changes nothing. `prune` deletes and decides nothing, with two exceptions: the newest
+complete step always stays, and so does the newest that was verified.
 
-A step is deleted so that no death on the way leaves half of one that looks whole. First the manifest
-gets another name, durably: from here on it is no checkpoint. Then go the files that it lists and what
-saves left behind, then the manifest under its other name, then the directory if nothing else is in
-it. A step that has that other name in it was being deleted, and the next prune goes on with it. What
-is not ours stays, and so does the directory around it.
+No crash during a deletion leaves a step that looks whole. First the manifest is renamed, durably:
+from then on the step is no checkpoint. Then its files and leftovers are removed, then the renamed
+manifest, then the directory if it is empty. A renamed manifest marks a deletion that the next prune
+resumes. Files that Holdfast did not write stay, and so does their directory.
 """
 
 from __future__ import annotations
@@ -21,13 +20,19 @@ from contextlib import suppress
 
 from msgspec import Struct
 
-from holdfast.checkpoint.storage import names
-from holdfast.checkpoint.storage.backends import Storage
-from holdfast.checkpoint.storage.commit import leftovers, tidy
+from holdfast.checkpoint.state.layout import FileRecord
+from holdfast.checkpoint.storage.backends import (
+    DELETED,
+    MANIFEST,
+    METADATA,
+    REFUSED,
+    Storage,
+    is_aside,
+    step_directory,
+)
+from holdfast.checkpoint.storage.commit import leftovers, metadata_refusals, tidy
 from holdfast.checkpoint.storage.manifest import Manifest, StepFound, load_manifest, steps
-from holdfast.checkpoint.storage.names import DELETED, MANIFEST, METADATA, REFUSED, step_directory
-from holdfast.checkpoint.storage.rank_file import FileRecord, open_file
-from holdfast.checkpoint.storage.verify import metadata_refusals
+from holdfast.checkpoint.storage.rank_file import open_file
 from holdfast.errors import NotThere, Refused, StorageError, UsageError
 
 # ---- policies -----------------------------------------------------------------------------------
@@ -35,7 +40,7 @@ from holdfast.errors import NotThere, Refused, StorageError, UsageError
 
 class _Policy(Struct, frozen=True, tag_field="keep"):
     def __call__(self, steps: list[int]) -> set[int]:
-        """The steps to keep, of those that are complete."""
+        """Return the steps to keep, of those that are complete."""
         raise NotImplementedError
 
     def __or__(self, other: _Policy) -> KeepAny:
@@ -43,12 +48,14 @@ class _Policy(Struct, frozen=True, tag_field="keep"):
 
 
 class KeepAll(_Policy, frozen=True, tag="all"):
+    """Keep every checkpoint."""
+
     def __call__(self, steps: list[int]) -> set[int]:
         return set(steps)
 
 
 class KeepLatest(_Policy, frozen=True, tag="latest"):
-    """The newest few."""
+    """Keep the newest `count` checkpoints."""
 
     count: int
 
@@ -61,20 +68,20 @@ class KeepLatest(_Policy, frozen=True, tag="latest"):
 
 
 class KeepEvery(_Policy, frozen=True, tag="every"):
-    """Those at a multiple of so many steps, for ever."""
+    """Keep the checkpoints at multiples of `interval` steps, for ever."""
 
     interval: int
 
     def __post_init__(self) -> None:
         if self.interval < 1:
-            raise UsageError(f"KeepEvery({self.interval}): an interval has at least one step")
+            raise UsageError(f"KeepEvery({self.interval}): the interval must be at least one step")
 
     def __call__(self, steps: list[int]) -> set[int]:
         return {step for step in steps if step % self.interval == 0}
 
 
 class KeepAny(_Policy, frozen=True, tag="any"):
-    """Those that any of several policies keeps."""
+    """Keep the checkpoints that any of several policies keeps."""
 
     policies: tuple[Policy, ...]
 
@@ -84,7 +91,7 @@ class KeepAny(_Policy, frozen=True, tag="any"):
 
 Policy = KeepAll | KeepLatest | KeepEvery | KeepAny
 Keep = Callable[[list[int]], Collection[int]]
-"""A policy, or a user's own."""
+"""A policy, or a user's own function."""
 
 
 def _alternatives(policy: _Policy) -> tuple[Policy, ...]:
@@ -94,7 +101,7 @@ def _alternatives(policy: _Policy) -> tuple[Policy, ...]:
     return (policy,)
 
 
-# ---- what is to go ------------------------------------------------------------------------------
+# ---- deletion -----------------------------------------------------------------------------------
 
 
 def plan(
@@ -103,11 +110,10 @@ def plan(
     verified: int | None = None,
     busy: Collection[int] = (),
 ) -> list[int]:
-    """The steps to delete, oldest first.
+    """Return the steps to delete, oldest first.
 
-    Beside what the policy lets go, that is what saves left behind that never came to their end, if a
-    newer step is complete and they are not being written now (`busy`). One that was refused stays as
-    long as any complete one that is older does: somebody may want to look at it.
+    Beside what the policy gives up, these are partial steps older than a complete one, unless they are
+    being written now (`busy`). A refused step stays as long as any older complete one, for inspection.
     """
     complete = sorted(one.step for one in found if one.state == "complete")
     if not complete:
@@ -125,17 +131,18 @@ def plan(
 
 
 class Pruned(Struct, frozen=True):
+    """What a prune did."""
+
     steps: tuple[int, ...]
-    """What was deleted."""
+    """Steps that were deleted."""
     shared: tuple[str, ...]
-    """Directories that stay because somebody else has files in them."""
+    """Directories that stay because they contain files that Holdfast did not write."""
 
 
 def prune(storage: Storage, delete: Iterable[int], verified: int | None = None) -> Pruned:
-    """Delete these steps, and what is left of those whose deletion did not come to its end; and tidy
-    up the newest one, if the save that made it could not.
+    """Delete these steps, resume deletions that were interrupted, and tidy up the newest step.
 
-    One step that cannot be deleted does not keep the others; then the error comes at the end.
+    A step that cannot be deleted does not keep the others; its error is raised at the end.
     """
     found = steps(storage)
     newest = next((one for one in found if one.state == "complete"), None)
@@ -159,14 +166,14 @@ def prune(storage: Storage, delete: Iterable[int], verified: int | None = None) 
 
 
 def _delete(storage: Storage, step: int) -> bool:
-    """Delete a step; whether nothing of its directory is left."""
+    """Delete a step; return whether its directory is gone."""
     directory = step_directory(step)
     with suppress(NotThere):
         storage.set_aside(f"{directory}/{MANIFEST}", DELETED)
     present = _files(storage, directory)
     manifests = _set_aside(storage, step, present)
     listed = {file.name for manifest in manifests for file in manifest.files}
-    asides = {n for n in present if names.is_aside(n, DELETED) or names.is_aside(n, REFUSED)}
+    asides = {n for n in present if is_aside(n, DELETED) or is_aside(n, REFUSED)}
     ours = {*leftovers(storage, directory, listed), *listed.intersection(present)}
     ours |= _metadata_of(storage, manifests)
     storage.remove(directory, sorted(ours - asides))
@@ -175,15 +182,15 @@ def _delete(storage: Storage, step: int) -> bool:
 
 
 def _resume(storage: Storage, step: int) -> bool:
-    """Go on with a deletion. The step may be being saved anew: only what is still as the manifest
-    that was set aside has it goes."""
+    """Resume a deletion. The step may be being saved anew: only files that still match the manifest
+    that was set aside are removed."""
     directory = step_directory(step)
     present = _files(storage, directory)
     manifests = _set_aside(storage, step, present)
     files = [file for manifest in manifests for file in manifest.files]
     unchanged = {file.name for file in files if _unchanged(storage, directory, file)}
     storage.remove(directory, sorted(unchanged | _metadata_of(storage, manifests)))
-    storage.remove(directory, [name for name in present if names.is_aside(name, DELETED)])
+    storage.remove(directory, [name for name in present if is_aside(name, DELETED)])
     return storage.remove_directory(directory)
 
 
@@ -192,11 +199,11 @@ def _files(storage: Storage, directory: str) -> list[str]:
 
 
 def _set_aside(storage: Storage, step: int, present: list[str]) -> list[Manifest]:
-    """Manifests whose files' deletion has begun."""
+    """Load the manifests whose deletion has begun."""
     found = []
     for name in present:
-        if names.is_aside(name, DELETED):
-            with suppress(Refused):  # Then what is ours must be told by its name and its end.
+        if is_aside(name, DELETED):
+            with suppress(Refused):  # Then rank files are recognised by name and footer.
                 found.append(load_manifest(storage, step, name))
     return found
 
@@ -210,6 +217,6 @@ def _unchanged(storage: Storage, directory: str, record: FileRecord) -> bool:
 
 
 def _metadata_of(storage: Storage, manifests: list[Manifest]) -> set[str]:
-    """`.metadata`, if it is of one of these."""
+    """Return `.metadata`, if it belongs to one of these manifests."""
     matching = (one for one in manifests if not metadata_refusals(storage, one))
     return {METADATA for _ in matching}

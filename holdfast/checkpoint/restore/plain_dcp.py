@@ -1,0 +1,251 @@
+"""Restores checkpoints that plain `torch.distributed.checkpoint` saved, for jobs that come from there.
+
+Such a checkpoint has no digests, so nothing in it can be verified: whatever restores it has to say so.
+Its `.metadata` is read without unpickling (`dcp.foreign`), its tensors and values with torch's
+`weights_only` reader; objects of other classes need `pickling=True`.
+
+As for `dcp.load`, the live state is the template: each of its tensors and values is looked up by its
+dotted name, and a region of a sharded tensor is put together from all chunks that overlap it. All names
+and shapes are checked before the first byte is changed.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import ExitStack
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from holdfast.checkpoint.dcp.foreign import (
+    Chunk,
+    FileRange,
+    ForeignCheckpoint,
+    ForeignTensor,
+    PlainCheckpoint,
+    newest_plain,
+)
+from holdfast.checkpoint.restore.load import (
+    captured_entry,
+    copy_overlap,
+    give_back,
+    load,
+    make_optimizer_state,
+    offsets_of,
+    overlap,
+)
+from holdfast.checkpoint.restore.sources import open_files
+from holdfast.checkpoint.storage.manifest import steps
+from holdfast.checkpoint.storage.plain_directory import open_either
+from holdfast.errors import CheckpointError
+
+# ---- into a living state ------------------------------------------------------------------------
+
+
+class Started(NamedTuple):
+    """What a new job began with."""
+
+    step: int
+    verified: bool
+    message: str
+
+
+def load_start(
+    where: str, state: dict[str, Any], rank: int, threads: Executor | None, pickling: bool
+) -> Started | None:
+    """Load the newest checkpoint of another job, or of none, from a directory or URL."""
+    storage = open_either(where)
+    complete = [one.step for one in steps(storage) if one.state == "complete"]
+    if complete:
+        with ExitStack() as until:
+            load(state, open_files(storage, complete[0], until), rank, threads, pickling)
+        return Started(complete[0], True, f"started from step {complete[0]} in {where}, verified")
+    plain = newest_plain(storage)
+    if plain is None:
+        return None
+    load_plain(state, plain, threads, pickling)
+    counted = "" if plain.step is not None else "; its name has no step, so steps count from 0"
+    what = f"started from {plain.where}, which torch.distributed.checkpoint saved: NOT VERIFIED"
+    return Started(plain.step or 0, False, f"{what}, as it has no digests{counted}")
+
+
+def load_plain(
+    state: dict[str, Any],
+    checkpoint: PlainCheckpoint,
+    threads: Executor | None = None,
+    pickling: bool = False,
+) -> None:
+    """Make the state what a plain checkpoint holds; nothing of that is verified."""
+    stored = checkpoint.metadata()
+    for name, entry in state.items():
+        saved = any(tensor.startswith(f"{name}.state.") for tensor in stored.tensors)
+        if saved and isinstance(entry, torch.optim.Optimizer):
+            make_optimizer_state(entry, name)
+    live = {name: captured_entry(entry, name) for name, entry in state.items()}
+    filling = _Filling(checkpoint, stored, pickling)
+    tree = {name: filling.of((name,), entry) for name, entry in live.items()}
+    filling.check(state)
+    filling.fill(threads)
+    give_back(state, tree)
+
+
+class _Filling:
+    """The walk through a live state, and the chunks that are to be copied into it."""
+
+    def __init__(
+        self, checkpoint: PlainCheckpoint, stored: ForeignCheckpoint, pickling: bool
+    ) -> None:
+        self._reader = _ChunkReader(checkpoint, pickling)
+        self._stored = stored
+        self._where = checkpoint.where
+        self._used: set[str] = set()
+        self._absent: list[str] = []
+        self._copies: list[tuple[str, Chunk, torch.Tensor, tuple[int, ...]]] = []
+
+    def of(self, path: tuple[str | int, ...], live: Any) -> Any:
+        """Return what was stored at a path; tensors are those of the live state, filled later."""
+        name = ".".join(map(str, path))
+        if name in self._stored.tensors:
+            self._used.add(name)
+            return self._tensor(name, self._stored.tensors[name], live)
+        if name in self._stored.values:
+            self._used.add(name)
+            return self._reader.value(name, self._stored.values[name])
+        if isinstance(live, dict):
+            filled = copy.copy(live)
+            for key, child in live.items():
+                filled[key] = self.of((*path, str(key)), child)
+            return filled
+        if isinstance(live, list) and live:
+            return [self.of((*path, index), child) for index, child in enumerate(live)]
+        self._absent.append(name)
+        return live
+
+    def _tensor(self, name: str, stored: ForeignTensor, live: Any) -> Any:
+        if not isinstance(live, torch.Tensor):
+            live = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+        if is_lazy(live) or tuple(live.shape) != stored.shape:
+            here = "no shape yet" if is_lazy(live) else f"shape {list(live.shape)}"
+            raise CheckpointError(f"{name}: saved with shape {list(stored.shape)}, has {here} here")
+        local: torch.Tensor = getattr(live, "_local_tensor", live)
+        offsets, sizes = offsets_of(live), tuple(local.shape)
+        missing = prod(sizes)
+        for chunk in stored.chunks:
+            region = overlap(chunk.offsets, chunk.sizes, offsets, sizes)
+            if region is not None:
+                self._copies.append((name, chunk, local, offsets))
+                missing -= prod(stop - start for start, stop in region)
+        if missing > 0:
+            raise CheckpointError(f"{name}: {missing} of {prod(sizes)} elements are not stored")
+        return live
+
+    def check(self, state: dict[str, Any]) -> None:
+        """Refuse a state of which something is not stored, or that lacks something stored."""
+        known = [*self._stored.tensors, *self._stored.values]
+        if self._absent:
+            entries = sorted({name.partition(".")[0] for name in known})
+            raise CheckpointError(
+                f"{self._where} has no {_some(self._absent)}; its entries are {_some(entries, 20)}"
+            )
+        fixed = torch.nn.Module | torch.optim.Optimizer
+        prefixes = tuple(f"{name}." for name, entry in state.items() if isinstance(entry, fixed))
+        unknown = [n for n in known if n.startswith(prefixes) and n not in self._used]
+        if unknown:
+            raise CheckpointError(f"{self._where} has {_some(unknown)}, which the state here lacks")
+
+    def fill(self, threads: Executor | None) -> None:
+        # One chunk may overlap the parts of several tensors only if they are tied: no order matters.
+        for _ in (threads.map if threads is not None else map)(self._fill_one, self._copies):
+            pass
+
+    def _fill_one(self, copying: tuple[str, Chunk, torch.Tensor, tuple[int, ...]]) -> None:
+        name, chunk, local, offsets = copying
+        copy_overlap(self._reader.tensor(name, chunk), chunk.offsets, local, offsets)
+
+
+def _some(names: Sequence[str], most: int = 3) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(repr, names[:most])) + more
+
+
+class _ChunkReader:
+    """Reads objects that `torch.save` wrote out of a checkpoint's files."""
+
+    def __init__(self, checkpoint: PlainCheckpoint, pickling: bool) -> None:
+        self._checkpoint = checkpoint
+        self._pickling = pickling
+
+    def tensor(self, name: str, chunk: Chunk) -> torch.Tensor:
+        found = self._object(name, chunk.place, weights_only=True)
+        if not isinstance(found, torch.Tensor) or tuple(found.shape) != chunk.sizes:
+            raise CheckpointError(f"{name}: {chunk.place.path} holds something else than its chunk")
+        return found
+
+    def value(self, name: str, place: FileRange) -> Any:
+        return self._object(name, place, weights_only=not self._pickling)
+
+    def _object(self, name: str, place: FileRange, weights_only: bool) -> Any:
+        where = f"{name}: {self._checkpoint.storage.where(self._checkpoint.path(place.path))}"
+        if place.transforms:
+            raise CheckpointError(
+                f"{where}: it is compressed ({place.transforms[0]}); save it without"
+            )
+        data = bytearray(place.size)
+        with self._checkpoint.storage.open(self._checkpoint.path(place.path)) as file:
+            file.read_into(place.at, [memoryview(data)])
+        try:
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(
+                f"{where}: cannot be read as plain data ({str(error).splitlines()[0]:.200}); if you"
+                " trust it, allow objects with pickling=True, or --pickle at the command line"
+            ) from None
+        except Exception as error:
+            # The edge of torch's readers, which raise anything for damaged files.
+            raise CheckpointError(f"{where}: damaged: {type(error).__name__}: {error}") from error
+
+
+# ---- as a tree ----------------------------------------------------------------------------------
+
+
+class _Node(dict[str | int, Any]):
+    """A dict or list of the state, as opposed to a value that happens to be a dict."""
+
+
+def plain_state(checkpoint: PlainCheckpoint, pickling: bool = False) -> dict[str, Any]:
+    """Read all of a plain checkpoint as nested dicts and lists, by the paths that it recorded."""
+    stored = checkpoint.metadata()
+    tree = _Node()
+    for name, content in _whole(stored, _ChunkReader(checkpoint, pickling)):
+        *above, last = stored.paths.get(name) or (name,)
+        node = tree
+        for key in above:
+            node = node.setdefault(key, _Node())
+        node[last] = content
+    return {str(key): _with_lists(child) for key, child in tree.items()}
+
+
+def _whole(stored: ForeignCheckpoint, reader: _ChunkReader) -> Iterator[tuple[str, Any]]:
+    for name, tensor in stored.tensors.items():
+        whole = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
+        for chunk in tensor.chunks:
+            if 0 not in chunk.sizes:
+                copy_overlap(reader.tensor(name, chunk), chunk.offsets, whole, (0,) * whole.dim())
+        yield name, whole
+    for name, place in stored.values.items():
+        yield name, reader.value(name, place)
+
+
+def _with_lists(node: Any) -> Any:
+    """Turn nodes into what they were: lists have integers for keys, dicts have strings."""
+    if not isinstance(node, _Node):
+        return node
+    filled = {key: _with_lists(child) for key, child in node.items()}
+    is_list = all(isinstance(key, int) for key in filled)
+    return [child for _, child in sorted(filled.items())] if is_list else filled
