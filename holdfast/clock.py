@@ -13,6 +13,11 @@ import time
 from holdfast.messages.units import Time
 
 
+def machine_time() -> Time:
+    """The machine's monotonic clock, by which events are dated where there is no job time."""
+    return Time(time.monotonic())
+
+
 class JobClock:
     def __init__(self, not_before: Time = Time(0.0)) -> None:
         self._base = max(time.time(), not_before) - time.monotonic()
