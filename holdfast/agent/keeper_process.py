@@ -20,6 +20,7 @@ import msgspec
 
 from holdfast.agent.outbox import Outbox
 from holdfast.agent.processes import Exit, Process, ProcessTable, spawn
+from holdfast.clock import machine_time
 from holdfast.messages.keeper import (
     BeginRound,
     FromKeeper,
@@ -32,7 +33,6 @@ from holdfast.messages.keeper import (
 )
 from holdfast.messages.local import PACKET_BYTES, OpenCheckpointer
 from holdfast.messages.requests import Denied, ImageAt
-from holdfast.messages.units import Time
 from holdfast.wire.packets import Joiner, packets_of
 
 log = logging.getLogger("holdfast.agent")
@@ -55,7 +55,7 @@ class _Unanswered:
     tries: int = 0
 
     def answer(self, reply: KeeperReply) -> None:
-        self.answered(completed(self.order.action, reply, Time(time.monotonic())))
+        self.answered(completed(self.order.action, reply, machine_time()))
 
 
 @dataclass

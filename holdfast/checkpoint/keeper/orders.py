@@ -10,7 +10,6 @@ import select
 import shutil
 import socket
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -26,6 +25,7 @@ from holdfast.checkpoint.keeper.progress import StorageAction, StorageProgress
 from holdfast.checkpoint.memory.images import Images, id_of
 from holdfast.checkpoint.replicas.server import ReplicaServer
 from holdfast.checkpoint.state.layout import Contents, digest
+from holdfast.clock import machine_time
 from holdfast.errors import HoldfastError
 from holdfast.messages.checkpoints import ImageId, Sealed
 from holdfast.messages.events import ImagesHeld, SnapshotMissed, SnapshotsSealed
@@ -43,7 +43,6 @@ from holdfast.messages.keeper import (
 )
 from holdfast.messages.local import PACKET_BYTES, Piece
 from holdfast.messages.requests import ImageAt, LocateImage
-from holdfast.messages.units import Time
 from holdfast.wire.packets import Joiner, packets_of
 from holdfast.wire.tls import TlsFiles, server_context
 
@@ -171,7 +170,7 @@ class Keeper:
             os._exit(0)  # A thread may hang with its storage.
 
     def _received(self, image: ImageId) -> None:
-        held = ImagesHeld(at=_now(), node=self._terms.node, images=(image,))
+        held = ImagesHeld(at=machine_time(), node=self._terms.node, images=(image,))
         self.send(KeeperReply(0, held))
 
     # ---- images ----
@@ -183,12 +182,12 @@ class Keeper:
             sealed = held and image.seal(action.state, self._hashing) is not None
             record = image.record()
             if not sealed or record is None:
-                return missed_by(action, "skipped", "a newer one took its place", _now())
+                return missed_by(action, "skipped", "a newer one took its place", machine_time())
             shared = _shared_digest(image.body, record.contents, record.world_size)
         self._images.drop_older(record.checkpointer, record.step, record.round)
         self._exchange.share(id_of(record))
         return SnapshotsSealed(
-            at=_now(),
+            at=machine_time(),
             node=action.node,
             snapshot=action.image.snapshot,
             world_size=action.image.world_size,
@@ -209,10 +208,6 @@ class Keeper:
         if path is not None:
             return ImageAt(path=str(path))
         return ImageAt(path="", token=self._terms.token, tls=self._terms.tls)
-
-
-def _now() -> Time:
-    return Time(time.monotonic())
 
 
 def _shared_digest(body: memoryview, where: Any, world_size: int) -> bytes:
