@@ -13,6 +13,11 @@ import time
 from holdfast.messages.units import Time
 
 
+def machine_time() -> Time:
+    """The machine's monotonic clock, by which events are dated where there is no job time."""
+    return Time(time.monotonic())
+
+
 class JobClock:
     """One process's view of job time."""
 

@@ -94,7 +94,9 @@ def documented() -> list[tuple[str, Any, str]]:
     return found
 
 
-@pytest.mark.parametrize(("name", "value", "text"), documented(), ids=lambda x: str(x)[:30])
+@pytest.mark.parametrize(
+    ("name", "value", "text"), documented(), ids=[name for name, _, _ in documented()]
+)
 def test_every_option_is_in_a_docstring(name: str, value: Any, text: str) -> None:
     assert text, f"{name} has no docstring"
     if inspect.isclass(value) and name not in MADE_BY_USERS:
@@ -169,12 +171,12 @@ def test_what_needs_the_coordinator_says_so() -> None:
 WORKER = """
 import json, os, socket, sys
 import holdfast
-from holdfast.shm.rank_page import ProgressPage, create_page
+from holdfast.shm.rank_page import RankPage, create_page
 from holdfast.worker import runtime
 from holdfast.worker.channel import Channel
 
 _, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-page = ProgressPage(create_page())
+page = RankPage(create_page())
 runtime.install(runtime.Runtime(Channel(far.detach()), page, round=7))
 
 def told():

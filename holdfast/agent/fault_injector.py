@@ -29,7 +29,7 @@ from holdfast.messages.chaos import FAULTS, Outcome, Sprung, Trap
 from holdfast.messages.events import AnyEvent, FaultTold
 from holdfast.messages.records import Part
 from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber, Time
-from holdfast.shm.rank_page import ProgressPage
+from holdfast.shm.rank_page import RankPage
 
 _decoder = msgspec.msgpack.Decoder(Sprung)
 log = logging.getLogger("holdfast.agent")
@@ -45,7 +45,7 @@ class FaultTarget(NamedTuple):
 
     rank: Rank
     process: Process
-    page: ProgressPage | None
+    page: RankPage | None
     """None for a command that is not Python."""
 
     @property

@@ -10,7 +10,6 @@ which checkpointers there are, and what the round is.
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 import time
 from collections.abc import Callable
@@ -45,8 +44,6 @@ from holdfast.messages.records import Part
 from holdfast.messages.requests import AnyAnswer, Denied, ImageAt, LocateImage
 from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber
 from holdfast.wire.tls import TlsFiles
-
-log = logging.getLogger("holdfast.agent")
 
 SEAL_TIMES, SEAL_FLOOR_S = 10.0, 30.0
 """The end of a rank waits for its seal for that many times the longest seal so far, but at least for

@@ -25,7 +25,7 @@ from itertools import takewhile
 from msgspec import Struct
 
 from holdfast.clock import JobClock
-from holdfast.coordinator.diagnosis import Inquests, fitting
+from holdfast.coordinator.diagnosis import Examinations, fitting
 from holdfast.coordinator.fault_requests import FaultRequests
 from holdfast.coordinator.journal import Journal
 from holdfast.coordinator.stream import Stream
@@ -75,7 +75,7 @@ class Coordinator:
     journal: Journal
     clock: JobClock
     token: str
-    inquests: Inquests
+    examinations: Examinations
     acked: dict[NodeId, int] = field(default_factory=dict)
     _streams: dict[NodeId, Stream] = field(default_factory=dict)
     _strangers: set[Stream] = field(default_factory=set)
@@ -85,7 +85,7 @@ class Coordinator:
     _journal_trouble: str | None = None
     _told: int = 0
     _visits: int = 0
-    """Inquests of visitors have negative numbers."""
+    """Examinations of visitors have negative numbers."""
     _fault_requests: FaultRequests = field(init=False)
 
     def __post_init__(self) -> None:
@@ -199,7 +199,7 @@ class Coordinator:
             )
             self._post(Arrival(reached))
 
-        self.inquests.open(action.incident, nodes, action.world_size, closed)
+        self.examinations.open(action.incident, nodes, action.world_size, closed)
 
     def visited(self, stream: Stream, visit: Visit) -> None:
         if isinstance(visit.question, AskFault):
@@ -241,9 +241,11 @@ class Coordinator:
             stream.send(fitting(Why(verdict=verdict, evidence=tuple(evidence), standing=standing)))
             stream.transport.close()
 
-        self.inquests.open(self._visits, nodes, len(job.ranks), closed)
+        self.examinations.open(self._visits, nodes, len(job.ranks), closed)
         for node in nodes:
-            self._streams[node].send(Examine(node=node, inquest=self._visits, limit_s=EXAMINE_S))
+            self._streams[node].send(
+                Examine(node=node, examination=self._visits, limit_s=EXAMINE_S)
+            )
 
     # ---- telling people ----
 

@@ -22,6 +22,7 @@ from operator import methodcaller
 
 import msgspec
 
+from holdfast import proc
 from holdfast.health.catalogue import HealthCheck
 from holdfast.health.judgement import Judgement, Question, encode_line, unknown
 
@@ -86,11 +87,7 @@ class Probe:
 
     def asleep(self) -> bool:
         """Whether it waits for something other than its turn on a core."""
-        try:
-            with open(f"/proc/{self.pid}/stat") as stat:
-                return stat.read().rpartition(")")[2].split()[0] in "SD"
-        except (OSError, IndexError):
-            return False
+        return proc.process_state(self.pid) in ("S", "D")
 
     @property
     def gone(self) -> bool:

@@ -24,14 +24,6 @@ NOT_FORKABLE = 3
 """Exit code of a nursery whose children could not use accelerators."""
 
 
-class Program(Struct, frozen=True, kw_only=True):
-    """The user's program."""
-
-    entry: Entry
-    script: str
-    args: tuple[str, ...]
-
-
 class Local(Struct, frozen=True, kw_only=True, tag=True):
     pass
 

@@ -20,7 +20,7 @@ from holdfast.messages.evidence import RankEvidence, Verdict
 from holdfast.messages.records import Terms
 from holdfast.messages.units import NodeId, RoundNumber, Seconds, Time
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 
 class Hello(Struct, frozen=True, kw_only=True, tag=True):
@@ -86,10 +86,10 @@ class Sent(Struct, frozen=True, kw_only=True, tag=True):
     event: AnyEvent
 
 
-class Testimony(Struct, frozen=True, kw_only=True, tag=True):
+class EvidenceTaken(Struct, frozen=True, kw_only=True, tag=True):
     """An agent's observations of its ranks. It is not an event: no decision depends on it."""
 
-    inquest: int
+    examination: int
     """Number of the incident, or a negative number for a question of `holdfast why`."""
     evidence: tuple[RankEvidence, ...]
     more: bool = False
@@ -104,6 +104,6 @@ class Ack(Struct, frozen=True, kw_only=True, tag=True):
     number: int
 
 
-FromAgent = Hello | Visit | Sent | Testimony | Beat
+FromAgent = Hello | Visit | Sent | EvidenceTaken | Beat
 ToVisitor = Why | FaultTaken | Rejected
 FromCoordinator = Welcome | Rejected | Ack | NodeAction

@@ -22,13 +22,14 @@ from holdfast.diagnosis import faulthandling, flight
 from holdfast.kernel import PR_SET_PDEATHSIG, prctl
 from holdfast.messages import local
 from holdfast.messages.local import Assign
-from holdfast.shm.rank_page import ProgressPage
+from holdfast.shm.rank_page import RankPage
 from holdfast.shm.vital_signs import Times
 from holdfast.worker import node_test, nursery, runtime, script
 from holdfast.worker.channel import Channel, move_up
-from holdfast.worker.heartbeat import Pulse
+from holdfast.worker.heartbeat import Heartbeat
 from holdfast.worker.runtime import Runtime
 from holdfast.worker.torch_hooks import patches
+from holdfast.worker.torch_hooks.imports import when_imported
 from holdfast.worker.torch_hooks.phases import Phases
 
 _decoder = msgspec.msgpack.Decoder(local.ToWorker)
@@ -38,7 +39,7 @@ _NEVER = Times(0, 0.0, ())
 def become_worker(control_fd: int, page_fd: int, rehearse: bool) -> int:
     """Wait for a rank, run the script as that rank, and return its exit status."""
     channel = Channel(control_fd)
-    page = ProgressPage(page_fd)
+    page = RankPage(page_fd)
     os.close(page_fd)
     if rehearse:
         nursery.rehearse()
@@ -54,11 +55,11 @@ def become_worker(control_fd: int, page_fd: int, rehearse: bool) -> int:
     worker = _install(assign, channel, page)
     if len(fds) > 4:
         patches.host_store(move_up(fds[4]), int(assign.env["MASTER_PORT"]))
-    _, name, *arguments = sys.argv
-    program = local.Program(entry=assign.entry, script=name, args=tuple(arguments))
     channel.send(local.Began(at=time.monotonic()))
     try:
-        code = script.run(program, lambda raised: channel.send(local.Died(raised=raised)))
+        code = script.run(
+            assign.entry, sys.argv[1:], lambda raised: channel.send(local.Died(raised=raised))
+        )
     except SystemExit as leaving:
         if leaving.code in (None, 0):
             _finish(worker)
@@ -68,7 +69,7 @@ def become_worker(control_fd: int, page_fd: int, rehearse: bool) -> int:
     return code
 
 
-def _install(assign: Assign, channel: Channel, page: ProgressPage) -> Runtime:
+def _install(assign: Assign, channel: Channel, page: RankPage) -> Runtime:
     """Install the runtime, its hooks and its heartbeat."""
     worker = Runtime(channel, page, assign.round, assign.images)
     runtime.install(worker)
@@ -77,6 +78,7 @@ def _install(assign: Assign, channel: Channel, page: ProgressPage) -> Runtime:
     phases.install()
     patches.book_saves(worker)
     patches.count_steps(worker)
+    when_imported("torch", flight.turn_on)
     look_for_traps = _trap_finder(worker, page, phases)
     look_for_traps()
 
@@ -84,7 +86,7 @@ def _install(assign: Assign, channel: Channel, page: ProgressPage) -> Runtime:
         phases.wake()
         look_for_traps()
 
-    Pulse(page.vitals, lambda: _dump_flight(assign.flight), each_beat).start()
+    Heartbeat(page.vitals, lambda: _dump_flight(assign.flight), each_beat).start()
     return worker
 
 
@@ -117,7 +119,7 @@ def _take_over(assign: Assign, fds: list[int]) -> None:
     gc.unfreeze()
 
 
-def _trap_finder(worker: Runtime, page: ProgressPage, phases: Phases) -> Callable[[], None]:
+def _trap_finder(worker: Runtime, page: RankPage, phases: Phases) -> Callable[[], None]:
     """Return a function that takes in new traps; until there are any, it costs a read of one word."""
 
     def look() -> None:

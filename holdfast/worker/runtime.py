@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from holdfast.messages.local import Stepped
-from holdfast.shm.rank_page import ProgressPage
+from holdfast.shm.rank_page import RankPage
 from holdfast.shm.vital_signs import BETWEEN, MOST_SECTIONS, PHASES, WARM_UP_DEVICE
 from holdfast.worker.channel import Channel
 from holdfast.worker.heartbeat import uses_device
@@ -28,9 +28,7 @@ if TYPE_CHECKING:
 class Runtime:
     """The state that Holdfast keeps in one worker."""
 
-    def __init__(
-        self, channel: Channel, page: ProgressPage, round: int = 0, images: str = ""
-    ) -> None:
+    def __init__(self, channel: Channel, page: RankPage, round: int = 0, images: str = "") -> None:
         self.channel = channel
         self.round = round
         self.images = images

@@ -17,7 +17,7 @@ import types
 from collections.abc import Callable
 from types import TracebackType
 
-from holdfast.messages.local import Program
+from holdfast.messages.local import Entry
 from holdfast.messages.records import Raised
 
 _OUR_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -26,10 +26,10 @@ _MAX_TRACEBACK = 13_000
 """Limits in characters: even at four bytes each, the report fits into one packet."""
 
 
-def run(program: Program, died: Callable[[Raised], object]) -> int:
-    """Run the program and return its exit status; call `died` with an exception before printing it."""
+def run(entry: Entry, argv: list[str], died: Callable[[Raised], object]) -> int:
+    """Run the program `argv` and return its exit status; report an exception before printing it."""
     try:
-        _enter(program)
+        _enter(entry, argv)
         return 0
     except SystemExit:
         raise
@@ -44,21 +44,21 @@ def run(program: Program, died: Callable[[Raised], object]) -> int:
         return 1
 
 
-def _enter(program: Program) -> None:
+def _enter(entry: Entry, argv: list[str]) -> None:
     main = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = main
-    sys.argv = [program.script, *program.args]
-    flags = ["-m"] if program.entry == "module" else []
-    sys.orig_argv = [sys.executable, "-u", *flags, program.script, *program.args]
-    if program.entry == "module":
+    script = argv[0]
+    sys.argv = list(argv)
+    sys.orig_argv = [sys.executable, "-u", *(["-m"] if entry == "module" else []), *argv]
+    if entry == "module":
         set_first_path(os.getcwd())
-        runpy._run_module_as_main(program.script)  # type: ignore[attr-defined]
-    elif program.entry == "path":
-        runpy.run_path(program.script, run_name="__main__")
+        runpy._run_module_as_main(script)  # type: ignore[attr-defined]
+    elif entry == "path":
+        runpy.run_path(script, run_name="__main__")
     else:
-        set_first_path(os.path.dirname(os.path.realpath(program.script)))
-        _exec_file(_absolute(program.script), main)
+        set_first_path(os.path.dirname(os.path.realpath(script)))
+        _exec_file(_absolute(script), main)
 
 
 def set_first_path(path: str) -> None:

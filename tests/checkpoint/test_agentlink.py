@@ -129,7 +129,7 @@ def test_a_step_without_an_image_is_told_with_a_reason_of_any_length(worker: Wor
 
 def test_an_agent_that_does_not_hear_is_an_error(worker: Worker) -> None:
     worker.hears = False
-    with pytest.raises(CheckpointError, match="does not hear"):
+    with pytest.raises(CheckpointError, match="cannot reach the agent"):
         link(worker).missed(SaveId("c", 7, 2), "failed", "no memory")
 
 

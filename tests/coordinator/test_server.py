@@ -15,7 +15,7 @@ import pytest
 
 from holdfast.clock import JobClock
 from holdfast.coordinator import stream as streams
-from holdfast.coordinator.diagnosis import Inquests
+from holdfast.coordinator.diagnosis import Examinations
 from holdfast.coordinator.journal import Journal, replay
 from holdfast.coordinator.server import Coordinator
 from holdfast.core.job import Job
@@ -138,7 +138,7 @@ async def served(path: Path) -> AsyncIterator[Served]:
     before = replay(path) if path.exists() else None
     journal = Journal(path)
     clock = JobClock(before.at if before else Time(0.0))
-    coordinator = Coordinator("j", None, journal, clock, TOKEN, Inquests(path.parent))
+    coordinator = Coordinator("j", None, journal, clock, TOKEN, Examinations(path.parent))
     restarted = None
     if before is not None:
         coordinator.job, coordinator.acked = before.job, before.acked

@@ -630,6 +630,7 @@ class Full:
         run.held("3", 1)
         self.fill()
         run.shut("write")
+
         run.let_go("3")
         run.until(lambda job: job.ranks and job.unfinished == 0, "the end of the only rank")
         run.reached("write")

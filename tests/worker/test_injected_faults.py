@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from holdfast.errors import InjectedFault
 from holdfast.messages.chaos import Sprung, Trap
 from holdfast.messages.units import NodeId, Rank, StepNumber
-from holdfast.shm.rank_page import ProgressPage, create_page
+from holdfast.shm.rank_page import RankPage, create_page
 from holdfast.shm.traps import TrapLog
 from holdfast.worker.injected_faults import Drag, Traps
 
@@ -142,15 +142,15 @@ def test_a_log_that_is_full_takes_no_more() -> None:
 
 
 @pytest.fixture
-def page() -> Iterator[ProgressPage]:
+def page() -> Iterator[RankPage]:
     fd = create_page()
-    page = ProgressPage(fd)
+    page = RankPage(fd)
     os.close(fd)
     yield page
     page.close()
 
 
-def test_traps_lie_beside_the_page_and_nothing_else(page: ProgressPage) -> None:
+def test_traps_lie_beside_the_page_and_nothing_else(page: RankPage) -> None:
     page.write(7, 7, 1.0, 2.0, 0.0, 0.0)
     signs = page.vitals.read()
     while page.traps.append(b"\xff" * 4096):

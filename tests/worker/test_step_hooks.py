@@ -13,16 +13,16 @@ import sys
 
 import pytest
 
-from holdfast.shm.rank_page import PageState, ProgressPage, create_page
+from holdfast.shm.rank_page import PageState, RankPage, create_page
 
 BEFORE = """
 import os, sys
-from holdfast.shm.rank_page import ProgressPage
+from holdfast.shm.rank_page import RankPage
 from holdfast.worker import runtime
 from holdfast.worker.torch_hooks import patches
 from holdfast.worker.channel import Channel
 from holdfast.worker.runtime import Runtime
-worker = Runtime(Channel(int(sys.argv[1])), ProgressPage(int(sys.argv[2])))
+worker = Runtime(Channel(int(sys.argv[1])), RankPage(int(sys.argv[2])))
 runtime.install(worker)
 """
 MODEL = """
@@ -64,7 +64,7 @@ def counted(script: str, *, torch_first: bool = False) -> tuple[PageState, int]:
     while near.recv(1 << 16):
         told += 1
     near.close()
-    page = ProgressPage(page_fd)
+    page = RankPage(page_fd)
     state = page.read()
     page.close()
     os.close(page_fd)

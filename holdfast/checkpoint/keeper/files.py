@@ -10,7 +10,6 @@ import errno
 import logging
 import os
 import threading
-import time
 from concurrent.futures import Executor, Future
 from contextlib import ExitStack
 from typing import Any
@@ -34,13 +33,14 @@ from holdfast.checkpoint.storage.commit import AlreadyCommitted, commit
 from holdfast.checkpoint.storage.manifest import steps
 from holdfast.checkpoint.storage.posix import storage_error
 from holdfast.checkpoint.storage.rank_file import extents_of, write_file
+from holdfast.clock import machine_time
 from holdfast.errors import HoldfastError, Refused, StepTaken
 from holdfast.messages.actions import CommitCheckpoint, WriteShards
 from holdfast.messages.checkpoints import ImageId, Shard, SnapshotId, StoredStep
 from holdfast.messages.events import CheckpointWritten, ShardsWritten, StoredFound
 from holdfast.messages.keeper import FailWrites, FindStored, KeeperEvent
 from holdfast.messages.local import OpenCheckpointer
-from holdfast.messages.units import Rank, RoundNumber, StepNumber, Time
+from holdfast.messages.units import Rank, RoundNumber, StepNumber
 
 log = logging.getLogger("holdfast.keeper")
 
@@ -145,8 +145,10 @@ class CheckpointFiles:
                     for rank, held in zip(action.ranks, images, strict=True)
                 )
         except (_ImageGone, StepTaken) as why:
-            return ShardsWritten(at=_now(), node=node, snapshot=snapshot, error=str(why), gone=True)
-        return ShardsWritten(at=_now(), node=node, snapshot=snapshot, shards=shards)
+            return ShardsWritten(
+                at=machine_time(), node=node, snapshot=snapshot, error=str(why), gone=True
+            )
+        return ShardsWritten(at=machine_time(), node=node, snapshot=snapshot, shards=shards)
 
     def _pinned(
         self, action: WriteShards, rank: Rank, until: ExitStack
@@ -212,7 +214,9 @@ class CheckpointFiles:
                 error = f"step {snapshot.step} was committed in round {done.manifest.round} before"
             elif opened.keep is not None:
                 _prune(storage, opened.keep, snapshot.step)
-        return CheckpointWritten(at=_now(), node=action.node, snapshot=snapshot, error=error)
+        return CheckpointWritten(
+            at=machine_time(), node=action.node, snapshot=snapshot, error=error
+        )
 
     # ---- listing ----
 
@@ -234,17 +238,13 @@ class CheckpointFiles:
             if one.state == "refused" and one.step > newest
         ]
         return StoredFound(
-            at=_now(),
+            at=machine_time(),
             node=action.node,
             round=action.round,
             checkpointer=action.checkpointer,
             steps=found,
             refused=tuple(refused[:REFUSALS_TOLD]),
         )
-
-
-def _now() -> Time:
-    return Time(time.monotonic())
 
 
 def _prune(storage: Storage, keep: Any, verified: int) -> None:

@@ -10,7 +10,6 @@ import select
 import shutil
 import socket
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -26,9 +25,11 @@ from holdfast.checkpoint.keeper.progress import StorageAction, StorageProgress
 from holdfast.checkpoint.memory.images import Images, id_of
 from holdfast.checkpoint.replicas.server import ReplicaServer
 from holdfast.checkpoint.state.layout import Contents, digest
+from holdfast.clock import machine_time
 from holdfast.errors import HoldfastError
+from holdfast.messages.actions import Action
 from holdfast.messages.checkpoints import ImageId, Sealed
-from holdfast.messages.events import ImagesHeld, SnapshotMissed, SnapshotsSealed
+from holdfast.messages.events import Event, ImagesHeld, SnapshotMissed, SnapshotsSealed
 from holdfast.messages.keeper import (
     BeginRound,
     FailWrites,
@@ -43,7 +44,6 @@ from holdfast.messages.keeper import (
 )
 from holdfast.messages.local import PACKET_BYTES, Piece
 from holdfast.messages.requests import ImageAt, LocateImage
-from holdfast.messages.units import Time
 from holdfast.wire.packets import Joiner, packets_of
 from holdfast.wire.tls import TlsFiles, server_context
 
@@ -152,6 +152,8 @@ class Keeper:
             # The edge of a thread: whatever it was, the order is answered and the log shows it.
             log.exception("order %r failed", order)
             why = f"{type(error).__name__}: {error}"
+        if isinstance(event, Event) and isinstance(action, Action):
+            event = msgspec.structs.replace(event, cause=action.id)
         if self._progress.ended(order):
             self.send(KeeperReply(order.number, event, why))
 
@@ -171,7 +173,7 @@ class Keeper:
             os._exit(0)  # A thread may hang with its storage.
 
     def _received(self, image: ImageId) -> None:
-        held = ImagesHeld(at=_now(), node=self._terms.node, images=(image,))
+        held = ImagesHeld(at=machine_time(), node=self._terms.node, images=(image,))
         self.send(KeeperReply(0, held))
 
     # ---- images ----
@@ -183,12 +185,12 @@ class Keeper:
             sealed = held and image.seal(action.state, self._hashing) is not None
             record = image.record()
             if not sealed or record is None:
-                return missed_by(action, "skipped", "a newer one took its place", _now())
+                return missed_by(action, "skipped", "a newer one took its place", machine_time())
             shared = _shared_digest(image.body, record.contents, record.world_size)
         self._images.drop_older(record.checkpointer, record.step, record.round)
         self._exchange.share(id_of(record))
         return SnapshotsSealed(
-            at=_now(),
+            at=machine_time(),
             node=action.node,
             snapshot=action.image.snapshot,
             world_size=action.image.world_size,
@@ -209,10 +211,6 @@ class Keeper:
         if path is not None:
             return ImageAt(path=str(path))
         return ImageAt(path="", token=self._terms.token, tls=self._terms.tls)
-
-
-def _now() -> Time:
-    return Time(time.monotonic())
 
 
 def _shared_digest(body: memoryview, where: Any, world_size: int) -> bytes:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 import msgspec
 
@@ -46,8 +47,8 @@ from holdfast.messages.events import (
     StoredFound,
 )
 from holdfast.messages.keeper import DiscardShards
-from holdfast.messages.requests import AnyAnswer, AwaitSave, FindState, SaveSettled
-from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber
+from holdfast.messages.requests import AnyAnswer, AwaitSave, FindState
+from holdfast.messages.units import NodeId, Rank
 
 LINGER_S: Final = 10.0
 """At its end rank 0 waits so long for the others to leave: it may host the store."""
@@ -71,8 +72,8 @@ class CommitDriver:
         """Prints why a step is not on storage."""
         self._complained: tuple[SnapshotId, int] | None = None
         self._commits = Commits()
-        self._asked: dict[str, tuple[Rank, Asked | AwaitSave]] = {}
-        """What each asker waits for, and its rank."""
+        self._asked: dict[str, tuple[Rank, Callable[[Any], SaveEnded | Answered]]] = {}
+        """By asker: its rank, and what makes an action of the answer."""
         self._left: set[Rank] = set()
         self._out: defaultdict[int, list[RankAction]] = defaultdict(list)
         self._directories: dict[SnapshotId, set[str]] = {}
@@ -148,26 +149,22 @@ class CommitDriver:
 
     def _await_end(self, event: SnapshotsSealed | SnapshotMissed) -> None:
         """Have the rank that reports a save told how it ends."""
-        id, rank = event.snapshot, rank_of(event.node)
+        id, attempt, rank = event.snapshot, event.attempt, rank_of(event.node)
         memory_only = isinstance(event, SnapshotsSealed) and event.wish != "now"
-        for tier in waiting.TIERS[: 1 if memory_only else 2]:
-            request = AwaitSave(
-                checkpointer=id.checkpointer, step=id.step, to=tier, attempt=event.attempt
-            )
-            asker = f"{rank}/{tier}/{id.checkpointer}/{id.round}/{id.step}/{event.attempt}"
-            self._asked[asker] = rank, request
+        for to in waiting.TIERS[: 1 if memory_only else 2]:
+            asker = f"{rank}/{to}/{id.checkpointer}/{id.round}/{id.step}/{attempt}"
+            self._asked[asker] = rank, partial(SaveEnded, id, attempt, to)
+            request = AwaitSave(checkpointer=id.checkpointer, step=id.step, to=to, attempt=attempt)
             settled = waiting.await_save(self._commits, asker, request, id.round)
             if settled is not None:
                 self._answer(asker, settled)
 
     def _ask(self, event: Asked) -> None:
-        asker, request, nodes = str(event.rank), event.request, self._present()
+        rank, asker, nodes, request = event.rank, str(event.rank), self._present(), event.request
         assert isinstance(request, FindState)
-        self._asked[asker] = event.rank, event
-        found = restoring.find(
-            self._commits, event.rank, asker, request, nodes, _unreachable, memory=False
-        )
-        self._act_on(found)
+        self._asked[asker] = rank, partial(_answered, event)
+        commits, reach = self._commits, _unreachable
+        self._act_on(restoring.find(commits, rank, asker, request, nodes, reach, memory=False))
 
     def _leave(self, event: NodeLeft) -> None:
         rank = rank_of(event.node)
@@ -204,27 +201,24 @@ class CommitDriver:
         out.append(action)
 
     def _answer(self, asker: str, answer: AnyAnswer) -> None:
-        rank, asked = self._asked.pop(asker)
-        if isinstance(asked, AwaitSave):
-            assert isinstance(answer, SaveSettled)
-            round = RoundNumber(int(asker.split("/")[3]))
-            snapshot = SnapshotId(asked.checkpointer, StepNumber(asked.step), round)
-            self._out[rank].append(SaveEnded(snapshot, asked.attempt, asked.to, answer))
-            if answer.outcome != "saved" and asked.to == "storage":
-                self._complain_of(snapshot, asked.attempt, answer.reason)
-        else:
-            node, round, lane, number = asked.node, asked.round, asked.lane, asked.number
-            self._out[rank].append(
-                Answered(node=node, round=round, rank=rank, lane=lane, number=number, answer=answer)
-            )
+        rank, made = self._asked.pop(asker)
+        action = made(answer)
+        self._out[rank].append(action)
+        if isinstance(action, SaveEnded):
+            self._complain_of(action)
 
-    def _complain_of(self, snapshot: SnapshotId, attempt: int, why: str) -> None:
+    def _complain_of(self, ended: SaveEnded) -> None:
         """Tell the user once, and not once for each rank, of a step that is not on storage."""
-        known = [s for s in self._commits.book(snapshot.checkpointer).snapshots if s.id == snapshot]
-        wanted = not known or known[0].wish == "now"
-        if wanted and (snapshot, attempt) != self._complained and self._complain is not None:
-            self._complained = snapshot, attempt
-            self._complain(f"step {snapshot.step} is not on storage: {why}")
+        book, this = (
+            self._commits.book(ended.snapshot.checkpointer),
+            (ended.snapshot, ended.attempt),
+        )
+        wanted = any(s.wish == "now" for s in book.snapshots if s.id == ended.snapshot)
+        lost = ended.to == "storage" and ended.settled.outcome != "saved"
+        if lost and wanted and this != self._complained and self._complain is not None:
+            self._complained = this
+            step, why = ended.snapshot.step, ended.settled.reason
+            self._complain(f"step {step} is not on storage: {why}")
 
     def _note_unused(self, event: ShardsWritten) -> None:
         """Remember a snapshot whose writing an error ends: its shards are of no use."""
@@ -245,6 +239,12 @@ class CommitDriver:
             return event
         error = f"{event.error} (the ranks gave different paths: {' and '.join(paths[:2])})"
         return msgspec.structs.replace(event, error=error)
+
+
+def _answered(asked: Asked, answer: AnyAnswer) -> Answered:
+    node, round, rank, lane = asked.node, asked.round, asked.rank, asked.lane
+    number = asked.number
+    return Answered(node=node, round=round, rank=rank, lane=lane, number=number, answer=answer)
 
 
 def _unreachable(node: NodeId) -> None:

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.checkpoint.memory.images import Images
+from holdfast.clock import machine_time
 from holdfast.messages.keeper import (
     BeginRound,
     FromKeeper,
@@ -29,7 +29,7 @@ from holdfast.messages.keeper import (
     completed,
 )
 from holdfast.messages.local import PACKET_BYTES, OpenCheckpointer
-from holdfast.messages.units import NodeId, Rank, Time
+from holdfast.messages.units import NodeId, Rank
 from holdfast.wire.packets import Joiner, packets_of
 
 DIED = "the keeper died while it wrote, or before; see above, or `dmesg` for an out-of-memory kill"
@@ -145,7 +145,7 @@ class ScriptKeeper:
                 with self._lock:
                     action, answered = child.unanswered.pop(reply.number, (None, None))
                 if action is not None and answered is not None:
-                    answered(completed(action, reply, _now()))
+                    answered(completed(action, reply, machine_time()))
         if not self._closed:
             # A keeper that died could not unpin the images that it read.
             Images(self._images).unpin_all()
@@ -161,11 +161,7 @@ class ScriptKeeper:
 
 
 def _failed(action: KeeperAction, error: str) -> KeeperReply:
-    return completed(action, KeeperReply(0, error=error), _now())
-
-
-def _now() -> Time:
-    return Time(time.monotonic())
+    return completed(action, KeeperReply(0, error=error), machine_time())
 
 
 def _received(control: socket.socket) -> bytes:

@@ -37,6 +37,7 @@ from holdfast.checkpoint.standalone.store_meeting import (
     StoreMeeting,
 )
 from holdfast.checkpoint.tickets import SaveId
+from holdfast.clock import machine_time
 from holdfast.errors import CheckpointError, RequestTimeout
 from holdfast.messages.actions import Answered, CloseJob, CommitCheckpoint, WriteShards
 from holdfast.messages.checkpoints import (
@@ -61,7 +62,7 @@ from holdfast.messages.events import (
 from holdfast.messages.keeper import DiscardShards, FindStored, KeeperReply, SealImage
 from holdfast.messages.local import OpenCheckpointer
 from holdfast.messages.requests import FindState, SaveSettled, StateFound
-from holdfast.messages.units import Rank, RoundNumber, StepNumber, Time
+from holdfast.messages.units import Rank, RoundNumber, StepNumber
 
 PEERS_PATIENCE_S: Final = 600.0
 PATIENCE_TIMES: Final = 10.0
@@ -172,7 +173,7 @@ class ScriptLink:
         """Finish what was begun, or give it up when other ranks seem to be gone; then leave."""
         self.finish(patience_s)
         self._keeper.close(_CLOSED)
-        left = NodeLeft(at=_now(), node=self._node, round=RoundNumber(self.round))
+        left = NodeLeft(at=machine_time(), node=self._node, round=RoundNumber(self.round))
         with suppress(CheckpointError):
             self._meeting.post(Post((left,)))
         self._listener.join(END_S)
@@ -197,7 +198,7 @@ class ScriptLink:
 
     def abandon(self, why: str) -> None:
         """Have everything that is not settled yet fail, on all ranks."""
-        self._post(NodeLeaving(at=_now(), node=self._node, reason=why, code=1))
+        self._post(NodeLeaving(at=machine_time(), node=self._node, reason=why, code=1))
         self._keeper.close(why)
         until = time.monotonic() + END_S
         for save in list(self._saves.values()):
@@ -293,7 +294,7 @@ class ScriptLink:
     def miss(self, save: SaveProgress, outcome: Missed, reason: str) -> None:
         """Report that this rank has no image of a save."""
         missed = SnapshotMissed(
-            at=_now(),
+            at=machine_time(),
             node=self._node,
             rank=Rank(self.rank),
             snapshot=save.snapshot,
@@ -328,7 +329,7 @@ class ScriptLink:
             events.append(found)
         finding = self._finding = Future[StateFound]()
         asked = Asked(
-            at=_now(),
+            at=machine_time(),
             node=self._node,
             round=round,
             rank=Rank(self.rank),
@@ -408,7 +409,3 @@ class ScriptLink:
 
 def _complain(text: str) -> None:
     print(f"[holdfast] {text}", file=sys.stderr, flush=True)
-
-
-def _now() -> Time:
-    return Time(time.monotonic())
