@@ -1,7 +1,7 @@
-"""The demonstration behind `make demo`: train on two CPU ranks, kill one, stop one, see it go on.
+"""Runs the demonstration of `make demo`: trains on two CPU ranks, kills one, stops one, and recovers.
 
-Everything is done with the commands a user has; the only trick is that the demo looks up the pids of
-ranks in `holdfast status --json` and sends them signals.
+It uses only commands that every user has: it finds the pids of the ranks with `holdfast status --json`
+and sends them signals.
 """
 
 import json
@@ -36,7 +36,7 @@ def status() -> dict[str, Any]:
 
 
 def pid_of(rank: int, at_step: int) -> int:
-    """The rank's process, once training has come that far."""
+    """Wait until training has reached a step, and return the pid of a rank."""
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
         now = status()
@@ -49,12 +49,12 @@ def pid_of(rank: int, at_step: int) -> int:
     raise SystemExit(f"the demo job did not reach step {at_step}")
 
 
-def do_harm() -> None:
+def inject_faults() -> None:
     pid = pid_of(1, KILL_AT)
     say(f"kill -9 {pid}       # rank 1, in the middle of training")
     os.kill(pid, signal.SIGKILL)
     pid = pid_of(0, STOP_AT)
-    say(f"kill -STOP {pid}    # rank 0: alive, but it hangs")
+    say(f"kill -STOP {pid}    # rank 0: it hangs")
     os.kill(pid, signal.SIGSTOP)
 
 
@@ -67,8 +67,7 @@ def main() -> int:
         command = holdfast("run", "--nproc-per-node", "2", "--job", "demo", script, *arguments)
         job = subprocess.Popen(command)
         try:
-            killer = threading.Thread(target=do_harm, daemon=True)
-            killer.start()
+            threading.Thread(target=inject_faults, daemon=True).start()
             code = job.wait(LIMIT_S)
         finally:
             job.terminate()

@@ -1,7 +1,7 @@
-"""The same training as `train.py`, with snapshots: a fault costs at most a few steps.
+"""Trains the model of `train.py` with snapshots, so that a fault costs at most a few steps.
 
-A snapshot in memory every 10 steps, a checkpoint on storage every 500, the last three kept. It is
-sharded with FSDP2 on request, and goes on in a world of another size.
+It takes a snapshot in memory every 10 steps and a checkpoint on storage every 500, of which the last
+three are kept. `--sharded` shards the model with FSDP2. It also resumes in a world of another size.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""A plain torchrun script: a small model, DDP over gloo, a checkpoint now and then.
+"""Trains a small model with DDP over gloo: a plain torchrun script with checkpoints of its own.
 
-It knows nothing of Holdfast and runs unchanged under `torchrun` and under `holdfast run`.
+It does not use Holdfast and runs unchanged under `torchrun` and under `holdfast run`.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""Fuzzes what stands between a stranger's bytes and the coordinator: frames and their decoder.
+"""Fuzzes the frame decoder, which is all that stands between untrusted bytes and the coordinator.
 
-    make fuzz            a minute of it
-    python fuzz/frames.py -max_total_time=600 CORPUS
+    make fuzz                                            one minute
+    python fuzz/frames.py -max_total_time=600 CORPUS     ten minutes, with a corpus
 
-Whatever comes in, the decoder gives messages or raises a WireError, and keeps no more than one frame.
+Whatever the input, the decoder returns messages or raises a WireError, and buffers at most one frame.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def feed(data: bytes) -> None:
             chunk = pieces.ConsumeBytes(pieces.ConsumeIntInRange(1, 64))
             for message in decoder.feed(chunk):
                 framing.encode(message)  # type: ignore[arg-type]
-            assert len(decoder) <= LIMIT_BYTES + 4 + len(chunk), "more is kept than one frame"
+            assert len(decoder) <= LIMIT_BYTES + 4 + len(chunk), "more than one frame is buffered"
     except WireError:
         pass
 

@@ -1,20 +1,23 @@
-"""Training that does not stop.
+"""Keeps distributed training going: the public API of Holdfast, imported lazily.
 
     import holdfast
 
-    holdfast.progress(step)          # this step is finished; needed only where the hook is wrong
+    holdfast.progress(step)          # report a finished step; needed only where the hook is wrong
     with holdfast.section("checkpoint"):
-        ...                          # this is neither training nor lost: book it as what it is
+        ...                          # booked under its own cause, with its own hang deadline
+    holdfast.rank_info()             # rank, world size, round, restarts
 
-These do nothing, at no cost, in a process that `holdfast run` did not start. What follows asks the
-job's coordinator, and raises `holdfast.errors.NotUnderHoldfast` where there is none:
+These also work, at almost no cost, in a process that `holdfast run` did not start. The following ask
+the job's coordinator, and raise `holdfast.errors.NotUnderHoldfast` where there is none:
 
-    store = holdfast.store()         # a torch Store; its keys live and die with the round
+    store = holdfast.store()         # a torch Store; its keys end with the round
     holdfast.barrier("loaded")       # wait for all ranks of the round
     tally = holdfast.vote("stop?", loss < goal)
     if tally.all_yes:
         holdfast.stop_job("converged", code=0)
     holdfast.exclude_this_node("its GPU throttles")
+
+`docs/api.md` lists everything.
 """
 
 from __future__ import annotations
@@ -25,50 +28,63 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from holdfast import errors as errors
     from holdfast.checkpoint.storage.retention import KeepAll as KeepAll
     from holdfast.checkpoint.storage.retention import KeepEvery as KeepEvery
     from holdfast.checkpoint.storage.retention import KeepLatest as KeepLatest
-    from holdfast.worker.api import Tally as Tally
+    from holdfast.checkpoint.tickets import Result as Result
+    from holdfast.checkpoint.tickets import Ticket as Ticket
+    from holdfast.messages.requests import Tally as Tally
+    from holdfast.messages.timings import Finding as Finding
+    from holdfast.worker.api import RankInfo as RankInfo
     from holdfast.worker.api import barrier as barrier
     from holdfast.worker.api import exclude_this_node as exclude_this_node
     from holdfast.worker.api import heartbeat as heartbeat
+    from holdfast.worker.api import is_active as is_active
     from holdfast.worker.api import on_straggler as on_straggler
     from holdfast.worker.api import progress as progress
+    from holdfast.worker.api import rank_info as rank_info
+    from holdfast.worker.api import restarts as restarts
+    from holdfast.worker.api import round as round
     from holdfast.worker.api import section as section
     from holdfast.worker.api import stop_job as stop_job
     from holdfast.worker.api import store as store
     from holdfast.worker.api import vote as vote
     from holdfast.worker.checkpointer import Checkpointer as Checkpointer
 
-_LAZY = {
+_HOMES = {
     "Checkpointer": "holdfast.worker.checkpointer",
+    "Finding": "holdfast.messages.timings",
     "KeepAll": "holdfast.checkpoint.storage.retention",
     "KeepEvery": "holdfast.checkpoint.storage.retention",
     "KeepLatest": "holdfast.checkpoint.storage.retention",
-    "Tally": "holdfast.worker.api",
-    "barrier": "holdfast.worker.api",
-    "exclude_this_node": "holdfast.worker.api",
-    "heartbeat": "holdfast.worker.api",
-    "on_straggler": "holdfast.worker.api",
-    "progress": "holdfast.worker.api",
-    "section": "holdfast.worker.api",
-    "stop_job": "holdfast.worker.api",
-    "store": "holdfast.worker.api",
-    "vote": "holdfast.worker.api",
+    "Result": "holdfast.checkpoint.tickets",
+    "Tally": "holdfast.messages.requests",
+    "Ticket": "holdfast.checkpoint.tickets",
 }
+"""The module of each name that is not in `holdfast.worker.api`."""
 
 __all__ = [
     "Checkpointer",
+    "Finding",
     "KeepAll",
     "KeepEvery",
     "KeepLatest",
+    "RankInfo",
+    "Result",
     "Tally",
+    "Ticket",
     "__version__",
     "barrier",
+    "errors",
     "exclude_this_node",
     "heartbeat",
+    "is_active",
     "on_straggler",
     "progress",
+    "rank_info",
+    "restarts",
+    "round",
     "section",
     "stop_job",
     "store",
@@ -77,6 +93,14 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
+    if name == "errors":
+        return importlib.import_module("holdfast.errors")
+    if name not in __all__:
         raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
-    return getattr(importlib.import_module(_LAZY[name]), name)
+    value = getattr(importlib.import_module(_HOMES.get(name, "holdfast.worker.api")), name)
+    globals()[name] = value  # The next use does not come here.
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -1,9 +1,9 @@
-"""Job time: starts as the wall clock, then counts with a clock that nobody can set back.
+"""Defines job time: it starts as the wall clock, then follows the monotonic clock.
 
-The coordinator has the job's time; an agent takes it over when it is welcomed. The way back is taken
-to be short: what may take long is until a coordinator that is just starting, or has a thousand nodes
-at its door, comes to answer. A coordinator that restarts goes on from the journal's last time, so
-job time never goes back even if the wall clock did meanwhile.
+The coordinator owns the job's time, and an agent adopts it from its `Welcome`. The latency of that
+message is neglected, since only the request may take long, while the coordinator starts or serves a
+thousand other nodes. A coordinator that restarts continues from the journal's last time, so job time
+never goes back even if the wall clock did.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ def machine_time() -> Time:
 
 
 class JobClock:
+    """One process's view of job time."""
+
     def __init__(self, not_before: Time = Time(0.0)) -> None:
         self._base = max(time.time(), not_before) - time.monotonic()
 
@@ -26,9 +28,9 @@ class JobClock:
         return self.at(time.monotonic())
 
     def at(self, monotonic: float) -> Time:
-        """The job time of a moment on this machine's monotonic clock."""
+        """Convert a time of this machine's monotonic clock."""
         return Time(self._base + monotonic)
 
     def adopt(self, theirs: Time, heard: float) -> None:
-        """Take over the clock of someone from whom `theirs` was heard at that moment of ours."""
+        """Adopt another process's clock, which read `theirs` when ours (monotonic) read `heard`."""
         self._base = theirs - heard

@@ -1,33 +1,33 @@
-"""Everything Holdfast raises on purpose.
+"""Defines every exception that Holdfast raises on purpose.
 
-    HoldfastError            1   root; catch this to catch all of ours
-    ├── UsageError           2   a flag, variable or argument makes no sense
-    ├── JobError             1   a job cannot be started or found
-    │   └── JobHomeError     2   its home cannot be written, or its name is in use
-    ├── WireError            1   a connection is refused or given up
-    │   ├── Cancelled            given up on this side; nobody wants it any more
-    │   ├── FrameTooLarge        the peer announced more bytes than allowed; none were read
-    │   ├── BadFrame             the bytes are no message of ours
-    │   ├── WrongToken           the peer does not know the job's token
-    │   └── WrongProtocol        the peer speaks another version
-    ├── JournalError         1   the journal cannot be written or read
-    │   └── JournalCorrupt       a record in it does not decode: nothing after it is trusted
-    ├── CheckpointError      1   a state cannot be saved, or none that verifies can be restored
-    │   ├── StorageError         what checkpoints are kept on failed: full, broken, not there
-    │   │   └── NotThere         there is nothing of that name
-    │   ├── StepTaken            that step is committed already; it is never written over
-    │   └── Refused              bytes are not what their digest says; they were not used
-    ├── FencedError          1   a message from an older round: refused, never applied
-    ├── InjectedFault        1   somebody asked for it with `holdfast chaos` (a RuntimeError too)
-    └── RequestError         1   what a script asked for was not done
-        ├── NotUnderHoldfast     the process is no worker of `holdfast run`
-        ├── RequestDenied        the coordinator refused: too large, not a number, too many
-        └── RequestTimeout       what was waited for did not come in time (a TimeoutError too)
+    HoldfastError            1   root; catches all of them
+    ├── UsageError           2   invalid flag, variable or argument
+    ├── JobError             1   job cannot be started or found
+    │   └── JobHomeError     2   job home cannot be written, or its name is in use
+    ├── WireError            1   connection refused or closed
+    │   ├── Cancelled            transfer cancelled on this side
+    │   ├── FrameTooLarge        peer announced a frame above the limit; none of it was read
+    │   ├── BadFrame             bytes that do not decode to the expected message
+    │   ├── WrongToken           peer does not know the job's token
+    │   └── WrongProtocol        peer speaks another protocol version
+    ├── JournalError         1   journal cannot be written or read
+    │   └── JournalCorrupt       journal record does not decode, so nothing after it is trusted
+    ├── CheckpointError      1   state cannot be saved, or no saved state verifies
+    │   ├── StorageError         checkpoint storage failed: full, broken, not mounted
+    │   │   └── NotThere         no file or checkpoint of that name
+    │   ├── StepTaken            step is already committed and is never overwritten
+    │   └── Refused              bytes do not match their digest; they were not used
+    ├── FencedError          1   message from an older round, refused
+    ├── InjectedFault        1   fault requested with `holdfast chaos` (also a RuntimeError)
+    └── RequestError         1   request of a script was not fulfilled
+        ├── NotUnderHoldfast     process is not a worker of `holdfast run`
+        ├── RequestDenied        coordinator refused it: too large, not a number, too many
+        └── RequestTimeout       request timed out (also a TimeoutError)
 
-The type says who has to act: the person who typed the command (UsageError, JobHomeError), the peer
-(WireError, FencedError), the author of the script (RequestError), or whoever looks after the machine
-(the rest). The number is the exit code of a process that ends by it. Messages say what happened,
-where (job, node, rank, round, path) and what to do about it.
+The type says who has to act: the user at the command line (UsageError, JobHomeError), the peer
+(WireError, FencedError), the author of the script (RequestError), or the operator of the machine (the
+rest). The number is the exit code of a process that ends with that error. Each message says what
+happened, where (job, node, rank, round, path) and what the reader can do about it.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from typing import ClassVar
 
 
 class HoldfastError(Exception):
-    """Root of the tree."""
+    """Root of the exception tree."""
 
     exit_code: ClassVar[int] = 1
 
 
 class UsageError(HoldfastError):
-    """What was typed makes no sense. The message is one printable line, whatever was typed."""
+    """Invalid flag, variable or argument. Unprintable characters in the message become "?"."""
 
     exit_code: ClassVar[int] = 2
 
@@ -51,86 +51,86 @@ class UsageError(HoldfastError):
 
 
 class JobError(HoldfastError):
-    """A job cannot be started or found."""
+    """A job that cannot be started or found."""
 
 
 class JobHomeError(JobError):
-    """A job's home cannot be written, or another live job has its name."""
+    """A job home that cannot be written, or that a live job of the same name uses."""
 
     exit_code: ClassVar[int] = 2
 
 
 class WireError(HoldfastError):
-    """A connection is refused or given up; what it carried so far stays valid."""
+    """A connection that was refused or closed; what it carried before stays valid."""
 
 
 class Cancelled(WireError):
-    """Given up on this side, because nobody wants it any more."""
+    """A transfer that this side cancelled because its result is no longer needed."""
 
 
 class FrameTooLarge(WireError):
-    """A frame longer than the limit was announced; it was refused before anything was allocated."""
+    """A frame announced above the size limit, refused before any allocation."""
 
 
 class BadFrame(WireError):
-    """Bytes that do not decode to the message expected here."""
+    """Bytes that do not decode to the expected message."""
 
 
 class WrongToken(WireError):
-    """The peer's token is not the job's."""
+    """A peer whose token is not the job's."""
 
 
 class WrongProtocol(WireError):
-    """The peer speaks another version of the protocol."""
+    """A peer that speaks another protocol version."""
 
 
 class JournalError(HoldfastError):
-    """The journal cannot be written or read, so nothing may be acted on."""
+    """A journal that cannot be written or read, so that no event may be acted on."""
 
 
 class JournalCorrupt(JournalError):
-    """A record of the journal does not decode or is out of order."""
+    """A journal record that does not decode or is out of order."""
 
 
 class FencedError(HoldfastError):
-    """Something from an older round arrived; the message names both rounds."""
+    """A message or request from an older round; the text names both rounds."""
 
 
 class InjectedFault(HoldfastError, RuntimeError):
-    """Raised in a script because somebody wants to see what the job does about it."""
+    """A fault that `holdfast chaos` injected into a script."""
 
 
 class RequestError(HoldfastError):
-    """What a script asked its agent or the coordinator for was not done."""
+    """A script's request that its agent or the coordinator did not fulfil."""
 
 
 class NotUnderHoldfast(RequestError):
-    """There is nobody to ask: `holdfast run` did not start this process, or a worker forked it."""
+    """A request from a process that `holdfast run` did not start, or that a worker forked."""
 
 
 class RequestDenied(RequestError):
-    """The coordinator understood, and refused; the message says why."""
+    """A request that the coordinator refused; the message says why."""
 
 
 class RequestTimeout(RequestError, TimeoutError):
-    """What was waited for did not come in time."""
+    """A request that timed out."""
 
 
 class CheckpointError(HoldfastError):
-    """A state cannot be saved, or none that verifies can be restored."""
+    """A state that cannot be saved, or no saved state that verifies."""
 
 
 class StorageError(CheckpointError):
-    """What checkpoints are kept on failed. Says the path, what was done there, and what to do."""
+    """Failed checkpoint storage. The message gives the path, the operation and the remedy."""
 
 
 class NotThere(StorageError):
-    """There is no file or checkpoint of that name."""
+    """No file or checkpoint of that name."""
 
 
 class StepTaken(CheckpointError):
-    """A step is committed already, so what was to be written of it is not needed."""
+    """A step that is already committed, so that the new write is dropped."""
 
 
 class Refused(CheckpointError):
-    """Bytes are not what their digest says, or not all there; they were not used."""
+    """Bytes that do not match their digest or are incomplete; they were not used."""

@@ -1,4 +1,4 @@
-"""The few things that only the Linux kernel can do for us, and Python does not wrap."""
+"""Wraps the few Linux system calls that Python does not."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def prctl(option: int, value: int | bytes) -> None:
 class Mapping:
     """Shared memory mapped from a descriptor, which may be closed afterwards.
 
-    The standard library's mmap keeps a descriptor of its own for as long as it lives; a worker must
-    not have one that its script could close, or count.
+    The standard library's mmap keeps a descriptor of its own; a worker must not have one that its
+    script could close, or count.
     """
 
     def __init__(self, fd: int, size_bytes: int) -> None:
@@ -49,21 +49,21 @@ class Mapping:
         self.view = memoryview((ctypes.c_ubyte * size_bytes).from_address(address)).cast("B")
 
     def close(self) -> None:
-        """Unmap. Views taken from it must have been released before."""
+        """Unmap the memory. All views of it must have been released."""
         self.view.release()
         self._libc.munmap(ctypes.c_void_p(self.address), ctypes.c_size_t(self._size_bytes))
 
 
 def open_many_files() -> None:
-    """Let this process have as many open as it may."""
+    """Raise this process's limit of open files to the maximum."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def keep_alive(connection: socket.socket, every_s: float = 1.0) -> None:
-    """Have the kernel notice that the other end of a connection is cut off: after four times that.
+    """Have the kernel close a connection whose peer is cut off, after four intervals.
 
-    Asking thousands of peers each second would drown the answers, so with many ask less often.
+    Probing thousands of peers each second would drown their answers, so with many use a longer one.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if connection.family in (socket.AF_INET, socket.AF_INET6):
@@ -76,22 +76,22 @@ def keep_alive(connection: socket.socket, every_s: float = 1.0) -> None:
 
 
 def name_process(name: str) -> None:
-    """What `ps` and `top` call this process; 15 characters at most."""
+    """Set the name that `ps` and `top` show; 15 characters at most."""
     prctl(PR_SET_NAME, name.encode()[:15])
 
 
 def unblock_signals() -> None:
-    """Take every signal again; those that came while they were blocked arrive now."""
+    """Unblock all signals; pending ones are delivered now."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent dies."""
+    """Become the parent of descendants whose own parent dies (a child subreaper)."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def children(pid: int) -> list[int]:
-    """The processes whose parent that one is."""
+    """Return the child processes of a process."""
     try:
         with open(f"/proc/{pid}/task/{pid}/children") as listing:
             return [int(word) for word in listing.read().split()]

@@ -1,4 +1,4 @@
-"""Whether the out-of-memory killer was at work is read from the kernel's counters."""
+"""OOM kills are read from the kernel's counters."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "holdfast"
 
-LEAVES = {"errors", "kernel"}
+LEAVES = {"errors", "kernel", "proc"}
 """Modules that import nothing of ours; anybody may import them."""
 
 SHELLS = {"coordinator", "agent", "worker", "launch"}
@@ -29,10 +29,11 @@ TOOLS = {"wire", "shm", "config", "clock", "cgroups", "jobhome"}
 RULES: dict[str, set[str]] = {
     "errors": set(),
     "kernel": set(),
+    "proc": set(),
     "messages": set(),
     "core": {"messages", "errors"},
     "wire": {"messages", "errors", "config", "jobhome"},
-    "shm": {"kernel"},
+    "shm": {"kernel", "messages"},
     "cgroups": set(),
     "clock": {"messages"},
     "config": {"errors", "messages", "wire"},
@@ -48,13 +49,13 @@ RULES: dict[str, set[str]] = {
         *LEAVES,
         *TOOLS,
     },
-    "worker": {"messages", "checkpoint", "diagnosis", *LEAVES, *TOOLS},
+    "worker": {"messages", "core", "checkpoint", "diagnosis", *LEAVES, *TOOLS},
     "launch": {"coordinator", "agent", "checkpoint", "messages", "core", *LEAVES, *TOOLS},
     "platforms": {"errors", "config"},
     # A script without a coordinator runs the core's commit protocol itself.
     "checkpoint": {"messages", "core", *LEAVES, *TOOLS},
     "health": {"messages", *LEAVES, *TOOLS},
-    "diagnosis": {"messages", *LEAVES},
+    "diagnosis": {"messages", "core", *LEAVES},
     # The simulated coordinator is restarted from the real journal.
     "sim": {"coordinator", "core", "messages", "errors"},
     # Viewers know reports, and nothing else of a job.
@@ -68,7 +69,7 @@ RULES: dict[str, set[str]] = {
     },
     "__main__": {"cli"},
     # The public API is the worker's, and imported only when it is used.
-    "__init__": {"worker", "checkpoint"},
+    "__init__": {"worker", "checkpoint", "messages", "errors"},
 }
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

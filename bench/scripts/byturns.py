@@ -83,7 +83,7 @@ def main() -> None:
     found: dict[str, list[float]] = {"watched": [], "not": []}
     for turn in range(WARM_TURNS + turns):
         if turn == WARM_TURNS:
-            before = processor_s(own, "holdfast-pulse"), processor_s(agent), time.monotonic()
+            before = processor_s(own, "holdfast-beat"), processor_s(agent), time.monotonic()
         # By turns, who is first, too.
         for kind in sorted(found, reverse=bool(turn % 2)):
             with without_hooks() if kind == "not" else nullcontext():
@@ -92,7 +92,7 @@ def main() -> None:
                 found[kind].append(seconds)
     wall_s = time.monotonic() - before[2]
     shares = {
-        "pulse": (processor_s(own, "holdfast-pulse") - before[0]) / wall_s,
+        "pulse": (processor_s(own, "holdfast-beat") - before[0]) / wall_s,
         "agent": (processor_s(agent) - before[1]) / wall_s,
     }
     if dist.get_rank() == 0:

@@ -1,1 +1,1 @@
-"""One process per node that acts: starts and stops workers, watches them, tells what it saw."""
+"""The agent: one process per node that starts, watches and stops workers, and reports what it sees."""

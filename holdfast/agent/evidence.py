@@ -1,18 +1,16 @@
-"""Looks closely at workers that stand still, before anybody ends them.
+"""Examines workers that show no progress, before they are stopped, and sends what it saw.
 
-Everything is taken from outside and within a limit: stacks by py-spy, the process's state from the
-kernel, what the vitals say, the last lines of the log. Only the flight recorder needs the worker's
-help; the thread that beats writes it to a file, unless something holds the interpreter's lock. Where
-py-spy may not look, the worker is asked for its stacks too.
+Everything is taken from outside and within a limit: stacks by py-spy, the process state from the
+kernel, the vital signs, the last lines of the log. Only the flight recorder needs the worker's
+help; its heartbeat thread writes it to a file, unless another thread keeps the GIL. Where py-spy
+may not read, the worker writes its stacks too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +20,8 @@ from holdfast.diagnosis.stacks import Stacks, Subject
 from holdfast.errors import HoldfastError
 from holdfast.messages.evidence import Collective, RankEvidence, fit
 from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber
+from holdfast.messages.wire import EvidenceTaken
 from holdfast.shm.vital_signs import Signs, Vitals
-
-log = logging.getLogger("holdfast.agent")
 
 DUMP_LIMIT_S = 0.3
 LOOK_AGAIN_S = 0.02
@@ -32,7 +29,7 @@ LOOK_AGAIN_S = 0.02
 
 @dataclass(frozen=True)
 class Examined:
-    """A worker that somebody wants to look at."""
+    """A worker to examine."""
 
     rank: Rank
     pid: int
@@ -42,14 +39,16 @@ class Examined:
     flight: Path
     log_tail: str
     stacks_fd: int | None = None
-    """What it writes its stacks to when it is asked for them; None when it cannot be."""
+    """The file it writes its stacks to on request; None if it cannot."""
 
 
 async def examine(
     node: NodeId, round: RoundNumber, workers: Sequence[Examined], limit_s: float
 ) -> list[RankEvidence]:
-    """All that can be seen of these workers within the limit."""
-    now = time.monotonic()
+    """Return all that can be seen of these workers within the limit."""
+    if not workers:
+        return []
+    now = asyncio.get_running_loop().time()
     signs = {worker.rank: worker.vitals.read() for worker in workers}
     for worker in workers:
         with contextlib.suppress(OSError):
@@ -59,7 +58,7 @@ async def examine(
         subjects = [_subject(worker, signs[worker.rank], files) for worker in workers]
         found, _ = await asyncio.gather(
             stacks.collect(subjects, limit_s),
-            _await_dumps(workers, min(DUMP_LIMIT_S, limit_s)),
+            _await_dumps(workers, now + min(DUMP_LIMIT_S, limit_s)),
         )
     return [
         fit(_evidence(node, round, worker, signs[worker.rank], now, found[worker.pid]))
@@ -67,24 +66,36 @@ async def examine(
     ]
 
 
+def messages(number: int, evidence: Sequence[RankEvidence]) -> list[EvidenceTaken]:
+    """Split evidence into one message a rank: a frame has a size limit, and a node may have many
+    ranks."""
+    if not evidence:
+        return [EvidenceTaken(examination=number, evidence=())]
+    last = len(evidence) - 1
+    return [
+        EvidenceTaken(examination=number, evidence=(one,), more=index < last)
+        for index, one in enumerate(evidence)
+    ]
+
+
 def _subject(worker: Examined, signs: Signs, files: contextlib.ExitStack) -> Subject:
-    """Its file for stacks stays open, also if it ends meanwhile."""
-    told = None if worker.stacks_fd is None else os.dup(worker.stacks_fd)
-    if told is not None:
-        files.callback(os.close, told)
-    return Subject(worker.pid, signs.thread, told)
+    """Keep its file for stacks open, even if the worker ends meanwhile."""
+    stacks_fd = None if worker.stacks_fd is None else os.dup(worker.stacks_fd)
+    if stacks_fd is not None:
+        files.callback(os.close, stacks_fd)
+    return Subject(worker.pid, signs.thread, stacks_fd)
 
 
-async def _await_dumps(workers: Sequence[Examined], limit_s: float) -> None:
-    until = time.monotonic() + limit_s
-    while time.monotonic() < until and not all(w.flight.exists() for w in workers):
+async def _await_dumps(workers: Sequence[Examined], until: float) -> None:
+    loop = asyncio.get_running_loop()
+    while loop.time() < until and not all(worker.flight.exists() for worker in workers):
         await asyncio.sleep(LOOK_AGAIN_S)
 
 
 def _evidence(
     node: NodeId, round: RoundNumber, worker: Examined, signs: Signs, now: float, seen: Stacks
 ) -> RankEvidence:
-    """What its vitals said at that time, before anybody had paused it to look at it."""
+    """Put together what was seen; the vital signs are from before py-spy paused the worker."""
     collectives, missing = _collectives(worker.flight)
     return RankEvidence(
         node=node,

@@ -25,13 +25,13 @@ from holdfast.agent.snapshots import Keeping
 from holdfast.checkpoint.memory.images import Images
 from holdfast.clock import JobClock
 from holdfast.messages.actions import Inject
-from holdfast.messages.chaos import FAULTS, Outcome, Trap
+from holdfast.messages.chaos import FAULTS, Outcome, Sprung, Trap
 from holdfast.messages.events import AnyEvent, FaultTold
 from holdfast.messages.records import Part
 from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber, Time
-from holdfast.shm.rank_page import ProgressPage
-from holdfast.shm.traps import MAX_TRAPS_BYTES
+from holdfast.shm.rank_page import RankPage
 
+_decoder = msgspec.msgpack.Decoder(Sprung)
 log = logging.getLogger("holdfast.agent")
 
 JOURNALED_LIMIT_S: Final = 1.0
@@ -45,7 +45,7 @@ class FaultTarget(NamedTuple):
 
     rank: Rank
     process: Process
-    page: ProgressPage | None
+    page: RankPage | None
     """None for a command that is not Python."""
 
     @property
@@ -65,72 +65,62 @@ class Injector:
     fall_silent: Callable[[float], None]
     """Stops the exchange with the coordinator for that many seconds."""
     _round: RoundNumber = RoundNumber(0)
-    _known: set[tuple[int, int]] = field(default_factory=set)
-    """Keys of all traps that were ordered of this node in this round."""
     _traps: dict[tuple[int, int], Trap] = field(default_factory=dict)
-    """Those that are set and have not sprung."""
+    """All that were ordered of this node in this round, by their keys."""
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def begin_round(self, part: Part) -> None:
-        self._round, self._known, self._traps = part.round, set(), {}
+        self._round = part.round
+        self._traps = {trap.key: trap for trap in part.traps}
         for trap in part.traps:
-            self._set(trap, self._refusal(trap))
+            self._refuse(trap, self._refusal(trap))
+
+    def begin_rank(self, target: FaultTarget) -> None:
+        """Hand a process the traps of the rank that it is about to get."""
+        for trap in self._traps.values():
+            if trap.rank == target.rank and trap.step and not self._refusal(trap):
+                self._hand_over(trap, target)
 
     def take(self, order: Inject) -> None:
         """Carry out an order: set a trap, or strike now."""
         trap, target = order.trap, self.targets().get(order.trap.rank)
-        if order.round != self._round or trap.key in self._known:
+        if order.round != self._round or trap.key in self._traps:
             return
-        why = self._refusal(trap)
-        if not trap.step and target is None:
-            why = why or f"rank {trap.rank} has no process now"
-        if self._set(trap, why):
-            if target is None:
-                self._tell(trap, "armed")  # It is handed over when the rank begins.
-            elif not trap.step and not FAULTS[trap.kind].needs_main_thread:
-                self._strike(self._traps.pop(trap.key), target, target.step, self.clock.now())
-            elif self.hand_over(target):
-                self._tell(trap, "armed")
-
-    def _set(self, trap: Trap, why: str) -> bool:
-        self._known.add(trap.key)
-        if why:
-            self._tell(trap, "refused", why)
-        else:
-            self._traps[trap.key] = trap
-        return not why
-
-    def hand_over(self, target: FaultTarget) -> bool:
-        """Write a rank's traps to its page; refuse the newest where that is impossible."""
-        traps = [trap for trap in self._traps.values() if trap.rank == target.rank]
-        ahead = [trap for trap in traps if not 0 < trap.step < target.step]
-        if not ahead:
-            return True
-        encoded = msgspec.msgpack.encode(ahead)
-        if target.page is not None and len(encoded) <= MAX_TRAPS_BYTES:
-            target.page.traps.write(encoded)
-            return True
-        newest = self._traps.pop(ahead[-1].key)
-        too_many = f"rank {target.rank} has too many faults set"
-        self._tell(newest, "refused", NO_STEPS if target.page is None else too_many)
-        self.hand_over(target)
-        return False
+        self._traps[trap.key] = trap
+        gone = "" if target is not None or trap.step else f"rank {trap.rank} has no process now"
+        if self._refuse(trap, self._refusal(trap) or gone):
+            return
+        if target is not None and not trap.step and not FAULTS[trap.kind].needs_main_thread:
+            self._strike(trap, target, target.step, self.clock.now())
+        elif target is None or self._hand_over(trap, target):
+            self._tell(trap, "armed")
 
     def look(self, target: FaultTarget) -> None:
         """Report which traps of a rank have sprung, and strike where that is the agent's part."""
-        for sprung in target.page.traps.take_sprung() if target.page is not None else ():
-            trap = self._traps.pop((sprung.injection, sprung.occurrence), None)
+        for entry in target.page.sprung.read() if target.page is not None else ():
+            sprung = _decoder.decode(entry)
+            trap = self._traps.get((sprung.injection, sprung.occurrence))
             if trap is None:
                 continue
-            step, at = StepNumber(sprung.step), self.clock.at(sprung.at)
             if FAULTS[trap.kind].actor == "agent":
-                self._strike(trap, target, step, at)
+                self._strike(trap, target, sprung.step, self.clock.at(sprung.at))
             else:
-                self._tell(trap, "done", "", step, at)
+                self._tell(trap, "done", "", sprung.step, self.clock.at(sprung.at))
 
     def gone(self, pid: int) -> None:
         """Remove what was created for a rank's process."""
         cgroups.remove(pid)
+
+    def _hand_over(self, trap: Trap, target: FaultTarget) -> bool:
+        page = target.page
+        if page is not None and page.traps.append(msgspec.msgpack.encode(trap)):
+            return True
+        return not self._refuse(trap, NO_STEPS if page is None else "the rank had too many faults")
+
+    def _refuse(self, trap: Trap, why: str) -> bool:
+        if why:
+            self._tell(trap, "refused", why)
+        return bool(why)
 
     def _refusal(self, trap: Trap) -> str:
         """Return why this node cannot do that; empty if it can."""
@@ -199,11 +189,17 @@ class Injector:
     ) -> None:
         if outcome == "done":
             log.warning("injected: %s on %s", trap.kind, trap.target)
-        at = self.clock.now() if at is None else at
-        event = FaultTold(
-            at=at, round=self._round, trap=trap, outcome=outcome, step=step, detail=why
+        self.report(
+            FaultTold(
+                at=self.clock.now() if at is None else at,
+                node=self.node,
+                round=self._round,
+                trap=trap,
+                outcome=outcome,
+                step=step,
+                detail=why,
+            )
         )
-        self.report(event)
 
 
 def _flip(images: Images, trap: Trap) -> bool:

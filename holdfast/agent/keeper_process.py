@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from holdfast.agent.outbox import Mailbox
+from holdfast.agent.outbox import Outbox
 from holdfast.agent.processes import Exit, Process, ProcessTable, spawn
 from holdfast.clock import machine_time
 from holdfast.messages.keeper import (
@@ -75,7 +75,7 @@ class KeeperProcess:
     _next: int = 1
     _process: Process | None = None
     _control: socket.socket | None = None
-    _mailbox: Mailbox | None = None
+    _outbox: Outbox | None = None
     _joiner: Joiner = field(default_factory=Joiner)
     _deaths: list[float] = field(default_factory=list)
     _closing: bool = False
@@ -123,7 +123,7 @@ class KeeperProcess:
         ours.send(_encoder.encode(self.terms))
         ours.setblocking(False)
         # A keeper reads its orders at once; one order may list every rank of a large world.
-        self._control, self._mailbox, self._joiner = ours, Mailbox(ours, None), Joiner()
+        self._control, self._outbox, self._joiner = ours, Outbox(ours, None), Joiner()
         asyncio.get_running_loop().add_reader(ours.fileno(), self._read)
         self._process = self.table.watch(pid)
         self._process.on_exit = self._exited
@@ -163,8 +163,8 @@ class KeeperProcess:
     # ---- messages ----
 
     def _send(self, order: KeeperOrder) -> None:
-        if self._mailbox is not None:
-            self._mailbox.put(packets_of(order))
+        if self._outbox is not None:
+            self._outbox.put(packets_of(order))
 
     def _read(self) -> None:
         while self._control is not None:
@@ -191,8 +191,8 @@ class KeeperProcess:
 
     def _stop_reading(self) -> None:
         if self._control is not None:
-            assert self._mailbox is not None
-            self._mailbox.close()
+            assert self._outbox is not None
+            self._outbox.close()
             asyncio.get_running_loop().remove_reader(self._control.fileno())
             self._control.close()
-            self._control = self._mailbox = None
+            self._control = self._outbox = None

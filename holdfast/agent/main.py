@@ -1,8 +1,8 @@
-"""One agent, from its start to its exit code.
+"""Runs one agent, from its start to its exit code.
 
 Here its parts are put together: orders come in by the stream and are carried out by the supervisor,
-and whatever the parts have to tell goes out by the stream again. The rest is what an agent says of
-itself: who it is when it joins, whether it is warm, what its checks found, and its last word.
+and the parts' events go out by the stream. The rest is what an agent reports about its node: that
+it joins, that it is warm, what its checks found, and that it leaves.
 """
 
 from __future__ import annotations
@@ -13,33 +13,26 @@ import os
 import signal
 import socket
 import sys
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from holdfast import kernel
-from holdfast.agent.environment import node_environment
-from holdfast.agent.health_monitor import FitnessWatch, watching
-from holdfast.agent.nodecheck import Tester
+from holdfast.agent.health_monitor import HealthMonitor, monitoring
+from holdfast.agent.nodecheck import NodeTester
+from holdfast.agent.orders import AgentOrders
 from holdfast.agent.output import Console
 from holdfast.agent.processes import ProcessTable
-from holdfast.agent.shutdown import Leaving
+from holdfast.agent.shutdown import Shutdown
 from holdfast.agent.snapshots import Keeping
 from holdfast.agent.standbys import Pool
-from holdfast.agent.starting import Starter
-from holdfast.agent.stream import CoordinatorStream, Turned
+from holdfast.agent.starting import Starter, node_environment
+from holdfast.agent.stream import CoordinatorStream, NodeRefused
 from holdfast.agent.supervisor import Supervisor
 from holdfast.clock import JobClock
-from holdfast.config.settings import RunSettings
-from holdfast.core.patience import JOIN_LIMIT_S
-from holdfast.jobhome import JobHome
 from holdfast.messages.events import HealthFound, NodeJoined, NodeWarm
 from holdfast.messages.exits import EXIT_REJOIN, EXIT_TURNED_AWAY
-from holdfast.messages.health import Result
-from holdfast.messages.records import NodeSpec, Terms
-from holdfast.messages.units import NodeId
+from holdfast.messages.health import HealthResult
+from holdfast.messages.records import NodeSpec
 from holdfast.platforms import topology
-from holdfast.wire.tls import client_context
 
 log = logging.getLogger("holdfast.agent")
 
@@ -47,39 +40,8 @@ CONSOLE_LIMIT_S = 5.0
 LAST_WORD_LIMIT_S = 2.0
 
 
-@dataclass(frozen=True)
-class AgentOrders:
-    """All that an agent is told when it is started."""
-
-    node: NodeId
-    settings: RunSettings
-    host: str
-    port: int
-    token: str
-    terms: Terms
-    address: str
-    """Where other nodes reach this one."""
-    store_port: int
-    """Where the user wants rank 0's store; 0: anywhere."""
-    run_id: str
-    logs: Path
-    launcher_pid: int
-    home: JobHome
-    images: Path
-    """The directory of this node's snapshots, which outlives this agent."""
-
-    def find_coordinator(self) -> tuple[str, int] | None:
-        """Where the job's home says that the coordinator is, if it is still this job's."""
-        try:
-            content = self.home.read_job_file()
-            known = content["token"] == self.token
-            return (str(content["host"]), int(content["port"])) if known else None
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-
-
 def run_agent(orders: AgentOrders) -> int:
-    """Be the agent of this node until the job is over; the exit code."""
+    """Be the agent of this node until the job is over; return the exit code."""
     kernel.name_process("holdfast-agent")
     kernel.adopt_orphans()
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -90,24 +52,15 @@ async def _run(orders: AgentOrders) -> int:
     settings = orders.settings
     env = node_environment(settings, os.environ)
     table = ProcessTable()
-    pool = Pool(
-        table=table,
-        command=[settings.script, *settings.script_args],
-        env=env,
-        want=settings.nproc if settings.standby is None else settings.standby,
-        eager=orders.terms.node_check or _seems_to_use_torch(settings),
-        preload=settings.preload,
-        first_path=_first_path(settings),
-        log_path=orders.logs / f"nursery-{os.getpid()}.log",
-    )
+    pool = Pool(orders, table, env)
     pool.open()
     agent = _Agent(orders, table, pool, env)
     try:
-        with watching(agent.fitness):
+        with monitoring(agent.health):
             return await agent.run()
     finally:
         pool.close()
-        agent.keeping.keeper.close()
+        agent.snapshots.keeper.close()
         agent.console.close(CONSOLE_LIMIT_S)
         _stop_listening(
             {signal.SIGCHLD, *map(signal.Signals.__getitem__, settings.signals_to_handle)}
@@ -115,7 +68,7 @@ async def _run(orders: AgentOrders) -> int:
 
 
 def _stop_listening(signals: set[signal.Signals]) -> None:
-    """A loop that is being closed must not be woken up by a signal any more."""
+    """Remove the signal handlers: a loop that is being closed must not be woken by a signal."""
     loop = asyncio.get_running_loop()
     for number in signals:
         loop.remove_signal_handler(number)
@@ -123,7 +76,7 @@ def _stop_listening(signals: set[signal.Signals]) -> None:
 
 
 class _Agent:
-    """All parts of an agent, and what it says of itself."""
+    """All parts of an agent, and the events about the node itself."""
 
     def __init__(
         self, orders: AgentOrders, table: ProcessTable, pool: Pool, env: dict[str, str]
@@ -135,68 +88,39 @@ class _Agent:
         self.clock = JobClock()
         self.node = orders.node
         self.listener = _image_listener(orders.address)
-        self.stream = self._stream()
-        self.keeping = self._keeping(table, env)
-        self.starter = Starter(
-            settings=settings,
-            run_id=orders.run_id,
-            address=orders.address,
-            store_port=orders.store_port,
-            logs=orders.logs,
-            images=orders.images,
-            console=self.console,
-            table=table,
-            pool=pool,
-            env=env,
+        self.stream = CoordinatorStream(
+            orders=orders,
+            clock=self.clock,
+            state=lambda: (self.supervisor.round, self.supervisor.busy),
+            act=lambda order: self.supervisor.act(order),
+            resumed=lambda sent: self.supervisor.requests.ask_again(sent),
         )
-        self.tester = Tester(self.node, orders.address, pool, self.clock, self.stream.send)
+        self.snapshots = self._snapshots(table, env)
+        self.starter = Starter(orders, self.console, table, pool, env)
+        self.tester = NodeTester(self.node, orders.address, pool, self.clock, self.stream.send)
         self.supervisor = Supervisor(
             node=self.node,
             clock=self.clock,
             stream=self.stream,
             table=table,
             pool=pool,
-            keeping=self.keeping,
+            snapshots=self.snapshots,
             starter=self.starter,
             tester=self.tester,
             hang_terms=orders.terms.hangs,
             save_deadline_s=settings.save_deadline_s,
         )
-        self.leaving = Leaving(
-            node=self.node,
-            signals=[signal.Signals[name] for name in settings.signals_to_handle],
-            launcher_pid=orders.launcher_pid,
-            solitude_limit_s=orders.terms.join_limit_s or JOIN_LIMIT_S,
-            clock=self.clock,
-            stream=self.stream,
-            supervisor=self.supervisor,
-            keeping=self.keeping,
-        )
+        self.shutdown = Shutdown(orders, self.clock, self.stream, self.supervisor, self.snapshots)
         self._joined = False
-        self._found: tuple[Result, ...] = ()
-        """What the node's checks found before it could be told."""
-        self.fitness: FitnessWatch | None = None
+        self._found: tuple[HealthResult, ...] = ()
+        """What the health checks found before the node joined."""
+        self.health: HealthMonitor | None = None
         node_check = orders.terms.node_check
-        if FitnessWatch.worth_while(node_check):
-            self.fitness = FitnessWatch(orders.home.path, node_check, self._tell_health)
-            table.spared = lambda: self.fitness.pids if self.fitness is not None else ()
+        if HealthMonitor.is_useful(node_check):
+            self.health = HealthMonitor(orders.home.path, node_check, self._tell_health)
+            table.spared = lambda: self.health.pids if self.health is not None else ()
 
-    def _stream(self) -> CoordinatorStream:
-        return CoordinatorStream(
-            host=self.orders.host,
-            port=self.orders.port,
-            find=self.orders.find_coordinator,
-            token=self.orders.token,
-            node=self.node,
-            clock=self.clock,
-            state=lambda: (self.supervisor.round, self.supervisor.busy),
-            act=lambda order: self.supervisor.act(order),
-            terms=self.orders.terms,
-            tls=client_context(self.orders.settings.tls),
-            resumed=lambda sent: self.supervisor.courier.ask_again(sent),
-        )
-
-    def _keeping(self, table: ProcessTable, env: dict[str, str]) -> Keeping:
+    def _snapshots(self, table: ProcessTable, env: dict[str, str]) -> Keeping:
         return Keeping(
             node=self.node,
             images=self.orders.images,
@@ -212,29 +136,29 @@ class _Agent:
         )
 
     async def run(self) -> int:
-        self.leaving.mind_signals()
+        self.shutdown.handle_signals()
         talking = asyncio.ensure_future(self.stream.run(self._join))
-        minding = asyncio.ensure_future(self.leaving.mind_solitude())
+        watching = asyncio.ensure_future(self.shutdown.watch_coordinator())
         either: set[asyncio.Future[Any]] = {talking, self.supervisor.finished}
         done, _ = await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        minding.cancel()
+        watching.cancel()
         if talking in done:
-            return self._turned_away(talking)
+            return self._refused(talking)
         order = self.supervisor.finished.result()
         try:
             await asyncio.wait_for(self.stream.drained.wait(), LAST_WORD_LIMIT_S)
         except asyncio.TimeoutError:
-            log.warning("the coordinator did not hear this node's last word")
+            log.warning("the coordinator did not acknowledge this node's last events")
         talking.cancel()
         if order.rejoin:
             log.warning("%s", order.reason)
             return EXIT_REJOIN
         return order.code
 
-    def _turned_away(self, talking: asyncio.Future[None]) -> int:
+    def _refused(self, talking: asyncio.Future[None]) -> int:
         self.supervisor.kill_all()
         error = talking.exception()
-        if not isinstance(error, Turned) and error is not None:
+        if not isinstance(error, NodeRefused) and error is not None:
             raise error
         print(f"holdfast: the coordinator refused this node: {error}", file=sys.stderr)
         return EXIT_TURNED_AWAY
@@ -261,15 +185,15 @@ class _Agent:
             NodeJoined(at=self.clock.now(), node=self.node, spec=spec, store_port=port)
         )
         self._joined = True
-        self.keeping.tell_images()
+        self.snapshots.tell_images()
         if self._found:
             self._tell_health(self._found)
-        self.leaving.joined()
+        self.shutdown.joined()
         if self.pool.warm:
             self._tell_warm()
         self.pool.on_warm = self._tell_warm
 
-    def _tell_health(self, results: tuple[Result, ...]) -> None:
+    def _tell_health(self, results: tuple[HealthResult, ...]) -> None:
         if self._joined:
             self.stream.send(HealthFound(at=self.clock.now(), node=self.node, results=results))
         else:
@@ -283,27 +207,10 @@ class _Agent:
 
 
 def _image_listener(address: str) -> socket.socket:
-    """Where other nodes ask for images; bound now, so that its number can be told, and served by
-    the keeper once there is one."""
+    """Listen for other nodes that fetch images: bound before the node joins, which announces the
+    port, and served by the keeper once there is one."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.bind((address, 0))
     listener.listen(128)
     return listener
-
-
-def _first_path(settings: RunSettings) -> str:
-    """Where python would look first for what the script imports."""
-    if settings.entry == "module":
-        return os.getcwd()
-    return os.path.dirname(os.path.realpath(settings.script))
-
-
-def _seems_to_use_torch(settings: RunSettings) -> bool:
-    """Whether the first ranks will import torch anyway, judged by the script's own text."""
-    if settings.entry == "script":
-        try:
-            return b"torch" in Path(settings.script).read_bytes()
-        except OSError:
-            return True
-    return settings.entry != "command"

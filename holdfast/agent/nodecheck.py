@@ -1,10 +1,9 @@
-"""Has one of the node's standbys test it, when the coordinator wants to know.
+"""Runs node tests in processes of this node, by the coordinator's orders.
 
 One test at a time: a newer order ends an older test, and so does anything else that the node has to
-do. An order that comes again changes nothing, except that with a size of one it says that the other
-node will not come: then the answer is what the process has found out alone.
-
-The answer is given when the process is gone, so that whatever comes next finds the node as it was.
+do. A repeated order changes nothing, except that a size of one says that the peer will not come:
+then the answer is what the process has found out alone. The answer is given when the process is
+gone, so that the next activity finds the node as it was.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ import asyncio
 import signal
 from collections.abc import Callable
 
-from holdfast.agent.ports import StorePort
-from holdfast.agent.processes import Exit
-from holdfast.agent.standbys import Pool, Standby
+from holdfast.agent.processes import Exit, WorkerProcess
+from holdfast.agent.standbys import Pool
+from holdfast.agent.starting import StorePort
 from holdfast.clock import JobClock
 from holdfast.messages.actions import TestNode
 from holdfast.messages.events import NodeTested
@@ -24,12 +23,12 @@ from holdfast.messages.nodecheck import TestResult
 from holdfast.messages.units import NodeId
 
 SLACK_S = 1.0
-"""How much longer than the test itself the process may take to tell of it."""
+"""Time beyond the test's own limit in which its process may report."""
 END_LIMIT_S = 1.0
-"""How long a killed process is waited for: one that hangs in a driver does not end."""
+"""How long to wait for a killed process: one that hangs in a driver does not end."""
 
 
-class Tester:
+class NodeTester:
     def __init__(
         self,
         node: NodeId,
@@ -43,7 +42,7 @@ class Tester:
         self._clock = clock
         self._report = report
         self._door = StorePort(address)
-        """Where the other of a group meets us. It has nothing to do with the store of a round."""
+        """Where the peer of a test connects; not related to the store of a round."""
         self._latest = (0, 0)
         self._test: _Test | None = None
         self._task: asyncio.Task[None] | None = None
@@ -53,6 +52,7 @@ class Tester:
         return self._door.number
 
     def act(self, order: TestNode) -> None:
+        """Start the ordered test, unless it is an old or repeated order."""
         wanted = (order.check, order.round)
         if wanted == self._latest and order.size == 1 and self._test is not None:
             self._test.go_alone()
@@ -65,7 +65,7 @@ class Tester:
         self._task = asyncio.ensure_future(self._run(self._test, before))
 
     def end(self) -> None:
-        """Nobody wants to know any more."""
+        """Abandon the current test."""
         if self._task is not None:
             self._task.cancel()
         self._task = self._test = None
@@ -73,33 +73,30 @@ class Tester:
     async def _run(self, test: _Test, before: asyncio.Task[None] | None) -> None:
         if before is not None:
             await asyncio.wait([before])
-        tested = await self._tested(test)
+        limit_s = test.order.limit_s
+        try:
+            tested = await asyncio.wait_for(self._in_process(test), limit_s + SLACK_S)
+        except asyncio.TimeoutError:
+            tested = test.failed(f"no result within {limit_s:.0f} s")
+        order = test.order
         self._report(
             NodeTested(
                 at=self._clock.now(),
+                cause=order.id,
                 node=self._node,
-                check=test.order.check,
-                result=_result(test.order, tested),
+                check=order.check,
+                result=_result(order, tested),
             )
         )
         self._pool.refill()
 
-    async def _tested(self, test: _Test) -> Tested:
-        """What the test has shown; a process that dies of it, or says nothing in time, has failed."""
-        order = test.order
+    async def _in_process(self, test: _Test) -> Tested:
+        process = await self._pool.extra()
         try:
-            return await asyncio.wait_for(self._in_standby(test), order.limit_s + SLACK_S)
-        except asyncio.TimeoutError:
-            known, late = test.known, f"no result within {order.limit_s:.0f} s"
-            return Tested(solo_passed=known.solo_passed, solo_s=known.solo_s, detail=late)
-
-    async def _in_standby(self, test: _Test) -> Tested:
-        standby = await self._pool.extra()
-        try:
-            test.give_to(standby, self._door.fileno())
+            test.give_to(process, self._door.fileno())
             return await test.heard
         finally:
-            await _end(standby)
+            await _end(process)
 
 
 class _Test:
@@ -107,20 +104,20 @@ class _Test:
 
     def __init__(self, order: TestNode) -> None:
         self.order = order
-        self.known = Tested()
         self.heard: asyncio.Future[Tested] = asyncio.get_running_loop().create_future()
+        self._known = Tested()
         self._alone = order.size == 1
 
     def go_alone(self) -> None:
-        """The other will not come."""
+        """Do without the peer."""
         self._alone = True
-        if self.known.solo_passed is not None:
-            self._settle(self.known)
+        if self._known.solo_passed is not None:
+            self._settle(self._known)
 
-    def give_to(self, standby: Standby, door: int) -> None:
-        assert standby.process is not None
-        standby.hear = self._hear
-        standby.process.on_exit = lambda end: self._exited(standby, end)
+    def give_to(self, worker: WorkerProcess, door: int) -> None:
+        assert worker.process is not None
+        worker.hear = self._hear
+        worker.process.on_exit = lambda end: self._exited(worker, end)
         order = self.order
         together = order.size > 1 and not self._alone
         test = Test(
@@ -131,49 +128,49 @@ class _Test:
             name=f"check {order.check} round {order.round} group {order.group}",
             limit_s=order.limit_s,
         )
-        standby.test(test, [door] if together and order.rank == 0 else [])
-        if standby.process.exit is not None:
-            self._exited(standby, standby.process.exit)
+        worker.order(test, [door] if together and order.rank == 0 else [])
+        if worker.process.exit is not None:
+            self._exited(worker, worker.process.exit)
+
+    def failed(self, why: str) -> Tested:
+        """Return the result of a test that did not finish."""
+        return Tested(solo_passed=self._known.solo_passed, solo_s=self._known.solo_s, detail=why)
 
     def _hear(self, message: FromWorker) -> None:
         if isinstance(message, Tested):
-            self.known = message
+            self._known = message
             if message.over or self._alone:
                 self._settle(message)
 
-    def _exited(self, standby: Standby, end: Exit) -> None:
-        standby.read_all()
-        known, died = self.known, f"the test's process {_how(end)}"
-        self._settle(Tested(solo_passed=known.solo_passed, solo_s=known.solo_s, detail=died))
+    def _exited(self, worker: WorkerProcess, end: Exit) -> None:
+        worker.read_all()
+        how = f"ended with exit code {end.code}"
+        if end.signal is not None:
+            how = f"was killed by {signal.Signals(end.signal).name}"
+        self._settle(self.failed(f"the test's process {how}"))
 
     def _settle(self, tested: Tested) -> None:
         if not self.heard.done():
             self.heard.set_result(tested)
 
 
-async def _end(standby: Standby) -> None:
-    """Kill it, and wait until it is gone, unless it will not go."""
-    process = standby.process
+async def _end(worker: WorkerProcess) -> None:
+    """Kill a process and wait until it is gone, within a limit."""
+    process = worker.process
     assert process is not None
     gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def exited(end: Exit) -> None:
-        standby.close()
+        worker.close()
         if not gone.done():
             gone.set_result(None)
 
     if process.exit is not None:
-        standby.close()
+        worker.close()
         return
     process.on_exit = exited
     process.send(signal.SIGKILL)
     await asyncio.wait([gone], timeout=END_LIMIT_S)
-
-
-def _how(end: Exit) -> str:
-    if end.signal is None:
-        return f"ended with exit code {end.code}"
-    return f"was killed by {signal.Signals(end.signal).name}"
 
 
 def _result(order: TestNode, tested: Tested) -> TestResult:

@@ -1,8 +1,9 @@
-"""What is still to be said to a worker.
+"""Buffers what is to be sent to a worker.
 
-A worker reads its control socket only while its script waits for an answer, and a script may hang or
-be stopped at any time. The agent must never wait for one: what the socket does not take at once is
-kept here and written when it can be, and a worker that lets too much pile up is not spoken to again.
+A worker reads its control socket only while its script waits for an answer, and a script may hang
+or be stopped at any time. The agent must never block on one: what the socket does not take at once
+is buffered here and written when it can be, and a worker that lets too much accumulate gets nothing
+more.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from collections.abc import Iterable
 MAX_UNSENT_BYTES = 4 << 20
 
 
-class Mailbox:
+class Outbox:
+    """Packets that a worker has yet to receive."""
+
     def __init__(self, control: socket.socket, most_bytes: int | None = MAX_UNSENT_BYTES) -> None:
         self._control = control
         self._most_bytes = most_bytes
@@ -24,7 +27,7 @@ class Mailbox:
         self._writing = False
 
     def put(self, packets: Iterable[bytes]) -> bool:
-        """Send these as soon as possible; False when there is too much already."""
+        """Send packets as soon as possible; return False if too much is unsent."""
         for packet in packets:
             self._unsent.append(packet)
             self._size_bytes += len(packet)
@@ -34,7 +37,7 @@ class Mailbox:
         return True
 
     def close(self) -> None:
-        """Forget what was not sent. To be called before the socket is closed."""
+        """Drop what was not sent. Call it before the socket is closed."""
         self._unsent.clear()
         self._size_bytes = 0
         self._watch(False)
@@ -47,7 +50,7 @@ class Mailbox:
         except BlockingIOError:
             self._watch(True)
             return
-        except OSError:  # It is gone; its pidfd will say so.
+        except OSError:  # The worker is gone; its pidfd will say so.
             self._unsent.clear()
             self._size_bytes = 0
         self._watch(False)

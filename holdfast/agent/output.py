@@ -1,7 +1,7 @@
-"""What the ranks print: whole into their logs, line by line onto the terminal.
+"""Takes what the ranks print: all of it into their logs, line by line onto the terminal.
 
 A worker writes into pipes and the agent writes the file, so a full disk costs log lines and not the
-training; and the terminal has a thread of its own, so that one which does not read (a paused pager)
+training; and the terminal has a thread of its own, so that one that does not read (a paused pager)
 stops neither the ranks nor their repair. What the terminal misses is still in the log.
 """
 
@@ -26,12 +26,12 @@ LONGEST_LINE = 1 << 16
 CONSOLE_BYTES = 8 << 20
 TAIL_BYTES = 4096
 DRAIN_READS = 32
-"""More than a pipe can hold, so that a drain takes what is there and then ends."""
+"""More than a pipe can hold, so that a drain takes all that is there and then ends."""
 OUT, ERR = 1, 2
 
 
 class Console:
-    """Writes to our own stdout and stderr without ever making the caller wait."""
+    """Writes to the agent's own stdout and stderr without ever blocking the caller."""
 
     def __init__(self) -> None:
         self._queue: deque[tuple[int, bytes]] = deque()
@@ -53,7 +53,7 @@ class Console:
 
     def _mention_dropped(self) -> None:
         if self._dropped:
-            note = f"[holdfast] {self._dropped} bytes not shown here; they are in the logs\n"
+            note = f"[holdfast] {self._dropped} bytes not shown here; the logs have them\n"
             self._append(2, note.encode())
             self._dropped = 0
 
@@ -62,7 +62,7 @@ class Console:
         self._queued_bytes += len(data)
 
     def close(self, limit_s: float) -> None:
-        """Show what is still queued, unless the terminal does not take it in that time."""
+        """Write what is still queued, within a limit."""
         with self._wake:
             self._mention_dropped()
             self._closing = True
@@ -80,7 +80,7 @@ class Console:
             try:
                 _write_all(fd, data)
             except OSError:
-                pass  # Nobody is there to read it any more; the log has it.
+                pass  # The terminal is gone; the log has it.
             with self._wake:
                 self._queued_bytes -= len(data)
 
@@ -90,12 +90,12 @@ def _write_all(fd: int, data: bytes) -> None:
     while view:
         try:
             view = view[os.write(fd, view) :]
-        except BlockingIOError:  # A terminal that somebody else made non-blocking.
+        except BlockingIOError:  # Another process made the terminal non-blocking.
             select.select([], [fd], [])
 
 
 class LogFile:
-    """A rank's log. A disk that is full is mentioned once and tried again with each write."""
+    """A rank's log. A full disk is logged once and tried again with each write."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -112,7 +112,7 @@ class LogFile:
                 self._fd = os.open(self.path, flags, 0o600)
             if self._lost:
                 _write_all(self._fd, f"\n[holdfast] {self._lost} bytes lost here\n".encode())
-                log.warning("%s can be written again; %d bytes are missing", self.path, self._lost)
+                log.warning("%s can be written again; %d bytes were lost", self.path, self._lost)
                 self._lost = 0
             _write_all(self._fd, data)
         except OSError as error:
@@ -127,16 +127,16 @@ class LogFile:
 
 
 LineReader = Callable[[list[bytes]], None]
-"""Gets the whole lines of a stream, without their ends."""
+"""Takes complete lines, without their ends."""
 
 
 def onto(console: Console, fd: int, prefix: bytes) -> LineReader:
-    """Show lines on the terminal, each with the rank's prefix."""
+    """Return a reader that shows lines on the terminal with the rank's prefix."""
     return lambda lines: console.write(fd, b"".join(prefix + line + b"\n" for line in lines))
 
 
 def matching_into(log_file: LogFile, texts: Sequence[bytes]) -> LineReader:
-    """Copy lines that have one of the texts in them to a file of their own."""
+    """Return a reader that copies lines with one of the texts to a file of their own."""
 
     def copy(lines: list[bytes]) -> None:
         found = [line for line in lines if any(text in line for text in texts)]
@@ -146,7 +146,7 @@ def matching_into(log_file: LogFile, texts: Sequence[bytes]) -> LineReader:
     return copy
 
 
-class Stream:
+class RankPipe:
     """One pipe of one rank: stdout or stderr."""
 
     def __init__(self, log_file: LogFile, readers: Sequence[LineReader]) -> None:
@@ -156,10 +156,6 @@ class Stream:
         self._reader, self.writer = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._reader, False)
         asyncio.get_running_loop().add_reader(self._reader, self._read)
-
-    def handed_over(self) -> None:
-        """The worker has its end; ours would keep the pipe open for ever."""
-        os.close(self.writer)
 
     def _read(self) -> bool:
         try:
@@ -175,7 +171,7 @@ class Stream:
         return True
 
     def _split(self, data: bytes) -> None:
-        """Pass whole lines on; a line without end goes in pieces, it is never kept whole."""
+        """Pass complete lines on; an overlong line is passed on in pieces."""
         self._line += data
         *lines, rest = bytes(self._line).split(b"\n")
         self._line = bytearray(rest)
@@ -190,7 +186,7 @@ class Stream:
             read(lines)
 
     def drain(self) -> None:
-        """Take what is in the pipe now; a grandchild may hold it open for ever."""
+        """Take what is in the pipe now; a grandchild may keep it open for ever."""
         for _ in range(DRAIN_READS):
             if self._reader < 0 or not self._read():
                 return
@@ -221,7 +217,7 @@ class Output:
     ) -> None:
         self.log = LogFile(path)
         self._files = [self.log]
-        streams = []
+        self._pipes: list[RankPipe] = []
         for fd, name in ((1, "stdout"), (2, "stderr")):
             readers: list[LineReader] = []
             console, texts = consoles[fd - 1], filters[fd - 1]
@@ -230,23 +226,24 @@ class Output:
             if texts:
                 self._files.append(LogFile(path.with_name(f"filtered_{name}.log")))
                 readers.append(matching_into(self._files[-1], [text.encode() for text in texts]))
-            streams.append(Stream(self.log, readers))
-        self._out, self._err = streams
+            self._pipes.append(RankPipe(self.log, readers))
 
-    def writers(self) -> tuple[int, int]:
-        return self._out.writer, self._err.writer
+    def writers(self) -> list[int]:
+        """Return the writing ends, for the worker's stdout and stderr."""
+        return [pipe.writer for pipe in self._pipes]
 
     def handed_over(self) -> None:
-        self._out.handed_over()
-        self._err.handed_over()
+        """Close the writing ends, now that the worker has them."""
+        for writer in self.writers():
+            os.close(writer)
 
     def drain(self) -> None:
-        self._out.drain()
-        self._err.drain()
+        for pipe in self._pipes:
+            pipe.drain()
 
     def close(self) -> None:
-        self._out.close()
-        self._err.close()
+        for pipe in self._pipes:
+            pipe.close()
         for file in self._files:
             file.close()
 
@@ -257,7 +254,7 @@ class Output:
 def rank_output(
     settings: RunSettings, console: Console, path: Path, rank: int, local_rank: int
 ) -> Output:
-    """What a rank prints: into its log, and onto the terminal as far as the user wants to see it."""
+    """Create a rank's output: to its log, and to the terminal as far as the user wants."""
     terminal = settings.terminal
     shown = OUT | ERR
     shown &= ~terminal.redirects.get(local_rank, 0) | terminal.tee.get(local_rank, 0)

@@ -1,20 +1,34 @@
-"""Processes of the node: how they are started, watched and ended.
+"""Starts, watches and ends the processes of a node.
 
-A process is watched by its pidfd, which the event loop wakes up for the moment the process is gone;
-nothing is polled. Each worker leads a process group of its own, and the agent adopts orphans, so even
-a daemon that a script forked off twice can be found and ended with the round it came from.
+A process is watched by its pidfd, which wakes the event loop the moment the process is gone;
+nothing is polled. Each worker leads a process group of its own, and the agent adopts orphans, so
+even a daemon that a script forked twice can be found and ended with the round it came from.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
+import socket
 import subprocess
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from holdfast import kernel
+import msgspec
+
+from holdfast import kernel, proc
+from holdfast.agent.outbox import Outbox
+from holdfast.messages.local import PACKET_BYTES, Assign, FromWorker, ScriptReply, Standing, Test
+from holdfast.shm.rank_page import RankPage, create_page
+from holdfast.wire.packets import Joiner, packets_of
+
+log = logging.getLogger("holdfast.agent")
+
+_encoder = msgspec.msgpack.Encoder()
+_from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
 
 
 @dataclass(frozen=True)
@@ -38,7 +52,7 @@ class Process:
         asyncio.get_running_loop().add_reader(self._pidfd, self._reap)
 
     def send(self, number: signal.Signals) -> None:
-        """Signal it; nothing happens if it is gone."""
+        """Send a signal; nothing happens if the process is gone."""
         if self.exit is not None:
             return
         try:
@@ -51,7 +65,7 @@ class Process:
         if info is None:
             return
         if self._leads_group:
-            # While it is a zombie its number cannot be anybody else's: end the rest of its group.
+            # While it is a zombie its pid cannot be reused: end the rest of its group.
             try:
                 os.killpg(self.pid, signal.SIGKILL)
             except (ProcessLookupError, PermissionError):
@@ -64,17 +78,9 @@ class Process:
         self.exit = Exit(code=info.si_status) if by_itself else Exit(signal=info.si_status)
         self.on_exit(self.exit)
 
-    def minds_sigterm(self) -> str:
-        """What SIGTERM does to it: "dies", "handles" or "ignores"."""
-        try:
-            with open(f"/proc/{self.pid}/status") as status:
-                masks = dict(line.split(":", 1) for line in status if line.startswith("Sig"))
-        except (FileNotFoundError, ProcessLookupError):
-            return "dies"
-        bit = 1 << (signal.SIGTERM - 1)
-        if int(masks["SigIgn"], 16) & bit or int(masks["SigBlk"], 16) & bit:
-            return "ignores"
-        return "handles" if int(masks["SigCgt"], 16) & bit else "dies"
+    def reaction_to_sigterm(self) -> proc.Reaction:
+        """Return what SIGTERM would do to it."""
+        return proc.reaction_to(self.pid, signal.SIGTERM)
 
 
 def spawn(
@@ -83,7 +89,7 @@ def spawn(
     fds: Collection[int] = (),
     stdio: Sequence[int | None] = (None, None, None),
 ) -> int:
-    """Start a command that leads its own group and dies with this agent."""
+    """Start a command that leads its own group and dies with this agent; return its pid."""
     agent = os.getpid()
 
     def prepare() -> None:
@@ -102,22 +108,22 @@ def spawn(
         stderr=stdio[2],
         preexec_fn=prepare,
     )
-    child.returncode = 0  # It is ours to wait for, by its pidfd; Popen shall not.
+    child.returncode = 0  # Its pidfd is waited for; Popen must not wait.
     return child.pid
 
 
 class ProcessTable:
-    """Every process that this agent knows; whatever else it is the parent of is a stray.
+    """Every process that this agent knows; its other children are strays that a script left behind.
 
-    A process that the nursery has just forked is ours before we have heard of it. It is told from a
-    stray by its process group: it stays in the nursery's until it is given a rank.
+    A process that the nursery has just forked is a child before the agent has heard of it. Its
+    process group tells it from a stray: it stays in the nursery's group until it gets a rank.
     """
 
     def __init__(self) -> None:
         self._known: dict[int, Process] = {}
         self._nursery_group = 0
         self.spared: Callable[[], Collection[int]] = tuple
-        """Further processes that are nobody's leftovers."""
+        """Returns further processes that are no strays."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap_strays)
 
     def watch(self, pid: int, leads_group: bool = True) -> Process:
@@ -132,7 +138,7 @@ class ProcessTable:
         del self._known[process.pid]
 
     def end_strays(self) -> int:
-        """Kill what scripts left behind; how many there were."""
+        """Kill what scripts left behind; return how many there were."""
         ended = 0
         while strays := self._strays():
             for pid in strays:
@@ -145,7 +151,7 @@ class ProcessTable:
         return ended
 
     def _reap_strays(self) -> None:
-        """Take note of orphans that ended by themselves, so that none stays a zombie."""
+        """Reap orphans that ended by themselves, so that none stays a zombie."""
         for pid in self._strays():
             try:
                 os.waitpid(pid, os.WNOHANG)
@@ -163,3 +169,87 @@ def _group_of(pid: int) -> int:
         return os.getpgid(pid)
     except ProcessLookupError:
         return -1
+
+
+class WorkerProcess:
+    """A process with its control socket and rank page: a standby, then the process of a rank."""
+
+    def __init__(self, control: socket.socket, page_fd: int, warm: bool) -> None:
+        self.control = control
+        self.page = RankPage(page_fd)
+        self.warm = warm
+        self.rehearsed = False
+        self.process: Process | None = None
+        self.hear: Callable[[FromWorker], None] = self._hear_standby
+        self._outbox = Outbox(control)
+        self._joiner = Joiner()
+        control.setblocking(False)
+        asyncio.get_running_loop().add_reader(control.fileno(), self._read)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid if self.process is not None else 0
+
+    def order(self, message: Assign | Test, fds: Sequence[int]) -> None:
+        """Make it a rank, or have it test the node: it is no standby after that."""
+        try:
+            socket.send_fds(self.control, [_encoder.encode(message)], list(fds))
+        except OSError:  # Its pidfd tells that it died.
+            log.debug("process %d died before it got its rank", self.pid)
+
+    def reply(self, message: ScriptReply) -> None:
+        """Answer its script; one that does not read its answers gets no more."""
+        if self.control.fileno() >= 0 and not self._outbox.put(packets_of(message)):
+            log.warning("process %d does not read its answers; it gets no more of them", self.pid)
+            self._stop_reading()
+
+    def read_all(self) -> None:
+        """Take what it still said before it died."""
+        while self.control.fileno() >= 0 and self._read():
+            pass
+
+    def close(self) -> None:
+        self.read_all()
+        self._stop_reading()
+        self.page.close()
+
+    def _read(self) -> bool:
+        try:
+            packet = self.control.recv(PACKET_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError:
+            packet = b""
+        if not packet:
+            self._stop_reading()
+            return False
+        try:
+            message = self._joiner.message(packet, _from_worker.decode)
+            if message is not None:
+                self.hear(message)
+        except msgspec.DecodeError as error:
+            log.warning("process %d sent an invalid message: %s", self.pid, error)
+        return True
+
+    def _stop_reading(self) -> None:
+        """Close the socket. A script may do so and live on: the process is watched, not the
+        socket."""
+        if self.control.fileno() >= 0:
+            self._outbox.close()
+            asyncio.get_running_loop().remove_reader(self.control.fileno())
+            self.control.close()
+
+    def _hear_standby(self, message: FromWorker) -> None:
+        self.rehearsed = isinstance(message, Standing)
+
+
+@contextmanager
+def both_ends(warm: bool) -> Iterator[tuple[WorkerProcess, list[int]]]:
+    """Yield the agent's end of a new process and the descriptors for its own, closed on exit."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    page_fd = create_page()
+    try:
+        yield WorkerProcess(ours, page_fd, warm), [theirs.fileno(), page_fd]
+    finally:
+        theirs.close()
+        os.close(page_fd)

@@ -1,12 +1,12 @@
-"""Carries what the node's scripts ask to the coordinator, and the answers back.
+"""Forwards the requests of this node's scripts to the coordinator, and the answers back.
 
-A worker does not know its round: the agent says for whom it asks, so nobody can ask in another's name
-or for a round that is over. A request stays here until it is answered. The stream sends again what
-the coordinator does not have; what it has, but did not answer before the stream broke, is asked again
-when there is a new stream.
+A worker does not know its round: the agent fills in rank and round, so no script can ask in
+another's name or for a round that is over. A request stays here until it is answered. The stream
+resends what the coordinator has not acknowledged; what it acknowledged but did not answer before
+the stream broke is sent again on the new stream.
 
-Values may be large. Only a few requests that carry one, or may be answered with one, are on their way
-at a time, so that neither end of the stream has to keep more than a few of them.
+Values may be large. Only a few requests that carry one, or may be answered with one, are in flight
+at a time, so that neither end of the stream has to buffer more than a few of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from holdfast.clock import JobClock
 from holdfast.messages.actions import Answered
 from holdfast.messages.events import AnyEvent, Asked, ExcludeAsked, StopAsked
-from holdfast.messages.local import Ask, Reply
+from holdfast.messages.local import Ask, ScriptReply
 from holdfast.messages.requests import (
     LARGE_AT_ONCE,
     AnyAnswer,
@@ -31,24 +31,24 @@ from holdfast.messages.requests import (
 from holdfast.messages.units import NodeId, Rank, RoundNumber
 
 Place = tuple[Rank, int]
-"""A rank and its lane: whoever asks there waits for the answer before asking again."""
+"""A rank and its lane, on which one request at a time waits for its answer."""
 
 
 @dataclass
-class Courier:
+class ScriptRequests:
     node: NodeId
     clock: JobClock
     report: Callable[[AnyEvent], None]
-    reply: Callable[[Rank, Reply], None]
-    """Say it to that rank's worker, if it is still there."""
+    reply: Callable[[Rank, ScriptReply], None]
+    """Answers a rank's script, if its worker is still there."""
     _open: dict[Place, Asked] = field(default_factory=dict)
     _large: set[Place] = field(default_factory=set)
-    """Large ones that are on their way."""
+    """Large requests that are in flight."""
     _queue: deque[Asked] = field(default_factory=deque)
-    """Large ones that have to wait; each may have been forgotten meanwhile."""
+    """Large requests that wait; some may have been forgotten since."""
 
     def ask(self, round: RoundNumber, rank: Rank, message: Ask) -> None:
-        """A worker wants to know something."""
+        """Forward a worker's request."""
         at, node, request = self.clock.now(), self.node, message.request
         if isinstance(request, ExcludeNode):
             reason = request.reason
@@ -61,7 +61,7 @@ class Courier:
             self.report(event)
             self._reply(rank, message.lane, message.number, Granted())
             return
-        assert not isinstance(request, LocateImage), "the agent itself answers it"
+        assert not isinstance(request, LocateImage), "the agent answers it itself"
         asked = Asked(
             at=at,
             node=node,
@@ -79,7 +79,7 @@ class Courier:
             self.report(asked)
 
     def answered(self, action: Answered) -> None:
-        """The coordinator answers; an answer that came already, or to another round, is nothing."""
+        """Pass on an answer; a repeated one, or one to another round, is ignored."""
         place = (action.rank, action.lane)
         asked = self._open.get(place)
         if asked is None or (asked.round, asked.number) != (action.round, action.number):
@@ -89,14 +89,14 @@ class Courier:
         self._send_large()
 
     def ask_again(self, sent: Collection[AnyEvent]) -> None:
-        """There is a new stream, on which these were sent: ask what else was not answered."""
-        on_their_way = {id(event) for event in sent} | {id(asked) for asked in self._queue}
+        """Send unanswered requests again on a new stream, besides the events already sent on it."""
+        in_flight = {id(event) for event in sent} | {id(asked) for asked in self._queue}
         for asked in list(self._open.values()):
-            if id(asked) not in on_their_way:
+            if id(asked) not in in_flight:
                 self.report(asked)
 
     def forget(self, rank: Rank) -> None:
-        """That rank's worker is gone."""
+        """Drop the requests of a worker that is gone."""
         for place in [place for place in self._open if place[0] == rank]:
             self._close(place)
         self._send_large()
@@ -114,4 +114,4 @@ class Courier:
                 self.report(asked)
 
     def _reply(self, rank: Rank, lane: int, number: int, answer: AnyAnswer) -> None:
-        self.reply(rank, Reply(lane=lane, number=number, answer=answer))
+        self.reply(rank, ScriptReply(lane=lane, number=number, answer=answer))

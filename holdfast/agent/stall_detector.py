@@ -1,42 +1,47 @@
-"""Sees when a rank stands still for longer than it should.
+"""Detects ranks that show no progress for longer than they should.
 
-It looks at each worker's vitals shortly after the moment at which its deadline would pass, and at
-least once a second; nothing is asked of the worker, which may not be able to answer. How long it may
-stand still is decided by `core.hangs.deadlines`, from what ranks of this and earlier rounds
-were seen to do. What it means for the job is for the coordinator to decide.
+The detector reads each worker's vital signs shortly after the moment its deadline would pass, and
+at least once a second; nothing is asked of the worker, which may be unable to answer.
+`core.hangs.deadlines` sets the deadlines, from what ranks of this and earlier rounds were seen to
+do. What a stall means for the job is for the coordinator to decide.
 
-A rank is in one or more of: its first step, a phase of a step, sections. Each has a deadline, and the
-one whose time is up first decides. A section of the training thread takes the place of the phase,
-unless steps are finished within it: then it is one around the training.
+A rank is in one or more of: its first step, a phase of a step, sections. Each has a deadline, and
+the one that passes first decides. A section of the training thread replaces the phase, unless steps
+finish within it: then it surrounds the training.
 
-When this agent itself did not get its turn (the machine was suspended, or starved), nothing that it
-sees then says anything about its ranks: they get their time again.
+How a stalled rank stands (`StallKind`) is seen from within, by its vital signs, and from outside:
+the kernel knows whether the process is stopped, and what its training thread did since the last
+look. So a backward pass that computes is told from one that waits for the others' gradients, and a
+save to slow storage from a rank that does nothing: it moves bytes now and then, or it waits in
+state D.
+
+When the agent itself did not run (the machine was suspended, or starved), nothing that it sees then
+says anything about its ranks: their deadlines start again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 from msgspec.structs import replace
 
-from holdfast.agent import stall_kinds as stance
-from holdfast.agent.stall_kinds import Effort, Lately
-from holdfast.core.hangs.deadlines import FIRST_STEP, HANG_BASE_S, Deadline, HangLimits
-from holdfast.messages.hangs import HangTerms, Paces, Stall
+from holdfast import proc
+from holdfast.core.hangs.deadlines import HANG_BASE_S, OLD_BEAT_S, Deadline, HangLimits
+from holdfast.messages.hangs import FIRST_STEP, LINES, HangTerms, Paces, Stall, StallKind
 from holdfast.messages.records import Part
 from holdfast.messages.timings import RankTimings, Timing
 from holdfast.messages.units import Rank
+from holdfast.proc import Effort
 from holdfast.shm.vital_signs import (
     ALSO_IN_FORWARD,
     LEFT_OUT,
     PHASES,
     WITH_GRADIENTS,
-    Open,
+    OpenSection,
     Signs,
     Times,
     Vitals,
@@ -46,54 +51,95 @@ from holdfast.shm.vital_signs import (
 LOOK_EVERY_S = 1.0
 LOOK_SOONEST_S = 0.05
 LOOK_AGAIN_S = 0.25
-"""At a rank that is past its deadline."""
+"""Interval between looks at a stalled rank."""
 LATE_S = 1.0
-"""An agent whose turn comes so much too late was not running."""
+"""A timer this late means that the agent was not running."""
 REPEAT_S = 2.0
 REPEAT_MOST_S = 60.0
-"""Who stands still is told again now and then: the others may have ended meanwhile."""
-NEWS = 1.2
-"""A longest time is told again when it has grown by that factor."""
+"""Unchanged stalls are reported again at growing intervals: other ranks may have ended since."""
+NEWS_FACTOR = 1.2
+"""A longest duration is reported again when it has grown by this factor."""
+BUSY_CODES: Final = 3
+"""A thread seen in this many code objects since its last mark is not stuck in one."""
+BUSY_SHARE: Final = 0.5
+ROOTED_S: Final = 1.0
+"""A thread seen at one line for this long stands there."""
 WAITING = {
     LEFT_OUT: frozenset({"step", "between"}),
     WITH_GRADIENTS: frozenset({"step", "between", "backward", "optimizer"}),
     ALSO_IN_FORWARD: frozenset({"step", "between", "backward", "optimizer", "forward"}),
 }
-"""Phases in whose times ranks may have waited for each other."""
+"""Phases whose durations may include waits for other ranks."""
 
 
-class Timer(Protocol):
-    def cancel(self) -> None: ...
-
-
-class Outside(Protocol):
-    """What a watch sees of the world, besides vitals."""
+class System(Protocol):
+    """What the detector needs besides vital signs: a monotonic clock, timers, and the kernel's
+    view."""
 
     def now(self) -> float: ...
-    def later(self, delay_s: float, act: Callable[[], None]) -> Timer: ...
-    def state(self, pid: int) -> str: ...
+    def call_later(self, delay_s: float, act: Callable[[], None]) -> asyncio.TimerHandle: ...
+    def process_state(self, pid: int) -> str: ...
     def effort(self, pid: int, thread: int) -> Effort: ...
 
 
-class World:
-    """The real one."""
+class KernelSystem:
+    """The event loop's clock, and real processes."""
 
     def now(self) -> float:
-        return time.monotonic()
+        return asyncio.get_running_loop().time()
 
-    def later(self, delay_s: float, act: Callable[[], None]) -> Timer:
+    def call_later(self, delay_s: float, act: Callable[[], None]) -> asyncio.TimerHandle:
         return asyncio.get_running_loop().call_later(delay_s, act)
 
-    def state(self, pid: int) -> str:
-        return stance.process_state(pid)
+    process_state = staticmethod(proc.process_state)
+    effort = staticmethod(proc.effort)
 
-    def effort(self, pid: int, thread: int) -> Effort:
-        return stance.effort(pid, thread)
+
+# ---- how a rank stands still ----
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What a thread did since the last look at it."""
+
+    cpu_share: float = 0.0
+    moved: bool = False
+    """Whether it read or wrote since the last look, or in the later half of its silence."""
+
+
+def stall_kind(state: str, signs: Signs, did: Activity, now: float, for_s: float) -> StallKind:
+    """Classify a rank that made no progress for `for_s` seconds."""
+    if state == "T":
+        return "stopped"
+    if state in ("t", "D"):
+        return "busy"  # A debugger holds it, or storage does not answer.
+    if now - signs.beat_at > max(OLD_BEAT_S, for_s / 2):
+        return "gil"
+    computes = signs.in_backward and did.cpu_share > BUSY_SHARE
+    if signs.waits and not computes and _is_rooted(signs, now):
+        return "waits"
+    busy = signs.waits or did.moved or signs.codes >= BUSY_CODES
+    return "busy" if busy else "still"
+
+
+def _place(signs: Signs, now: float) -> int:
+    """Return where a still rank stands (see `Stall.place`)."""
+    if _is_rooted(signs, now):
+        return signs.place
+    return signs.place // LINES * LINES if signs.codes == 1 else 0
+
+
+def _is_rooted(signs: Signs, now: float) -> bool:
+    """Return whether the training thread was seen at one and the same line for a while."""
+    return now - signs.place_at > ROOTED_S
+
+
+# ---- what is watched ----
 
 
 @dataclass
-class Watched:
-    """One worker, as far as its standing still is concerned."""
+class WatchedRank:
+    """A worker, and what was seen of it so far."""
 
     rank: Rank
     pid: int
@@ -101,104 +147,123 @@ class Watched:
     began_at: float
     stepped: bool = False
     stopped_at: float | None = None
-    """When it was first seen to be stopped, if it still is."""
+    """When it was first seen stopped, if it still is."""
     looked_at: float = 0.0
     effort: Effort = field(default_factory=Effort)
-    """How much it had done when it was last looked at."""
+    """What it had done at the last look."""
     moved_at: float = 0.0
     """When it was last seen to read or write between two marks."""
-    counts: dict[str, int] = field(default_factory=dict)
-    """Of each phase, how many had ended when its timings were last told."""
-    own_counts: dict[str, int] = field(default_factory=dict)
-    """The same of what they took the rank itself."""
+    reported: dict[str, int] = field(default_factory=dict)
+    """Count of each phase when its timings were last reported."""
+    own_reported: dict[str, int] = field(default_factory=dict)
+    """The same for the own work of phases."""
 
-    def news(self) -> list[tuple[str, int, float]]:
-        """What ended since the last time: how often, and how long it took in the median; the rank
-        itself where that is known, which on a device is looked at only now and then."""
+    def activity(self, signs: Signs, effort: Effort, now: float) -> Activity:
+        """Return what the training thread did since the last look, which this is from now on."""
+        before, since = self.effort, self.looked_at
+        self.effort, self.looked_at = effort, now
+        share = (effort.cpu_s - before.cpu_s) / (now - since) if now > since else 0.0
+        moved = effort.moved_bytes > before.moved_bytes
+        if moved and since >= signs.mark_at:
+            self.moved_at = now
+        return Activity(share, moved or self.moved_at > (signs.mark_at + now) / 2)
+
+    def timings(self) -> tuple[Timing, ...]:
+        """Return what its steps consisted of since the last call: counts and median durations; of
+        own work where that is timed, which on a GPU happens only now and then."""
         found = []
         own = self.vitals.own_times()
-        fresh_own = _fresh(own, self.own_counts)
+        fresh_own = _fresh(own, self.own_reported)
         times = self.vitals.times()
-        for name, fresh in _fresh(times, self.counts).items():
-            latest = times[name].latest_s[-fresh:]
+        waiting = WAITING[self.vitals.waiting]
+        for name, count in _fresh(times, self.reported).items():
+            latest = times[name].latest_s[-count:]
             if name in own:
-                looked = fresh_own.get(name, 0)
-                latest = own[name].latest_s[-looked:] if looked else ()
+                timed = fresh_own.get(name, 0)
+                latest = own[name].latest_s[-timed:] if timed else ()
             if latest and name != "start":
-                found.append((name, fresh, statistics.median(latest)))
-        return found
+                median_s = statistics.median(latest)
+                timing = Timing(
+                    section=name,
+                    count=count,
+                    median_s=median_s,
+                    total_s=median_s * count,
+                    waits=name in waiting,
+                )
+                found.append(timing)
+        return tuple(found)
 
 
-def _fresh(times: Mapping[str, Times], told: dict[str, int]) -> dict[str, int]:
-    """Of what there is more than was told, how much; it is told with this."""
-    fresh = {name: one.count - told.get(name, 0) for name, one in times.items()}
-    told.update({name: one.count for name, one in times.items()})
+def _fresh(times: Mapping[str, Times], reported: dict[str, int]) -> dict[str, int]:
+    """Return how many durations of each name are new, and count them as reported."""
+    fresh = {name: one.count - reported.get(name, 0) for name, one in times.items()}
+    reported.update({name: one.count for name, one in times.items()})
     return {name: count for name, count in fresh.items() if count > 0}
 
 
 @dataclass(frozen=True)
 class Due:
-    """Something that a rank is in, and when its time is up."""
+    """Something that a rank is in, and its deadline."""
 
     where: str
     since: float
     deadline: Deadline
     own: bool = True
-    """It is the training thread that is in it."""
-
-    @property
-    def at(self) -> float:
-        return self.since + self.deadline.limit_s
+    """Whether the training thread is in it."""
 
 
-class Watch:
+class StallDetector:
+    """Watches the ranks of one node; `report` gets the stalled ones whenever that changes."""
+
     def __init__(
         self,
         terms: HangTerms,
         report: Callable[[tuple[Stall, ...]], None],
-        outside: Outside | None = None,
+        system: System | None = None,
     ) -> None:
         named = {section_name(name): s for name, s in terms.rank_section_timeouts.items()}
         self._terms = replace(terms, rank_section_timeouts=named)
         self._report = report
-        self._outside = outside or World()
+        self._system = system or KernelSystem()
         self._limits = HangLimits(self._terms, Paces(), {})
-        self._watched: dict[Rank, Watched] = {}
-        self._told: tuple[Stall, ...] = ()
-        self._told_at = 0.0
+        self._watched: dict[Rank, WatchedRank] = {}
+        self._reported: tuple[Stall, ...] = ()
+        self._reported_at = 0.0
         self._repeat_s = REPEAT_S
-        self._told_longest: dict[str, float] = {}
-        self._first_s = 0.0
-        """The longest that a rank took to its first step."""
-        self._timer: Timer | None = None
+        self._reported_longest: dict[str, float] = {}
+        self._first_step_s = 0.0
+        """Longest time that a rank took to its first step."""
+        self._timer: asyncio.TimerHandle | None = None
         self._due_at = 0.0
         self._not_before = 0.0
-        """Signs count as not older than that."""
+        """Signs count as not older than this."""
 
     def begin_round(self, part: Part) -> None:
+        """Take over what earlier rounds have learnt."""
         self.stop()
         self._limits = HangLimits(self._terms, part.paces, part.alarms)
 
     def add(self, rank: Rank, pid: int, vitals: Vitals) -> None:
-        now = self._outside.now()
-        self._watched[rank] = Watched(rank, pid, vitals, now, looked_at=now)
+        """Watch a rank from now on."""
+        now = self._system.now()
+        self._watched[rank] = WatchedRank(rank, pid, vitals, now, looked_at=now)
         if self._terms.detect and self._timer is None:
             self._look_at(now + LOOK_EVERY_S)
 
     def stepped(self, rank: Rank) -> None:
-        """It has finished its first step."""
-        if rank in self._watched:
-            one = self._watched[rank]
+        """Note that a rank finished its first step."""
+        if one := self._watched.get(rank):
             one.stepped = True
-            self._first_s = max(self._first_s, self._outside.now() - one.began_at)
+            self._first_step_s = max(self._first_step_s, self._system.now() - one.began_at)
 
     def remove(self, rank: Rank) -> None:
+        """Watch a rank no longer."""
         self._watched.pop(rank, None)
 
     def stop(self) -> None:
-        """Nobody is to be watched until the next round."""
+        """Watch nothing until the next round."""
         self._watched.clear()
-        self._told = ()
+        self._reported = ()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -207,68 +272,62 @@ class Watch:
 
     def _look_at(self, at: float) -> None:
         self._due_at = at
-        self._timer = self._outside.later(max(0.0, at - self._outside.now()), self._look)
+        self._timer = self._system.call_later(max(0.0, at - self._system.now()), self._look)
 
     def _look(self) -> None:
         self._timer = None
         if not self._watched:
             return
-        now = self._outside.now()
+        now = self._system.now()
         if now - self._due_at > LATE_S:
             self._not_before = now
         paces = self._paces()
-        stalls = []
-        soonest = now + LOOK_EVERY_S
-        for one in self._watched.values():
-            stall, due_at = self._judge(one, paces, now)
-            if stall is not None:
-                stalls.append(stall)
-            soonest = min(soonest, due_at)
-        self._tell(tuple(stalls), now)
+        looks = [self._judge(one, paces, now) for one in self._watched.values()]
+        self._tell(tuple(stall for stall, _ in looks if stall is not None), now)
         if self._watched:
+            soonest = min([now + LOOK_EVERY_S, *(due_at for _, due_at in looks)])
             self._look_at(max(soonest, now + LOOK_SOONEST_S))
 
-    def _judge(self, one: Watched, paces: Paces, now: float) -> tuple[Stall | None, float]:
-        """How it stands, and when to look again."""
+    def _judge(self, one: WatchedRank, paces: Paces, now: float) -> tuple[Stall | None, float]:
+        """Return the rank's stall, if it is stalled, and when to look again."""
         signs = one.vitals.read()
-        state, did = self._outside.state(one.pid), self._lately(one, signs, now)
-        due = min(self._dues(one, signs, paces), key=lambda due: due.at)
+        state = self._system.process_state(one.pid)
+        did = one.activity(signs, self._system.effort(one.pid, signs.thread), now)
+        dues = self._dues(one, signs, paces)
+        due = min(dues, key=lambda due: due.since + due.deadline.limit_s)
         since, limit_s = max(due.since, self._not_before), due.deadline.limit_s
         for_s = now - since
         if for_s > limit_s:
-            kind = stance.kind(state, signs, did, now, for_s) if due.own else "busy"
+            kind = stall_kind(state, signs, did, now, for_s) if due.own else "busy"
             overdue = for_s > due.deadline.overdue_s
-            place = stance.place(signs, now) if kind == "still" else 0
+            place = _place(signs, now) if kind == "still" else 0
             stall = Stall(one.rank, kind, due.where, for_s, limit_s, overdue, place)
             return stall, now + LOOK_AGAIN_S
-        return self._judge_stopped(one, state, due.where, since + limit_s, now)
-
-    def _judge_stopped(
-        self, one: Watched, state: str, where: str, due_at: float, now: float
-    ) -> tuple[Stall | None, float]:
-        """One that is stopped has no use for the time that it would have."""
         if state != "T":
             one.stopped_at = None
-            return None, due_at
+            return None, since + limit_s
+        # A stopped process has no use for the rest of its deadline.
         one.stopped_at = max(one.stopped_at or now, self._not_before)
         for_s = now - one.stopped_at
         if for_s <= HANG_BASE_S:
-            return None, min(due_at, one.stopped_at + HANG_BASE_S)
-        return Stall(one.rank, "stopped", where, for_s, HANG_BASE_S), now + LOOK_AGAIN_S
+            return None, min(since + limit_s, one.stopped_at + HANG_BASE_S)
+        return Stall(one.rank, "stopped", due.where, for_s, HANG_BASE_S), now + LOOK_AGAIN_S
 
-    def _lately(self, one: Watched, signs: Signs, now: float) -> Lately:
-        before, since = one.effort, one.looked_at
-        one.effort, one.looked_at = self._outside.effort(one.pid, signs.thread), now
-        did = stance.lately(before, one.effort, now - since)
-        if did.moved and since >= signs.mark_at:
-            one.moved_at = now
-        moved = did.moved or one.moved_at > (signs.mark_at + now) / 2
-        return Lately(did.cpu_share, moved)
+    def _tell(self, stalls: tuple[Stall, ...], now: float) -> None:
+        """Report stalls when they have changed, and unchanged ones at growing intervals."""
+        if _gist(stalls) != _gist(self._reported):
+            self._repeat_s = REPEAT_S
+        elif not stalls or now - self._reported_at < self._repeat_s:
+            return
+        else:
+            self._repeat_s = min(REPEAT_MOST_S, 2 * self._repeat_s)
+        self._reported, self._reported_at = stalls, now
+        self._report(stalls)
 
     # ---- deadlines ----
 
-    def _dues(self, one: Watched, signs: Signs, paces: Paces) -> Iterator[Due]:
-        """All that it is in; never nothing."""
+    def _dues(self, one: WatchedRank, signs: Signs, paces: Paces) -> Iterator[Due]:
+        """Yield everything that the rank is in: at least one thing."""
         for section in signs.sections:
             yield self._section(section, signs, paces)
         own = [section for section in signs.sections if section.own]
@@ -277,44 +336,32 @@ class Watch:
         elif one.stepped and (not own or signs.step_at > own[-1].entered_at):
             yield self._phase(one, signs, paces)
 
-    def _section(self, section: Open, signs: Signs, paces: Paces) -> Due:
+    def _section(self, section: OpenSection, signs: Signs, paces: Paces) -> Due:
         name, entered_at = section.name, section.entered_at
         longest_s = paces.longest_s.get(name, 0.0)
         deadline = self._limits.in_section(name, paces.step_s, longest_s)
-        # As long as it is not known how long it takes, all is well while there are signs within it.
+        # While its usual duration is unknown, marks within it count as progress.
         since = entered_at if deadline.known else max(entered_at, signs.mark_at)
         return Due(name, since, deadline, section.own)
 
-    def _first_step(self, one: Watched, signs: Signs) -> Due:
-        deadline = self._limits.until_first_step()
-        since = one.began_at
+    def _first_step(self, one: WatchedRank, signs: Signs) -> Due:
+        deadline, since = self._limits.until_first_step(), one.began_at
         if self._terms.initial_rank_heartbeat_timeout is None:
             since = max(since, signs.mark_at)
         if not deadline.known:  # It may be a script that takes no steps at all.
             since = max(since, signs.place_at)
         return Due(FIRST_STEP, since, deadline)
 
-    def _phase(self, one: Watched, signs: Signs, paces: Paces) -> Due:
+    def _phase(self, one: WatchedRank, signs: Signs, paces: Paces) -> Due:
         own = one.vitals.times().get(signs.phase)
         longest_s = max(paces.longest_s.get(signs.phase, 0.0), own.longest_s if own else 0.0)
         deadline = self._limits.between_marks(signs.phase, paces.step_s, longest_s, signs.warm)
         return Due(signs.phase, max(signs.mark_at, one.began_at), deadline)
 
-    def _tell(self, stalls: tuple[Stall, ...], now: float) -> None:
-        """Say who stands still, when that has changed; and again, ever more seldom."""
-        if _gist(stalls) != _gist(self._told):
-            self._repeat_s = REPEAT_S
-        elif not stalls or now - self._told_at < self._repeat_s:
-            return
-        else:
-            self._repeat_s = min(REPEAT_MOST_S, 2 * self._repeat_s)
-        self._told, self._told_at = stalls, now
-        self._report(stalls)
-
-    # ---- telling how long things take ----
+    # ---- how long things take ----
 
     def _paces(self) -> Paces:
-        """How long things take on this node; what a rank took to warm up is left out."""
+        """Return the durations on this node, without those of warming up."""
         longest: dict[str, float] = {}
         steps: list[float] = []
         for one in self._watched.values():
@@ -327,40 +374,26 @@ class Watch:
         return Paces(statistics.median(steps) if steps else None, longest)
 
     def news(self) -> Paces | None:
-        """How long things take, if that is not known yet."""
+        """Return the durations that have grown since they were last reported."""
         paces = self._paces()
-        longest_s = paces.longest_s | ({FIRST_STEP: self._first_s} if self._first_s else {})
         fresh = {
             name: longest
-            for name, longest in longest_s.items()
-            if longest > NEWS * self._told_longest.get(name, 0.0)
+            for name, longest in {**paces.longest_s, FIRST_STEP: self._first_step_s}.items()
+            if longest > NEWS_FACTOR * self._reported_longest.get(name, 0.0)
         }
         if not fresh:
             return None
-        self._told_longest |= fresh
+        self._reported_longest |= fresh
         return Paces(paces.step_s, fresh)
 
     def timings(self) -> tuple[RankTimings, ...]:
-        """What the ranks' steps consisted of since the last time."""
-        found = []
-        for one in self._watched.values():
-            news = one.news()
-            if not one.vitals.warm:
-                continue  # Its first steps say nothing about its speed.
-            waiting = WAITING[one.vitals.waiting]
-            timings = [
-                Timing(
-                    section=name,
-                    count=count,
-                    median_s=median_s,
-                    total_s=median_s * count,
-                    waits=name in waiting,
-                )
-                for name, count, median_s in news
-            ]
-            if timings:
-                found.append(RankTimings(rank=one.rank, timings=tuple(timings)))
-        return tuple(found)
+        """Return what the steps of warm ranks consisted of since the last call."""
+        found = [(one.rank, one.vitals.warm, one.timings()) for one in self._watched.values()]
+        return tuple(
+            RankTimings(rank=rank, timings=timings)
+            for rank, warm, timings in found
+            if warm and timings
+        )
 
 
 def _gist(stalls: Iterable[Stall]) -> list[tuple[Rank, str, bool]]:

@@ -1,9 +1,9 @@
-"""Processes that wait for a rank.
+"""Keeps processes that wait for a rank.
 
-They are forked from one nursery (see `holdfast.worker.nursery`), which also provides the processes of
-the first round. After ranks were handed out the pool is filled again, but only once those ranks have
+They are forked from one nursery (see `holdfast.worker.nursery`), which also provides the processes
+of the first round. After ranks were assigned the pool is refilled, but only once those ranks have
 finished a step, and at the lowest priority: standbys never take time from the ranks they are for.
-Where there is nothing to preload (`--standby 0`), each rank gets a fresh process instead.
+Without a nursery (`--standby 0`), each rank gets a fresh process instead.
 """
 
 from __future__ import annotations
@@ -21,142 +21,48 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.agent.outbox import Mailbox
-from holdfast.agent.processes import Exit, Process, ProcessTable, spawn
-from holdfast.messages.local import (
-    NOT_FORKABLE,
-    PACKET_BYTES,
-    Assign,
-    Fork,
-    FromNursery,
-    FromWorker,
-    Local,
-    Reply,
-    Standing,
-    Test,
-    Warm,
+from holdfast import proc
+from holdfast.agent.orders import AgentOrders
+from holdfast.agent.processes import (
+    Exit,
+    Process,
+    ProcessTable,
+    WorkerProcess,
+    both_ends,
+    spawn,
 )
-from holdfast.shm.rank_page import ProgressPage, create_page
-from holdfast.wire.packets import Joiner, packets_of
+from holdfast.config.settings import RunSettings
+from holdfast.messages.local import NOT_FORKABLE, PACKET_BYTES, Fork, FromNursery, Local, Warm
 
 log = logging.getLogger("holdfast.agent")
 
 _encoder = msgspec.msgpack.Encoder()
 _from_nursery: msgspec.msgpack.Decoder[FromNursery] = msgspec.msgpack.Decoder(FromNursery)
-_from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
 
 NURSERY_TRIES = 3
 STANDBY_FLOOR_BYTES = 64 << 20
 MEMORY_SHARE = 0.25
-CAP_SYS_NICE = 1 << 23
-
-
-class Standby:
-    """A process, its control socket and its progress page. Once it has a rank, it is a worker."""
-
-    def __init__(self, control: socket.socket, page_fd: int, warm: bool) -> None:
-        self.control = control
-        self.page = ProgressPage(page_fd)
-        self.warm = warm
-        self.standing = False
-        self.process: Process | None = None
-        self.hear: Callable[[FromWorker], None] = self._hear_standing
-        self._mailbox = Mailbox(control)
-        self._joiner = Joiner()
-        control.setblocking(False)
-        asyncio.get_running_loop().add_reader(control.fileno(), self._read)
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid if self.process is not None else 0
-
-    def assign(self, message: Assign, fds: Sequence[int]) -> None:
-        """Make it a rank."""
-        self._order(message, fds)
-
-    def test(self, message: Test, fds: Sequence[int]) -> None:
-        """Have it test the node; it is no standby any more after that."""
-        self._order(message, fds)
-
-    def _order(self, message: Assign | Test, fds: Sequence[int]) -> None:
-        """If it died meanwhile, its pidfd will say so."""
-        try:
-            socket.send_fds(self.control, [_encoder.encode(message)], list(fds))
-        except OSError:
-            log.debug("process %d died before it got its rank", self.pid)
-
-    def reply(self, message: Reply) -> None:
-        """Answer its script; one that does not read its answers is left alone."""
-        if self.control.fileno() >= 0 and not self._mailbox.put(packets_of(message)):
-            log.warning("process %d does not read its answers; it gets no more", self.pid)
-            self._stop_reading()
-
-    def read_all(self) -> None:
-        """Hear what it still had to say before it died."""
-        while self.control.fileno() >= 0 and self._read():
-            pass
-
-    def close(self) -> None:
-        self.read_all()
-        self._stop_reading()
-        self.page.close()
-
-    def _read(self) -> bool:
-        try:
-            packet = self.control.recv(PACKET_BYTES)
-        except BlockingIOError:
-            return False
-        except OSError:
-            packet = b""
-        if not packet:
-            self._stop_reading()
-            return False
-        try:
-            message = self._joiner.message(packet, _from_worker.decode)
-            if message is not None:
-                self.hear(message)
-        except msgspec.DecodeError as error:
-            log.warning("process %d said something that is no message: %s", self.pid, error)
-        return True
-
-    def _stop_reading(self) -> None:
-        """A script may close its socket and live on: the process is watched, not the socket."""
-        if self.control.fileno() >= 0:
-            self._mailbox.close()
-            asyncio.get_running_loop().remove_reader(self.control.fileno())
-            self.control.close()
-
-    def _hear_standing(self, message: FromWorker) -> None:
-        self.standing = isinstance(message, Standing)
+CAP_SYS_NICE = 23
 
 
 @dataclass
-class _Order:
-    """A fork that was asked for: the process will have this socket and page."""
+class _PendingFork:
+    """A requested fork, and the socket and page that the process will have."""
 
-    standby: Standby
-    forked: asyncio.Future[Standby]
+    standby: WorkerProcess
+    forked: asyncio.Future[WorkerProcess]
 
 
 @dataclass
 class Pool:
     """All processes of this node that have no rank yet."""
 
+    orders: AgentOrders
     table: ProcessTable
-    command: Sequence[str]
-    """What their command line shows: the script and its arguments."""
     env: Mapping[str, str]
-    want: int
-    """How many standbys to keep; 0 means that there is no nursery at all."""
-    eager: bool
-    """Whether the first ranks wait for the imports, because they need them anyway."""
-    preload: Sequence[str]
-    first_path: str
-    """Where the script's own modules are, which `preload` may name."""
-    log_path: Path
     on_warm: Callable[[], None] = lambda: None
-    waiting: list[Standby] = field(default_factory=list)
-    _orders: deque[_Order] = field(default_factory=deque)
+    waiting: list[WorkerProcess] = field(default_factory=list)
+    _forks: deque[_PendingFork] = field(default_factory=deque)
     _adding: set[asyncio.Future[None]] = field(default_factory=set)
     _nursery: Process | None = None
     _socket: socket.socket | None = None
@@ -164,19 +70,27 @@ class Pool:
     _failures: int = 0
     _closed: bool = False
 
+    def __post_init__(self) -> None:
+        settings = self.orders.settings
+        self.want = settings.nproc if settings.standby is None else settings.standby
+        """Number of standbys to keep; 0 for no nursery at all."""
+        self._eager = self.orders.terms.node_check or _seems_to_use_torch(settings)
+        """Whether the first ranks wait for the nursery's imports, because they need them anyway."""
+        self._log_path = self.orders.logs / f"nursery-{os.getpid()}.log"
+
     @property
     def warm(self) -> bool:
-        """Whether a rank would start at once: there is nothing (more) to import."""
+        """Whether a rank would start at once: everything is imported, or nothing is to be."""
         return self._warm is not None or self.want == 0
 
     def open(self) -> None:
-        """Start the nursery: the sooner, the sooner the first step."""
+        """Start the nursery."""
         if self.want > 0:
             self._start_nursery()
 
-    async def take(self, count: int) -> list[Standby]:
-        """A process for each of so many ranks. Whoever is there when nobody wants them any more, as
-        the round is over already, stands by again."""
+    async def take(self, count: int) -> list[WorkerProcess]:
+        """Return a process for each of `count` ranks. If the round ends before all are there, those
+        that are become standbys again."""
         taking = [asyncio.ensure_future(self._take()) for _ in range(count)]
         try:
             return await asyncio.gather(*taking)
@@ -185,13 +99,13 @@ class Pool:
                 one.add_done_callback(self._put_back)
             raise
 
-    def _put_back(self, taking: asyncio.Future[Standby]) -> None:
+    def _put_back(self, taking: asyncio.Future[WorkerProcess]) -> None:
         if not taking.cancelled() and taking.exception() is None:
             self._keep(taking.result())
 
-    async def _take(self) -> Standby:
-        """One that stands ready if there is one, else the quickest to get."""
-        self.waiting.sort(key=lambda standby: not standby.standing)
+    async def _take(self) -> WorkerProcess:
+        """Return a rehearsed standby if there is one, else the process that is quickest to get."""
+        self.waiting.sort(key=lambda standby: not standby.rehearsed)
         while self.waiting:
             standby = self.waiting.pop(0)
             if standby.process is not None and standby.process.exit is None:
@@ -199,14 +113,14 @@ class Pool:
                 return standby
         if self.want == 0 or self._failures >= NURSERY_TRIES:
             return self._spawn_fresh()
-        return await self._order(rehearse=False)
+        return await self._fork(rehearse=False)
 
-    async def extra(self) -> Standby:
-        """A process for something else than a rank: whoever stands ready is left to the ranks."""
-        return await self._order(rehearse=False)
+    async def extra(self) -> WorkerProcess:
+        """Return a process for another use than a rank; standbys are left to the ranks."""
+        return await self._fork(rehearse=False)
 
     def refill(self) -> None:
-        """Have as many standbys as wanted and as memory allows."""
+        """Fork as many standbys as are wanted and memory allows."""
         if self.want == 0 or self._closed or self._failures >= NURSERY_TRIES:
             return
         for _ in range(self._affordable() - len(self.waiting) - len(self._adding)):
@@ -215,16 +129,16 @@ class Pool:
             adding.add_done_callback(self._adding.discard)
 
     async def _add_standby(self) -> None:
-        standby = await self._order(rehearse=True)
+        standby = await self._fork(rehearse=True)
         self._keep(standby)
         _set_priority(standby.pid, low=True)
 
-    def _keep(self, standby: Standby) -> None:
+    def _keep(self, standby: WorkerProcess) -> None:
         assert standby.process is not None
         standby.process.on_exit = lambda _: self._lose(standby)
         self.waiting.append(standby)
 
-    def _lose(self, standby: Standby) -> None:
+    def _lose(self, standby: WorkerProcess) -> None:
         if standby in self.waiting:
             self.waiting.remove(standby)
             standby.close()
@@ -234,7 +148,7 @@ class Pool:
         each = STANDBY_FLOOR_BYTES
         if self._warm is not None:
             each = max(each, self._warm.resident_bytes // 2)
-        return min(self.want, int(_memory_available() * MEMORY_SHARE) // each)
+        return min(self.want, int(proc.available_memory_bytes() * MEMORY_SHARE) // each)
 
     def close(self) -> None:
         """End the nursery and every standby."""
@@ -253,19 +167,18 @@ class Pool:
 
     def _start_nursery(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        mode = "eager" if self.eager else "later"
+        mode = "eager" if self._eager else "later"
         env = {
             **self.env,
             "HOLDFAST_WORKER": f"nursery,{theirs.fileno()},{mode}",
-            "HOLDFAST_NURSERY_PRELOAD": " ".join(self.preload),
-            "HOLDFAST_FIRST_PATH": self.first_path,
+            "HOLDFAST_NURSERY_PRELOAD": " ".join(self.orders.settings.preload),
+            "HOLDFAST_FIRST_PATH": _first_path(self.orders.settings),
         }
         output = os.open(
-            self.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
+            self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
         )
         null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        command = [_python(), "-u", "-m", "holdfast.worker", *self.command]
-        pid = spawn(command, env, [theirs.fileno()], [null, output, output])
+        pid = spawn(self._command(), env, [theirs.fileno()], [null, output, output])
         theirs.close()
         os.close(output)
         os.close(null)
@@ -289,30 +202,26 @@ class Pool:
         self._failures += 1
         if end.code == NOT_FORKABLE:
             self._failures = NURSERY_TRIES
-            log.warning("no standbys: something --preload imports has touched the GPUs")
+            log.warning("no standbys: a module of --preload has initialized the GPUs")
         else:
-            log.warning("the nursery died (%s); see %s", end, self.log_path)
-        orders, self._orders = list(self._orders), deque()
+            log.warning("the nursery died (%s); see %s", end, self._log_path)
+        forks, self._forks = list(self._forks), deque()
         if self._failures < NURSERY_TRIES:
             self._start_nursery()
-        for order in orders:
-            order.standby.close()
-            if not order.forked.cancelled():
-                order.forked.set_exception(_NurseryDied())
+        for fork in forks:
+            fork.standby.close()
+            if not fork.forked.cancelled():
+                fork.forked.set_exception(_NurseryDied())
 
-    async def _order(self, rehearse: bool) -> Standby:
-        """Have a process forked, by the next nursery if this one dies over it."""
+    async def _fork(self, rehearse: bool) -> WorkerProcess:
+        """Fork a process, from the next nursery if this one dies meanwhile."""
         while self._failures < NURSERY_TRIES and self._socket is not None:
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            page_fd = create_page()
-            standby = Standby(ours, page_fd, warm=self._warm is not None or self.eager)
-            order = _Order(standby, asyncio.get_running_loop().create_future())
-            self._orders.append(order)
-            self._send(Fork(rehearse=rehearse), [theirs.fileno(), page_fd])
-            theirs.close()
-            os.close(page_fd)
+            with both_ends(warm=self._warm is not None or self._eager) as (standby, fds):
+                fork = _PendingFork(standby, asyncio.get_running_loop().create_future())
+                self._forks.append(fork)
+                self._send(Fork(rehearse=rehearse), fds)
             try:
-                return await order.forked
+                return await fork.forked
             except _NurseryDied:
                 continue
         return self._spawn_fresh()
@@ -322,9 +231,9 @@ class Pool:
         try:
             socket.send_fds(self._socket, [_encoder.encode(message)], list(fds))
         except OSError:
-            log.debug("the nursery is gone; its pidfd will say so")
+            log.debug("the nursery is gone; its pidfd will tell")
         if self._nursery is not None:
-            self._nursery.send(signal.SIGCONT)  # Should somebody have stopped it.
+            self._nursery.send(signal.SIGCONT)  # In case it was stopped.
 
     def _hear_nursery(self) -> None:
         assert self._socket is not None
@@ -340,45 +249,32 @@ class Pool:
             self._warm = message
             self.on_warm()
             return
-        order = self._orders.popleft()
-        order.standby.process = self.table.watch(message.pid)
-        if order.forked.cancelled():
-            self._keep(order.standby)
+        fork = self._forks.popleft()
+        fork.standby.process = self.table.watch(message.pid)
+        if fork.forked.cancelled():
+            self._keep(fork.standby)
         else:
-            order.forked.set_result(order.standby)
+            fork.forked.set_result(fork.standby)
 
-    def _spawn_fresh(self) -> Standby:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        page_fd = create_page()
-        env = {**self.env, "HOLDFAST_WORKER": f"fresh,{theirs.fileno()},{page_fd}"}
-        command = [_python(), "-u", "-m", "holdfast.worker", *self.command]
-        pid = spawn(command, env, [theirs.fileno(), page_fd])
-        standby = Standby(ours, page_fd, warm=False)
-        standby.process = self.table.watch(pid)
-        theirs.close()
-        os.close(page_fd)
-        return standby
+    def _spawn_fresh(self) -> WorkerProcess:
+        with both_ends(warm=False) as (worker, fds):
+            control_fd, page_fd = fds
+            env = {**self.env, "HOLDFAST_WORKER": f"fresh,{control_fd},{page_fd}"}
+            worker.process = self.table.watch(spawn(self._command(), env, fds))
+        return worker
+
+    def _command(self) -> list[str]:
+        settings, python = self.orders.settings, os.environ.get("PYTHON_EXEC", sys.executable)
+        return [python, "-u", "-m", "holdfast.worker", settings.script, *settings.script_args]
 
 
 class _NurseryDied(Exception):
     """The nursery died before it answered."""
 
 
-def _python() -> str:
-    return os.environ.get("PYTHON_EXEC", sys.executable)
-
-
-def _memory_available() -> int:
-    with open("/proc/meminfo") as meminfo:
-        for line in meminfo:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 0
-
-
 def _set_priority(pid: int, low: bool) -> None:
-    """Let a standby have only time that nobody else wants, where that can be taken back."""
-    if not _may_raise_priority():
+    """Let a standby run only on idle CPUs, where its priority can be raised again."""
+    if not proc.has_capability(CAP_SYS_NICE):
         return
     policy = os.SCHED_IDLE if low else os.SCHED_OTHER
     try:
@@ -387,7 +283,18 @@ def _set_priority(pid: int, low: bool) -> None:
         pass
 
 
-def _may_raise_priority() -> bool:
-    with open("/proc/self/status") as status:
-        capabilities = next(line for line in status if line.startswith("CapEff:"))
-    return bool(int(capabilities.split()[1], 16) & CAP_SYS_NICE)
+def _first_path(settings: RunSettings) -> str:
+    """Return the first directory in which Python looks for the script's imports."""
+    if settings.entry == "module":
+        return os.getcwd()
+    return os.path.dirname(os.path.realpath(settings.script))
+
+
+def _seems_to_use_torch(settings: RunSettings) -> bool:
+    """Return whether the first ranks will import torch anyway, judged by the script's text."""
+    if settings.entry == "script":
+        try:
+            return b"torch" in Path(settings.script).read_bytes()
+        except OSError:
+            return True
+    return settings.entry != "command"

@@ -1,28 +1,33 @@
 """Gives the ranks of a round to processes: to standbys, or to fresh ones that run a command.
 
-What a rank needs is settled before its process runs the script: its environment, its standard
-streams, where its log and its error go, and for rank 0 the socket of the round's store. Whoever minds
-the workers hears of each twice: before it has its rank, so that nothing it says is missed, and after.
+Everything that a rank needs is set before its process runs the script: its environment (torchrun's,
+variable by variable), its standard streams, its log and error files, and for rank 0 the socket of
+the round's store. The worker monitor hears of each worker twice: before it has its rank, so that
+nothing it says is missed, and after.
 
-The store's port is promised to the other nodes before there is a round, so it is offered here at all
-times. With the round it goes to rank 0, or is closed; after the round there is another.
+Rank 0's worker serves the store, but its address is promised to the other nodes before there is a
+round. So the agent offers a listening socket at all times: no other process can take the port, and
+ranks that connect before rank 0 is there wait in the socket's queue. With the round the socket goes
+to rank 0, or is closed; after the round there is another.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass, field
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
-from holdfast.agent.environment import rank_environment
+from holdfast.agent.orders import AgentOrders
 from holdfast.agent.output import Console, Output, rank_output
-from holdfast.agent.ports import StorePort
-from holdfast.agent.processes import Process, ProcessTable, spawn
-from holdfast.agent.standbys import Pool, Standby
+from holdfast.agent.processes import Process, ProcessTable, WorkerProcess, spawn
+from holdfast.agent.standbys import Pool
 from holdfast.agent.worker import Worker
+from holdfast.agent.worker_monitor import WorkerMonitor
 from holdfast.config.settings import RunSettings
+from holdfast.errors import JobError
 from holdfast.messages.local import Assign
 from holdfast.messages.records import Part
 from holdfast.messages.units import Rank
@@ -30,129 +35,160 @@ from holdfast.messages.units import Rank
 log = logging.getLogger("holdfast.agent")
 
 STDIN = 0
-"""A rank reads what we would; in a session of its own it may, a terminal too."""
+"""The agent's own stdin, which ranks read too; in a session of its own a rank may read a terminal."""
+BACKLOG = 4096
 
 
-class Minder(Protocol):
-    """Who takes the workers over."""
+class StorePort:
+    """A listening socket that a worker will serve."""
 
-    def expect(self, worker: Worker) -> None:
-        """It is about to have its rank."""
+    def __init__(self, address: str, port: int = 0) -> None:
+        local = address in ("127.0.0.1", "localhost", "::1")
+        dual = not local and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual or address == "::1" else socket.AF_INET
+        host = address if local else ""
+        try:
+            self._socket = socket.create_server(
+                (host, port), family=family, backlog=BACKLOG, dualstack_ipv6=dual
+            )
+        except OSError as error:
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            raise JobError(
+                f"cannot listen on port {port} for the ranks' store ({reason});"
+                " choose another --master-port or none"
+            ) from None
+        self.number: int = self._socket.getsockname()[1]
 
-    def follow(self, worker: Worker) -> None:
-        """It has its rank; it may be gone already."""
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        """Close the agent's copy: a worker has the socket, or none will."""
+        self._socket.close()
 
 
 @dataclass
 class Starter:
-    settings: RunSettings
-    run_id: str
-    address: str
-    """Where other nodes reach this one."""
-    store_port: int
-    """Where the user wants rank 0's store; 0: anywhere."""
-    logs: Path
-    images: Path
-    """The directory of this node's snapshots."""
+    orders: AgentOrders
     console: Console
     table: ProcessTable
     pool: Pool
     env: dict[str, str]
-    """What all processes of the node have in common."""
-    port: StorePort = field(init=False)
+    """The environment that all processes of the node share."""
 
     def __post_init__(self) -> None:
-        self.offer_port()
-
-    def offer_port(self) -> None:
-        """Have a port for the store of the next round."""
-        self.port = StorePort(self.address, self.store_port)
+        self.settings = self.orders.settings
+        self.port = StorePort(self.orders.address, self.orders.store_port)
 
     def renew_port(self) -> None:
+        """Offer a socket for the store of the next round."""
         self.port.close()
-        self.offer_port()
+        self.port = StorePort(self.orders.address, self.orders.store_port)
 
-    async def start(self, part: Part, minder: Minder) -> None:
-        """Have a process for each rank of the part."""
+    async def start(self, part: Part, monitor: WorkerMonitor) -> None:
+        """Start a process for each rank of the part."""
+        folder = self.orders.logs / f"round_{part.round}"
         try:
-            self._make_log_folder(part)
-            if self.settings.entry == "command":
-                for local_rank in range(part.slots):
-                    self._run_command(part, local_rank, minder)
-                return
-            standbys = await self.pool.take(part.slots)
+            folder.mkdir(parents=True, exist_ok=True)  # Ranks write their error files into it.
+        except OSError as error:
+            log.error("%s: no logs of round %d (%s)", folder.parent, part.round, error.strerror)
+        is_command = self.settings.entry == "command"
+        try:
+            standbys = [None] * part.slots if is_command else await self.pool.take(part.slots)
             for local_rank, standby in enumerate(standbys):
-                self._hand_over(part, local_rank, standby, minder)
+                self._start_rank(part, local_rank, standby, folder, monitor)
         finally:
             self.port.close()
 
-    def _hand_over(self, part: Part, local_rank: int, standby: Standby, minder: Minder) -> None:
-        assert standby.process is not None
-        output = self._output(part, local_rank)
-        worker = self._worker(part, local_rank, standby.process, standby, output)
-        worker.stacks_fd = os.memfd_create("holdfast-stacks", os.MFD_CLOEXEC)
-        minder.expect(worker)
-        assign = Assign(
-            env=self._environment(part, local_rank),
-            entry=self.settings.entry,
-            agent_pid=os.getpid(),
-            round=part.round,
-            images=str(self.images),
-            flight=str(worker.flight),
-        )
-        store = [self.port.fileno()] if worker.rank == 0 else []
-        standby.assign(assign, [STDIN, *output.writers(), worker.stacks_fd, *store])
-        output.handed_over()
-        minder.follow(worker)
-
-    def _run_command(self, part: Part, local_rank: int, minder: Minder) -> None:
-        output = self._output(part, local_rank)
-        env = {**self.env, **self._environment(part, local_rank)}
-        command = [self.settings.script, *self.settings.script_args]
-        pid = spawn(command, env, stdio=[STDIN, *output.writers()])
-        output.handed_over()
-        worker = self._worker(part, local_rank, self.table.watch(pid), None, output)
-        minder.expect(worker)
-        minder.follow(worker)
-
-    def _worker(
+    def _start_rank(
         self,
         part: Part,
         local_rank: int,
-        process: Process,
-        standby: Standby | None,
-        output: Output,
-    ) -> Worker:
-        return Worker(
-            round=part.round,
-            rank=Rank(part.first_rank + local_rank),
-            process=process,
-            standby=standby,
-            output=output,
-            error_file=self._file(part, local_rank, "error.json"),
-            flight=self._file(part, local_rank, "flight"),
+        standby: WorkerProcess | None,
+        folder: Path,
+        monitor: WorkerMonitor,
+    ) -> None:
+        """Give a rank to a standby, or to the user's command if there is none."""
+        rank = Rank(part.first_rank + local_rank)
+        path = folder / f"rank_{rank}"
+        error_file = path.with_suffix(".error.json")
+        log_file = path.with_suffix(".log")
+        output = rank_output(self.settings, self.console, log_file, rank, local_rank)
+        run_id = self.orders.run_id
+        env = rank_environment(self.settings, part, local_rank, run_id, error_file, self.env)
+        process = standby.process if standby is not None else self._run_command(env, output)
+        assert process is not None
+        flight = path.with_suffix(".flight")
+        worker = Worker(part.round, rank, process, standby, output, error_file, flight)
+        monitor.expect(worker)
+        if standby is not None:
+            self._assign(worker, standby, env, output)
+        output.handed_over()
+        monitor.follow(worker)
+
+    def _run_command(self, env: dict[str, str], output: Output) -> Process:
+        command = [self.settings.script, *self.settings.script_args]
+        stdio = [STDIN, *output.writers()]
+        return self.table.watch(spawn(command, {**self.env, **env}, stdio=stdio))
+
+    def _assign(
+        self, worker: Worker, standby: WorkerProcess, env: dict[str, str], output: Output
+    ) -> None:
+        worker.stacks_fd = os.memfd_create("holdfast-stacks", os.MFD_CLOEXEC)
+        assign = Assign(
+            env=env,
+            entry=self.settings.entry,
+            agent_pid=os.getpid(),
+            round=worker.round,
+            images=str(self.orders.images),
+            flight=str(worker.flight),
         )
+        store = [self.port.fileno()] if worker.rank == 0 else []
+        standby.order(assign, [STDIN, *output.writers(), worker.stacks_fd, *store])
 
-    def _environment(self, part: Part, local_rank: int) -> dict[str, str]:
-        error_file = self._file(part, local_rank, "error.json")
-        return rank_environment(self.settings, part, local_rank, self.run_id, error_file, self.env)
 
-    def _output(self, part: Part, local_rank: int) -> Output:
-        path = self._file(part, local_rank, "log")
-        rank = part.first_rank + local_rank
-        return rank_output(self.settings, self.console, path, rank, local_rank)
+def node_environment(settings: RunSettings, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment that all processes of the node share."""
+    env = dict(environ)
+    if settings.nproc > 1:
+        env.setdefault("OMP_NUM_THREADS", "1")
+    env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    env["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(settings.signals_to_handle)
+    return env
 
-    # ---- files ----
 
-    def _folder(self, part: Part) -> Path:
-        return self.logs / f"round_{part.round}"
-
-    def _file(self, part: Part, local_rank: int, kind: str) -> Path:
-        return self._folder(part) / f"rank_{part.first_rank + local_rank}.{kind}"
-
-    def _make_log_folder(self, part: Part) -> None:
-        """Error files are written by the ranks themselves, into a folder that must be there."""
-        try:
-            self._folder(part).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            log.error("%s: no logs of round %d (%s)", self.logs, part.round, error.strerror)
+def rank_environment(
+    settings: RunSettings,
+    part: Part,
+    local_rank: int,
+    run_id: str,
+    error_file: Path,
+    environ: Mapping[str, str] = os.environ,
+) -> dict[str, str]:
+    """Return the variables that differ between ranks."""
+    rank = str(part.first_rank + local_rank)
+    env = {
+        "RANK": rank,
+        "LOCAL_RANK": str(local_rank),
+        "GROUP_RANK": str(part.group_rank),
+        "ROLE_RANK": rank,
+        "ROLE_NAME": settings.role,
+        "LOCAL_WORLD_SIZE": str(part.slots),
+        "WORLD_SIZE": str(part.world_size),
+        "GROUP_WORLD_SIZE": str(part.group_world_size),
+        "ROLE_WORLD_SIZE": str(part.world_size),
+        "MASTER_ADDR": part.store_address,
+        "MASTER_PORT": str(part.store_port),
+        "TORCHELASTIC_RESTART_COUNT": str(part.restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(part.max_restarts),
+        "TORCHELASTIC_RUN_ID": run_id,
+        # Rank 0's worker hosts the store of its own round; the agent never imports torch.
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCHELASTIC_ERROR_FILE": str(error_file),
+    }
+    if settings.virtual_local_rank:
+        env["LOCAL_RANK"] = "0"
+        devices = environ.get("CUDA_VISIBLE_DEVICES", "")
+        visible = [word for word in devices.split(",") if word]
+        env["CUDA_VISIBLE_DEVICES"] = visible[local_rank] if visible else str(local_rank)
+    return env

@@ -1,8 +1,8 @@
-"""An agent's stream to the coordinator.
+"""The agent's stream to the coordinator.
 
-Events are numbered and kept until the coordinator says that they are in its journal. When the stream
-breaks the agent knocks again, with a backoff, for as long as it lives, and sends what was not
-acknowledged; its workers train on meanwhile.
+Events are numbered and kept until the coordinator acknowledges that they are in its journal. When
+the stream breaks the agent reconnects, with a backoff, for as long as it lives, and resends what
+was not acknowledged; its workers train on meanwhile.
 """
 
 from __future__ import annotations
@@ -10,30 +10,30 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from holdfast import kernel
+from holdfast.agent.orders import AgentOrders
 from holdfast.clock import JobClock
 from holdfast.errors import WireError
 from holdfast.messages.actions import NodeAction
 from holdfast.messages.events import AnyEvent
-from holdfast.messages.records import Terms
-from holdfast.messages.units import NodeId, RoundNumber
+from holdfast.messages.units import RoundNumber
 from holdfast.messages.wire import (
     PROTOCOL,
     Ack,
     Beat,
+    EvidenceTaken,
     FromCoordinator,
     Hello,
-    Refused,
+    Rejected,
     Sent,
-    Testimony,
     Welcome,
 )
 from holdfast.wire import framing
+from holdfast.wire.tls import client_context
 
 log = logging.getLogger("holdfast.agent")
 
@@ -43,35 +43,33 @@ READ_BYTES = 1 << 16
 CONNECT_LIMIT_S = 3.0
 
 
-class Turned(WireError):
-    """The coordinator will not have us; knocking again is no use."""
+class NodeRefused(WireError):
+    """The coordinator refuses this node; trying again is no use."""
 
 
 @dataclass
 class CoordinatorStream:
-    host: str
-    port: int
-    find: Callable[[], tuple[str, int] | None]
-    """Where the coordinator is now, should it have been started again elsewhere."""
-    token: str
-    node: NodeId
+    orders: AgentOrders
     clock: JobClock
     state: Callable[[], tuple[RoundNumber, bool]]
-    """What to say about ourselves when we come back: the round, and whether workers are there."""
+    """Returns the round and whether there are workers, to announce on a new stream."""
     act: Callable[[NodeAction], None]
-    terms: Terms
-    tls: ssl.SSLContext | None = None
     resumed: Callable[[list[AnyEvent]], None] = lambda sent: None
-    """Called on each new stream, with the events that were just sent (again) on it."""
+    """Called on each new stream, with the events that were just resent on it."""
     _unacked: deque[Sent] = field(default_factory=deque)
     _number: int = 0
     _writer: asyncio.StreamWriter | None = None
     _beat: asyncio.TimerHandle | None = None
-    lost_at: float = field(default_factory=time.monotonic)
-    """Since when we are not welcome anywhere, while we are not."""
+    _lost_at: float = field(default_factory=lambda: asyncio.get_running_loop().time())
+    """When the last stream was lost."""
     drained: asyncio.Event = field(default_factory=asyncio.Event)
 
+    def __post_init__(self) -> None:
+        self.host, self.port = self.orders.host, self.orders.port
+        self._tls = client_context(self.orders.settings.tls)
+
     def send(self, event: AnyEvent) -> None:
+        """Send an event, again after a broken stream until it is acknowledged."""
         self._number += 1
         sent = Sent(number=self._number, event=event)
         self._unacked.append(sent)
@@ -79,20 +77,18 @@ class CoordinatorStream:
         if self._writer is not None:
             self._writer.write(framing.encode(sent))
 
-    def tell(self, message: Testimony) -> None:
-        """Say something that is not worth saying twice."""
+    def tell(self, message: EvidenceTaken) -> None:
+        """Send a message once; it is lost if there is no stream."""
         if self._writer is not None:
             self._writer.write(framing.encode(message))
 
     def fall_silent(self, seconds: float) -> None:
-        """As if the cable were pulled: nothing is said or heard, and no end of the stream is told.
-        When the time is up the stream is given up, and another is made."""
+        """Behave as if the cable were pulled: neither send nor read, and do not close the stream.
+        After that time it is aborted, and another one opened."""
         if self._writer is None:
             return
-        transport, self._writer = self._writer.transport, None
-        self.lost_at = time.monotonic()
-        if self._beat is not None:
-            self._beat.cancel()
+        transport = self._writer.transport
+        self._lost()
         assert isinstance(transport, asyncio.Transport)
         transport.pause_reading()
         asyncio.get_running_loop().call_later(seconds, transport.abort)
@@ -101,35 +97,46 @@ class CoordinatorStream:
     def connected(self) -> bool:
         return self._writer is not None
 
+    def lost_for_s(self) -> float:
+        """Return for how long there has been no stream."""
+        return 0.0 if self.connected else asyncio.get_running_loop().time() - self._lost_at
+
     async def run(self, welcomed: Callable[[], None]) -> None:
-        """Stay in touch until cancelled. `welcomed` is called once, after the first welcome."""
+        """Keep a stream open until cancelled. `welcomed` is called once, after the first welcome."""
         pause = FIRST_PAUSE_S
         while True:
-            try:
-                connecting = asyncio.open_connection(self.host, self.port, ssl=self.tls)
-                reader, writer = await asyncio.wait_for(connecting, CONNECT_LIMIT_S)
-                kernel.keep_alive(writer.get_extra_info("socket"))
-            except ssl.SSLError as error:
-                raise Turned(f"no TLS with {self.host}:{self.port}: {error}") from None
-            except (OSError, asyncio.TimeoutError):
-                self.host, self.port = self.find() or (self.host, self.port)
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, LONGEST_PAUSE_S)
-                continue
-            try:
-                await self._converse(reader, writer, welcomed)
-                pause = FIRST_PAUSE_S
-            except (ConnectionError, TimeoutError):
-                pass  # Cut off, by the other side or by the kernel's keep-alive.
-            finally:
-                if self._writer is not None:
-                    self.lost_at = time.monotonic()
-                self._writer = None
-                if self._beat is not None:
-                    self._beat.cancel()
-                writer.close()
+            connected = await self._connect()
+            if connected is not None:
+                reader, writer = connected
+                try:
+                    await self._converse(reader, writer, welcomed)
+                    pause = FIRST_PAUSE_S
+                except (ConnectionError, TimeoutError):
+                    pass  # Closed by the other side or by the kernel's keep-alive.
+                finally:
+                    self._lost()
+                    writer.close()
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
+        try:
+            connecting = asyncio.open_connection(self.host, self.port, ssl=self._tls)
+            reader, writer = await asyncio.wait_for(connecting, CONNECT_LIMIT_S)
+            kernel.keep_alive(writer.get_extra_info("socket"))
+            return reader, writer
+        except ssl.SSLError as error:
+            raise NodeRefused(f"no TLS connection to {self.host}:{self.port}: {error}") from None
+        except (OSError, asyncio.TimeoutError):
+            self.host, self.port = self.orders.find_coordinator() or (self.host, self.port)
+            return None
+
+    def _lost(self) -> None:
+        if self._writer is not None:
+            self._lost_at = asyncio.get_running_loop().time()
+        self._writer = None
+        if self._beat is not None:
+            self._beat.cancel()
 
     async def _converse(
         self,
@@ -140,25 +147,25 @@ class CoordinatorStream:
         round, busy = self.state()
         hello = Hello(
             protocol=PROTOCOL,
-            token=self.token,
-            node=self.node,
+            token=self.orders.token,
+            node=self.orders.node,
             round=round,
             busy=busy,
-            terms=self.terms,
+            terms=self.orders.terms,
         )
         writer.write(framing.encode(hello))
         decoder = framing.FrameDecoder[FromCoordinator](FromCoordinator)  # type: ignore[arg-type]
         while data := await reader.read(READ_BYTES):
             for message in decoder.feed(data):
                 if isinstance(message, Welcome):
-                    self.clock.adopt(message.now, time.monotonic())
+                    self.clock.adopt(message.now, asyncio.get_running_loop().time())
                     self._resume(message, writer)
                     self._keep_beating(writer, message.beat_s)
                     kernel.keep_alive(writer.get_extra_info("socket"), message.beat_s)
                     if self._number == 0:
                         welcomed()
-                elif isinstance(message, Refused):
-                    raise Turned(message.reason)
+                elif isinstance(message, Rejected):
+                    raise NodeRefused(message.reason)
                 elif isinstance(message, Ack):
                     self._acked(message.number)
                 else:

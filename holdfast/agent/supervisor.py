@@ -1,36 +1,30 @@
-"""Carries out what the coordinator orders: start a part of a round, stop a round, finish.
+"""Carries out the coordinator's orders: start a part of a round, stop a round, finish.
 
-It tells when that is done and decides nothing. Orders carry their round, so one that comes twice, or
-late, does no harm. What else is ordered is for the part that it concerns.
+It reports when that is done and decides nothing. Orders carry their round, so one that comes twice,
+or late, does no harm. Other orders go to the part of the agent that they concern.
 
-    StartWorkers ──▶ the starter gives out the ranks, the relay minds their workers
-    StopWorkers  ──▶ they are examined if somebody wants that, then stopped ──▶ NodeReady
+    StartWorkers ──▶ the starter assigns the ranks, the monitor follows their workers
+    StopWorkers  ──▶ the workers are examined if ordered, then stopped ──▶ NodeReady
     Finish       ──▶ they are stopped, and what was saved reaches storage ──▶ NodeLeft
 
-After the last worker, whatever scripts left behind on the node is ended too, so that the next round
-starts on clean ground. Finish is the last order: after it there is no other.
+After the last worker, all processes that scripts left behind on the node are ended too, so that the
+next round starts clean. Finish is the last order: all later ones are ignored.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, cast
 
+from holdfast.agent import evidence
 from holdfast.agent.fault_injector import Injector
-from holdfast.agent.nodecheck import Tester
-from holdfast.agent.processes import ProcessTable
-from holdfast.agent.reporting import Reporter
-from holdfast.agent.requests import Courier
+from holdfast.agent.requests import ScriptRequests
 from holdfast.agent.snapshots import Keeping
-from holdfast.agent.stall_detector import Watch
-from holdfast.agent.standbys import Pool
-from holdfast.agent.starting import Starter
-from holdfast.agent.stream import CoordinatorStream
-from holdfast.agent.testimony import Witness
-from holdfast.agent.worker_monitor import Relay
-from holdfast.agent.workers import Crew
+from holdfast.agent.stall_detector import StallDetector, System
+from holdfast.agent.worker import Workers
+from holdfast.agent.worker_monitor import Reporter, StandbyPool, WorkerMonitor, WorkerSnapshots
 from holdfast.clock import JobClock
 from holdfast.messages.actions import (
     Answered,
@@ -46,113 +40,132 @@ from holdfast.messages.actions import (
     TestNode,
     WriteShards,
 )
-from holdfast.messages.events import NodeLeft, NodeReady
+from holdfast.messages.events import AnyEvent, NodeLeft, NodeReady
 from holdfast.messages.hangs import HangTerms
 from holdfast.messages.records import Part, RankProgress
 from holdfast.messages.units import NodeId, RoundNumber, Seconds
+from holdfast.messages.wire import EvidenceTaken
 
 EXAMINE_LIMIT_S = 0.7
 NO_ROUND = RoundNumber(0)
+
+
+class EventStream(Protocol):
+    """What the supervisor needs of the stream to the coordinator."""
+
+    drained: asyncio.Event
+
+    def send(self, event: AnyEvent) -> None: ...
+    def tell(self, message: EvidenceTaken) -> None: ...
+    def fall_silent(self, seconds: float) -> None: ...
+
+
+class StrayProcesses(Protocol):
+    def end_strays(self) -> int: ...
+
+
+class OfferedPort(Protocol):
+    @property
+    def number(self) -> int: ...
+
+
+class WorkerStarter(Protocol):
+    @property
+    def port(self) -> OfferedPort: ...
+    def renew_port(self) -> None: ...
+    async def start(self, part: Part, monitor: WorkerMonitor) -> None: ...
+
+
+class NodeSnapshotOrders(WorkerSnapshots, Protocol):
+    def act(self, order: WriteShards | CommitCheckpoint | CheckpointSettled) -> None: ...
+    def when_settled(self, limit_s: float, act: Callable[[], None]) -> None: ...
+
+
+class NodeTests(Protocol):
+    def act(self, order: TestNode) -> None: ...
+    def end(self) -> None: ...
 
 
 @dataclass
 class Supervisor:
     node: NodeId
     clock: JobClock
-    stream: CoordinatorStream
-    table: ProcessTable
-    pool: Pool
-    keeping: Keeping
-    starter: Starter
-    tester: Tester
+    stream: EventStream
+    table: StrayProcesses
+    pool: StandbyPool
+    snapshots: NodeSnapshotOrders
+    starter: WorkerStarter
+    tester: NodeTests
     hang_terms: HangTerms
     save_deadline_s: Seconds
-    """How long the node's end waits for what is on its way to storage."""
+    """How long the end of the node waits for snapshots on their way to storage."""
+    system: System | None = None
+    """The machine as the stall detector sees it; None for the real one."""
     round: RoundNumber = NO_ROUND
     finished: asyncio.Future[Finish] = field(init=False)
     """Done once the node has left."""
-    courier: Courier = field(init=False)
-    _crew: Crew = field(init=False)
-    _watch: Watch = field(init=False)
+    requests: ScriptRequests = field(init=False)
+    _workers: Workers = field(default_factory=Workers)
+    _detector: StallDetector = field(init=False)
     _injector: Injector = field(init=False)
     _reporter: Reporter = field(init=False)
-    _relay: Relay = field(init=False)
-    _witness: Witness = field(init=False)
+    _monitor: WorkerMonitor = field(init=False)
     _starting: asyncio.Task[None] | None = None
     _stopping: StopWorkers | Finish | None = None
     _ready_after: RoundNumber = NO_ROUND
-    """The last round after which we said that we are ready, with the port that we have now."""
+    """The last round for which NodeReady was sent, with the port offered now."""
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.finished = asyncio.get_running_loop().create_future()
         node, clock, report = self.node, self.clock, self.stream.send
-        self._crew = Crew()
-        self._witness = Witness(node, self._crew, self.stream.tell)
-        self._reporter = Reporter(node, clock, report, self.keeping.ended)
-        self._watch = Watch(self.hang_terms, self._reporter.stalled)
-        self.courier = Courier(node, clock, report, self._crew.reply)
+        self._reporter = Reporter(node, clock, report, self.snapshots.ended)
+        self._detector = StallDetector(self.hang_terms, self._reporter.stalled, self.system)
+        self.requests = ScriptRequests(node, clock, report, self._workers.reply)
         self._injector = Injector(
             node=node,
             clock=clock,
             report=report,
-            keeping=self.keeping,
-            targets=self._crew.targets,
+            keeping=cast(Keeping, self.snapshots),
+            targets=self._workers.targets,
             written=self.stream.drained.wait,
             fall_silent=self.stream.fall_silent,
         )
-        self._relay = Relay(
+        self._monitor = WorkerMonitor(
             clock=clock,
-            crew=self._crew,
+            workers=self._workers,
             pool=self.pool,
-            keeping=self.keeping,
-            watch=self._watch,
+            snapshots=self.snapshots,
+            detector=self._detector,
             reporter=self._reporter,
-            courier=self.courier,
+            requests=self.requests,
             injector=self._injector,
             gone=self._worker_gone,
         )
 
     @property
     def busy(self) -> bool:
-        return bool(self._crew.workers) or self._starting is not None
+        return bool(self._workers.running) or self._starting is not None
 
     def act(self, order: NodeAction) -> None:
-        if isinstance(order, StartWorkers):
-            self._start(order.part)
-        elif isinstance(order, Prepare):
-            self.pool.refill()
-        elif isinstance(order, Answered):
-            self.courier.answered(order)
-        elif isinstance(order, TestNode):
-            if not isinstance(self._stopping, Finish):
-                self.tester.act(order)
-        elif isinstance(order, Examine):
-            self._spawn(self._witness.testify(order.inquest, self.round, order.limit_s))
-        elif isinstance(order, WriteShards | CommitCheckpoint | CheckpointSettled):
-            self.keeping.act(order)
-        elif isinstance(order, Inject):
-            self._injector.take(order)
-        elif isinstance(order, StopWorkers):
-            if order.round == self.round:
-                self._stop(order)
-        else:
-            self._stop(order)
+        """Carry out an order."""
+        _ORDERS[type(order)](self, order)
 
     def kill_all(self) -> None:
-        """Do not wait for anybody any more."""
-        self._crew.kill()
+        """Kill all workers without grace."""
+        self._workers.kill()
 
     # ---- a round begins ----
 
-    def _start(self, part: Part) -> None:
+    def _start(self, order: StartWorkers) -> None:
+        part = order.part
         if part.round <= self.round or isinstance(self._stopping, Finish):
             return
         self.round = part.round
         self._stopping = None
         self.tester.end()
-        self._relay.begin_round(part)
-        self._starting = asyncio.ensure_future(self.starter.start(part, self._relay))
+        self._monitor.begin_round(part, order.id)
+        self._starting = asyncio.ensure_future(self.starter.start(part, self._monitor))
         self._starting.add_done_callback(lambda task: self._started(task, part))
 
     def _started(self, task: asyncio.Task[None], part: Part) -> None:
@@ -164,69 +177,107 @@ class Supervisor:
 
     # ---- and ends ----
 
-    def _stop(self, order: StopWorkers | Finish) -> None:
-        if isinstance(self._stopping, Finish):
-            return
-        if isinstance(self._stopping, StopWorkers) and isinstance(order, StopWorkers):
-            return  # The same order again.
+    def _stop(self, order: StopWorkers) -> None:
+        if order.round == self.round and self._stopping is None:
+            self._end_round(order)
+            if order.examine and self._workers.running:
+                self._spawn(self._examine_then_stop(order))
+            else:
+                self._stop_workers(order)
+
+    def _finish(self, order: Finish) -> None:
+        if not isinstance(self._stopping, Finish):
+            self._end_round(order)
+            self._stop_workers(order)
+
+    def _end_round(self, order: StopWorkers | Finish) -> None:
         self._stopping = order
         self.tester.end()
-        self._watch.stop()
+        self._detector.stop()
         if self._starting is not None:
             self._starting.cancel()
-        if isinstance(order, StopWorkers) and order.examine and self._crew.workers:
-            self._spawn(self._examine_then_stop(order))
-        else:
-            self._stop_workers(order)
 
     async def _examine_then_stop(self, order: StopWorkers) -> None:
         try:
-            await self._witness.testify(order.examine, self.round, EXAMINE_LIMIT_S)
+            await self._examine(order.examine, EXAMINE_LIMIT_S)
         finally:
             if self._stopping is order:
                 self._stop_workers(order)
 
     def _stop_workers(self, order: StopWorkers | Finish) -> None:
-        self._crew.ask_to_stop(order.grace_s)
-        if not self._crew.workers:
+        self._workers.ask_to_stop(order.grace_s)
+        if not self._workers.running:
             self._stopped(order)
 
     def _worker_gone(self) -> None:
-        if self._stopping is not None and not self._crew.workers:
+        if self._stopping is not None and not self._workers.running:
             self._stopped(self._stopping)
 
     def _stopped(self, order: StopWorkers | Finish) -> None:
         self.table.end_strays()
-        ranks = tuple(self._crew.ended)
+        ranks = tuple(self._workers.ended)
         if isinstance(order, Finish):
             limit_s = 0.0 if order.rejoin else self.save_deadline_s
-            self.keeping.when_settled(limit_s, lambda: self._leave(order, ranks))
+            self.snapshots.when_settled(limit_s, lambda: self._leave(order, ranks))
         else:
             self._stopping = None
             self._tell_ready(order, ranks)
 
     def _tell_ready(self, order: StopWorkers, ranks: tuple[RankProgress, ...]) -> None:
-        if self._ready_after != order.round:  # The same order may come again: same answer.
+        if self._ready_after != order.round:  # A repeated order gets the same answer.
             self._ready_after = order.round
             self.starter.renew_port()
         self.stream.send(
             NodeReady(
                 at=self.clock.now(),
+                cause=order.id,
                 node=self.node,
                 round=order.round,
                 store_port=self.starter.port.number,
-                slowest_stop_s=self._crew.slowest_stop_s,
+                slowest_stop_s=self._workers.slowest_stop_s,
                 ranks=ranks,
             )
         )
 
     def _leave(self, order: Finish, ranks: tuple[RankProgress, ...]) -> None:
         if not self.finished.done():
-            now, round = self.clock.now(), self.round
-            self.stream.send(NodeLeft(at=now, node=self.node, round=round, ranks=ranks))
+            at, node, round = self.clock.now(), self.node, self.round
+            left = NodeLeft(at=at, cause=order.id, node=node, round=round, ranks=ranks)
+            self.stream.send(left)
             self.finished.set_result(order)
+
+    # ---- other orders ----
+
+    def _test(self, order: TestNode) -> None:
+        if not isinstance(self._stopping, Finish):
+            self.tester.act(order)
+
+    def _look(self, order: Examine) -> None:
+        self._spawn(self._examine(order.examination, order.limit_s))
+
+    async def _examine(self, number: int, limit_s: Seconds) -> None:
+        """Examine the workers and send what was seen."""
+        workers = self._workers.examined()
+        seen = await evidence.examine(self.node, self.round, workers, limit_s)
+        for message in evidence.messages(number, seen):
+            self.stream.tell(message)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+_ORDERS: dict[type[NodeAction], Callable[[Supervisor, Any], None]] = {
+    StartWorkers: Supervisor._start,
+    StopWorkers: Supervisor._stop,
+    Finish: Supervisor._finish,
+    TestNode: Supervisor._test,
+    Examine: Supervisor._look,
+    Prepare: lambda agent, order: agent.pool.refill(),
+    Answered: lambda agent, order: agent.requests.answered(order),
+    WriteShards: lambda agent, order: agent.snapshots.act(order),
+    CommitCheckpoint: lambda agent, order: agent.snapshots.act(order),
+    CheckpointSettled: lambda agent, order: agent.snapshots.act(order),
+    Inject: lambda agent, order: agent._injector.take(order),
+}

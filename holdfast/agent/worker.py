@@ -1,53 +1,55 @@
-"""One rank's process: what is known of it, how it is brought to its end, and what that end means.
+"""One rank's worker: its progress, how it is stopped, and what its end means for the rank.
 
-Stopping: a worker that dies of SIGTERM or ignores it is gone at once. One that handles it has the
-grace that it is given, then SIGKILL.
+Stopping: a worker that dies of SIGTERM or ignores it is gone at once. One that handles it gets the
+grace period, then SIGKILL.
 
-How a process ended and how its rank ended are two things. A script that ran to its end has ended
-well and one that raised has failed, whatever its interpreter dies of after that; the interpreter only
-has so long to follow. And a worker that was stopped did not end by itself, unless it raised.
+How a process ended and how its rank ended are two things. A script that ran to its end has
+succeeded and one that raised has failed, whatever its interpreter dies of afterwards; the
+interpreter only has a limited time to follow. And a worker that was stopped did not end by itself,
+unless its script raised.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import signal
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from holdfast import cgroups
-from holdfast.agent import error_file as errorfile
 from holdfast.agent.evidence import Examined
 from holdfast.agent.fault_injector import FaultTarget
 from holdfast.agent.output import Output
-from holdfast.agent.processes import Exit, Process
-from holdfast.agent.standbys import Standby
+from holdfast.agent.processes import Exit, Process, WorkerProcess
 from holdfast.clock import JobClock
+from holdfast.messages.local import ScriptReply
 from holdfast.messages.records import Raised, RankProgress
 from holdfast.messages.units import Rank, RoundNumber, Seconds, StepNumber
 
 log = logging.getLogger("holdfast.agent")
 
 ENDING_LIMIT_S = 30.0
-"""A script that has ended is over; its interpreter may take so long to end as well."""
+"""Time for an interpreter to exit after its script has ended."""
 DYING_LIMIT_S = 10.0
-"""The same for one that raised: others wait for it."""
+"""The same after its script raised: other ranks wait for the repair."""
 ENDING_LIMIT = "HOLDFAST_ENDING_LIMIT"
-"""In the environment: another limit in seconds for both, for tests."""
+"""Environment variable that overrides both limits, in seconds, for tests."""
+MESSAGE_CHARS = 2000
+TRACEBACK_CHARS = 16000
 
 
 @dataclass(frozen=True)
-class Ending:
+class RankEnding:
     """How a rank ended."""
 
     exit: Exit
     by_itself: bool
-    """Of its own accord, not because we stopped it."""
+    """Whether it ended of its own accord, not because it was stopped."""
     stop_took_s: Seconds | None = None
-    """How long it took to end when it was asked to, if it handled that."""
+    """Time from the request to stop to its exit, if it handled that."""
 
 
 @dataclass
@@ -55,38 +57,38 @@ class Worker:
     round: RoundNumber
     rank: Rank
     process: Process
-    standby: Standby | None
-    """None for a command that is no Python of ours (`--no-python`)."""
+    runtime: WorkerProcess | None
+    """None for a command without our runtime (`--no-python`)."""
     output: Output
     error_file: Path
     flight: Path
     """Where it writes its flight recorder."""
     stacks_fd: int | None = None
-    """The memory file that it writes its stacks to, where nobody else may look at them."""
+    """Memory file that it writes its stacks to where py-spy may not read them."""
     stepped: bool = False
-    """It has finished its first step."""
+    """Whether it has finished its first step."""
     _oom_kills: int = field(default_factory=cgroups.kill_count)
-    """How often the kernel had run out of memory before it began."""
+    """The kernel's count of OOM kills when it began."""
     _raised: Raised | None = None
     _failed: bool = False
-    """Its script raised, and not because we stopped it."""
+    """Whether its script raised before it was stopped."""
     _done: bool = False
-    """Its script ran to the end."""
+    """Whether its script ran to the end."""
     _stop_sent: float | None = None
     _timer: asyncio.TimerHandle | None = None
-    """Runs until its time is up and it is killed."""
+    """Kills it when its time is up."""
 
     # ---- what is known of it ----
 
     @property
     def warm(self) -> bool:
-        return self.standby is not None and self.standby.warm
+        return self.runtime is not None and self.runtime.warm
 
     def progress(self, clock: JobClock) -> RankProgress:
-        """How far it has come; of a command nothing is known."""
-        if self.standby is None:
+        """Return how far it has come; of a command nothing is known."""
+        if self.runtime is None:
             return RankProgress(rank=self.rank)
-        page = self.standby.page.read()
+        page = self.runtime.page.read()
         if page.steps == 0:
             return RankProgress(rank=self.rank, restore_s=page.restore_s)
         return RankProgress(
@@ -101,19 +103,19 @@ class Worker:
         )
 
     def target(self) -> FaultTarget:
-        """Itself, for whoever injects faults."""
-        page = self.standby.page if self.standby is not None else None
+        """Return what the fault injector needs of it."""
+        page = self.runtime.page if self.runtime is not None else None
         return FaultTarget(self.rank, self.process, page)
 
     def examined(self) -> Examined | None:
-        """Itself, for whoever looks at it closely; None for a command, which has no vitals."""
-        if self.standby is None:
+        """Return what an examination needs of it; None for a command, which has no vital signs."""
+        if self.runtime is None:
             return None
-        page = self.standby.page.read()
+        page = self.runtime.page.read()
         return Examined(
             rank=self.rank,
             pid=self.process.pid,
-            vitals=self.standby.page.vitals,
+            vitals=self.runtime.page.vitals,
             step=StepNumber(page.step),
             stepped_at=page.last_at,
             flight=self.flight,
@@ -124,48 +126,52 @@ class Worker:
     # ---- its end ----
 
     def script_ended(self) -> None:
+        """Note that its script ran to the end."""
         self._done = True
-        self._await_end(ENDING_LIMIT_S)
+        self._await_exit(ENDING_LIMIT_S)
 
     def script_raised(self, raised: Raised) -> None:
+        """Note that its script ended with an exception."""
         self._raised, self._failed = raised, self._stop_sent is None
-        self._await_end(DYING_LIMIT_S)
+        self._await_exit(DYING_LIMIT_S)
 
-    def _await_end(self, limit_s: float) -> None:
-        """Its script is over; a thread of it, or its interpreter, may not be."""
+    def _await_exit(self, limit_s: float) -> None:
+        """Kill it if a thread of it, or its interpreter, does not end in time."""
         if self._timer is None and self.process.exit is None:
             limit_s = float(os.environ.get(ENDING_LIMIT, limit_s))
             self._timer = asyncio.get_running_loop().call_later(limit_s, self._end)
 
     def _end(self) -> None:
         if self.process.exit is None:
-            log.warning("rank %d hangs after its script has ended; it is ended", self.rank)
+            log.warning("rank %d hangs after its script has ended; killing it", self.rank)
             self.kill()
 
     def ask_to_stop(self, grace_s: Seconds) -> None:
+        """Stop it, with SIGKILL after the grace period."""
         if self._stop_sent is not None:
             return
-        self._stop_sent = time.monotonic()
-        if self.process.minds_sigterm() == "ignores" or grace_s <= 0:
+        loop = asyncio.get_running_loop()
+        self._stop_sent = loop.time()
+        if grace_s <= 0 or self.process.reaction_to_sigterm() == "ignores":
             self.kill()
             return
         self.process.send(signal.SIGTERM)
         self.process.send(signal.SIGCONT)
-        self._timer = asyncio.get_running_loop().call_later(grace_s, self.kill)
+        self._timer = loop.call_later(grace_s, self.kill)
 
     def kill(self) -> None:
         self.process.send(signal.SIGKILL)
 
     def hear_last_words(self) -> None:
-        """Its process is gone: take what it had still said and printed."""
+        """Take what it still said and printed before its process ended."""
         if self._timer is not None:
             self._timer.cancel()
-        if self.standby is not None:
-            self.standby.read_all()
+        if self.runtime is not None:
+            self.runtime.read_all()
         self.output.drain()
 
-    def ending(self, end: Exit) -> Ending:
-        """What the end of its process means, once all that it had to say was heard."""
+    def ending(self, end: Exit) -> RankEnding:
+        """Return what the end of its process means, once its last words were heard."""
         if self._done and end.signal is not None:
             name = signal.Signals(end.signal).name
             log.warning("rank %d died of %s after its script had ended", self.rank, name)
@@ -173,18 +179,18 @@ class Worker:
         elif self._failed and end.signal is not None:
             end = Exit(code=1)
         if self._stop_sent is None or self._failed:
-            return Ending(end, by_itself=True)
+            return RankEnding(end, by_itself=True)
         if end.signal in (signal.SIGTERM, signal.SIGKILL):
-            return Ending(end, by_itself=False)
-        took_s = time.monotonic() - self._stop_sent
-        return Ending(end, by_itself=self._raised is not None, stop_took_s=took_s)
+            return RankEnding(end, by_itself=False)
+        took_s = asyncio.get_running_loop().time() - self._stop_sent
+        return RankEnding(end, by_itself=self._raised is not None, stop_took_s=took_s)
 
     def raised(self) -> Raised | None:
-        """What its script failed with, as far as it said so."""
-        return self._raised or errorfile.recorded(self.error_file)
+        """Return what its script failed with, as far as it said so."""
+        return self._raised or recorded_failure(self.error_file)
 
     def memory_ran_out(self) -> bool:
-        """Whether the kernel has killed somebody for memory since it began."""
+        """Return whether the kernel has killed a process for memory since this one began."""
         return cgroups.kill_count() > self._oom_kills
 
     def close(self) -> None:
@@ -192,5 +198,69 @@ class Worker:
         if self.stacks_fd is not None:
             os.close(self.stacks_fd)
             self.stacks_fd = None
-        if self.standby is not None:
-            self.standby.close()
+        if self.runtime is not None:
+            self.runtime.close()
+
+
+def recorded_failure(path: Path) -> Raised | None:
+    """Return the failure in the file that torch's `record` decorator writes.
+
+    The file holds a message, or an object that has one with the stack beside it. Without the
+    decorator there is no file, and a process that dies while writing leaves half of one: both read
+    as None.
+    """
+    try:
+        message = json.loads(path.read_text())["message"]
+        if isinstance(message, str):
+            kind, text, stack = "Error", message, message
+        else:
+            text = str(message.get("message", ""))
+            kind = text.partition(":")[0]
+            stack = message.get("extraInfo", {}).get("py_callstack", "")
+        traceback = stack[-TRACEBACK_CHARS:]
+        return Raised(type=kind, message=text[:MESSAGE_CHARS], where="", traceback=traceback)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+@dataclass
+class Workers:
+    """The running workers of the round, and the final progress of those that ended."""
+
+    running: dict[Rank, Worker] = field(default_factory=dict)
+    ended: list[RankProgress] = field(default_factory=list)
+    slowest_stop_s: Seconds | None = None
+    """Longest time that a worker of the round took to exit after it was asked to stop."""
+
+    def begin_round(self) -> None:
+        self.ended = []
+        self.slowest_stop_s = None
+
+    def note_end(self, progress: RankProgress, stop_took_s: Seconds | None) -> None:
+        self.ended.append(progress)
+        if stop_took_s is not None:
+            self.slowest_stop_s = max(stop_took_s, self.slowest_stop_s or 0.0)
+
+    def all_stepped(self) -> bool:
+        return all(worker.stepped for worker in self.running.values())
+
+    def targets(self) -> dict[Rank, FaultTarget]:
+        return {rank: worker.target() for rank, worker in self.running.items()}
+
+    def examined(self) -> list[Examined]:
+        found = (worker.examined() for worker in self.running.values())
+        return [one for one in found if one is not None]
+
+    def reply(self, rank: Rank, message: ScriptReply) -> None:
+        """Answer a rank's script, if its worker is still there."""
+        worker = self.running.get(rank)
+        if worker is not None and worker.runtime is not None:
+            worker.runtime.reply(message)
+
+    def ask_to_stop(self, grace_s: Seconds) -> None:
+        for worker in self.running.values():
+            worker.ask_to_stop(grace_s)
+
+    def kill(self) -> None:
+        for worker in self.running.values():
+            worker.kill()

@@ -1,175 +1,319 @@
-"""Minds the workers from the moment they have a rank until they are gone, and passes on what they
-say to whom it concerns.
+"""Follows the workers from the moment they have a rank until they are gone.
 
-    it began, it took its first step    the reporter tells the coordinator, the watch watches it
-    a trap was sprung                   the injector
-    its script ended, or raised         it need not be watched any more, it has only to end
-    a question                          the courier; the keeper answers what is about images
-    a checkpointer, a whole image       the keeper
+What a worker says is passed on to the part that it concerns:
 
-How far a worker has come it does not say: that stands on its page, which is looked at now and then.
-The pool is filled again once all have finished a step, and with each look.
+    it began, it took its first step    the reporter and the stall detector
+    a fault was triggered               the fault injector
+    its script ended, or raised         it is not watched any more, it has only to exit
+    a request                           the coordinator; the keeper answers what is about images
+    a checkpointer, a complete image    the keeper
 
-When a worker's process is gone, what it had still said is heard before its end is told.
+A worker does not report its progress: that is on its page, which is read once a second. The pool is
+refilled once all workers have finished a step, and with each such read. When a worker's process is
+gone, its last words are heard before its end is reported.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+import logging
+import signal
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from holdfast.agent.fault_injector import Injector
 from holdfast.agent.processes import Exit
-from holdfast.agent.reporting import Reporter
-from holdfast.agent.requests import Courier
-from holdfast.agent.snapshots import Keeping
-from holdfast.agent.stall_detector import Watch
-from holdfast.agent.standbys import Pool, Standby
-from holdfast.agent.worker import Worker
-from holdfast.agent.workers import Crew
+from holdfast.agent.requests import ScriptRequests
+from holdfast.agent.stall_detector import StallDetector
+from holdfast.agent.worker import RankEnding, Worker, Workers
 from holdfast.clock import JobClock
+from holdfast.messages.events import AnyEvent, Progress, RanksStalled, WorkerExited, WorkerStarted
+from holdfast.messages.hangs import Stall
 from holdfast.messages.local import (
     Ask,
     Began,
     Died,
-    Done,
     FromWorker,
     ImageMissed,
     ImageWhole,
     OpenCheckpointer,
-    Reply,
+    ScriptFinished,
+    ScriptReply,
     Stepped,
     TrapSprung,
 )
-from holdfast.messages.records import Part
+from holdfast.messages.records import Part, Raised, RankProgress
 from holdfast.messages.requests import AnyAnswer, FindState, LocateImage
+from holdfast.messages.units import CauseId, NodeId, Rank, RoundNumber
+
+log = logging.getLogger("holdfast.agent")
 
 LOOK_EVERY_S = 1.0
+CANNOT_START = 126
+"""A shell's exit code for a command that exists and cannot be run."""
+NEWS_EVERY_S = 0.9
+NEWS_PER_S = 50.0
+"""Nodes per second that report durations, over the whole job."""
+
+
+class StandbyPool(Protocol):
+    def refill(self) -> None: ...
+
+
+class WorkerSnapshots(Protocol):
+    """What the keeper's side does for workers."""
+
+    def begin_round(self, part: Part) -> None: ...
+    def opened(self, message: OpenCheckpointer) -> None: ...
+    def whole(self, rank: Rank, message: ImageWhole) -> None: ...
+    def missed(self, rank: Rank, message: ImageMissed) -> None: ...
+    def locate(self, request: LocateImage, answer: Callable[[AnyAnswer], None]) -> None: ...
+    def look(self, round: RoundNumber, checkpointer: str, then: Callable[[], None]) -> None: ...
+    def ended(self, rank: Rank, well: bool, act: Callable[[], None]) -> None: ...
 
 
 @dataclass
-class Relay:
+class Reporter:
+    """Reports to the coordinator how this node's ranks began, progress, stall and ended.
+
+    Durations go along with progress, but less often with many nodes, so that the coordinator gets
+    as many of them however large the job is. A rank's end is reported after what it saved:
+    otherwise the job would be repaired from an older state.
+    """
+
+    node: NodeId
     clock: JobClock
-    crew: Crew
-    pool: Pool
-    keeping: Keeping
-    watch: Watch
+    report: Callable[[AnyEvent], None]
+    after_seals: Callable[[Rank, bool, Callable[[], None]], None]
+    """Calls back once what the rank saved is sealed."""
+    _round: RoundNumber = RoundNumber(0)
+    _cause: CauseId = ""
+    """The order that started the round's workers."""
+    _nodes: int = 1
+    _told_steps: dict[Rank, int] = field(default_factory=dict)
+    _durations_at: float = 0.0
+    """When durations are reported next."""
+
+    def begin_round(self, part: Part, cause: CauseId) -> None:
+        self._round = part.round
+        self._cause = cause
+        self._nodes = part.group_world_size
+        self._told_steps = {}
+
+    def began(self, worker: Worker, at: float) -> None:
+        self.report(
+            WorkerStarted(
+                at=self.clock.at(at),
+                cause=self._cause,
+                node=self.node,
+                round=worker.round,
+                rank=worker.rank,
+                pid=worker.process.pid,
+                warm=worker.warm,
+            )
+        )
+
+    def progressed(self, workers: Iterable[Worker], detector: StallDetector | None = None) -> None:
+        """Report the workers that took steps, and the detector's durations if they are due."""
+        moved = [progress for worker in workers if (progress := self._news_of(worker)) is not None]
+        if not moved:
+            return
+        if detector is not None and not self._durations_due():
+            detector = None
+        self.report(
+            Progress(
+                at=self.clock.now(),
+                cause=self._cause,
+                node=self.node,
+                round=self._round,
+                ranks=tuple(moved),
+                paces=detector.news() if detector is not None else None,
+                timings=detector.timings() if detector is not None else (),
+            )
+        )
+
+    def _news_of(self, worker: Worker) -> RankProgress | None:
+        progress = worker.progress(self.clock)
+        if progress.steps <= self._told_steps.get(worker.rank, 0):
+            return None
+        self._told_steps[worker.rank] = progress.steps
+        return progress
+
+    def _durations_due(self) -> bool:
+        now = asyncio.get_running_loop().time()
+        if now < self._durations_at:
+            return False
+        self._durations_at = now + max(NEWS_EVERY_S, self._nodes / NEWS_PER_S)
+        return True
+
+    def stalled(self, stalls: tuple[Stall, ...]) -> None:
+        at, node, round = self.clock.now(), self.node, self._round
+        self.report(RanksStalled(at=at, node=node, round=round, stalls=stalls))
+
+    def not_started(self, part: Part, error: BaseException) -> None:
+        """Report that there are no processes for a part, as the death of its first rank."""
+        trace = None if isinstance(error, OSError) else error
+        log.error("round %d cannot be started: %s", part.round, error, exc_info=trace)
+        kind = type(error).__name__
+        self.report(
+            WorkerExited(
+                at=self.clock.now(),
+                cause=self._cause,
+                node=self.node,
+                round=part.round,
+                rank=part.first_rank,
+                code=CANNOT_START,
+                progress=RankProgress(rank=part.first_rank),
+                raised=Raised(type=kind, message=str(error), where="its start", traceback=""),
+            )
+        )
+
+    def exited(self, worker: Worker, ending: RankEnding, progress: RankProgress) -> None:
+        killed = ending.exit.signal == signal.SIGKILL
+        event = WorkerExited(
+            at=self.clock.now(),
+            node=self.node,
+            round=worker.round,
+            rank=worker.rank,
+            code=ending.exit.code,
+            signal=ending.exit.signal,
+            oom=killed and worker.memory_ran_out(),
+            progress=progress,
+            raised=worker.raised(),
+            log_tail=worker.output.tail(),
+        )
+        self.after_seals(worker.rank, ending.exit.code == 0, lambda: self.report(event))
+
+
+@dataclass
+class WorkerMonitor:
+    clock: JobClock
+    workers: Workers
+    pool: StandbyPool
+    snapshots: WorkerSnapshots
+    detector: StallDetector
     reporter: Reporter
-    courier: Courier
+    requests: ScriptRequests
     injector: Injector
     gone: Callable[[], None]
-    """Called after a worker is gone from the crew and its end was told."""
+    """Called after a worker's end was reported and it is no longer among the workers."""
     _timer: asyncio.TimerHandle | None = None
 
-    def begin_round(self, part: Part) -> None:
-        self.crew.begin_round()
-        self.keeping.begin_round(part)
-        self.watch.begin_round(part)
-        self.reporter.begin_round(part)
+    def begin_round(self, part: Part, cause: CauseId) -> None:
+        """Prepare for the workers of a round, which an order starts."""
+        self.workers.begin_round()
+        self.snapshots.begin_round(part)
+        self.detector.begin_round(part)
+        self.reporter.begin_round(part, cause)
         self.injector.begin_round(part)
 
     def expect(self, worker: Worker) -> None:
-        """It is about to have its rank: from now on it is heard."""
-        self.crew.add(worker)
-        if worker.standby is not None:
-            worker.standby.hear = lambda message: self._hear(worker, message)
-        self.injector.hand_over(worker.target())
+        """Listen to a worker that is about to get its rank."""
+        self.workers.running[worker.rank] = worker
+        if worker.runtime is not None:
+            worker.runtime.hear = lambda message: self._hear(worker, message)
+        self.injector.begin_rank(worker.target())
 
     def follow(self, worker: Worker) -> None:
-        """It has its rank; it may be gone already."""
+        """Follow a worker that has its rank; it may be gone already."""
         if worker.process.exit is not None:
             self._exited(worker, worker.process.exit)
             return
         worker.process.on_exit = lambda end: self._exited(worker, end)
-        if worker.standby is None:  # A command does not say that it began.
-            self._began(worker, time.monotonic())
+        if worker.runtime is None:  # A command does not say that it began.
+            self._began(worker, Began(at=asyncio.get_running_loop().time()))
         else:
-            self._see(worker, worker.standby)  # It may never begin.
+            self._watch(worker)  # It may never begin.
+
+    def _watch(self, worker: Worker) -> None:
+        if worker.runtime is not None:
+            self.detector.add(worker.rank, worker.process.pid, worker.runtime.page.vitals)
 
     # ---- what it says ----
 
     def _hear(self, worker: Worker, message: FromWorker) -> None:
-        if isinstance(message, Began):
-            self._began(worker, message.at)
-        elif isinstance(message, Stepped):
-            self._stepped(worker)
-        elif isinstance(message, TrapSprung):
-            self.injector.look(worker.target())
-        elif isinstance(message, Died):
-            self.watch.remove(worker.rank)
-            worker.script_raised(message.raised)
-        elif isinstance(message, Done):
-            self.watch.remove(worker.rank)
-            worker.script_ended()
-        elif isinstance(message, Ask):
-            self._ask(worker, message)
-        elif isinstance(message, OpenCheckpointer):
-            self.keeping.opened(message)
-        elif isinstance(message, ImageWhole):
-            self.keeping.whole(worker.rank, message)
-        elif isinstance(message, ImageMissed):
-            self.keeping.missed(worker.rank, message)
+        handle = _HANDLERS.get(type(message))
+        if handle is not None:
+            handle(self, worker, message)
 
-    def _began(self, worker: Worker, at: float) -> None:
-        self.reporter.began(worker, at)
-        if worker.standby is not None:
-            self._see(worker, worker.standby)
+    def _began(self, worker: Worker, message: Began) -> None:
+        self.reporter.began(worker, message.at)
+        self._watch(worker)
         if self._timer is None:
             self._look_later()
 
-    def _see(self, worker: Worker, standby: Standby) -> None:
-        """Watch it from now on."""
-        self.watch.add(worker.rank, worker.process.pid, standby.page.vitals)
-
-    def _stepped(self, worker: Worker) -> None:
+    def _stepped(self, worker: Worker, message: Stepped) -> None:
         self.reporter.progressed([worker])
         worker.stepped = True
-        self.watch.stepped(worker.rank)
-        if self.crew.all_stepped():
+        self.detector.stepped(worker.rank)
+        if self.workers.all_stepped():
             self.pool.refill()
 
-    def _ask(self, worker: Worker, message: Ask) -> None:
+    def _died(self, worker: Worker, message: Died) -> None:
+        self.detector.remove(worker.rank)
+        worker.script_raised(message.raised)
+
+    def _done(self, worker: Worker, message: ScriptFinished) -> None:
+        self.detector.remove(worker.rank)
+        worker.script_ended()
+
+    def _asked(self, worker: Worker, message: Ask) -> None:
         rank, round, request = worker.rank, worker.round, message.request
 
         def reply(answer: AnyAnswer) -> None:
-            self.crew.reply(rank, Reply(lane=message.lane, number=message.number, answer=answer))
+            self.workers.reply(
+                rank, ScriptReply(lane=message.lane, number=message.number, answer=answer)
+            )
 
-        def carry() -> None:
-            self.courier.ask(round, rank, message)
+        def forward() -> None:
+            self.requests.ask(round, rank, message)
 
         if isinstance(request, LocateImage):
-            self.keeping.locate(request, reply)
+            self.snapshots.locate(request, reply)
         elif isinstance(request, FindState) and request.tried is None and rank == 0:
-            self.keeping.look(round, request.checkpointer, carry)
+            self.snapshots.look(round, request.checkpointer, forward)
         else:
-            carry()
+            forward()
 
-    # ---- how far it has come ----
+    # ---- its progress ----
 
     def _look_later(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look)
 
     def _look(self) -> None:
         self._timer = None
-        if self.crew.workers:
-            self.reporter.progressed(self.crew.workers.values(), self.watch)
+        if self.workers.running:
+            self.reporter.progressed(self.workers.running.values(), self.detector)
             self.pool.refill()
             self._look_later()
 
     # ---- its end ----
 
     def _exited(self, worker: Worker, end: Exit) -> None:
-        self.crew.remove(worker)
-        self.watch.remove(worker.rank)
+        del self.workers.running[worker.rank]
+        self.detector.remove(worker.rank)
         worker.hear_last_words()
         self.injector.look(worker.target())
-        self.courier.forget(worker.rank)
+        self.requests.forget(worker.rank)
         progress, ending = worker.progress(self.clock), worker.ending(end)
-        self.crew.note_end(progress, ending.stop_took_s)
+        self.workers.note_end(progress, ending.stop_took_s)
         if ending.by_itself:
             self.reporter.exited(worker, ending, progress)
         self.injector.gone(worker.process.pid)
         worker.close()
         self.gone()
+
+
+_HANDLERS: dict[type[Any], Callable[[WorkerMonitor, Worker, Any], None]] = {
+    Began: WorkerMonitor._began,
+    Stepped: WorkerMonitor._stepped,
+    TrapSprung: lambda monitor, worker, message: monitor.injector.look(worker.target()),
+    Died: WorkerMonitor._died,
+    ScriptFinished: WorkerMonitor._done,
+    Ask: WorkerMonitor._asked,
+    OpenCheckpointer: lambda monitor, worker, message: monitor.snapshots.opened(message),
+    ImageWhole: lambda monitor, worker, message: monitor.snapshots.whole(worker.rank, message),
+    ImageMissed: lambda monitor, worker, message: monitor.snapshots.missed(worker.rank, message),
+}
+"""What a worker with a rank may say; a standby's and a node test's words are not for the monitor."""

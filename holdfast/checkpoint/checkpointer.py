@@ -95,9 +95,23 @@ class Restored:
 
 
 class Checkpointer:
-    """Saves and restores a state: objects with state_dict and load_state_dict, or plain values.
+    """Saves and restores a training state, through memory and storage.
 
-    `restore` replaces the values in `state` that have no load_state_dict.
+    Every rank makes the checkpointer, calls `restore` once, and saves the same steps.
+
+    - `directory`: where checkpoints go: a path, a URL that fsspec knows, or None for memory alone.
+    - `state`: names and what they stand for: objects with state_dict and load_state_dict, or plain
+      values, which `restore` replaces in the dict.
+    - `memory_every`, `storage_every`: intervals in steps at which `save` goes to memory and to storage.
+      Without either, each `save` goes to storage, or to memory if there is no directory.
+    - `keep`: which checkpoints stay on storage: `KeepLatest(3)`, `KeepEvery(1000)`, both joined by
+      `|`, or a function from the list of complete steps to those to keep. None keeps all.
+    - `overlap`: copy parameters and optimizer state while training continues; the next optimizer step
+      waits for the rest of the copy. False copies everything before `save` returns.
+    - `pickling`: allow values that only pickle can encode. Such a checkpoint executes code when it is
+      read, so restore it only from directories that you trust.
+
+    `restored` tells which step `restore` took, from where, and what it refused.
     """
 
     def __init__(
@@ -148,10 +162,10 @@ class Checkpointer:
     # ---- saving ----
 
     def save(self, step: int, to: Tier | None = None, block: bool = False) -> Ticket:
-        """Save the state of `step` to memory, to storage or not at all, as the intervals say.
+        """Save the state as that of `step`, and return a `Ticket`. It never raises for a failed save.
 
-        `to` overrides the intervals. `block=True` returns only when the copy is made: nothing of it
-        overlaps with training.
+        `to` is "memory" or "storage"; None lets the intervals decide, which may mean not at all.
+        `block=True` copies everything before it returns, as `overlap=False` does for all saves.
         """
         step = _step(step)
         self._check_usable("save")
@@ -195,7 +209,7 @@ class Checkpointer:
         return ticket
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return when the last save is settled, or after `timeout` seconds."""
+        """Wait until the last save has reached its tier or has failed, at most `timeout` seconds."""
         if self._last is not None and self._last.to is not None:
             last = self._last
             last.storage(timeout) if last.to == "storage" else last.memory(timeout)
@@ -315,10 +329,10 @@ class Checkpointer:
     def restore(
         self, step: int | None = None, *, start_from: str | os.PathLike[str] | None = None
     ) -> int:
-        """Make the state the newest one that verifies on all ranks; return its step, or 0.
+        """Load the newest state that verifies on all ranks, and return its step; 0 if there is none.
 
-        All ranks must call it. If states were saved and none of them verifies, that is an error:
-        training does not start over in silence.
+        All ranks must call it. `step` asks for that step and no other. When saved states exist and
+        none of them verifies, it raises `CheckpointError`: training never silently starts over.
 
         A job that has saved nothing yet begins with the newest checkpoint in `start_from`: one that
         plain `torch.distributed.checkpoint` saved, which cannot be verified, or one of another job.

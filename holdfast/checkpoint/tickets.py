@@ -15,11 +15,14 @@ from holdfast.messages.requests import SaveSettled
 
 
 class Result(Struct, frozen=True):
-    """How a save went, or stands."""
+    """Outcome of a save.
+
+    `outcome` is "saved", "skipped", "failed" or "pending"; `tier` the one it has reached, "memory" or
+    "storage"; `reason` says why it was skipped or failed.
+    """
 
     outcome: Literal["saved", "skipped", "failed", "pending"]
     tier: Tier | None = None
-    """The tier it reached: memory or storage."""
     reason: str = ""
 
 
@@ -39,10 +42,11 @@ class SaveWatch(Protocol):
 
 
 class Ticket:
-    """A future of one save. Nothing has to be done with it.
+    """A future of one save. A script may drop it.
 
-    `done` and `result` are about the tier that the save was meant for; `result` raises if the save
-    failed. `memory` and `storage` wait for one tier, and report a failure as a `Result`.
+    `step` is the step that was saved; `to` the tier it was meant for, None if it was skipped. `done`
+    and `result` are about that tier, and `result` raises if the save failed. `memory` and `storage`
+    wait for one tier, and report a failure as a `Result`.
     """
 
     def __init__(
@@ -50,7 +54,6 @@ class Ticket:
     ) -> None:
         self.step = save.step
         self.to = to
-        """Tier the save is meant for; None: it was skipped, and `reason` says why."""
         self._save = save
         self._copied = copied
         self._watch = watch
@@ -91,11 +94,11 @@ class Ticket:
         return found
 
     def memory(self, timeout: float | None = None) -> Result:
-        """Wait until the snapshot is committed: all ranks have it in memory."""
+        """Wait until all ranks have this snapshot in memory, at most `timeout` seconds."""
         return self._wait("memory", timeout)
 
     def storage(self, timeout: float | None = None) -> Result:
-        """Wait until the checkpoint is on storage, complete and durable."""
+        """Wait until the checkpoint is durable on storage, at most `timeout` seconds."""
         if self.to == "memory":
             return Result("skipped", None, "it was meant for memory")
         return self._wait("storage", timeout)

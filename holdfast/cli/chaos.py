@@ -27,21 +27,10 @@ examples:
   HOLDFAST_CHAOS="kill@step=50,rank=1; hang@every=100,seed=7" holdfast run ... train.py
                                                    from the start of a job"""
 
-_FLAGS = {
-    "rank": ("--rank", "R[,R]|any", "ranks to strike; default any"),
-    "node": ("--node", "N", "node to strike: its index in the round, its name or its host's name"),
-    "step": ("--at-step", "S", "strike when the rank has finished step S"),
-    "every": ("--every", "K", "strike once in K steps, repeatedly"),
-    "seed": ("--seed", "X", "selects which rank `any` is, and with --every which step"),
-    "value": ("--value", "V", "see below"),
-}
-
 
 def main(argv: Sequence[str]) -> int:
     given = _parser().parse_args(argv)
-    said = {
-        word: [str(text)] for word in WORDS if (text := getattr(given, word)) not in (None, False)
-    }
+    said = {word: [text] for word in WORDS if (text := getattr(given, word)) is not None}
     asked = injection(given.fault, said, f"job {given.job}")
     taken = ask(find(given.job), AskFault(injection=asked), FaultTaken, tls_given(given)).taken
     if given.json:
@@ -63,9 +52,11 @@ def _parser() -> Parser:
     parser.epilog = "\n".join([*lines, "", EPILOG])
     parser.add_argument("job", metavar="JOB", help="its name")
     parser.add_argument("fault", metavar="FAULT", help="one of those below")
-    for word, (flag, metavar, text) in _FLAGS.items():
-        parser.add_argument(flag, dest=word, metavar=metavar, help=text)
-    parser.add_argument("--force", action="store_true", help="accept harm to the whole machine")
+    for name, word in WORDS.items():
+        if name == "force":
+            parser.add_argument(word.flag, action="store_const", const="1", help=word.help)
+        else:
+            parser.add_argument(word.flag, dest=name, metavar=word.metavar, help=word.help)
     add_tls_flags(parser)
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
     return parser

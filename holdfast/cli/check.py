@@ -22,10 +22,10 @@ from holdfast.config import values
 from holdfast.config.sources import holdfast_home
 from holdfast.errors import UsageError
 from holdfast.health import baseline as baselines
-from holdfast.health.catalogue import Check, chosen
+from holdfast.health.catalogue import HealthCheck, chosen
 from holdfast.health.checker import Checker, worst_verdict
 from holdfast.health.settings import HealthSettings, settings_here
-from holdfast.messages.health import Result, Verdict
+from holdfast.messages.health import HealthResult, Verdict
 from holdfast.view.terminal import print_table
 
 ABOUT = """\
@@ -117,9 +117,9 @@ def _parser() -> argparse.ArgumentParser:
 def _settings(arguments: argparse.Namespace) -> HealthSettings:
     settings = settings_here(os.environ, home=str(holdfast_home()))
     if arguments.service is not None:
-        from holdfast.health.service import target
+        from holdfast.health.service import service_address
 
-        target(arguments.service)  # Raises UsageError for an invalid URL.
+        service_address(arguments.service)  # Raises UsageError for an invalid URL.
     for path in arguments.path:
         if not path.isprintable():
             raise UsageError(f"--path {path}: only paths in printable UTF-8 can be checked")
@@ -160,7 +160,7 @@ def _installed(module: str) -> bool:
         return False
 
 
-def _chosen(checks: list[Check], arguments: argparse.Namespace) -> list[Check]:
+def _chosen(checks: list[HealthCheck], arguments: argparse.Namespace) -> list[HealthCheck]:
     only = [word for text in arguments.only for word in values.comma_list(text, "--only")]
     skip = [word for text in arguments.skip for word in values.comma_list(text, "--skip")]
     wanted = chosen(checks, only) if arguments.only else checks
@@ -171,7 +171,7 @@ def _chosen(checks: list[Check], arguments: argparse.Namespace) -> list[Check]:
     return left
 
 
-def _show_names(checks: list[Check], as_json: bool) -> None:
+def _show_names(checks: list[HealthCheck], as_json: bool) -> None:
     if as_json:
         print_json([{"check": check.name, "about": check.about} for check in checks])
         return
@@ -179,14 +179,14 @@ def _show_names(checks: list[Check], as_json: bool) -> None:
     print_table("checks", ("check", "what it checks"), rows)
 
 
-def _show(results: list[Result], arguments: argparse.Namespace) -> None:
+def _show(results: list[HealthResult], arguments: argparse.Namespace) -> None:
     if arguments.json:
         _print_json(results, line=arguments.watch is not None)
     else:
         _print_table(results)
 
 
-def _print_json(results: list[Result], line: bool) -> None:
+def _print_json(results: list[HealthResult], line: bool) -> None:
     content: dict[str, Any] = {
         "host": socket.gethostname(),
         "at": time.time(),
@@ -199,7 +199,7 @@ def _print_json(results: list[Result], line: bool) -> None:
         print_json(content)
 
 
-def _print_table(results: list[Result]) -> None:
+def _print_table(results: list[HealthResult]) -> None:
     counts = Counter(result.verdict for result in results)
     told = ", ".join(f"{counts[v]} {v}" for v in ("fail", "warn", "unknown", "pass") if counts[v])
     rows = [

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from holdfast import proc
 from holdfast.cli.flags import parse_run
 
 
@@ -44,7 +45,6 @@ def _fill_standard_fds() -> None:
 
 def _process_start() -> float:
     """When this process was started, on the monotonic clock; the job's ledger begins there."""
-    with open("/proc/self/stat") as stat:
-        ticks = int(stat.read().rpartition(")")[2].split()[19])
+    ticks = int(proc.stat("self")[19])
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.monotonic() - max(0.0, age)

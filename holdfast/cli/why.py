@@ -1,4 +1,4 @@
-"""Runs `holdfast why`: where every rank stands now, and who waits for whom."""
+"""Runs `holdfast why`: where every rank is now, and which ranks wait for which."""
 
 from __future__ import annotations
 
@@ -16,39 +16,37 @@ from holdfast.messages.wire import AskWhy, Why
 from holdfast.view.terminal import print_stacks
 from holdfast.wire.visitors import ask
 
-ABOUT = """Look at all ranks of a running job: one sentence that says who waits for whom, then the
-ranks that stand at the same place, with their stacks. Training is not stopped. With an incident's
-number: what was seen when that one hung."""
+ABOUT = """Examine all ranks of a running job: print one sentence that says which rank the others wait
+for, then the ranks at the same place together, with their stacks. Training is not stopped. With an
+incident's number: print what was seen when that one hung."""
 
 
 def main(argv: Sequence[str]) -> int:
     parser = view_parser("why", ABOUT)
-    parser.add_argument(
-        "--incident", type=int, metavar="N", help="a hang of the past, by its number"
-    )
+    parser.add_argument("--incident", type=int, metavar="N", help="the number of a past hang")
     add_tls_flags(parser)
     arguments = parser.parse_args(argv)
     home = find(arguments.job)
     if arguments.incident is not None:
-        return _tell_past(home, arguments.incident, arguments.json)
+        return _print_past(home, arguments.incident, arguments.json)
     why = ask(home, AskWhy(), Why, tls_given(arguments))
     if arguments.json:
         print_json(why)
         return 0
     if why.standing == 0:
-        print("nobody is past a deadline; this is where the ranks were a moment ago")
+        print("no rank is past its deadline; this is where the ranks were a moment ago")
     print(why.verdict.sentence)
     print_stacks(why.verdict.groups)
     return 0
 
 
-def _tell_past(home: JobHome, incident: int, as_json: bool) -> int:
+def _print_past(home: JobHome, incident: int, as_json: bool) -> int:
     path = home.incidents / str(incident) / "verdict.json"
     try:
         data = path.read_bytes()
     except FileNotFoundError:
         raise JobError(
-            f"job {home.name}: nothing was seen of incident {incident}; only hangs are looked into"
+            f"job {home.name}: there is no evidence of incident {incident}; only hangs are examined"
         ) from None
     if as_json:
         sys.stdout.write(data.decode() + "\n")
@@ -56,5 +54,5 @@ def _tell_past(home: JobHome, incident: int, as_json: bool) -> int:
     content = msgspec.json.decode(data)
     print(content["sentence"])
     print_stacks([msgspec.convert(group, StackGroup) for group in content["groups"]])
-    print(f"\nall that was seen is in {path.parent}")
+    print(f"\nall evidence is in {path.parent}")
     return 0

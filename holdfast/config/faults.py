@@ -8,17 +8,42 @@ A fault, an @, and words with values between commas; semicolons between faults. 
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from typing import Any, Final, NamedTuple
 
-from holdfast.config.values import whole_number
+import msgspec
+
 from holdfast.errors import UsageError
 from holdfast.messages.chaos import FAULT_NAMES, MAX_SCHEDULED, Injection, complaint
 
-WORDS = ("rank", "node", "step", "every", "seed", "value", "force")
-ANY = "any"
+
+class Word(NamedTuple):
+    """A word of a request, and its flag of `holdfast chaos`."""
+
+    field: str
+    flag: str
+    metavar: str
+    help: str
+    needed: str = ""
+    """What its value must be."""
+
+
+WORDS: Final = {
+    "rank": Word("ranks", "--rank", "R[,R]|any", "ranks to strike; default any",
+        "a rank is a number, or any"),
+    "node": Word("node", "--node", "N", "node to strike: its index in the round, its name or its"
+        " host's name"),
+    "step": Word("at_step", "--at-step", "S", "strike when the rank has finished step S",
+        "a whole number from 1 on is needed"),
+    "every": Word("every", "--every", "K", "strike once in K steps, repeatedly",
+        "a whole number from 1 on is needed"),
+    "seed": Word("seed", "--seed", "X", "selects which rank `any` is, and with --every which step",
+        "a whole number, 0 or more, is needed"),
+    "value": Word("value", "--value", "V", "see below", "a number, 0 or more, is needed"),
+    "force": Word("force", "--force", "1", "accept harm to the whole machine", "say 1 or 0"),
+}  # fmt: skip
+ANY: Final = "any"
 
 
 def schedule(text: str, flag: str) -> tuple[Injection, ...]:
@@ -51,51 +76,19 @@ def injection(name: str, said: Mapping[str, Sequence[str]], where: str) -> Injec
         near = get_close_matches(name, FAULT_NAMES, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(FAULT_NAMES)}"
         raise UsageError(f"{where}: no fault is called {name}; {hint}")
+    fields: dict[str, Any] = {"kind": name}
     for word, texts in said.items():
         if len(texts) > 1 and word != "rank":
             raise UsageError(f"{where}: {word} is given twice")
-    once = {word: texts[-1] for word, texts in said.items()}
-    asked = Injection(
-        kind=name,
-        ranks=_ranks(said.get("rank", [ANY]), where),
-        node="" if once.get("node") == ANY else once.get("node", ""),
-        at_step=_whole(once, "step", where, 1),
-        every=_whole(once, "every", where, 1),
-        seed=_whole(once, "seed", where, 0),
-        value=_number(once.get("value"), where),
-        force="force" in once,
-    )
-    wrong = complaint(asked)
-    if wrong:
-        raise UsageError(f"{where}: {wrong}")
-    return asked
-
-
-def _ranks(texts: Sequence[str], where: str) -> tuple[int, ...]:
-    words = [word.strip() for text in texts for word in text.split(",")]
-    if words == [ANY]:
-        return ()
-    if not all(re.fullmatch(r"[0-9]{1,9}", word) for word in words):
-        raise UsageError(f"{where}: a rank is a number, or any")
-    return tuple(map(int, words))
-
-
-def _whole(once: Mapping[str, str], word: str, where: str, least: int) -> int | None:
-    if word not in once:
-        return None
-    number = whole_number(once[word], f"{where}: {word}")
-    if number < least:
-        raise UsageError(f"{where}: {word} {number}: a whole number from {least} on is needed")
-    return number
-
-
-def _number(text: str | None, where: str) -> float | None:
-    if text is None:
-        return None
+        if list(texts) != [ANY]:
+            ranks = ",".join(texts).split(",")
+            fields[WORDS[word].field] = ranks if word == "rank" else texts[0]
     try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value <= 1e9:
-        raise UsageError(f"{where}: value {text}: a number, 0 or more, is needed")
-    return value
+        asked = msgspec.convert(fields, Injection, strict=False)
+    except msgspec.ValidationError as error:
+        wrong = next(word for word in said if f"$.{WORDS[word].field}" in str(error))
+        text = f"{wrong} {','.join(said[wrong])}: {WORDS[wrong].needed}"
+        raise UsageError(f"{where}: {text}") from None
+    if complaint(asked):
+        raise UsageError(f"{where}: {complaint(asked)}")
+    return asked

@@ -1,11 +1,11 @@
-"""Why does the job stand still? Gathers what all agents saw, and compares it.
+"""Finds out why the job makes no progress, from what all agents saw.
 
-An inquest is opened for an incident, or because somebody asks. It is closed when every node that was
-asked has answered, or when its time is up; then there is a verdict, from as much as there is. Repair
-never waits for it. What was seen is kept, as it came, with the incident.
+An examination is opened for an incident, or because a visitor asks. It is closed when every node that
+was asked has answered, or when its time is up; then there is a verdict, from as much evidence as there
+is. Repair never waits for it. The evidence is kept with the incident.
 
-A node that comes back on a new stream is told again to stop, and to look before. Nobody looks twice:
-if the inquest is over, that changes nothing, and if no node saw anything, there is nothing to say.
+A node that comes back on a new stream gets the order to stop again, and with it the order to examine
+its workers before. Each node's evidence counts once: if the examination is over, that changes nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import msgspec
 from holdfast.diagnosis.verdict import judge
 from holdfast.messages.evidence import RankEvidence, Verdict
 from holdfast.messages.units import NodeId
-from holdfast.messages.wire import Testimony, Why
+from holdfast.messages.wire import EvidenceTaken, Why
 from holdfast.wire.framing import MAX_FRAME_BYTES
 
 log = logging.getLogger("holdfast.coordinator")
@@ -30,65 +30,67 @@ LIMIT_S = 1.5
 
 
 @dataclass
-class _Inquest:
+class _Examination:
+    """One question to the agents that is not answered yet."""
+
     waiting: set[NodeId]
     world_size: int
-    closed: Callable[[Verdict, list[RankEvidence]], None]
+    done: Callable[[Verdict, list[RankEvidence]], None]
     timer: asyncio.TimerHandle
     evidence: list[RankEvidence] = field(default_factory=list)
     heard: set[NodeId] = field(default_factory=set)
 
 
-class Inquests:
-    """All that are open."""
+class Examinations:
+    """The open examinations, by the number of an incident, or a negative one for a visitor's."""
 
     def __init__(self, incidents: Path) -> None:
         self._incidents = incidents
-        self._open: dict[int, _Inquest] = {}
+        self._open: dict[int, _Examination] = {}
         self._newest = 0
-        """The newest incident that there was an inquest of."""
+        """The newest incident that was examined."""
 
     def open(
         self,
         number: int,
         nodes: Iterable[NodeId],
         world_size: int,
-        closed: Callable[[Verdict, list[RankEvidence]], None],
+        done: Callable[[Verdict, list[RankEvidence]], None],
     ) -> None:
-        """`closed` is called once, with the verdict; for an incident of which nobody saw anything, and
-        one that had its inquest, it is not."""
+        """Wait for the evidence of these nodes, then call `done` once with the verdict; not for an
+        incident without evidence, nor for one that was examined before."""
         if number in self._open:
-            inquest = self._open[number]
-            inquest.waiting |= set(nodes) - inquest.heard
+            self._open[number].waiting |= set(nodes) - self._open[number].heard
             return
         if 0 < number <= self._newest:
             return
         self._newest = max(self._newest, number)
         loop = asyncio.get_running_loop()
         timer = loop.call_later(LIMIT_S, self._close, number)
-        self._open[number] = _Inquest(set(nodes), world_size, closed, timer)
+        self._open[number] = _Examination(set(nodes), world_size, done, timer)
 
-    def testify(self, node: NodeId, testimony: Testimony) -> None:
-        inquest = self._open.get(testimony.inquest)
-        if inquest is None or node not in inquest.waiting:
+    def add(self, node: NodeId, message: EvidenceTaken) -> None:
+        """Add a node's evidence."""
+        one = self._open.get(message.examination)
+        if one is None or node not in one.waiting:
             return
-        inquest.evidence += [one for one in testimony.evidence if one.node == node]
-        if not testimony.more:
-            inquest.waiting.discard(node)
-            inquest.heard.add(node)
-        if not inquest.waiting:
-            self._close(testimony.inquest)
+        one.evidence += [each for each in message.evidence if each.node == node]
+        if not message.more:
+            one.waiting.discard(node)
+            one.heard.add(node)
+        if not one.waiting:
+            self._close(message.examination)
 
     def _close(self, number: int) -> None:
-        inquest = self._open.pop(number)
-        inquest.timer.cancel()
-        if number > 0 and not inquest.evidence:
+        one = self._open.pop(number)
+        one.timer.cancel()
+        if number > 0 and not one.evidence:
             return
-        evidence = sorted(inquest.evidence, key=lambda one: one.rank)
-        verdict = judge(evidence, inquest.world_size)
+        evidence = sorted(one.evidence, key=lambda each: each.rank)
+        verdict = judge(evidence, one.world_size)
         if number > 0:
             self._keep(number, verdict, evidence)
-        inquest.closed(verdict, evidence)
+        one.done(verdict, evidence)
 
     def _keep(self, number: int, verdict: Verdict, evidence: list[RankEvidence]) -> None:
         folder = self._incidents / str(number)
@@ -98,11 +100,11 @@ class Inquests:
             for one in evidence:
                 (folder / f"rank_{one.rank}.json").write_bytes(_pretty(one))
         except OSError as error:
-            log.error("%s: what was seen is not kept (%s)", folder, error.strerror)
+            log.error("%s: the evidence cannot be written (%s)", folder, error.strerror)
 
 
 def fitting(why: Why) -> Why:
-    """An answer that fits into a frame: raw evidence goes first, from the end."""
+    """Shorten an answer to fit into a frame, by dropping raw evidence from the end."""
     evidence = list(why.evidence)
     while evidence and len(msgspec.msgpack.encode(why)) > MAX_FRAME_BYTES:
         del evidence[len(evidence) // 2 :]

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from holdfast.core import report
 from holdfast.core.chaos.plans import Chaos
 from holdfast.core.job import Job
-from holdfast.messages.wire import FaultTaken, Refused
+from holdfast.messages.wire import FaultTaken, Rejected
 
 LIMIT_S = 3.0
 
-Answer = FaultTaken | Refused
+Answer = FaultTaken | Rejected
 
 
 class FaultRequests:
@@ -44,7 +44,7 @@ class FaultRequests:
             if visit == late or all(one.outcome or not one.node for one in taken):
                 timer.cancel()
                 del self._waiting[visit]
-                changed = Refused(
+                changed = Rejected(
                     reason="the job has changed; see `holdfast status`, and try again"
                 )
                 tell(FaultTaken(taken=taken) if taken else changed)

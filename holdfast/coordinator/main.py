@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from holdfast import kernel
 from holdfast.clock import JobClock
-from holdfast.coordinator.diagnosis import Inquests
+from holdfast.coordinator.diagnosis import Examinations
 from holdfast.coordinator.journal import Journal, replay
 from holdfast.coordinator.server import Coordinator
 from holdfast.jobhome import JobHome
@@ -53,8 +53,8 @@ async def _run(orders: CoordinatorOrders) -> int:
     journal = Journal(path)
     try:
         clock = JobClock(not_before=before.at if before is not None else Time(0.0))
-        inquests = Inquests(orders.home.incidents)
-        coordinator = Coordinator(name, None, journal, clock, orders.token, inquests)
+        examinations = Examinations(orders.home.incidents)
+        coordinator = Coordinator(name, None, journal, clock, orders.token, examinations)
         restarted = None
         if before is not None:
             coordinator.job, coordinator.acked = before.job, before.acked

@@ -25,7 +25,7 @@ from itertools import takewhile
 from msgspec import Struct
 
 from holdfast.clock import JobClock
-from holdfast.coordinator.diagnosis import Inquests, fitting
+from holdfast.coordinator.diagnosis import Examinations, fitting
 from holdfast.coordinator.fault_requests import FaultRequests
 from holdfast.coordinator.journal import Journal
 from holdfast.coordinator.stream import Stream
@@ -51,7 +51,7 @@ from holdfast.messages.events import (
 from holdfast.messages.evidence import RankEvidence, Verdict
 from holdfast.messages.records import Incident, Terms
 from holdfast.messages.units import NodeId, Time
-from holdfast.messages.wire import Ack, AskFault, Hello, Refused, Sent, Visit, Welcome, Why
+from holdfast.messages.wire import Ack, AskFault, Hello, Rejected, Sent, Visit, Welcome, Why
 
 log = logging.getLogger("holdfast.coordinator")
 
@@ -75,7 +75,7 @@ class Coordinator:
     journal: Journal
     clock: JobClock
     token: str
-    inquests: Inquests
+    examinations: Examinations
     acked: dict[NodeId, int] = field(default_factory=dict)
     _streams: dict[NodeId, Stream] = field(default_factory=dict)
     _strangers: set[Stream] = field(default_factory=set)
@@ -85,7 +85,7 @@ class Coordinator:
     _journal_trouble: str | None = None
     _told: int = 0
     _visits: int = 0
-    """Inquests of visitors have negative numbers."""
+    """Examinations of visitors have negative numbers."""
     _fault_requests: FaultRequests = field(init=False)
 
     def __post_init__(self) -> None:
@@ -199,7 +199,7 @@ class Coordinator:
             )
             self._post(Arrival(reached))
 
-        self.inquests.open(action.incident, nodes, action.world_size, closed)
+        self.examinations.open(action.incident, nodes, action.world_size, closed)
 
     def visited(self, stream: Stream, visit: Visit) -> None:
         if isinstance(visit.question, AskFault):
@@ -220,7 +220,7 @@ class Coordinator:
             stream.transport.close()
 
         if wrong or job is None:
-            tell(Refused(reason=wrong))
+            tell(Rejected(reason=wrong))
             return
         number = self._fault_requests.add(tell)
         asked = FaultAsked(at=self.clock.now(), injection=injection, visit=number)
@@ -230,7 +230,7 @@ class Coordinator:
         """Somebody wants to know why the job stands still, or whether it does."""
         job = self.job
         if job is None or job.world is None:
-            stream.send(Refused(reason="no round is in force now; see `holdfast status`"))
+            stream.send(Rejected(reason="no round is in force now; see `holdfast status`"))
             stream.transport.close()
             return
         self._visits -= 1
@@ -241,9 +241,11 @@ class Coordinator:
             stream.send(fitting(Why(verdict=verdict, evidence=tuple(evidence), standing=standing)))
             stream.transport.close()
 
-        self.inquests.open(self._visits, nodes, len(job.ranks), closed)
+        self.examinations.open(self._visits, nodes, len(job.ranks), closed)
         for node in nodes:
-            self._streams[node].send(Examine(node=node, inquest=self._visits, limit_s=EXAMINE_S))
+            self._streams[node].send(
+                Examine(node=node, examination=self._visits, limit_s=EXAMINE_S)
+            )
 
     # ---- telling people ----
 

@@ -19,11 +19,11 @@ from holdfast.messages.units import NodeId
 from holdfast.messages.wire import (
     PROTOCOL,
     Beat,
+    EvidenceTaken,
     FromAgent,
     Hello,
-    Refused,
+    Rejected,
     Sent,
-    Testimony,
     Visit,
 )
 from holdfast.wire import framing
@@ -84,7 +84,7 @@ class Stream(asyncio.Protocol):
                 self._take(message)
         except WireError as error:
             if self.node is None:
-                self.send(Refused(reason=str(error)))
+                self.send(Rejected(reason=str(error)))
             self.cut_off(str(error))
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -101,8 +101,8 @@ class Stream(asyncio.Protocol):
             if getattr(message.event, "node", None) != self.node:
                 raise WireError(f"node {self.node} spoke for another")
             self._coordinator.arrived(self.node, message)
-        elif isinstance(message, Testimony):
-            self._coordinator.inquests.testify(self.node, message)
+        elif isinstance(message, EvidenceTaken):
+            self._coordinator.examinations.add(self.node, message)
         elif not isinstance(message, Beat):
             raise WireError("it said hello twice")
 

@@ -1,34 +1,187 @@
-"""One job, from its first event to its last.
+"""One job: its state, its machines, and how it takes an event in.
+
+`MACHINES` is the tuple of machines: each of them hears of every moment, in this order. A new
+capability is a room of its own with a machine in it, one entry here, and its messages.
 
 `handle` takes an event and the time and returns actions, in the order in which they are to be carried
 out. The event goes to every machine that handles it in the job's present state; what they decide is
 carried out by `core.transitions`, and then the job settles: it judges, freezes, ends or closes, if it
-may. An event that decides nothing changes nothing beyond the machines that heard it.
-
-An event that does not fit is refused with a reason, and counted. `docs/states.md` has the table of
-all states and events, printed by `table`.
+may. An event that decides nothing changes nothing beyond the machines that heard it; one that does not
+fit is refused with a reason, and counted. `docs/states.md` has the table of all states and events.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, get_args
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from msgspec import Struct, field
 from msgspec.structs import replace
 
+from holdfast.core.chaos.events import ChaosMachine
+from holdfast.core.commits.events import CommitsMachine
 from holdfast.core.decisions import Refused
+from holdfast.core.hangs.events import HangsMachine
+from holdfast.core.ledger.events import LedgerMachine
 from holdfast.core.machine import Effects, Machine, Rule
 from holdfast.core.machine import tell as moment
-from holdfast.core.state import MACHINES, Job, opened
-from holdfast.core.states import ALWAYS, AnyState, Ended, Gathering, StateName
+from holdfast.core.membership.events import MembershipMachine
+from holdfast.core.nodecheck.events import NodecheckMachine
+from holdfast.core.ranks.events import RanksMachine
+from holdfast.core.recovery.events import RecoveryMachine
+from holdfast.core.requests.events import RequestsMachine
+from holdfast.core.states import OVER, AnyState, Ended, Gathering, Running
+from holdfast.core.stragglers.events import StragglersMachine
 from holdfast.core.transitions import STEPS, carry_out, settle
-from holdfast.core.view import earliest
+from holdfast.core.view import RankState, earliest
 from holdfast.messages.actions import AnyAction, CloseJob
 from holdfast.messages.events import AnyEvent, CoordinatorRestarted, JobOpened, Tick
-from holdfast.messages.records import Terms
-from holdfast.messages.units import Time
+from holdfast.messages.records import Incident, JobResult, Terms, World
+from holdfast.messages.units import CauseId, Rank, StepNumber, Time
 
-__all__ = ["MACHINES", "Job", "deadline", "decide", "handle", "opened", "table", "validate"]
+MACHINES: tuple[type[Machine], ...] = (
+    RanksMachine,
+    MembershipMachine,
+    RecoveryMachine,
+    LedgerMachine,
+    CommitsMachine,
+    RequestsMachine,
+    HangsMachine,
+    StragglersMachine,
+    NodecheckMachine,
+    ChaosMachine,
+)
+
+if TYPE_CHECKING:
+    Machines = tuple[Machine, ...]
+else:  # The same tuple, as the type that a snapshot of the job is decoded to.
+    Machines = tuple.__class_getitem__(MACHINES)
+
+M = TypeVar("M")
+
+
+class Job(Struct, dict=True):
+    """A job; what is derived from its tuple of machines is kept beside its fields, and not stored."""
+
+    name: str
+    terms: Terms
+    opened_at: Time
+    machines: Machines
+    state: AnyState = field(default_factory=Gathering)
+    events: int = 1
+    """Events taken in so far; the number of the newest."""
+    refused: dict[str, int] = field(default_factory=dict)
+    """Events that changed nothing, by type and reason."""
+
+    def of(self, kind: type[M]) -> M:
+        """Find the machine of that type."""
+        for machine in self.machines:
+            if isinstance(machine, kind):
+                return machine
+        raise LookupError(f"no machine is a {kind.__name__}")
+
+    @property
+    def cause(self) -> CauseId:
+        """The id of the event that is being handled."""
+        return str(self.events)
+
+    # ---- what machines may read: see `core.view.View` ----
+
+    @property
+    def world(self) -> World | None:
+        return self.state.world if isinstance(self.state, Running) else None
+
+    @cached_property
+    def membership(self) -> MembershipMachine:
+        return self.of(MembershipMachine)
+
+    @cached_property
+    def _ranks(self) -> RanksMachine:
+        return self.of(RanksMachine)
+
+    @property
+    def ranks(self) -> Mapping[Rank, RankState]:
+        return self._ranks.all
+
+    @property
+    def unstarted(self) -> int:
+        return self._ranks.unstarted
+
+    @property
+    def unstepped(self) -> int:
+        return self._ranks.unstepped
+
+    @property
+    def unfinished(self) -> int:
+        return self._ranks.unfinished
+
+    @property
+    def highest(self) -> StepNumber:
+        return self._ranks.highest
+
+    @property
+    def resumed_at(self) -> StepNumber | None:
+        return self._ranks.resumed_at
+
+    @property
+    def steps_per_s(self) -> float | None:
+        pace = self._ranks.pace
+        return pace.per_s if pace is not None else None
+
+    @property
+    def saves(self) -> int:
+        return self._ranks.saves
+
+    # ---- what reports read, and carrying decisions out needs ----
+
+    @property
+    def incidents(self) -> list[Incident]:
+        return self.recovery.incidents
+
+    @property
+    def result(self) -> JobResult | None:
+        """How the job ended; None while it has not."""
+        return self.state.result if isinstance(self.state, OVER) else None
+
+    @cached_property
+    def recovery(self) -> RecoveryMachine:
+        return self.of(RecoveryMachine)
+
+    @cached_property
+    def requests(self) -> RequestsMachine:
+        return self.of(RequestsMachine)
+
+    # ---- who hears what ----
+
+    @cached_property
+    def hearers(self) -> dict[str, list[Callable[..., Any]]]:
+        """The methods of the machines that do more than the default, by name, in their order."""
+        moments = [name for name in vars(Machine) if not name.startswith("_")]
+        return {
+            moment: [
+                getattr(machine, moment)
+                for machine in self.machines
+                if getattr(type(machine), moment) is not getattr(Machine, moment)
+            ]
+            for moment in moments
+        }
+
+    @cached_property
+    def listeners(self) -> dict[type, list[tuple[Rule, Callable[..., Effects | Refused]]]]:
+        """The handlers of each event, with the states in which they take it."""
+        found: dict[type, list[tuple[Rule, Callable[..., Effects | Refused]]]] = {}
+        for machine in self.machines:
+            for name, one in vars(type(machine)).items():
+                if isinstance(getattr(one, "rule", None), Rule):
+                    found.setdefault(one.rule.event, []).append((one.rule, getattr(machine, name)))
+        return found
+
+
+def opened(event: JobOpened, machines: Sequence[type[Machine]] = MACHINES) -> Job:
+    """Make a job as its first event makes it."""
+    made = tuple(machine.opened(event.terms, event.at) for machine in machines)
+    return Job(event.job, event.terms, event.at, made)
 
 
 def handle(job: Job, event: AnyEvent, now: Time) -> list[AnyAction]:
@@ -45,7 +198,7 @@ def decide(job: Job, event: AnyEvent, now: Time) -> list[AnyAction]:
     refusals: list[str] = []
     decisions = False
     kind = type(event)
-    own = _OWN.get(kind)
+    own = OWN.get(kind)
     listeners = job.listeners.get(kind, ()) if own is None else ()
     for rule, handler in listeners:
         if not isinstance(job.state, rule.states):
@@ -94,30 +247,4 @@ def on_tick(job: Job) -> Effects:
     return [moment(Machine.tick)]
 
 
-_OWN: dict[type, Callable[[Job], Effects]] = {CoordinatorRestarted: on_restarted, Tick: on_tick}
-
-
-# ---- the table ---------------------------------------------------------------------------------
-
-
-def table() -> list[tuple[str, dict[StateName, str]]]:
-    """List for each event, by state, the functions that take it, or why it is refused."""
-    job = opened(JobOpened(at=Time(0.0), job="", terms=Terms()))
-    found: dict[str, dict[StateName, str]] = {}
-    for event in get_args(AnyEvent):
-        own, listeners = _OWN.get(event), job.listeners.get(event, [])
-        cells = {state.name: _cell(state, listeners) for state in ALWAYS}
-        if own is not None:
-            cells = dict.fromkeys(cells, f"job.{own.__name__}")
-        found[event.__name__] = cells
-    return sorted(found.items())
-
-
-def _cell(state: type[AnyState], listeners: list[tuple[Rule, Any]]) -> str:
-    names = [
-        f"{handler.__func__.__module__.split('.')[2]}.{handler.__name__}"
-        for rule, handler in listeners
-        if issubclass(state, rule.states)
-    ]
-    refusal = listeners[0][0].refusal if listeners else "nothing handles it"
-    return ", ".join(names) or f"refused: {refusal}"
+OWN: dict[type, Callable[[Job], Effects]] = {CoordinatorRestarted: on_restarted, Tick: on_tick}

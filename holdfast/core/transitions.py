@@ -13,7 +13,7 @@ nothing: whatever the verdict, the workers had to be stopped before.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
@@ -37,7 +37,6 @@ from holdfast.core.machine import Effects, Machine
 from holdfast.core.membership import rounds
 from holdfast.core.membership.events import shortage
 from holdfast.core.patience import JOIN_LIMIT_S
-from holdfast.core.state import Job
 from holdfast.core.states import (
     FOLLOWS,
     OVER,
@@ -59,6 +58,9 @@ from holdfast.messages.actions import (
 from holdfast.messages.exits import EXIT_TRY_AGAIN
 from holdfast.messages.records import JobResult, Place, World
 from holdfast.messages.units import NodeId, RoundNumber, Time
+
+if TYPE_CHECKING:
+    from holdfast.core.job import Job
 
 
 def carry_out(job: Job, effects: Iterable[Effect], now: Time) -> list[AnyAction]:

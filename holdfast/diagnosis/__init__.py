@@ -1,7 +1,8 @@
-"""Why a job stands still.
+"""Finds out why a job makes no progress.
 
 An agent looks at its ranks: `stacks` (where each thread is, by py-spy, or by `faulthandling` where
-py-spy may not look), `proc` (what the kernel says) and `flight` (which collectives each rank entered,
-by torch's recorder, read without torch). `verdict` then names the rank that the others wait for, or
-says that it does not know. Only `verdict` concludes anything, and it is pure.
+py-spy may not read) and `flight` (which collectives each rank entered, by torch's recorder, read
+without torch). `frames` decides what a stack means, `fronts` where each process group stands.
+`verdict` then names the rank that the others wait for, or says that it does not know; it alone
+concludes anything, and it is pure.
 """

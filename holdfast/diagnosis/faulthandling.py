@@ -1,17 +1,17 @@
-"""Stacks that a process tells itself, where py-spy may not look at it.
+"""Has a process write its own stacks, where py-spy may not read them.
 
 Before its script runs, a worker arms Python's own faulthandler: a C handler that writes the Python
-stacks of all threads to a file when a signal comes. It needs neither the GIL nor the event loop of
-anybody, so it works while a C call holds the GIL; it does not work on a stopped process, and it knows
-no native frames.
+stacks of all threads to a file when a signal comes. It needs neither the GIL nor an event loop, so
+it works while a C call keeps the GIL; it does not work on a stopped process, and it knows no native
+frames.
 
 The signal is SIGRTMAX-3. Slurm, Lightning and scripts use SIGUSR1 and SIGUSR2; the C library and
-runtimes in other languages take their real-time signals from the low end, and the last few at the
-high end are the usual choice of timers. A signal that nobody catches would end the process, so `ask`
-first makes sure that it is caught.
+runtimes of other languages take their real-time signals from the low end, and the last few at the
+high end are the usual choice of timers. An uncaught signal would end the process, so `ask` first
+makes sure that it is caught.
 
-The file is a memory file that agent and worker share. It is never read while it grows: the handler is
-finished when the kernel says that the signal is neither pending nor blocked.
+The file is a memory file that agent and worker share. It is never read while it grows: the handler
+has finished when the kernel says that the signal is neither pending nor blocked.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ import re
 import signal
 import time
 
-from holdfast import kernel
-from holdfast.diagnosis import proc
+from holdfast import kernel, proc
 from holdfast.messages.evidence import Frame, ThreadStack, cut
 
 SIGNAL = signal.SIGRTMAX - 3
@@ -42,16 +41,13 @@ _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?+) in (?P<func
 
 
 def arm(fd: int) -> None:
-    """In a worker: write all stacks to that file whenever the signal comes.
-
-    The descriptor must stay open, out of the way of the script's own.
-    """
+    """In a worker: write all stacks to this file whenever the signal comes. The file stays open."""
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_APPEND)
     faulthandler.register(SIGNAL, file=fd, all_threads=True, chain=False)
 
 
 def allow_tracing(tracer: int) -> None:
-    """In a worker: let that process and its children look at it, where Yama forbids it by default."""
+    """In a worker: let a process and its children trace this one where Yama forbids it by default."""
     try:
         kernel.prctl(_PR_SET_PTRACER, tracer)
     except OSError:
@@ -59,7 +55,7 @@ def allow_tracing(tracer: int) -> None:
 
 
 async def ask(pid: int, fd: int, limit_s: float) -> str:
-    """In the agent: have an armed process write its stacks; empty when it cannot."""
+    """In the agent: return the stacks that an armed process writes; empty if it cannot."""
     if not proc.catches(pid, SIGNAL) or proc.process_state(pid) in ("T", "Z", "X"):
         return ""
     deadline = time.monotonic() + limit_s
@@ -68,7 +64,7 @@ async def ask(pid: int, fd: int, limit_s: float) -> str:
         os.kill(pid, SIGNAL)
     except (ProcessLookupError, PermissionError):
         return ""
-    # In this order: once something is written the handler has begun, so its signal is blocked.
+    # In this order: once something is written the handler runs, so its signal is blocked.
     while os.fstat(fd).st_size == 0 or proc.is_handling(pid, SIGNAL):
         if time.monotonic() >= deadline:
             break
@@ -77,7 +73,7 @@ async def ask(pid: int, fd: int, limit_s: float) -> str:
 
 
 def parse(text: str) -> tuple[ThreadStack, ...]:
-    """faulthandler's text; lines that are none of its own are passed over."""
+    """Parse faulthandler's text; other lines are skipped."""
     found: list[tuple[str, list[Frame]]] = []
     for line in text.split("\n"):
         if head := _THREAD.match(line):
@@ -91,7 +87,7 @@ def parse(text: str) -> tuple[ThreadStack, ...]:
 
 
 def _name(name: str, frames: list[Frame]) -> str:
-    """Signals go to the main thread if it takes them, so the current thread is the main one, unless
-    it began where threads begin."""
+    """Name a thread. The current one is the main thread, which takes signals if it can, unless its
+    stack starts where threads start."""
     began_as_thread = bool(frames) and frames[-1].function == "_bootstrap"
-    return "the thread that was asked" if name == "MainThread" and began_as_thread else name
+    return "the thread that took the signal" if name == "MainThread" and began_as_thread else name

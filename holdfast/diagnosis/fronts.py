@@ -1,14 +1,16 @@
-"""Where each process group stands: which operation holds it up, who is in it, who has not come.
+"""Finds where each process group stands: which operation holds it up, and which ranks are missing
+there.
 
-A group's collectives are numbered alike on all of its ranks. The lowest number that some rank entered
-and did not finish is the group's front. Ranks that have not entered it are behind: everybody else
-waits for them. A rank that has gone beyond it (the root of a broadcast need not wait for anybody) is
-not ahead of a race, so "behind" is measured from the front and never from the rank that is farthest.
+A group's collectives are numbered alike on all of its ranks. The lowest number that some rank
+entered and did not finish is the group's front. Ranks that have not entered it are behind: all
+others wait for them. A rank may pass the front without being ahead in a race (the root of a
+broadcast need not wait for others), so "behind" is measured from the front and never from the rank
+that is farthest.
 
-A rank whose recorder could not be read is neither in nor behind: it is unknown.
+A rank whose recorder could not be read is neither waiting nor behind: it is unknown.
 
-If ranks did different things under one number, they will never meet, however long they wait. That is
-looked for first, at the earliest number where it happened.
+If ranks called different operations under one number, they will never meet, however long they wait.
+That is looked for first, at the earliest number where it happened.
 """
 
 from __future__ import annotations
@@ -18,20 +20,20 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from holdfast.diagnosis.trace import WORLD
+from holdfast.diagnosis.flight import WORLD
 from holdfast.messages.evidence import Collective, RankEvidence
 
 _PEERS = re.compile(r"(?P<op>send|recv) (?P<own>\d+) ?(->|<-) ?(?P<peer>\d+)")
 _SAME_SIZES = re.compile(r"all_?reduce|broadcast")
-"""Operations that cannot work with different sizes on different ranks."""
+"""Operations that need the same sizes on all ranks."""
 
 _Log = dict[int, list[Collective]]
-"""What each rank noted of one group."""
+"""What each rank recorded of one group."""
 
 
 @dataclass(frozen=True)
 class Front:
-    """One group's, or one pair's, place."""
+    """The operation that holds up one group, or one pair of ranks."""
 
     group: str
     number: int
@@ -41,15 +43,16 @@ class Front:
     behind: tuple[int, ...]
     """Ranks that have not entered the front."""
     unknown: tuple[int, ...] = ()
-    """Members of which it is not known."""
+    """Members without a readable recorder."""
     late: tuple[int, ...] = ()
-    """If nobody is behind: ranks whose GPU has not come to it, while that of others has."""
+    """If no rank is behind: ranks whose GPU has not reached the operation while that of others
+    has."""
     different: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """If ranks did different things under this number: what, and who."""
+    """If ranks called different operations under this number: the operations and their ranks."""
 
 
 def find_fronts(evidence: Sequence[RankEvidence], world_size: int) -> list[Front]:
-    """The fronts of all groups; those on which most ranks wait first."""
+    """Return the fronts of all groups, those with the most waiting ranks first."""
     logs: dict[tuple[str, str, tuple[int, ...]], _Log] = defaultdict(lambda: defaultdict(list))
     members = _members(evidence)
     for each in evidence:
@@ -67,7 +70,7 @@ def find_fronts(evidence: Sequence[RankEvidence], world_size: int) -> list[Front
 
 
 def _members(evidence: Iterable[RankEvidence]) -> dict[tuple[int, str], tuple[int, ...]]:
-    """Who is in each group that a rank noted; told by that rank, or else by another member."""
+    """Return the members of each recorded group: as that rank told, or else as another member did."""
     own: dict[tuple[int, str], tuple[int, ...]] = {}
     told: dict[str, set[tuple[int, ...]]] = defaultdict(set)
     for each in evidence:
@@ -111,7 +114,8 @@ def _collective_front(
 def _differences(
     noted: Mapping[int, list[Collective]], front: int
 ) -> tuple[int, dict[str, tuple[int, ...]]]:
-    """The first number, up to the front, under which ranks did different things; else the front."""
+    """Return the first number up to the front where ranks called different operations; else the
+    front."""
     by_number: dict[int, dict[int, list[Collective]]] = defaultdict(lambda: defaultdict(list))
     for rank, own in noted.items():
         for each in own:
@@ -128,7 +132,7 @@ def _differences(
 
 
 def _kinds(noted: Sequence[Collective]) -> set[str]:
-    """What a rank did under one number: more than one thing if it was coalesced."""
+    """Return what a rank called under one number: several operations if they were coalesced."""
     kinds = {each.op.rpartition(":")[2] for each in noted}
     sizes = noted[0].sizes
     if len(noted) == 1 and sizes and all(_SAME_SIZES.search(op) for op in kinds):
@@ -151,7 +155,7 @@ def _is_pair(noted: Collective) -> bool:
 def _pair_fronts(
     group: str, members: tuple[int, ...], log: _Log, readable: set[int]
 ) -> list[Front]:
-    """One front for each unfinished send or recv whose other end can be told."""
+    """Return a front for each unfinished send or recv whose peer is known."""
     open_ends: dict[tuple[int, int], tuple[Collective, str]] = {}
     for rank, own in log.items():
         for noted in own:

@@ -1,28 +1,48 @@
-"""The stacks of all ranks of a node, within a given time.
+"""Takes the stacks of all ranks of a node, within a given time.
 
-First the Python stack and the system call of every process: eight ranks take a twentieth of a second,
-and for a rank that sleeps, reads or waits inside `dist.all_reduce` that is the whole answer. Native
-stacks cost a hundred times as much, so only those get one whose place could mean either waiting or
-working (`loss.backward()`, `loss.item()`): one of each kind of Python stack first, then the others, as
-far as the time reaches. What py-spy may not see, the process is asked to tell itself.
+py-spy reads another process's memory; nothing has to run in it, and nothing in it runs. A look at
+the Python stack takes 10 ms and does not even pause the process, so it also works on one that is
+stopped or stuck in the kernel. With native frames it takes 0.6 s of CPU and 330 MB for a process
+with torch in it, nearly all of it to read torch's symbols, and it pauses the process, which fails
+on a stopped one.
 
-No process is left stopped, and nothing of ours lives on when the time is over.
+So first comes the Python stack and the system call of every process: eight ranks take a twentieth
+of a second, and for a rank that sleeps, reads or waits inside `dist.all_reduce` that is the whole
+answer. A native stack is taken only where the Python stack could mean waiting as well as working
+(`loss.backward()`, `loss.item()`): one of each kind of Python stack first, then the others while
+the time lasts. A process that py-spy may not read is asked to write its own stack (see
+`faulthandling`).
+
+No process is left stopped, and no process of ours outlives the time limit. py-spy's output goes to
+memory files and a pidfd tells its end, because the agent reaps every child that it does not know:
+py-spy's exit status may be gone before it could be read here, and it is not needed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import shutil
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import cast, get_args
 
-from holdfast.diagnosis import faulthandling, proc, spy
-from holdfast.diagnosis.places import main_thread, stance
-from holdfast.messages.evidence import Frame, ProcessState, StackSource, ThreadStack
+import msgspec
 
+from holdfast import kernel, proc
+from holdfast.diagnosis import faulthandling
+from holdfast.diagnosis.frames import KERNEL, in_collective, main_thread
+from holdfast.messages.evidence import Frame, ProcessState, StackSource, ThreadStack, cut
+
+MAX_OUTPUT_BYTES = 16 << 20
+_REAP_S = 0.5
 _FIRST_NATIVE_S = 0.25
-"""How much time must be left to begin a native look, until one was seen to take another."""
+"""Time needed to start a native look, until one was measured."""
 _UNPAUSABLE = {"T", "D", "Z", "X"}
 
 
@@ -32,29 +52,40 @@ class Subject:
 
     pid: int
     trainer: int = 0
-    """The kernel's number of the thread that trains; 0 when that is the main one."""
-    told: int | None = None
-    """The file that it writes to when it is asked (see `faulthandling`); None when it is not armed."""
+    """Thread id of the training thread; 0 for the main thread."""
+    stacks_fd: int | None = None
+    """The file it writes its stacks to on request (see `faulthandling`); None if it cannot."""
 
 
 @dataclass(frozen=True)
 class Stacks:
-    """Where one process stands."""
+    """Where the threads of one process are."""
 
     state: ProcessState
-    """As it was before anybody looked."""
+    """The process state before any look at it."""
     source: StackSource = "none"
     threads: tuple[ThreadStack, ...] = ()
     missing: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class SpyLook:
+    """What py-spy showed: threads, or the reason why there are none."""
+
+    threads: tuple[ThreadStack, ...] = ()
+    problem: str = ""
+
+
 @dataclass
-class _Clock:
-    """The time that is left, and what a native look was seen to take."""
+class _Budget:
+    """The time left, and how long a native look takes."""
 
     deadline: float
     native_s: float = _FIRST_NATIVE_S
-    turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_width()))
+    # More looks at a time than CPUs would only slow each of them down.
+    turns: asyncio.Semaphore = field(
+        default_factory=lambda: asyncio.Semaphore(max(2, len(os.sched_getaffinity(0))))
+    )
 
     @property
     def left_s(self) -> float:
@@ -62,105 +93,85 @@ class _Clock:
 
 
 async def collect(subjects: Iterable[Subject], limit_s: float) -> dict[int, Stacks]:
-    """The stacks of these processes, by their pids."""
-    clock = _Clock(time.monotonic() + limit_s)
-    of = {subject.pid: subject for subject in subjects}
-    states = {pid: proc.process_state(pid) for pid in of}
-    looks = [_python(of[pid], state, clock) for pid, state in states.items()]
-    found = dict(zip(states, await asyncio.gather(*looks), strict=True))
-    wanted = _wanting_native(found)
-    await asyncio.gather(*[_native(of[pid], found, clock) for pid in wanted])
+    """Return the stacks of these processes, by pid."""
+    budget = _Budget(time.monotonic() + limit_s)
+    by_pid = {subject.pid: subject for subject in subjects}
+    looks = [_python_stack(subject, budget) for subject in by_pid.values()]
+    found = dict(zip(by_pid, await asyncio.gather(*looks), strict=True))
+    unclear = _wanting_native(found)
+    await asyncio.gather(*[_native_stack(by_pid[pid], found, budget) for pid in unclear])
     return found
 
 
-async def _python(subject: Subject, state: ProcessState, clock: _Clock) -> Stacks:
-    """The Python stack of one process, by py-spy or as it tells itself."""
+async def _python_stack(subject: Subject, budget: _Budget) -> Stacks:
+    """Return the Python stack of one process, by py-spy or written by itself."""
+    pid, state = subject.pid, _state(subject.pid)
     if state in ("Z", "X"):
         return Stacks(state, missing=("stack: the process is dead",))
-    executable, pid = spy.executable(), subject.pid
-    if executable is None:
-        return await _tell(subject, state, clock, "py-spy is not installed")
-    async with clock.turns:
-        calls = _system_calls(pid)
-        # One that runs must be paused for a true picture; any other is looked at as it stands.
-        for pause in (True, False) if state == "R" else (False,):
-            # Half of the time, so that there is some left for what comes if it is in vain.
-            limit_s = clock.left_s / 2
-            seen = await spy.look(
-                executable,
-                pid,
-                limit_s,
-                calls,
-                trainer=subject.trainer,
-                pause=pause,
-                native=False,
-            )
+    async with budget.turns:
+        # A running process must be paused for a consistent stack; any other is read as it is.
+        for pause in (["--nonblocking"],) if state != "R" else ([], ["--nonblocking"]):
+            # Half of the time, to leave some for another way if this one fails.
+            seen = await _spy(subject, budget.left_s / 2, pause)
             if seen.threads:
-                return Stacks(_calmer(pid, state), "py-spy python only", seen.threads)
-    return await _tell(subject, state, clock, seen.problem)
+                # A process that is in the kernel only for a moment is not stuck there.
+                now = _state(pid)
+                calm = now if state == "D" and now in ("R", "S") else state
+                return Stacks(calm, "py-spy python only", seen.threads)
+    return await _own_words(subject, state, budget, seen.problem)
 
 
-async def _tell(subject: Subject, state: ProcessState, clock: _Clock, why: str) -> Stacks:
-    if subject.told is None:
+async def _own_words(subject: Subject, state: ProcessState, budget: _Budget, why: str) -> Stacks:
+    """Ask the process to write its stacks."""
+    if subject.stacks_fd is None:
         return Stacks(state, missing=(f"stack: {why}",))
-    text = await faulthandling.ask(subject.pid, subject.told, clock.left_s)
+    text = await faulthandling.ask(subject.pid, subject.stacks_fd, budget.left_s)
     threads = faulthandling.parse(text)
     if not threads:
         return Stacks(state, missing=(f"stack: {why}; the process did not answer either",))
     return Stacks(state, "faulthandler", threads, (f"native stack: {why}",))
 
 
-async def _native(subject: Subject, found: dict[int, Stacks], clock: _Clock) -> None:
-    """Replace a Python stack by one with native frames, if there is time for it."""
+async def _native_stack(subject: Subject, found: dict[int, Stacks], budget: _Budget) -> None:
+    """Replace a Python stack by one with native frames, if there is time."""
     pid = subject.pid
-    async with clock.turns:
-        if clock.left_s < clock.native_s:
+    async with budget.turns:
+        if budget.left_s < budget.native_s:
             found[pid] = replace(found[pid], missing=("native stack: no time was left",))
             return
         began = time.monotonic()
-        seen = await _paused_look(subject, clock)
+        seen = await _paused_look(subject, budget)
     if seen.threads:
-        clock.native_s = time.monotonic() - began
+        budget.native_s = time.monotonic() - began
         found[pid] = Stacks(found[pid].state, "py-spy", seen.threads)
     else:
         found[pid] = replace(found[pid], missing=(f"native stack: {seen.problem}",))
 
 
-async def _paused_look(subject: Subject, clock: _Clock) -> spy.Look:
-    """A look that pauses the process, and makes sure that it goes on."""
-    executable, pid = spy.executable(), subject.pid
+async def _paused_look(subject: Subject, budget: _Budget) -> SpyLook:
+    """Take a native stack, and make sure that the paused process continues."""
     try:
-        pidfd = os.pidfd_open(pid)
+        pidfd = os.pidfd_open(subject.pid)
     except ProcessLookupError:
-        return spy.Look(problem="the process is gone")
-    seen = spy.Look(problem="py-spy is not installed")
+        return SpyLook(problem="the process is gone")
+    seen = SpyLook()
     try:
-        if executable is not None:
-            calls = _system_calls(pid)
-            seen = await spy.look(
-                executable,
-                pid,
-                clock.left_s,
-                calls,
-                trainer=subject.trainer,
-                pause=True,
-                native=True,
-            )
+        seen = await _spy(subject, budget.left_s, ["--native"])
         return seen
     finally:
         if not seen.threads:
-            proc.resume(pid, pidfd)
+            proc.resume(subject.pid, pidfd)
         os.close(pidfd)
 
 
 def _wanting_native(found: Mapping[int, Stacks]) -> list[int]:
-    """Processes whose Python stack is no answer, or who hold the GIL: one of each kind first."""
+    """Return the processes whose Python stack is no answer, one of each kind of stack first."""
     unclear = [
         pid
         for pid, stacks in found.items()
         if stacks.source == "py-spy python only"
         and stacks.state not in _UNPAUSABLE
-        and (stance(stacks.threads) == "unclear" or any(t.holds_gil for t in stacks.threads))
+        and (in_collective(stacks.threads) == "unclear" or any(t.holds_gil for t in stacks.threads))
     ]
     kinds: dict[Collection[Frame], int] = {}
     for pid in unclear:
@@ -170,20 +181,137 @@ def _wanting_native(found: Mapping[int, Stacks]) -> list[int]:
     return sorted(unclear, key=lambda pid: pid not in firsts)
 
 
-def _system_calls(pid: int) -> dict[int, str]:
+def _state(pid: int) -> ProcessState:
+    """Return the process state. A traced process ("t") is being looked at, which says nothing."""
+    letter = proc.process_state(pid).replace("I", "S")
+    return cast(ProcessState, letter) if letter in get_args(ProcessState) else "?"
+
+
+# ---- py-spy ----
+
+
+class _SpyFrame(msgspec.Struct):
+    name: str
+    filename: str
+    line: int
+    module: str | None = None
+    """The library of a native frame; None for a Python frame."""
+
+
+class _SpyThread(msgspec.Struct):
+    frames: list[_SpyFrame]
+    active: bool = False
+    owns_gil: bool = False
+    thread_name: str | None = None
+    os_thread_id: int | None = None
+
+
+def spy_executable() -> str | None:
+    """Return py-spy beside this interpreter, or the first on the path."""
+    beside = Path(sys.executable).parent / "py-spy"
+    return str(beside) if os.access(beside, os.X_OK) else shutil.which("py-spy")
+
+
+async def _spy(subject: Subject, limit_s: float, flags: Sequence[str]) -> SpyLook:
+    """Run py-spy on a process; whatever happens, py-spy is gone after the limit."""
+    executable = spy_executable()
+    if executable is None:
+        return SpyLook(problem="py-spy is not installed")
+    calls = proc.system_calls(subject.pid)
+    command = [executable, "dump", "--json", *flags, "--pid", str(subject.pid)]
     try:
-        threads = [int(name) for name in os.listdir(f"/proc/{pid}/task")]
-    except OSError:
-        return {}
-    return {thread: proc.system_call(pid, thread) for thread in threads}
+        ran = await _run(command, limit_s)
+    except OSError as error:
+        return SpyLook(problem=f"py-spy cannot be started: {error}")
+    if ran is None:
+        return SpyLook(problem=f"py-spy took longer than {limit_s:.1f} s")
+    out, err = ran
+    try:
+        return SpyLook(threads=parse_spy(out, subject, calls))
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return SpyLook(problem=_complaint(err))
 
 
-def _calmer(pid: int, before: ProcessState) -> ProcessState:
-    """A process that was in the kernel for a moment only was not stuck there."""
-    now = proc.process_state(pid)
-    return now if before == "D" and now in ("R", "S") else before
+def parse_spy(output: bytes, subject: Subject, calls: Mapping[int, str]) -> tuple[ThreadStack, ...]:
+    """Parse py-spy's JSON and add the system call of each thread where it is known."""
+    threads = msgspec.json.decode(output, type=list[_SpyThread])
+    return tuple(_thread(thread, subject, calls) for thread in threads)
 
 
-def _width() -> int:
-    """How many looks at a time: more than there are CPUs would only make each one slower."""
-    return max(2, len(os.sched_getaffinity(0)))
+def _thread(thread: _SpyThread, subject: Subject, calls: Mapping[int, str]) -> ThreadStack:
+    pid = subject.pid
+    # Before Python 3.11 py-spy knows a thread's id only if it may pause the process.
+    number = thread.os_thread_id or (pid if thread.thread_name == "MainThread" else 0)
+    call = calls.get(number, "")
+    entered = [Frame(file=KERNEL, line=0, function=call, native=True)]
+    frames = [
+        Frame(file=f.filename, line=f.line, function=f.name, native=f.module is not None)
+        for f in thread.frames
+    ]
+    return ThreadStack(
+        name="MainThread" if number == pid else thread.thread_name or f"thread {number}",
+        active=call == proc.RUNNING if call else thread.active,
+        holds_gil=thread.owns_gil,
+        trains=number == (subject.trainer or pid),
+        frames=cut([*(entered if call not in ("", proc.RUNNING) else []), *frames]),
+    )
+
+
+def _complaint(err: bytes) -> str:
+    """Return the line in which py-spy says what is wrong."""
+    said = err.decode("utf-8", "replace").partition("Stack backtrace:")[0]
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    causes = [line for line in lines if line[:2].rstrip(":").isdigit()]
+    return f"py-spy: {(causes or lines or ['it said nothing'])[-1 if causes else 0][:200]}"
+
+
+async def _run(command: Sequence[str], limit_s: float) -> tuple[bytes, bytes] | None:
+    """Return what a command wrote to stdout and stderr; None if it had to be killed."""
+    out, err = os.memfd_create("py-spy-out"), os.memfd_create("py-spy-err")
+    try:
+        child = subprocess.Popen(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+        child.returncode = 0  # The agent may reap it first: Popen must not expect a status.
+        pidfd = os.pidfd_open(child.pid)
+        try:
+            in_time = await _ended(pidfd, limit_s)
+        finally:
+            try:
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            await _ended(pidfd, _REAP_S)
+            os.close(pidfd)
+            try:
+                os.waitpid(child.pid, os.WNOHANG)
+            except ChildProcessError:
+                pass
+        return (os.pread(out, MAX_OUTPUT_BYTES, 0), os.pread(err, 1 << 16, 0)) if in_time else None
+    finally:
+        os.close(out)
+        os.close(err)
+
+
+def _die_with_parent() -> None:
+    kernel.unblock_signals()
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+async def _ended(pidfd: int, limit_s: float) -> bool:
+    """Return whether a process ends within that time."""
+    loop = asyncio.get_running_loop()
+    gone = asyncio.Event()
+    loop.add_reader(pidfd, gone.set)
+    try:
+        await asyncio.wait_for(gone.wait(), max(limit_s, 0.0))
+    except asyncio.TimeoutError:
+        return False
+    finally:
+        loop.remove_reader(pidfd)
+    return True

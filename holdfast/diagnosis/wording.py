@@ -1,19 +1,19 @@
-"""A verdict in one sentence that a person can act on."""
+"""Words a verdict as one sentence that a person can act on."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 
+from holdfast.diagnosis.frames import telling_thread, user_frame, verb
 from holdfast.diagnosis.fronts import Front
-from holdfast.diagnosis.places import telling_thread, user_frame, verb
 from holdfast.messages.evidence import RankEvidence
 
 _MAX_CLAUSES = 4
 
 
 def rank_list(ranks: Iterable[int]) -> str:
-    """ "rank 3", "ranks 0–2, 5"."""
+    """Write ranks as "rank 3" or "ranks 0–2, 5"."""
     spans: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if spans and rank == spans[-1][1] + 1:
@@ -31,8 +31,8 @@ def _span(first: int, last: int) -> str:
     return f"{first}, {last}" if last == first + 1 else f"{first}–{last}"
 
 
-def where(evidence: RankEvidence) -> str:
-    """ "loader.py:88 (load_batch)": the user's line that a rank is at; empty when not known."""
+def _where(evidence: RankEvidence) -> str:
+    """Return the user's line that a rank is at, as "loader.py:88 (load_batch)"; empty if unknown."""
     thread = telling_thread(evidence)
     frame = user_frame(thread.frames) if thread is not None else None
     if frame is None:
@@ -42,22 +42,22 @@ def where(evidence: RankEvidence) -> str:
 
 
 def doing(evidence: RankEvidence) -> str:
-    """What a rank that nothing ails does: "sleeps in loader.py:88 (load_batch)"."""
+    """Return what a rank without a defect does: "sleeps in loader.py:88 (load_batch)"."""
     thread = telling_thread(evidence)
     if thread is None or not thread.frames:
-        return "is somewhere unknown: no stack could be had"
+        return "is at an unknown place: no stack could be taken"
     return at(verb(thread), evidence)
 
 
 def at(what: str, evidence: RankEvidence) -> str:
-    """What, and in which line and section."""
-    place = where(evidence)
+    """Add the line and section to what a rank does."""
+    place = _where(evidence)
     section = f", section {evidence.sections[-1]}" if evidence.sections else ""
     return f"{what} in {place}{section}" if place else f"{what}{section}"
 
 
 def accused(evidence: Iterable[tuple[RankEvidence, str]]) -> str:
-    """Whom the others wait for, and what those do; alike ones together."""
+    """Name the guilty ranks and what they do; those that do the same together."""
     alike: dict[tuple[str, str], list[int]] = {}
     for each, what in evidence:
         alike.setdefault((each.node, what), []).append(each.rank)
@@ -69,7 +69,7 @@ def accused(evidence: Iterable[tuple[RankEvidence, str]]) -> str:
 
 
 def waiters(fronts: Sequence[Front], excluded: Iterable[int]) -> str:
-    """Who waits in what; nobody twice."""
+    """Say which ranks wait in which operation, each rank once."""
     told = set(excluded)
     clauses = []
     for front in fronts:
@@ -81,21 +81,23 @@ def waiters(fronts: Sequence[Front], excluded: Iterable[int]) -> str:
 
 
 def waits(ranks: Iterable[int], front: Front) -> str:
+    """Say that ranks wait in an operation."""
     found = sorted(ranks)
     return f"{rank_list(found)} {'waits' if len(found) == 1 else 'wait'} in {name(front)}"
 
 
 def wait_somewhere(ranks: Sequence[int]) -> str:
-    """For ranks of which only the stack says that they wait."""
+    """Say that ranks wait, where only their stacks tell it."""
     return f"{rank_list(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in a collective"
 
 
 def name(front: Front) -> str:
-    """ "all_reduce #412 of group 0"."""
+    """Write an operation as "all_reduce #412 of group 0"."""
     return f"{front.op} #{front.number} of group {front.group}"
 
 
 def mismatch(front: Front) -> str:
+    """Say which ranks called what under one number."""
     fewest_first = sorted(front.different.items(), key=lambda item: (len(item[1]), item[1]))
     said = [f"{rank_list(ranks)} in {kind}" for kind, ranks in fewest_first]
     return (
@@ -112,6 +114,7 @@ def _joined(clauses: Sequence[str]) -> str:
 
 
 def plural(what: str) -> str:
+    """Put a phrase like "is stopped" into the plural."""
     first, _, rest = what.partition(" ")
     plural = {"is": "are", "has": "have"}.get(first, first.removesuffix("s"))
     return f"{plural} {rest}"

@@ -1,10 +1,9 @@
-"""What earlier looks saw.
+"""Keeps what earlier looks saw, for checks that judge by change.
 
-A counter says nothing by itself: ten link failures may be ten years old. So a check that judges by
-change is given what it saw the last time and answers with what to remember for the next. What is
-remembered is plain data; an agent keeps it in memory, `holdfast check --baseline FILE` in a file.
-
-Counters start anew with the machine, so nothing is carried over a reboot.
+A counter says nothing by itself: ten link failures may be ten years old. A check that judges by change
+gets what it saw last time and returns what to remember for the next. An agent keeps that in memory,
+`holdfast check --baseline FILE` in a file. Counters start anew with the machine, so nothing is kept
+over a reboot.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from holdfast.errors import UsageError
 
 class CpuSeen(Struct, frozen=True, tag="cpu"):
     online: tuple[int, ...]
-    """Every core that was ever online: one that goes stays missed until it is back."""
+    """Every core that was ever online: one that disappears stays missed until it is back."""
     throttles: int
 
 
@@ -30,7 +29,7 @@ class MemorySeen(Struct, frozen=True, tag="memory"):
 
 class ClockSeen(Struct, frozen=True, tag="clock"):
     wall_minus_boot_s: float
-    """Constant as long as nobody sets the clock."""
+    """Constant until the clock is set."""
 
 
 class GpusSeen(Struct, frozen=True, tag="gpus"):
@@ -44,7 +43,7 @@ class EccSeen(Struct, frozen=True, tag="ecc"):
 
 class XidSeen(Struct, frozen=True, tag="xid"):
     sequence: int
-    """Number of the last line of the kernel's log that was read."""
+    """Number of the last record read from the kernel's log."""
 
 
 class LinkSeen(Struct, frozen=True):
@@ -52,7 +51,7 @@ class LinkSeen(Struct, frozen=True):
     replays: int
     recoveries: int
     windows: int = 0
-    """One bit a look, the newest lowest: whether a counter had grown."""
+    """One bit for each look, the newest lowest: whether a counter had grown."""
 
 
 class NvlinkSeen(Struct, frozen=True, tag="nvlink"):
@@ -73,42 +72,33 @@ class MountSeen(Struct, frozen=True, tag="mount"):
     kind: str
 
 
-Seen = (
-    CpuSeen
-    | MemorySeen
-    | ClockSeen
-    | GpusSeen
-    | EccSeen
-    | XidSeen
-    | NvlinkSeen
-    | NicSeen
-    | MountSeen
-)
+SeenOfGpus = GpusSeen | EccSeen | XidSeen | NvlinkSeen
+Seen = SeenOfGpus | CpuSeen | MemorySeen | ClockSeen | NicSeen | MountSeen
 
 
 class Baseline(Struct):
-    """By check's name, what it saw the last time that it looked."""
+    """What each check saw at its last look, by the check's name."""
 
     boot: str = ""
     seen: dict[str, Seen] = field(default_factory=dict)
 
 
 def load(path: Path) -> Baseline:
-    """What an earlier run left in a file; an empty one where there is no file yet."""
+    """Read the baseline of an earlier run; an empty one if the file does not exist."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Baseline)
     except FileNotFoundError:
         return Baseline()
     except msgspec.DecodeError as error:
         raise UsageError(
-            f"{path}: is no baseline of ours ({error}); remove it to begin a new one"
+            f"{path}: not a baseline ({error}); remove it to begin a new one"
         ) from None
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
 
 
 def save(baseline: Baseline, path: Path) -> None:
-    """Write it whole or not at all."""
+    """Write a baseline atomically."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_bytes(msgspec.json.format(msgspec.json.encode(baseline), indent=1))

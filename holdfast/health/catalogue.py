@@ -1,8 +1,8 @@
-"""Which checks there are, how long each may take, and what its silence means.
+"""Lists the checks, with the deadline of each and what its silence means.
 
-A check's kind is its name, or with a subject the part before the colon: "storage:/data". Checks of
-one lane are asked one after the other by one probe; lanes go side by side. So what can hang together
-(a path, the GPU driver) is one lane, and whatever hangs holds up nothing but its own lane.
+A check's kind is its name, or with a subject the part before the colon: "storage:/data". Checks with
+the same probe run one after the other in one process; probes run side by side. What can hang together
+(a path, the GPU driver) shares a probe, so a hang delays nothing else.
 """
 
 from __future__ import annotations
@@ -17,81 +17,88 @@ from holdfast.messages.health import Verdict
 
 
 class Kind(Struct, frozen=True):
+    """A kind of check."""
+
+    function: str
+    """Module of this package and function; imported when needed, for some modules take long."""
     about: str
-    lane: str
+    probe: str
     deadline_s: float
     silent: Verdict = "unknown"
-    """The verdict when no answer comes in time: a path that hangs is broken, a driver may be busy."""
+    """Verdict if no answer comes in time: a path that hangs is broken, a driver may be busy."""
 
 
 KINDS: Mapping[str, Kind] = {
-    "cpu-cores": Kind("cores there and usable, load, heat, frequency", "node", 5),
-    "memory": Kind("memory left on the machine and under limits, memory errors", "node", 5),
-    "shm": Kind("room in /dev/shm", "node", 5),
-    "limits": Kind("how many files may be open, how much memory locked", "node", 5),
-    "clock": Kind("whether a time service keeps the clock right", "node", 5),
-    "gpu-xid": Kind("what the NVIDIA driver wrote into the kernel's log", "node", 5),
-    "cpu-compute": Kind("whether each core computes a known result", "node", 10),
-    "gpu-recovery": Kind("GPUs lost, or that the driver wants reset", "gpu", 30),
-    "gpu-ecc": Kind("GPU memory errors, rows to remap", "gpu", 30),
-    "gpu-memory": Kind("GPU memory that a dead process left behind", "gpu", 30),
-    "nvlink": Kind("NVLinks off or wearing out", "gpu", 30),
-    "nic": Kind("links down or flapping, nearest to the GPUs first", "nic", 10),
-    "disk": Kind("free space and inodes of a path", "path", 5, "fail"),
-    "storage": Kind("a file written, synced and read back in a path", "path", 5, "fail"),
-    "service": Kind("what a health service of the node says", "service", 10),
-    "own": Kind("a check of your own", "own", 60, "fail"),
+    "cpu-cores": Kind(
+        "cpu:check_cpu", "cores present and usable, load, heat, frequency", "node", 5
+    ),
+    "memory": Kind("memory:check_memory", "memory left, memory errors", "node", 5),
+    "shm": Kind("memory:check_shm", "space in /dev/shm", "node", 5),
+    "limits": Kind("memory:check_limits", "limits on open files and locked memory", "node", 5),
+    "clock": Kind("clock:check_clock", "whether a time service synchronises the clock", "node", 5),
+    "gpu-xid": Kind("xid:check_xid", "errors of the NVIDIA driver in the kernel's log", "node", 5),
+    "cpu-compute": Kind("cpu:check_compute", "whether each core computes correctly", "node", 10),
+    "gpu-recovery": Kind("gpu:check_recovery", "GPUs lost, or that need a reset", "gpu", 30),
+    "gpu-ecc": Kind("gpu:check_ecc", "GPU memory errors, rows to remap", "gpu", 30),
+    "gpu-memory": Kind("gpu:check_gpu_memory", "GPU memory left by dead processes", "gpu", 30),
+    "nvlink": Kind("nvlink:check_nvlink", "NVLinks off or wearing out", "gpu", 30),
+    "nic": Kind("nic:check_nic", "links down or flapping, nearest to the GPUs first", "nic", 10),
+    "disk": Kind("storage:check_disk", "free space and inodes of a path", "path", 5, "fail"),
+    "storage": Kind(
+        "storage:check_storage", "writing to a path and reading back", "path", 5, "fail"
+    ),
+    "service": Kind("service:check_service", "a health service of the node", "service", 10),
+    "own": Kind("own_checks:check_own", "a check of your own", "own", 60, "fail"),
 }
 
 WITH_SUBJECT = ("disk", "storage", "service", "own")
 
 COSTLY = ("cpu-compute", "storage", "own")
-"""Kinds that take processor time or write to disks: for before a join, not for every few seconds."""
+"""Kinds that take processor time or write to disks: for before a join, not for every minute."""
 
 
-class Check(Struct, frozen=True):
-    """One thing to look at."""
+class HealthCheck(Struct, frozen=True):
+    """One check of this node."""
 
     name: str
     kind: str
     subject: str
-    lane: str
+    probe: str
     about: str
     deadline_s: float
     silent: Verdict
 
 
-def checks_of(settings: HealthSettings, installed: Mapping[str, str]) -> list[Check]:
-    """All checks, in the order in which they are told."""
+def checks_of(settings: HealthSettings, installed: Mapping[str, str]) -> list[HealthCheck]:
+    """List all checks, in the order in which they are shown."""
     checks = [_check(settings, kind, kind) for kind in KINDS if kind not in WITH_SUBJECT]
     homes = [settings.home] if settings.home else []
     for path in dict.fromkeys([*homes, *settings.paths]):
         checks += [_check(settings, f"{kind}:{path}", kind, path) for kind in ("disk", "storage")]
     if settings.service is not None:
         checks.append(_check(settings, "service", "service", settings.service))
-    own = {**installed, **{target: target for target in settings.user_checks}}
-    for name, target in own.items():
-        # A name of ours must go on meaning ours.
-        taken = name.partition(":")[0] in {*KINDS, *(kind.partition("-")[0] for kind in KINDS)}
-        checks.append(_check(settings, f"own:{name}" if taken else name, "own", target))
+    reserved = {*KINDS, *(kind.partition("-")[0] for kind in KINDS)}
+    for name, target in {**installed, **{own: own for own in settings.user_checks}}.items():
+        shown = f"own:{name}" if name.partition(":")[0] in reserved else name
+        checks.append(_check(settings, shown, "own", target))
     return checks
 
 
-def _check(settings: HealthSettings, name: str, kind: str, subject: str = "") -> Check:
+def _check(settings: HealthSettings, name: str, kind: str, subject: str = "") -> HealthCheck:
     of_kind = KINDS[kind]
-    return Check(
+    return HealthCheck(
         name=name,
         kind=kind,
         subject=subject,
-        lane=f"{of_kind.lane}:{subject}" if subject else of_kind.lane,
+        probe=f"{of_kind.probe}:{subject}" if subject else of_kind.probe,
         about=of_kind.about,
         deadline_s=settings.deadline_s or of_kind.deadline_s,
         silent=settings.service_unreachable if kind == "service" else of_kind.silent,
     )
 
 
-def chosen(checks: Sequence[Check], words: Collection[str]) -> list[Check]:
-    """The checks that the words name: each by its name, its kind or the kind's first word."""
+def chosen(checks: Sequence[HealthCheck], words: Collection[str]) -> list[HealthCheck]:
+    """Select checks by words: a name, a kind, or the first word of a kind."""
     for word in words:
         if word not in _words(checks) | set(KINDS):
             known = ", ".join(dict.fromkeys(check.name for check in checks))
@@ -99,7 +106,7 @@ def chosen(checks: Sequence[Check], words: Collection[str]) -> list[Check]:
     return [check for check in checks if any(word in _words([check]) for word in words)]
 
 
-def _words(checks: Iterable[Check]) -> set[str]:
+def _words(checks: Iterable[HealthCheck]) -> set[str]:
     return {
         word for check in checks for word in (check.name, check.kind, check.kind.partition("-")[0])
     }

@@ -1,8 +1,8 @@
-"""The clock: does somebody keep it right, and did somebody set it?
+"""Checks the clock: does a time service synchronise it, and was it set?
 
-Nothing of ours depends on clocks that agree, but logs, certificates and file systems do. The kernel
-knows whether a time service steers its clock; where it was not told, the service may still do so
-(chrony only tells when asked to), so that is unknown rather than wrong.
+Nothing in Holdfast depends on clocks that agree, but logs, certificates and file systems do. The kernel
+knows whether a time service steers its clock; if it was not told, a service may still do so (chrony
+only tells the kernel if configured to), so that is unknown rather than wrong.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import time
 
 from msgspec import Struct
 
-from holdfast.health.baseline import ClockSeen, Seen
-from holdfast.health.finding import Finding, Remark, summed
+from holdfast.health.baseline import ClockSeen
+from holdfast.health.judgement import Judgement, Remark, summed
 from holdfast.health.node import Node
-from holdfast.health.settings import Limits
+from holdfast.health.settings import HealthLimits
 from holdfast.messages.health import Fact
 
 _UNSYNCHRONISED = 0x40
 _TIMESYNCD = "run/systemd/timesync/synchronized"
-"""A file that systemd's time service makes once the clock is right."""
+"""A file that systemd's time service creates once the clock is right."""
 
 
 class Steering(Struct, frozen=True):
@@ -28,7 +28,7 @@ class Steering(Struct, frozen=True):
 
     synchronised: bool
     error_s: float
-    """How far it may be off at most, as the service estimates."""
+    """Largest error, as the time service estimates it."""
 
 
 class _Timex(ctypes.Structure):
@@ -43,16 +43,15 @@ class _Timex(ctypes.Structure):
     )
 
 
-def check_clock(node: Node, before: Seen | None) -> Finding:
+def check_clock(node: Node, known: ClockSeen | None) -> Judgement:
     steering = _steering() if node.is_real else None
     seen = ClockSeen(time.time() - time.clock_gettime(time.CLOCK_BOOTTIME))
-    known = before if isinstance(before, ClockSeen) else None
     told = node.path(_TIMESYNCD).exists()
     return judge_clock(steering, told, known, seen, node.settings.limits)
 
 
 def _steering() -> Steering | None:
-    """Asked without changing anything; None where the kernel does not answer."""
+    """Ask the kernel without changing anything; None if it does not answer."""
     timex = _Timex()
     if ctypes.CDLL(None).adjtimex(ctypes.byref(timex)) < 0:
         return None
@@ -64,18 +63,18 @@ def judge_clock(
     told: bool,
     known: ClockSeen | None,
     seen: ClockSeen,
-    limits: Limits,
-) -> Finding:
+    limits: HealthLimits,
+) -> Judgement:
     remarks = []
     facts: dict[str, Fact] = {}
-    fine = "the clock is kept right"
+    fine = "the clock is synchronised"
     if steering is not None and steering.synchronised:
         fine += f", to {steering.error_s:.3f} s"
         facts["max_error_s"] = steering.error_s
         if steering.error_s > limits.clock_error_s:
             remarks.append(Remark("warn", f"the clock may be off by {steering.error_s:.1f} s"))
     elif not told:
-        remarks.append(Remark("unknown", "no time service has said that it keeps the clock right"))
+        remarks.append(Remark("unknown", "no time service reports that it synchronises the clock"))
     step = seen.wall_minus_boot_s - known.wall_minus_boot_s if known else 0.0
     if abs(step) > limits.clock_step_s:
         remarks.append(Remark("warn", f"the clock was set by {step:+.1f} s since the last look"))

@@ -1,29 +1,39 @@
-"""Processors: are all cores there and ours to use, how loaded are they, are they slowed down?
+"""Checks the processors: are all cores present and usable, are they slow, do they compute correctly?
 
-Only a core that was there and is gone fails a node. A busy or a slowed one is slow, not broken, and
-cores may be off on purpose (as the second thread of each core often is): those are warnings at most.
+Only a core that disappeared or computes wrongly fails a node. A busy or throttled core is slow, not
+broken, and cores may be off on purpose (as the second thread of each core often is): those are
+warnings at most.
+
+Rarely, but at the scale of a cluster surely, a core gets a sum wrong and reports nothing. So each core
+gets the same small piece of work with a known result: a chaotic sequence in floating point, a sequence
+of multiplications, and a digest of every number in them, so that no wrong bit is lost on the way. It
+takes a few milliseconds of each core, and at most two seconds in all.
 """
 
 from __future__ import annotations
 
-from holdfast.health.baseline import CpuSeen, Seen
-from holdfast.health.cgroup import own_groups
-from holdfast.health.finding import Finding, Remark, counted, summed, unknown
+import hashlib
+import os
+import struct
+import time
+from collections.abc import Mapping
+
+from holdfast.health.baseline import CpuSeen
+from holdfast.health.judgement import Judgement, Remark, counted, summed, unknown
 from holdfast.health.node import Node, number_set
 from holdfast.messages.health import Fact
 
 _CPU = "sys/devices/system/cpu"
 
 
-def check_cpu(node: Node, before: Seen | None) -> Finding:
+def check_cpu(node: Node, known: CpuSeen | None) -> Judgement:
     online = node.numbers(f"{_CPU}/online")
     if not online:
-        return unknown(f"the kernel does not say which cores there are ({_CPU}/online)")
-    known = before if isinstance(before, CpuSeen) else None
+        return unknown(f"the kernel does not list the cores ({_CPU}/online)")
     usable = online & (_allowed(node) or online)
-    throttles, slow = _throttles(node, online), _slow(node, online)
-    load = _load(node)
-    limits = node.settings.limits
+    names = (f"{_CPU}/cpu{core}/thermal_throttle/core_throttle_count" for core in online)
+    throttles = sum(node.number(name) or 0 for name in names)
+    slow, load, limits = _slow(node, online), _load(node), node.settings.limits
     remarks = _missing(node, online, known)
     if len(usable) == 1 < len(online):
         remarks.append(Remark("warn", f"this process may use 1 of {len(online)} cores: unbind it"))
@@ -33,10 +43,8 @@ def check_cpu(node: Node, before: Seen | None) -> Finding:
         times = counted(throttles - known.throttles, "time")
         remarks.append(Remark("warn", f"cores got too hot {times} since the last look"))
     if slow:
-        share = limits.frequency_share
-        remarks.append(
-            Remark("warn", f"{slow} cores are held below {share:.0%} of their frequency")
-        )
+        below = f"below {limits.frequency_share:.0%} of their frequency"
+        remarks.append(Remark("warn", f"{slow} cores are held {below}"))
     facts: dict[str, Fact] = {"cores": len(online), "usable": len(usable), "throttles": throttles}
     if load is not None:
         facts["load_1m"] = load
@@ -48,8 +56,8 @@ def check_cpu(node: Node, before: Seen | None) -> Finding:
 
 
 def _allowed(node: Node) -> set[int] | None:
-    """The cores that this process may run on."""
-    for line in (node.text("proc/self/status") or "").splitlines():
+    """Return the cores that this process may run on."""
+    for line in node.lines("proc/self/status"):
         name, _, value = line.partition(":")
         if name == "Cpus_allowed_list":
             return number_set(value)
@@ -77,14 +85,8 @@ def _load(node: Node) -> float | None:
         return None
 
 
-def _throttles(node: Node, online: set[int]) -> int:
-    """How often cores were slowed down because they got too hot."""
-    names = (f"{_CPU}/cpu{core}/thermal_throttle/core_throttle_count" for core in online)
-    return sum(node.number(name) or 0 for name in names)
-
-
 def _slow(node: Node, online: set[int]) -> int:
-    """How many cores may run at a small part only of the frequency they are made for."""
+    """Count the cores that may run only at a small part of their maximal frequency."""
     slow = 0
     for core in online:
         could = node.number(f"{_CPU}/cpu{core}/cpufreq/cpuinfo_max_freq")
@@ -95,9 +97,9 @@ def _slow(node: Node, online: set[int]) -> int:
 
 
 def _quota(node: Node) -> float | None:
-    """How many cores' worth of time our control groups let us have; None: all."""
+    """Return how many cores' worth of time our cgroups allow; None: all."""
     quotas = []
-    for group in own_groups(node, "cpu"):
+    for group in node.cgroups("cpu"):
         words = (node.text(f"{group}/cpu.max") or "").split()
         if not words:
             names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
@@ -105,3 +107,57 @@ def _quota(node: Node) -> float | None:
         if len(words) == 2 and all(word.isdecimal() and int(word) for word in words):
             quotas.append(int(words[0]) / int(words[1]))
     return min(quotas, default=None)
+
+
+# ---- computing ----------------------------------------------------------------------------------
+
+KNOWN = "3a2972a309fd46fdac8ed0a0f878975b"
+"""Result of `work` on every machine that computes according to IEEE 754."""
+
+STEPS = 1000
+ROUNDS = 4
+BUDGET_S = 2.0
+
+
+def work(x: float = 0.4) -> str:
+    n = 1
+    fractions, numbers = [], []
+    for _ in range(STEPS):
+        x = 3.99 * x * (1.0 - x)
+        n = (n * 6364136223846793005 + 1442695040888963407) & 0xFFFFFFFFFFFFFFFF
+        fractions.append(x)
+        numbers.append(n)
+    content = struct.pack(f"<{STEPS}d{STEPS}Q", *fractions, *numbers)
+    return hashlib.sha512(content * 8).hexdigest()[:32]
+
+
+def check_compute(node: Node, before: None) -> Judgement:
+    """Test the cores of the machine we run on, whatever the root."""
+    cores = os.sched_getaffinity(0)
+    begun = time.monotonic()
+    results: dict[int, set[str]] = {}
+    try:
+        for core in sorted(cores):
+            if time.monotonic() - begun > BUDGET_S:
+                break
+            try:
+                os.sched_setaffinity(0, {core})
+            except OSError:
+                continue  # It was switched off just now; the check of cores reports that.
+            results[core] = {work() for _ in range(ROUNDS)}
+    finally:
+        os.sched_setaffinity(0, cores)
+    return judge_results(results, len(cores))
+
+
+def judge_results(results: Mapping[int, set[str]], cores: int) -> Judgement:
+    """Judge the results: a core is wrong if its result is not the known one, unless all agree."""
+    got = set().union(*results.values())
+    wrong = [core for core, values in results.items() if values != {KNOWN}]
+    if not results:
+        return unknown("no core could be tested")
+    if wrong and len(got) == 1:
+        return unknown(f"all {len(results)} cores agree, but on another result than is known")
+    remarks = [Remark("fail", f"core {core} computes wrong results") for core in wrong[:8]]
+    fine = f"{len(results)} of {cores} cores computed the known result"
+    return summed(remarks, fine, {"tested": len(results), "wrong": len(wrong)})

@@ -1,46 +1,70 @@
-"""GPUs: does the driver want one recovered, is one gone, has its memory erred?
+"""Checks the GPUs: does the driver want one recovered, is one gone, has its memory erred or leaked?
 
-The driver's own verdict comes first: since 570 it says what it wants done to a GPU, and at any age
-it says when one is lost. That is evidence. That a call fails is none: the GPU is then unknown.
+The driver's own verdict comes first: since version 570 it names the recovery that a GPU needs, and
+every version reports a lost GPU. That is evidence. A call that fails is none: the GPU is then unknown.
 
-Errors that memory could not correct fail a GPU when they are new, because what was computed on it
-since the last look cannot be trusted. Old ones, and rows that wait for a reset to be replaced, leave
-it usable (the bad pages are not handed out any more) and are a warning.
+Uncorrected memory errors fail a GPU if they are new, because what was computed on it since the last
+look cannot be trusted. Old ones, and rows that wait for a reset to be remapped, leave it usable (the
+driver does not hand out bad pages) and are a warning.
+
+A process that died inside the driver can leave its memory allocated, and the next one on that GPU runs
+out of memory without a visible reason. It shows as memory in use that no living process uses. That
+proves something only where every process can be seen: in a container the users of a GPU are hidden,
+and where the kernel itself uses GPU memory (a NUMA node with memory but no processors) no process need
+own it. A process that ended a moment ago may still be releasing its memory, so a suspicion is only
+believed if a second look confirms it.
 """
 
 from __future__ import annotations
 
-from holdfast.health.baseline import EccSeen, GpusSeen, Seen
-from holdfast.health.finding import Finding, Remark, counted, summed, unknown
+import os
+import time
+from collections.abc import Callable
+
+from holdfast.health.baseline import EccSeen, GpusSeen
+from holdfast.health.judgement import Judgement, Remark, amount, counted, summed, unknown
 from holdfast.health.node import Node
-from holdfast.health.nvml import ABSENT, LOST, Gpu, Gpus, NoNvml, Refused
+from holdfast.health.nvml import ABSENT, LOST, Gpu, Gpus, NoNvml, NvmlRefusal, read_gpus
 from holdfast.messages.health import Fact, Verdict
 
 ACTIONS = {
     1: "must be reset: end its processes, then `nvidia-smi -r`",
     2: "needs the node rebooted",
-    3: "wants its peer-to-peer traffic drained: end the processes that use it",
+    3: "needs its peer-to-peer traffic drained: end the processes that use it",
     4: "works at reduced capacity: drain it, then reset it",
+    5: "needs its IMEX domain recovered",
+    6: "needs a bus reset",
+    7: "needs the whole system rebooted",
 }
 
 RECOVERY_DRIVER = 570
 
+_INITIAL_PID_NAMESPACE = "pid:[4026531836]"
+"""The namespace in which all processes can be seen."""
 
-def none_to_ask(node: Node, no_nvml: NoNvml) -> Finding:
-    """Nothing can be said about GPUs; on a machine without any there is nothing to say."""
+
+def judge_gpus(gpus: Gpus | NoNvml, node: Node, judge: Callable[[Gpus], Judgement]) -> Judgement:
+    """Judge the GPUs if NVML shows them; otherwise say why it does not."""
+    if isinstance(gpus, Gpus):
+        return judge(gpus)
     if not node.has_nvidia_device:
-        return unknown(f"no GPU here: no NVIDIA device, and {no_nvml.reason}")
-    return unknown(f"there is an NVIDIA device, but {no_nvml.reason}")
+        return unknown("no GPU here: no NVIDIA device")
+    return unknown(f"there is an NVIDIA device, but {gpus.reason}")
 
 
-def check_recovery(node: Node, before: Seen | None) -> Finding:
-    gpus = node.gpus
-    if isinstance(gpus, NoNvml):
-        return none_to_ask(node, gpus)
-    return judge_recovery(gpus, before if isinstance(before, GpusSeen) else None)
+def verdict_of(refusal: NvmlRefusal) -> Verdict:
+    """Return "fail" if the driver says that the GPU is lost; other errors prove nothing."""
+    return "fail" if refusal.error in LOST else "unknown"
 
 
-def judge_recovery(gpus: Gpus, before: GpusSeen | None) -> Finding:
+# ---- recovery -----------------------------------------------------------------------------------
+
+
+def check_recovery(node: Node, before: GpusSeen | None) -> Judgement:
+    return judge_gpus(node.gpus, node, lambda gpus: judge_recovery(gpus, before))
+
+
+def judge_recovery(gpus: Gpus, before: GpusSeen | None) -> Judgement:
     here = {gpu.uuid: gpu.index for gpu in gpus.gpus if gpu.uuid}
     known = before.uuids if before else {}
     remarks = [remark for gpu in gpus.gpus for remark in _recovery(gpu, gpus.driver)]
@@ -62,33 +86,28 @@ def _recovery(gpu: Gpu, driver: str) -> list[Remark]:
     if told == 0:
         return []
     if isinstance(told, int):
-        asked = ACTIONS.get(told, f"wants action {told}: see `nvidia-smi -q`")
+        asked = ACTIONS.get(told, f"needs recovery action {told}: see `nvidia-smi -q`")
         return [Remark("fail", f"{gpu} {asked}")]
     if gpu.handle is None and told.error in ABSENT:
         return [Remark("unknown", _too_old(driver))]
     return [Remark(verdict_of(told), f"{gpu}: {told}")]
 
 
-def verdict_of(refused: Refused) -> Verdict:
-    """That a GPU is lost is the driver's word; that a call failed says nothing about the GPU."""
-    return "fail" if refused.error in LOST else "unknown"
-
-
 def _too_old(driver: str) -> str:
     major = driver.partition(".")[0]
     if major.isdecimal() and int(major) < RECOVERY_DRIVER:
-        return f"driver {driver} tells no recovery action; one from {RECOVERY_DRIVER} on does"
-    return f"driver {driver} tells no recovery action for these GPUs"
+        return f"driver {driver} reports no recovery action; {RECOVERY_DRIVER} and later do"
+    return f"driver {driver} reports no recovery action for these GPUs"
 
 
-def check_ecc(node: Node, before: Seen | None) -> Finding:
-    gpus = node.gpus
-    if isinstance(gpus, NoNvml):
-        return none_to_ask(node, gpus)
-    return judge_ecc(gpus, before if isinstance(before, EccSeen) else None)
+# ---- memory errors ------------------------------------------------------------------------------
 
 
-def judge_ecc(gpus: Gpus, before: EccSeen | None) -> Finding:
+def check_ecc(node: Node, before: EccSeen | None) -> Judgement:
+    return judge_gpus(node.gpus, node, lambda gpus: judge_ecc(gpus, before))
+
+
+def judge_ecc(gpus: Gpus, before: EccSeen | None) -> Judgement:
     known = before.uncorrected if before else {}
     remarks = [remark for gpu in gpus.gpus for remark in _ecc(gpu, known.get(gpu.uuid))]
     counts = {g.uuid: g.ecc_uncorrected for g in gpus.gpus if isinstance(g.ecc_uncorrected, int)}
@@ -106,18 +125,80 @@ def _ecc(gpu: Gpu, known: int | None) -> list[Remark]:
     if gpu.remap_failed is True:
         remarks.append(Remark("fail", f"{gpu} has no spare memory rows left: replace it"))
     if gpu.remap_pending is True:
-        remarks.append(Remark("warn", f"{gpu} waits for a reset to replace bad memory rows"))
-    count = gpu.ecc_uncorrected
-    word = "uncorrected memory error"
+        remarks.append(Remark("warn", f"{gpu} waits for a reset to remap bad memory rows"))
+    count, word = gpu.ecc_uncorrected, "uncorrected memory error"
     if isinstance(count, int):
-        # A counter that went back was reset with its GPU: what it says now is all new.
+        # A counter that went back was reset with its GPU: all that it counts is new.
         new = 0 if known is None else count - known if count >= known else count
         if new:
             remarks.append(Remark("fail", f"{gpu} had {counted(new, word)} just now"))
         elif count:
             remarks.append(Remark("warn", f"{gpu} had {counted(count, word)} since its reset"))
-    asked = (gpu.handle, count, gpu.remap_failed)
-    for refused in dict.fromkeys(part for part in asked if isinstance(part, Refused)):
-        if refused.error not in ABSENT:
-            remarks.append(Remark(verdict_of(refused), f"{gpu}: {refused}"))
+    parts = (gpu.handle, count, gpu.remap_failed)
+    for refusal in dict.fromkeys(part for part in parts if isinstance(part, NvmlRefusal)):
+        if refusal.error not in ABSENT:
+            remarks.append(Remark(verdict_of(refusal), f"{gpu}: {refusal}"))
     return remarks
+
+
+# ---- leftover memory ----------------------------------------------------------------------------
+
+
+def check_gpu_memory(node: Node, before: None) -> Judgement:
+    why_blind, limit = _why_blind(node), node.settings.limits.leftover_bytes
+
+    def judge(gpus: Gpus) -> Judgement:
+        return judge_memory(gpus, node.alive, why_blind, limit)
+
+    found = judge_gpus(node.gpus, node, judge)
+    if found.verdict != "fail":
+        return found
+    time.sleep(node.settings.settle_s)
+    return judge_gpus(read_gpus(node.settings.nvml), node, judge)
+
+
+def _why_blind(node: Node) -> str | None:
+    """Return why memory without an owner would prove nothing here; None if it does."""
+    try:
+        namespace = os.readlink(node.path("proc/self/ns/pid"))
+    except OSError:
+        namespace = ""
+    if namespace != _INITIAL_PID_NAMESPACE:
+        return "in a container not every process can be seen"
+    with_memory = node.numbers("sys/devices/system/node/has_memory") or set()
+    if with_memory - (node.numbers("sys/devices/system/node/has_cpu") or with_memory):
+        return "the kernel may use GPU memory as its own here"
+    return None
+
+
+def judge_memory(
+    gpus: Gpus, alive: Callable[[int], bool], why_blind: str | None, limit_bytes: int
+) -> Judgement:
+    used = {g.index: g.used_bytes for g in gpus.gpus if isinstance(g.used_bytes, int)}
+    remarks = [r for gpu in gpus.gpus for r in _memory(gpu, alive, why_blind, limit_bytes)]
+    if not gpus.gpus:
+        remarks.append(Remark("unknown", "NVML sees no GPU"))
+    facts = {f"gpu{index}_used_bytes": size for index, size in used.items()}
+    return summed(remarks, "all GPU memory in use belongs to living processes", facts)
+
+
+def _memory(
+    gpu: Gpu, alive: Callable[[int], bool], why_blind: str | None, limit_bytes: int
+) -> list[Remark]:
+    used, processes = gpu.used_bytes, gpu.processes
+    if gpu.handle or isinstance(used, NvmlRefusal) or isinstance(processes, NvmlRefusal):
+        refusals = [x for x in (gpu.handle, used, processes) if isinstance(x, NvmlRefusal)]
+        return [Remark("unknown", f"{gpu}: its memory is unknown ({refusals[0]})")]
+    living = [process for process in processes if alive(process.pid)]
+    left = used - sum(process.used_bytes or 0 for process in living)
+    if left <= limit_bytes:
+        return []
+    if why_blind is not None:
+        text = f"no process seen here uses {amount(left)}, but {why_blind}"
+        return [Remark("unknown", f"{gpu}: {text}")]
+    if any(process.used_bytes is None for process in living):
+        return [Remark("unknown", f"{gpu}: how much its processes use is unknown")]
+    dead = [str(process.pid) for process in processes if process not in living]
+    whose = f" (process {', '.join(dead)} is dead)" if dead else ""
+    text = f"{gpu}: {amount(left)} of its memory are used by no living process{whose}: reset it"
+    return [Remark("fail", text)]

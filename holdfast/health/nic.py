@@ -1,77 +1,94 @@
-"""Network devices: is a link down that was up, did one go down and come back?
+"""Checks the network devices: is a link down that was up, did one go down and come back?
 
-Every InfiniBand port and every Ethernet device with hardware behind it is looked at. Those that are
-nearest to a GPU carry the training: what happens to them fails the node. What happens to others, an
-interface for management perhaps, is a warning. Where no GPU says which they are, all carry it.
+Every InfiniBand port and every Ethernet device with hardware behind it is checked. Those nearest to a
+GPU carry the training: what happens to them fails the node. For others, perhaps a management interface,
+it is a warning. Where no GPU shows which they are, all carry it. A link that was never up is probably
+not cabled, and no fault.
 
-A link that was never up is not cabled, for all we know, and no fault.
+Near means a short way through the PCI tree: the one in sysfs, or, where a virtual machine hides it, the
+one in a topology file of NCCL's format. A device's path in the tree is the tuple of bridges from the
+root down to it; the more of it two devices share, the nearer they are. Several devices may be equally
+near, and then all of them count.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Mapping
+from itertools import takewhile
 from typing import NamedTuple
 from xml.etree import ElementTree
 
 from msgspec import Struct
 
-from holdfast.health import pci
-from holdfast.health.baseline import NicSeen, PortSeen, Seen
-from holdfast.health.finding import Finding, Remark, counted, summed
+from holdfast.health.baseline import NicSeen, PortSeen
+from holdfast.health.judgement import Judgement, Remark, counted, summed
 from holdfast.health.node import Node
 from holdfast.messages.health import Fact
 
 _IB, _NET = "sys/class/infiniband", "sys/class/net"
+_PART = re.compile(r"pci[0-9a-f:]+|[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]", re.IGNORECASE)
+_GPU_VENDORS = ("0x10de", "0x1002")
+_GPU_CLASSES = ("0x03", "0x12")
+_NIC_CLASSES = ("0x02",)
+
+PciPath = tuple[str, ...]
 
 
 class Port(Struct, frozen=True):
+    """A port of a network device."""
+
     state: str
     up: bool | None
-    """None where the device does not say."""
+    """None if the device does not report it."""
     downs: int | None
-    """How often the link went down, ever."""
+    """Number of times that the link went down, ever."""
     device: str
-    """PCI address; empty where there is none."""
+    """PCI address; empty if there is none."""
 
 
 class Near(NamedTuple):
+    """Which devices are nearest to the GPUs."""
+
     by_gpu: dict[str, list[str]]
-    """Names of devices by GPU's address."""
+    """Names of devices by the GPU's PCI address."""
     addresses: set[str] | None
     """PCI addresses of the devices that carry the training; None: all do."""
     trouble: str | None
 
 
-def check_nic(node: Node, before: Seen | None) -> Finding:
-    ports = read_ports(node)
+def check_nic(node: Node, before: NicSeen | None) -> Judgement:
     near = find_near(node)
-    found = judge_ports(ports, before if isinstance(before, NicSeen) else None, near.addresses)
+    found = judge_ports(read_ports(node), before, near.addresses)
     facts: dict[str, Fact] = {**found.facts}
     facts |= {f"near gpu {gpu}": ",".join(names) for gpu, names in near.by_gpu.items() if names}
     if near.trouble is None:
-        return Finding(found.verdict, found.reason, facts, found.seen)
+        return Judgement(found.verdict, found.reason, facts, found.seen)
     trouble = Remark("unknown", near.trouble)
     return summed([Remark(found.verdict, found.reason), trouble], "", facts, found.seen)
 
 
 def read_ports(node: Node) -> dict[str, Port]:
-    """By name: "mlx5_0/1" for a port of InfiniBand, "eth0" for Ethernet."""
+    """Read all ports by name: "mlx5_0/1" for a port of InfiniBand, "eth0" for Ethernet."""
     ports: dict[str, Port] = {}
     for device in node.names(_IB):
         where = _address(node, f"{_IB}/{device}/device")
         for number in node.names(f"{_IB}/{device}/ports"):
             ports[f"{device}/{number}"] = _ib_port(node, f"{_IB}/{device}/ports/{number}", where)
-    for device in node.names(_NET):
-        if node.path(f"{_NET}/{device}/device").exists():
-            where = _address(node, f"{_NET}/{device}/device")
-            ports[device] = _net_port(node, f"{_NET}/{device}", where)
+    for device in _ethernets(node):
+        where = _address(node, f"{_NET}/{device}/device")
+        ports[device] = _net_port(node, f"{_NET}/{device}", where)
     return ports
 
 
+def _ethernets(node: Node) -> list[str]:
+    return [name for name in node.names(_NET) if node.path(f"{_NET}/{name}/device").exists()]
+
+
 def _address(node: Node, device: str) -> str:
-    place = pci.place_of(node, device)
-    return place[-1] if place else ""
+    path = path_of(node, device)
+    return path[-1] if path else ""
 
 
 def _ib_port(node: Node, base: str, device: str) -> Port:
@@ -83,7 +100,7 @@ def _ib_port(node: Node, base: str, device: str) -> Port:
 
 
 def _word(text: str | None) -> str:
-    """The name in the kernel's "4: ACTIVE"."""
+    """Return the name in the kernel's "4: ACTIVE"."""
     return re.sub(r"^\s*[0-9]+:\s*", "", text or "").strip()
 
 
@@ -95,28 +112,9 @@ def _net_port(node: Node, base: str, device: str) -> Port:
     return Port(state, {"up": True, "down": False}.get(state), downs, device)
 
 
-def find_near(node: Node) -> Near:
-    """Which devices are nearest to the GPUs, as the topology file or sysfs has it."""
-    devices = {name: pci.place_of(node, f"{_IB}/{name}/device") for name in node.names(_IB)}
-    if not devices:
-        names = (name for name in node.names(_NET) if node.path(f"{_NET}/{name}/device").exists())
-        devices = {name: pci.place_of(node, f"{_NET}/{name}/device") for name in names}
-    places = {name: place for name, place in devices.items() if place}
-    gpus, trouble = pci.gpu_places(node), None
-    if node.settings.topology is not None:
-        try:
-            gpus, by_address = pci.read_topology(node.settings.topology)
-            places = {n: by_address[p[-1]] for n, p in places.items() if p[-1] in by_address}
-        except (OSError, ElementTree.ParseError) as error:
-            trouble = f"the topology file {node.settings.topology} cannot be used: {error}"
-    by_gpu = {gpu: pci.nearest(place, places) for gpu, place in gpus.items()}
-    near = {devices[name][-1] for names in by_gpu.values() for name in names}
-    return Near(by_gpu, near or None, trouble)
-
-
 def judge_ports(
     ports: Mapping[str, Port], before: NicSeen | None, carrying: Collection[str] | None
-) -> Finding:
+) -> Judgement:
     known = before.ports if before else {}
     remarks = [
         Remark("fail", f"{name} was up at an earlier look and is gone")
@@ -150,8 +148,88 @@ def _port(name: str, port: Port, was: PortSeen | None, near_gpu: bool) -> Remark
 
 
 def _noted(port: Port, was: PortSeen | None) -> PortSeen:
-    """That a link was up stays known, so that it is missed until it is up again."""
+    """Note a port; one that was up is missed until it is up again."""
     up = port.up is True or (was is not None and was.up)
     if port.downs is None:
         return PortSeen(up, was.downs if was else 0)
     return PortSeen(up, port.downs)
+
+
+# ---- nearness -----------------------------------------------------------------------------------
+
+
+def find_near(node: Node) -> Near:
+    """Find the devices nearest to the GPUs, by the topology file or sysfs."""
+    devices = {name: path_of(node, f"{_IB}/{name}/device") for name in node.names(_IB)}
+    if not devices:
+        devices = {name: path_of(node, f"{_NET}/{name}/device") for name in _ethernets(node)}
+    paths = {name: path for name, path in devices.items() if path}
+    gpus, trouble = gpu_paths(node), None
+    if node.settings.topology is not None:
+        try:
+            gpus, by_address = read_topology(node.settings.topology)
+            paths = {n: by_address[p[-1]] for n, p in paths.items() if p[-1] in by_address}
+        except (OSError, ElementTree.ParseError) as error:
+            trouble = f"the topology file {node.settings.topology} cannot be used: {error}"
+    by_gpu = {gpu: nearest(path, paths) for gpu, path in gpus.items()}
+    near = {devices[name][-1] for names in by_gpu.values() for name in names}
+    return Near(by_gpu, near or None, trouble)
+
+
+def address(text: str) -> str:
+    """Write a PCI address as sysfs does."""
+    domain, _, rest = text.lower().partition(":")
+    return f"{domain[-4:]:0>4}:{rest}"
+
+
+def path_of(node: Node, device: str) -> PciPath:
+    """Return the path of a device in sysfs; empty if it is not on PCI."""
+    real = os.path.realpath(node.path(device))
+    return tuple(part.lower() for part in real.split(os.sep) if _PART.fullmatch(part))
+
+
+def gpu_paths(node: Node) -> dict[str, PciPath]:
+    """Return the paths of the GPUs by address."""
+    base = "sys/bus/pci/devices"
+    return {
+        name: path_of(node, f"{base}/{name}")
+        for name in node.names(base)
+        if (node.text(f"{base}/{name}/vendor") or "") in _GPU_VENDORS
+        and (node.text(f"{base}/{name}/class") or "").startswith(_GPU_CLASSES)
+    }
+
+
+def read_topology(path: str) -> tuple[dict[str, PciPath], dict[str, PciPath]]:
+    """Read the paths of GPUs and network devices, by address, from a file in NCCL's XML.
+
+    Raises OSError or ElementTree.ParseError (a SyntaxError) if that is impossible.
+    """
+    gpus: dict[str, PciPath] = {}
+    nics: dict[str, PciPath] = {}
+
+    def walk(element: ElementTree.Element, above: PciPath) -> None:
+        for number, inner in enumerate(element):
+            bus = inner.get("busid")
+            here = (*above, address(bus) if bus else f"{inner.tag}{number}")
+            if inner.tag == "pci" and bus:
+                kind = inner.get("class", "")
+                if kind.startswith(_GPU_CLASSES) or inner.find("gpu") is not None:
+                    gpus[address(bus)] = here
+                elif kind.startswith(_NIC_CLASSES) or inner.find("nic") is not None:
+                    nics[address(bus)] = here
+            walk(inner, here)
+
+    walk(ElementTree.parse(path).getroot(), ())
+    return gpus, nics
+
+
+def nearest(gpu: PciPath, nics: Mapping[str, PciPath]) -> list[str]:
+    """Return the devices that share most of their path with a GPU; none if none shares any."""
+    shared = {name: _shared(gpu, path) for name, path in nics.items()}
+    most = max(shared.values(), default=0)
+    return [name for name, length in shared.items() if length == most and most > 0]
+
+
+def _shared(one: PciPath, other: PciPath) -> int:
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -1,4 +1,4 @@
-"""The user's own checks: functions of theirs, named on the command line or by installed packages.
+"""Runs checks of the user: functions named on the command line or by installed packages.
 
 A check is a function without arguments:
 
@@ -7,8 +7,8 @@ A check is a function without arguments:
         # or: return "warn", "fan 3 is slow"         # a verdict and a reason
 
 A package offers its checks to every job by an entry point of the group `holdfast.checks`. Each runs
-in a process of its own that ends with it, so it may import torch, take a GPU, or crash. One that
-does not answer in time fails: a sick device makes its user hang.
+in a process of its own that ends with it, so it may import torch, take a GPU, or crash. One that does
+not answer in time fails: a sick device makes its user hang.
 """
 
 from __future__ import annotations
@@ -16,66 +16,67 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
-from importlib import metadata
 from typing import Any, get_args
 
-from holdfast.health.baseline import Seen
-from holdfast.health.finding import Finding, unknown
+from holdfast.health.judgement import Judgement, unknown
 from holdfast.health.node import Node
-from holdfast.messages.health import Result, Verdict
+from holdfast.messages.health import HealthResult, Verdict
 
 GROUP = "holdfast.checks"
 
 
 def installed_checks() -> dict[str, str]:
-    """Name and module:function of every check that an installed package offers."""
+    """Return name and module:function of every check that an installed package offers."""
+    from importlib import metadata
+
     return {point.name: point.value for point in metadata.entry_points(group=GROUP)}
 
 
-def check_own(node: Node, target: str, before: Seen | None) -> Finding:
+def check_own(node: Node, target: str, before: None) -> Judgement:
     for directory in node.settings.import_path:
         if directory not in sys.path:
             sys.path.insert(0, directory)
     try:
-        function = _loaded(target)
+        function = loaded(target)
     except Exception as error:
-        # Somebody's module may raise anything. That it cannot be loaded says nothing of the node.
-        return unknown(f"{target} cannot be loaded: {_said(error)}")
+        # A user's module may raise anything; that it cannot be loaded says nothing of the node.
+        return unknown(f"{target} cannot be loaded: {_described(error)}")
     try:
         return understood(function())
     except BaseException as error:
         # Raising is how a check says no, and sys.exit(0) how a careless one says yes.
         if isinstance(error, SystemExit) and not error.code:
-            return Finding("pass", f"{target} passed")
-        return Finding("fail", f"{target}: {_said(error)}")
+            return Judgement("pass", f"{target} passed")
+        return Judgement("fail", f"{target}: {_described(error)}")
 
 
-def _loaded(target: str) -> Callable[[], Any]:
+def loaded(target: str) -> Callable[..., Any]:
+    """Import the function that module:function names."""
     module, _, name = target.partition(":")
     found: Any = importlib.import_module(module)
     for part in name.split("[")[0].strip().split("."):
         found = getattr(found, part)
     if not callable(found):
-        raise TypeError("it is no function")
-    function: Callable[[], Any] = found
+        raise TypeError("it is not a function")
+    function: Callable[..., Any] = found
     return function
 
 
-def _said(error: BaseException) -> str:
+def _described(error: BaseException) -> str:
     kind = type(error).__name__
     return f"{kind}: {error}" if str(error) else kind
 
 
-def understood(answer: object) -> Finding:
-    """What a check meant by what it returned."""
+def understood(answer: object) -> Judgement:
+    """Interpret what a check returned."""
     if answer is None or answer is True:
-        return Finding("pass", "passed")
+        return Judgement("pass", "passed")
     if answer is False:
-        return Finding("fail", "it says no")
-    if isinstance(answer, Result):
-        return Finding(answer.verdict, answer.reason, dict(answer.facts))
+        return Judgement("fail", "it returned False")
+    if isinstance(answer, HealthResult):
+        return Judgement(answer.verdict, answer.reason, dict(answer.facts))
     if isinstance(answer, tuple) and len(answer) == 2:
         verdict, reason = answer
         if verdict in get_args(Verdict) and isinstance(reason, str):
-            return Finding(verdict, reason)
-    return unknown(f"it answered {answer!r:.80}: no verdict (say None, a bool, or verdict, reason)")
+            return Judgement(verdict, reason)
+    return unknown(f"it returned {answer!r:.80}, not None, a bool, or a verdict and a reason")

@@ -1,7 +1,7 @@
-"""The probe: a process that looks at the node when it is asked, so that only it can hang.
+"""Runs checks in a process of its own, so that only that process can hang.
 
-It answers one question at a time and lives until its input ends, which also happens when whoever
-started it dies. That is noticed by a thread, for the main one may be stuck in a check at that time.
+A probe answers one question at a time and lives until its input ends, which also happens if the
+process that started it dies. A thread notices that, for the main thread may be stuck in a check.
 Whatever a check prints goes to stderr: stdout carries the answers.
 """
 
@@ -11,68 +11,25 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable
+
+import msgspec
 
 from holdfast import kernel
-from holdfast.health.baseline import Seen
-from holdfast.health.clock import check_clock
-from holdfast.health.compute import check_compute
-from holdfast.health.cpu import check_cpu
-from holdfast.health.disk import check_disk
-from holdfast.health.exchange import READY, Question, question_in, written
-from holdfast.health.finding import Finding, unknown
-from holdfast.health.gpu import check_ecc, check_recovery
-from holdfast.health.gpu_memory import check_gpu_memory
-from holdfast.health.limits import check_limits, check_shm
-from holdfast.health.memory import check_memory
+from holdfast.health.catalogue import KINDS, WITH_SUBJECT
+from holdfast.health.judgement import READY, Judgement, Question, encode_line, unknown
 from holdfast.health.node import Node
-from holdfast.health.nvlink import check_nvlink
-from holdfast.health.xid import check_xid
-
-OF_NODE: dict[str, Callable[[Node, Seen | None], Finding]] = {
-    "cpu-cores": check_cpu,
-    "cpu-compute": check_compute,
-    "memory": check_memory,
-    "shm": check_shm,
-    "limits": check_limits,
-    "clock": check_clock,
-    "gpu-recovery": check_recovery,
-    "gpu-ecc": check_ecc,
-    "gpu-memory": check_gpu_memory,
-    "gpu-xid": check_xid,
-    "nvlink": check_nvlink,
-}
+from holdfast.health.own_checks import loaded
 
 
-def answer(question: Question, node: Node) -> Finding:
+def answer(question: Question, node: Node) -> Judgement:
+    subject = [question.subject] if question.kind in WITH_SUBJECT else []
     try:
-        if question.kind in OF_NODE:
-            return OF_NODE[question.kind](node, question.before)
-        return _of_subject(question.kind)(node, question.subject, question.before)
+        check = loaded(f"holdfast.health.{KINDS[question.kind].function}")
+        found: Judgement = check(node, *subject, question.before)
+        return found
     except Exception as error:
-        # A check of ours that breaks on a machine we have not met says nothing about the machine.
+        # A check of ours that breaks on an unusual machine says nothing about the machine.
         return unknown(f"the check broke: {type(error).__name__}: {error}")
-
-
-def _of_subject(kind: str) -> Callable[[Node, str, Seen | None], Finding]:
-    """Those that need more modules import them when they are asked for."""
-    if kind == "disk":
-        return check_disk
-    if kind == "storage":
-        from holdfast.health.storage import check_storage
-
-        return check_storage
-    if kind == "service":
-        from holdfast.health.service import check_service
-
-        return check_service
-    if kind == "nic":
-        from holdfast.health.nic import check_nic
-
-        return lambda node, _, before: check_nic(node, before)
-    from holdfast.health.own_checks import check_own
-
-    return check_own
 
 
 def main() -> None:
@@ -85,17 +42,17 @@ def main() -> None:
     os.write(answers, READY + b"\n")
     look, node = -1, None
     while True:
-        question = question_in(asked.get())
+        question = msgspec.json.decode(asked.get(), type=Question)
         if node is None or question.look != look:
             look, node = question.look, Node(question.settings)
         _write(answers, _line(answer(question, node)))
 
 
-def _line(found: Finding) -> bytes:
+def _line(found: Judgement) -> bytes:
     try:
-        return written(found)
+        return encode_line(found)
     except (TypeError, ValueError) as error:
-        return written(unknown(f"its answer cannot be passed on: {error!a}"))
+        return encode_line(unknown(f"its answer cannot be passed on: {error!a}"))
 
 
 def _listen(asked: queue.SimpleQueue[bytes]) -> None:
@@ -107,7 +64,3 @@ def _listen(asked: queue.SimpleQueue[bytes]) -> None:
 def _write(fd: int, content: bytes) -> None:
     while content:
         content = content[os.write(fd, content) :]
-
-
-if __name__ == "__main__":
-    main()

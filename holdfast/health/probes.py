@@ -1,12 +1,12 @@
-"""Asking probes, each against a deadline.
+"""Runs probes, each against a deadline.
 
-A lane is one probe and the checks that wait for it. A probe that does not answer in time is killed;
-what is left in its lane is not asked at that look. One that cannot even be killed, because it hangs
-in the kernel, is left alone and the lane stays closed until it is gone: on a mount that hangs for
-days no second process shall pile up behind the first.
+A probe is a process that runs checks; those that may hang together wait in one queue for one probe. A
+probe that does not answer in time is killed, and the rest of its queue is not asked at that look. One
+that cannot be killed, because it hangs in the kernel, is left alone, and its queue stays closed until
+it is gone: on a mount that hangs for days no second process piles up behind the first.
 
-A probe that was killed by somebody else is started again, once, and asked again. (The user's own
-check is not: that it dies may be its answer.)
+A probe that something else killed is started again, once, and asked again. (A check of the user is
+not: that it dies may be its answer.)
 """
 
 from __future__ import annotations
@@ -15,27 +15,34 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from operator import methodcaller
 
 import msgspec
 
-from holdfast.health.catalogue import Check
-from holdfast.health.exchange import READY, Question, finding_in, written
-from holdfast.health.finding import Finding, unknown
+from holdfast import proc
+from holdfast.health.catalogue import HealthCheck
+from holdfast.health.judgement import Judgement, Question, encode_line, unknown
 
 START_S = 60.0
-"""A busy machine may take its time to start a process; that is nothing a check should be blamed for."""
+"""Time for a probe to start; a busy machine may be slow, and no check is to blame for that."""
 
 _KILL_S = 0.5
 _CODE = "import sys; sys.path[:] = sys.argv[1:]; from holdfast.health.probe import main; main()"
 
-Tell = Callable[[Check, Finding, float], None]
-"""Takes a check, what it found and how many seconds it took."""
+Note = Callable[[HealthCheck, Judgement, float], None]
+"""Takes a check, its judgement, and how many seconds it took."""
+
+
+Talk = Generator[float, bytes | None, None]
+"""Yields until when it waits, and is sent a line of the probe, or None at the deadline. EOFError is
+thrown in if the probe has died. It returns once all checks have a judgement."""
 
 
 class Probe:
-    """The process, from this side."""
+    """The process, seen from the checker."""
 
     def __init__(self) -> None:
         # Isolated, so that no file in the current directory is taken for a module of Python's.
@@ -58,39 +65,36 @@ class Probe:
     def fileno(self) -> int:
         return self._out.fileno()
 
-    def ask(self, question: Question) -> bool:
-        """False if it does not take the question."""
-        line = written(question)
+    def ask(self, question: Question) -> None:
+        line = encode_line(question)
         try:
-            return os.write(self._in.fileno(), line) == len(line)
+            taken = os.write(self._in.fileno(), line)
         except (BrokenPipeError, BlockingIOError):
-            return False
+            taken = 0
+        if taken < len(line):
+            raise EOFError
 
-    def lines(self) -> list[bytes] | None:
-        """What it has said since; None when it will say no more."""
+    def lines(self) -> list[bytes]:
+        """Return what it has said since the last call."""
         try:
             part = os.read(self.fileno(), 1 << 20)
         except BlockingIOError:
             return []
         if not part:
-            return None
+            raise EOFError
         *whole, self._rest = (self._rest + part).split(b"\n")
         return whole
 
     def asleep(self) -> bool:
-        """Whether it waits for something, rather than for its turn on a core."""
-        try:
-            with open(f"/proc/{self.pid}/stat") as stat:
-                return stat.read().rpartition(")")[2].split()[0] in "SD"
-        except (OSError, IndexError):
-            return False
+        """Whether it waits for something other than its turn on a core."""
+        return proc.process_state(self.pid) in ("S", "D")
 
     @property
     def gone(self) -> bool:
         return self._process.poll() is not None
 
     def end(self) -> str | None:
-        """Kill it and all that it started; how it ended, None if it does not."""
+        """Kill it and all that it started; return how it ended, None if it does not."""
         self._in.close()
         self._out.close()
         ended = self._process.poll()
@@ -105,25 +109,21 @@ class Probe:
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
-class Lane:
-    def __init__(self, keep: bool) -> None:
+class ProbeQueue:
+    """A probe, and the checks that wait for it."""
+
+    def __init__(self, keep: bool, question: Callable[[HealthCheck], Question], note: Note) -> None:
         self._keep = keep
+        self._question = question
+        self._note = note
         self._probe: Probe | None = None
         self._stuck: Probe | None = None
-        self._ready = False
-        self._waiting: deque[Check] = deque()
-        self._current: Check | None = None
-        self._asked_at = 0.0
-        self._asked_twice = False
-        self._out_of_time = float("inf")
-        self._question: Callable[[Check], Question]
-        self._tell: Tell
+        self._talk: Talk | None = None
         self.until = 0.0
-        """When its patience ends."""
 
     @property
     def busy(self) -> bool:
-        return self._current is not None or bool(self._waiting)
+        return self._talk is not None
 
     @property
     def pid(self) -> int | None:
@@ -133,112 +133,97 @@ class Lane:
         assert self._probe is not None
         return self._probe.fileno()
 
-    def begin(
-        self,
-        checks: Sequence[Check],
-        question: Callable[[Check], Question],
-        tell: Tell,
-        now: float,
-        out_of_time: float,
-    ) -> None:
-        self._question, self._tell, self._out_of_time = question, tell, out_of_time
-        self._asked_twice = False
-        if self._stuck is not None and not self._stuck.gone:
-            for check in checks:
-                text = f"an earlier look still hangs in the kernel (process {self._stuck.pid})"
-                tell(check, Finding(check.silent, text), 0.0)
-            return
-        self._stuck = None
-        self._waiting = deque(checks)
-        self._next(now)
+    def begin(self, checks: Sequence[HealthCheck], out_of_time: float) -> None:
+        """Begin to ask; each check gets a judgement, sooner or later."""
+        self._talk = self._ask_all(deque(checks), out_of_time)
+        self._go_on(next)
 
-    def _next(self, now: float) -> None:
-        """Ask the next question, or start who is to be asked."""
-        self._current = None
-        if not self._waiting:
-            if not self._keep:
-                self.close()
-            return
-        if self._probe is None:
-            self._ready = False
-            self.until = min(now + START_S, self._out_of_time)
-            try:
-                self._probe = Probe()
-            except OSError as error:
-                self._give_up(f"not asked: no process can be started ({error.strerror})")
-        elif self._ready:
-            check = self._current = self._waiting.popleft()
-            self._asked_at = now
-            self.until = min(now + check.deadline_s, self._out_of_time)
-            if not self._probe.ask(self._question(check)):
-                self._died(now)
-
-    def on_readable(self, now: float) -> None:
+    def on_readable(self) -> None:
         assert self._probe is not None
-        lines = self._probe.lines()
-        if lines is None:
-            self._died(now)
-        for line in lines or ():
-            if line == READY:
-                self._ready = True
-            elif self._current is not None:
-                self._tell(self._current, _understood(line), now - self._asked_at)
-            self._next(now)
+        try:
+            for line in self._probe.lines():
+                self._go_on(methodcaller("send", line))
+        except EOFError as died:
+            self._go_on(methodcaller("throw", died))
 
-    def on_deadline(self, now: float) -> None:
-        check, probe = self._current, self._probe
-        if check is not None and probe is not None:
-            waits = probe.asleep() or check.kind == "own"
-            self._tell(check, self._silence(check, waits), now - self._asked_at)
-            self._give_up(f"not asked: {check.name} did not answer")
-        elif now >= self._out_of_time:
-            self._give_up("not asked: the time for all checks was over")
-        else:
-            self._give_up(f"not asked: its process did not start within {START_S:.0f} s")
+    def on_deadline(self) -> None:
+        self._go_on(methodcaller("send", None))
 
-    def _silence(self, check: Check, waits: bool) -> Finding:
-        if self.until < self._asked_at + check.deadline_s:
+    def _go_on(self, resume: Callable[[Talk], float]) -> None:
+        if self._talk is not None:
+            try:
+                self.until = resume(self._talk)
+            except StopIteration:
+                self._talk = None
+
+    def _ask_all(self, waiting: deque[HealthCheck], out_of_time: float) -> Talk:
+        if self._stuck is not None and not self._stuck.gone:
+            text = f"an earlier look still hangs in the kernel (process {self._stuck.pid})"
+            for check in waiting:
+                self._note(check, Judgement(check.silent, text), 0.0)
+            return
+        self._stuck, retried = None, False
+        while waiting:
+            check, asked_at = waiting[0], None
+            try:
+                if self._probe is None:
+                    self._probe = Probe()
+                    if (yield min(time.monotonic() + START_S, out_of_time)) is None:
+                        late = time.monotonic() >= out_of_time
+                        slow = f"its process did not start within {START_S:.0f} s"
+                        self._skip(waiting, "the time for all checks was over" if late else slow)
+                        continue
+                asked_at = time.monotonic()
+                self._probe.ask(self._question(check))
+                line = yield min(asked_at + check.deadline_s, out_of_time)
+                found = self._silence(check, asked_at, out_of_time) if line is None else _read(line)
+                self._note(waiting.popleft(), found, time.monotonic() - asked_at)
+                if line is None:
+                    self._skip(waiting, f"{check.name} did not answer")
+            except OSError as error:
+                self._skip(waiting, f"no process can be started ({error.strerror})")
+            except EOFError:
+                how, self._probe = self._probe.end() if self._probe else None, None
+                if not retried and (asked_at is None or self._keep):
+                    retried = True
+                elif asked_at is None:
+                    self._skip(waiting, f"its process did not start ({how})")
+                else:
+                    verdict = check.silent if check.kind == "own" else "unknown"
+                    death = Judgement(verdict, f"its process died ({how})")
+                    self._note(waiting.popleft(), death, time.monotonic() - asked_at)
+        if not self._keep:
+            self._end_probe()
+
+    def _silence(self, check: HealthCheck, asked_at: float, out_of_time: float) -> Judgement:
+        if out_of_time < asked_at + check.deadline_s:
             return unknown("the time for all checks was over before it answered")
         text = f"did not answer within {check.deadline_s:g} s"
-        if not waits and check.silent == "fail":
+        runs = self._probe is not None and not self._probe.asleep() and check.kind != "own"
+        if runs and check.silent == "fail":
             return unknown(f"{text}, but it was kept from running")
         where = f" {check.subject}" if check.subject else ""
-        return Finding(check.silent, f"{check.kind}{where} {text}")
+        return Judgement(check.silent, f"{check.kind}{where} {text}")
 
-    def _died(self, now: float) -> None:
-        """Its probe ended by itself or by another's hand."""
-        check, probe = self._current, self._probe
-        self._probe = None
-        how = probe.end() if probe else None
-        if not self._asked_twice and (check is None or self._keep):
-            self._asked_twice = True
-            if check is not None:
-                self._waiting.appendleft(check)
-            self._next(now)
-        elif check is None:
-            self._give_up(f"not asked: its process did not start ({how})")
-        else:
-            verdict = check.silent if check.kind == "own" else "unknown"
-            self._tell(check, Finding(verdict, f"its process died ({how})"), now - self._asked_at)
-            self._next(now)
+    def _skip(self, waiting: deque[HealthCheck], why: str) -> None:
+        """End the probe; the checks that wait are not asked at this look."""
+        self._end_probe()
+        while waiting:
+            self._note(waiting.popleft(), unknown(f"not asked: {why}"), 0.0)
 
-    def _give_up(self, why: str) -> None:
-        """End the probe; whatever waits is not asked at this look."""
-        waiting = list(self._waiting)
-        self.close()
-        for check in waiting:
-            self._tell(check, unknown(why), 0.0)
-
-    def close(self) -> None:
-        """End the probe and forget what waits for it."""
-        self._waiting.clear()
-        probe, self._probe, self._current = self._probe, None, None
+    def _end_probe(self) -> None:
+        probe, self._probe = self._probe, None
         if probe is not None and probe.end() is None:
             self._stuck = probe
 
+    def close(self) -> None:
+        """End the probe and forget the checks that wait for it."""
+        self._talk = None
+        self._end_probe()
 
-def _understood(line: bytes) -> Finding:
+
+def _read(line: bytes) -> Judgement:
     try:
-        return finding_in(line)
+        return msgspec.json.decode(line, type=Judgement)
     except msgspec.DecodeError as error:
         return unknown(f"its answer cannot be read: {error}")

@@ -19,7 +19,7 @@ from holdfast.messages.units import NodeId
 from holdfast.wire.tls import TlsFiles
 
 if TYPE_CHECKING:
-    from holdfast.agent.main import AgentOrders
+    from holdfast.agent.orders import AgentOrders
     from holdfast.coordinator.main import CoordinatorOrders
 
 
@@ -30,7 +30,7 @@ def node_of(agent_pid: int) -> NodeId:
 
 def agent_orders(settings: RunSettings, site: Site, images: Path) -> AgentOrders:
     """Orders for this process, which is to be the agent."""
-    from holdfast.agent.main import AgentOrders
+    from holdfast.agent.orders import AgentOrders
 
     static = meets_at_master(settings)
     return AgentOrders(

@@ -1,1 +1,1 @@
-"""The vocabulary: what crosses the wire, what the journal keeps, what the core decides on."""
+"""Defines the vocabulary that the wire carries, the journal keeps and the core decides on."""

@@ -38,7 +38,7 @@ class StopWorkers(Action, frozen=True, kw_only=True):
     grace_s: Seconds
     why: str
     examine: int = 0
-    """The incident for which somebody wants to see how the workers stand before they are ended."""
+    """Number of the incident for which the workers are examined before they are ended; 0 for none."""
 
 
 class Finish(Action, frozen=True, kw_only=True):
@@ -64,10 +64,10 @@ class Answered(Action, frozen=True, kw_only=True):
 
 
 class Examine(Action, frozen=True, kw_only=True):
-    """Look at the node's workers, and send a Testimony."""
+    """Examine the node's workers, and send EvidenceTaken."""
 
     node: NodeId
-    inquest: int
+    examination: int
     limit_s: Seconds
 
 

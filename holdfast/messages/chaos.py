@@ -202,6 +202,16 @@ class Trap(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return "the coordinator" if strikes == "coordinator" else rank_or_node
 
 
+class Sprung(Struct, frozen=True, array_like=True):
+    """What a worker says of a trap that springs."""
+
+    injection: int
+    occurrence: int
+    step: StepNumber
+    at: float
+    """Monotonic clock of the machine."""
+
+
 Outcome = Literal["armed", "done", "missed", "refused"]
 """The trap is set; it has struck; it sprang but found nothing to strike; it cannot be set."""
 

@@ -21,7 +21,7 @@ from holdfast.messages.checkpoints import (
     Wish,
 )
 from holdfast.messages.hangs import Paces, Stall
-from holdfast.messages.health import Result
+from holdfast.messages.health import HealthResult
 from holdfast.messages.nodecheck import TestResult
 from holdfast.messages.records import NodeSpec, Raised, RankProgress, Terms
 from holdfast.messages.requests import AnyRequest, Lane, Number
@@ -202,7 +202,7 @@ class HealthFound(Event, frozen=True, kw_only=True):
     """What the node's own checks found that is not as it should be."""
 
     node: NodeId
-    results: tuple[Result, ...]
+    results: tuple[HealthResult, ...]
 
 
 class SnapshotsSealed(Event, frozen=True, kw_only=True):
@@ -275,6 +275,7 @@ class FaultAsked(Event, frozen=True, kw_only=True):
 class FaultTold(Event, frozen=True, kw_only=True):
     """An agent reports what became of a trap."""
 
+    node: NodeId
     round: RoundNumber
     trap: Trap
     outcome: Outcome

@@ -1,7 +1,7 @@
-"""Evidence: what can be seen of a rank that stands still, and what is concluded from it.
+"""Evidence of why a rank makes no progress, and the verdict drawn from it.
 
 An agent gathers one `RankEvidence` for each of its ranks; the verdict is made where all of them come
-together. Whatever could not be had is absent (`None`, "?", an empty list) and `missing` says why: the
+together. What could not be taken is absent (`None`, "?", an empty list) and `missing` says why: the
 verdict must be able to tell "nothing there" from "could not look".
 
 Sizes are limited, because a stack may be as deep as a script likes and a job has thousands of ranks.
@@ -19,24 +19,24 @@ from msgspec import Meta, Struct
 from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, StepNumber
 
 MAX_EVIDENCE_BYTES = 256 << 10
-"""One rank's evidence, encoded."""
+"""Limit of one rank's encoded evidence."""
 MAX_COLLECTIVES = 32
 MAX_MEMBERS = 8192
-"""Of one group; a larger one's are not told."""
+"""Most members of a group that are listed; those of a larger one are left out."""
 MAX_FRAMES = 128
 MAX_THREADS = 64
 MAX_NAME_CHARS = 512
 MAX_LOG_CHARS = 16 << 10
 
 ProcessState = Literal["R", "S", "D", "T", "Z", "X", "?"]
-"""The kernel's letter for a process; "?" when it is not known."""
+"""The kernel's letter for a process; "?" if unknown."""
 
 StackSource = Literal["py-spy", "py-spy python only", "faulthandler", "none"]
 CollectiveState = Literal["scheduled", "started", "completed"]
 
 
 class Frame(Struct, frozen=True, kw_only=True):
-    """One line of a stack. A system call is the innermost frame, native, of the file "kernel"."""
+    """One line of a stack. A system call is a native innermost frame of the file "kernel"."""
 
     file: str
     line: int
@@ -45,34 +45,36 @@ class Frame(Struct, frozen=True, kw_only=True):
 
 
 class ThreadStack(Struct, frozen=True, kw_only=True):
+    """Where one thread is."""
+
     name: str
     active: bool = False
     """Whether it was on a CPU."""
     holds_gil: bool = False
     trains: bool = False
-    """It is known to be the one that takes the training steps."""
+    """Whether it is known to take the training steps."""
     frames: Annotated[tuple[Frame, ...], Meta(max_length=MAX_FRAMES)] = ()
-    """The innermost first."""
+    """Innermost first."""
 
 
 class Collective(Struct, frozen=True, kw_only=True):
-    """One operation of a process group, as torch's flight recorder noted it on one rank."""
+    """One operation of a process group, as recorded on one rank."""
 
     group: str
     number: int
-    """Counts the group's collectives, the same on each of its ranks; of point-to-point operations
-    (`send`, `recv`) those of this rank only."""
+    """Sequence number of the group's collectives, the same on each of its ranks; of point-to-point
+    operations (`send`, `recv`), of this rank only."""
     op: str
-    """As the recorder has it, with the backend before a colon: "gloo:all_reduce"."""
+    """Recorded name, with the backend before a colon: "gloo:all_reduce"."""
     state: CollectiveState
     ranks: tuple[int, ...] = ()
-    """The group's members, told once for each group, with its newest operation; empty when they are
-    not known, and for the group of all ranks, "0"."""
+    """The group's members, listed only with its newest operation; empty if unknown, and for the
+    group of all ranks, "0"."""
     sizes: str = ""
 
 
 class RankEvidence(Struct, frozen=True, kw_only=True):
-    """All that is known of one rank at one moment."""
+    """Everything known of one rank at one moment."""
 
     node: NodeId
     round: RoundNumber
@@ -81,22 +83,22 @@ class RankEvidence(Struct, frozen=True, kw_only=True):
     process_state: ProcessState = "?"
     step: StepNumber = StepNumber(0)
     sections: tuple[str, ...] = ()
-    """Sections that are open, the outermost first."""
+    """Open sections, outermost first."""
     beat_age_s: Seconds | None = None
-    """How long ago a thread of it last ran Python: large when another never gives up the GIL."""
+    """Time since its last heartbeat: large if another thread keeps the GIL."""
     since_step_s: Seconds | None = None
     stacks: Annotated[tuple[ThreadStack, ...], Meta(max_length=MAX_THREADS)] = ()
     stack_source: StackSource = "none"
     collectives: Annotated[tuple[Collective, ...], Meta(max_length=MAX_COLLECTIVES)] | None = None
-    """The newest first. None when there was no flight recorder to read: then nothing is known of
-    them, which is not the same as none."""
+    """Newest first. None if there was no flight recorder to read: then nothing is known, which is
+    not the same as none."""
     log_tail: str = ""
     missing: tuple[str, ...] = ()
-    """What could not be had, and why."""
+    """What could not be taken, and why."""
 
 
 class StackGroup(Struct, frozen=True, kw_only=True):
-    """Ranks that stand at the same place."""
+    """Ranks at the same place."""
 
     ranks: tuple[Rank, ...]
     headline: str
@@ -104,17 +106,17 @@ class StackGroup(Struct, frozen=True, kw_only=True):
 
 
 class Verdict(Struct, frozen=True, kw_only=True):
-    """Why the job stands still."""
+    """Why the job makes no progress."""
 
     guilty: tuple[Rank, ...]
-    """Whom the others wait for; empty when that is not known."""
+    """Ranks that the others wait for; empty if unknown."""
     sentence: str
     groups: tuple[StackGroup, ...] = ()
-    """The largest first."""
+    """Largest first."""
 
 
 def cut(frames: Sequence[Frame], limit: int = MAX_FRAMES) -> tuple[Frame, ...]:
-    """A stack of at most that many frames: both of its ends, and a note on what was between."""
+    """Shorten a stack to both of its ends, with a note on what was between."""
     if len(frames) <= limit:
         return tuple(frames)
     inner = limit // 2
@@ -125,7 +127,7 @@ def cut(frames: Sequence[Frame], limit: int = MAX_FRAMES) -> tuple[Frame, ...]:
 
 
 def fit(evidence: RankEvidence) -> RankEvidence:
-    """The same evidence, cut until it may be sent."""
+    """Shorten evidence until it may be sent."""
     fitted = msgspec.structs.replace(
         evidence,
         sections=tuple(_short(name) for name in evidence.sections[:16]),
@@ -141,8 +143,7 @@ def fit(evidence: RankEvidence) -> RankEvidence:
 
 
 def _smaller(evidence: RankEvidence, threads: int, frames: int) -> tuple[ThreadStack, ...]:
-    """The thread that trains, the main one and those that do something first; the rest as far as
-    there is room."""
+    """Return that many threads, the training thread, the main thread and active ones first."""
     wanted = sorted(
         evidence.stacks,
         key=lambda t: (not t.trains, t.name != "MainThread", not t.holds_gil, not t.active),

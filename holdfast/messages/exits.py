@@ -1,14 +1,14 @@
-"""Exit codes, and what they tell the one who started the process."""
+"""Defines exit codes: those of `holdfast run`, and those its processes use among themselves."""
 
 EXIT_FAILED = 1
 EXIT_TRY_AGAIN = 75
-"""Preempted, or too few nodes: the same command may well succeed later."""
+"""Preempted, or too few nodes: the same command may succeed later."""
 EXIT_DO_NOT_REQUEUE = 93
 """The same failure would repeat."""
 
 EXIT_BROKEN = 70
-"""Between an agent or a coordinator and its launcher: it fell over an error of its own."""
+"""Agent or coordinator to launcher: crashed with an unhandled exception."""
 EXIT_REJOIN = 71
-"""Between an agent and its launcher: start a new agent in this one's place."""
+"""Agent to launcher: start a new agent in its place."""
 EXIT_TURNED_AWAY = 72
-"""Between an agent and its launcher: the coordinator will not have this node."""
+"""Agent to launcher: the coordinator refused this node."""

@@ -1,7 +1,7 @@
-"""What a check of a node found: what agents tell the coordinator and `holdfast check` prints.
+"""Defines the result of a health check, which agents report and `holdfast check` prints.
 
-A verdict is only ever drawn from something that was seen. What could not be looked at is "unknown":
-it neither clears a node nor condemns it.
+A verdict rests only on what was seen. What could not be examined is "unknown": it neither clears a
+node nor condemns it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Verdict = Literal["pass", "fail", "warn", "unknown"]
 Fact = str | int | float
 
 
-class Result(Struct, frozen=True):
-    """One check's answer at one look."""
+class HealthResult(Struct, frozen=True):
+    """The result of one run of one health check."""
 
     check: str
-    """Its name: "memory", "gpu-ecc", "storage:/data"."""
+    """Name of the check: "memory", "gpu-ecc", "storage:/data"."""
     verdict: Verdict
     reason: str
-    """One sentence for people. A failing one names the part and what can be done."""
+    """One sentence for people. That of a failure names the part and what can be done."""
     seconds: Seconds
     facts: dict[str, Fact] = field(default_factory=dict)
-    """What was measured, for programs."""
+    """Measured values, for programs."""

@@ -1,7 +1,7 @@
-"""What an agent and the processes on its node say to each other.
+"""Defines the messages between an agent and the processes on its node.
 
-Each message is one packet on a Unix socket pair that the agent made, so there is no name to guess, no
-file to leave behind, and the kernel says who is at the other end. File descriptors travel beside it.
+Each message is one packet on a Unix socket pair that the agent created, so there is no address to
+guess and no file to leave behind. File descriptors travel with it.
 """
 
 from __future__ import annotations
@@ -15,22 +15,13 @@ from holdfast.messages.records import Raised
 from holdfast.messages.requests import AnyAnswer, Lane, Number, ScriptRequest
 
 Entry = Literal["script", "module", "path", "command"]
-"""How the user's code is started: a file, `-m`, `--run-path`, `--no-python`."""
+"""How to start the user's code: as a file, with `-m`, `--run-path` or `--no-python`."""
 
 PACKET_BYTES = 1 << 16
 REASON_MOST = 1000
 
-
 NOT_FORKABLE = 3
-"""Exit code of a nursery that found out that its children could not use accelerators."""
-
-
-class Program(Struct, frozen=True, kw_only=True):
-    """What a worker runs."""
-
-    entry: Entry
-    script: str
-    args: tuple[str, ...]
+"""Exit code of a nursery whose children could not use accelerators."""
 
 
 class Local(Struct, frozen=True, kw_only=True, tag=True):
@@ -38,19 +29,19 @@ class Local(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Fork(Local, frozen=True, kw_only=True):
-    """Agent to nursery: make a process. With it: its end of a control socket, and its page."""
+    """Agent to nursery: fork a process. Descriptors: its end of a control socket, its rank page."""
 
     rehearse: bool
 
 
 class Forked(Local, frozen=True, kw_only=True):
-    """Nursery to agent: the process of the oldest unanswered Fork."""
+    """Nursery to agent: the process for the oldest unanswered Fork."""
 
     pid: int
 
 
 class Warm(Local, frozen=True, kw_only=True):
-    """Nursery to agent: everything is imported; from now on a fork is all it takes."""
+    """Nursery to agent: everything is imported."""
 
     seconds: float
     resident_bytes: int
@@ -61,37 +52,39 @@ class Standing(Local, frozen=True, kw_only=True):
 
 
 class Assign(Local, frozen=True, kw_only=True):
-    """Agent to a process: become this rank. With it: stdin, stdout and stderr, a file for its stacks,
-    and for rank 0 its store's socket."""
+    """Agent to standby or fresh process: become this rank.
+
+    Descriptors: stdin, stdout, stderr, a file for its stacks, and for rank 0 its store's socket.
+    """
 
     env: dict[str, str]
     entry: Entry
-    """How to start the script, which the process has on its command line."""
+    """How to start the script that is on the process's command line."""
     agent_pid: int
     round: int = 0
     images: str = ""
-    """The directory for this node's snapshots."""
+    """Directory for this node's images."""
     flight: str = ""
-    """Where to write the flight recorder when somebody wants to see it."""
+    """File for a dump of the flight recorder."""
 
 
 class Test(Local, frozen=True, kw_only=True):
-    """Agent to a process: test this node. With it, for the first of a group: its store's socket."""
+    """Agent to standby: test this node. Descriptor, for rank 0 of a group: its store's socket."""
 
     rank: int
     size: int
     address: str
     port: int
     name: str
-    """The same for both of a group, and for no other test."""
+    """Store prefix: the same for all members of a group, and unique to this test."""
     limit_s: float
 
 
 class Tested(Local, frozen=True, kw_only=True):
-    """Process to agent: how it went."""
+    """Standby to agent: result of a node test."""
 
     over: bool = True
-    """False: so far; the test with the other node is still to come."""
+    """False for the solo result alone, when the pair test is still to come."""
 
     solo_passed: bool | None = None
     solo_s: float | None = None
@@ -101,27 +94,27 @@ class Tested(Local, frozen=True, kw_only=True):
 
 
 class Began(Local, frozen=True, kw_only=True):
-    """Worker to agent: the user's script begins."""
+    """Worker to agent: the user's script starts."""
 
     at: float
 
 
 class Stepped(Local, frozen=True, kw_only=True):
-    """Worker to agent: the first step is finished; the page says when."""
+    """Worker to agent: the first step is finished; the rank page says when."""
 
 
 class TrapSprung(Local, frozen=True, kw_only=True):
-    """Worker to agent: an injected fault strikes now; the trap area says which."""
+    """Worker to agent: an injected fault strikes now; the rank page says which."""
 
 
 class Died(Local, frozen=True, kw_only=True):
-    """Worker to agent: the script ended with an exception."""
+    """Worker to agent: the script raised an unhandled exception."""
 
     raised: Raised
 
 
-class Done(Local, frozen=True, kw_only=True):
-    """Worker to agent: the script ran to its end; only the interpreter's own end is left."""
+class ScriptFinished(Local, frozen=True, kw_only=True):
+    """Worker to agent: the script ran to its end; only interpreter shutdown is left."""
 
 
 class OpenCheckpointer(Local, frozen=True, kw_only=True):
@@ -137,7 +130,7 @@ class OpenCheckpointer(Local, frozen=True, kw_only=True):
 
 
 class ImageWhole(Local, frozen=True, kw_only=True):
-    """Worker to agent: the snapshot of that step is copied."""
+    """Worker to agent: the image of a step is complete."""
 
     checkpointer: CheckpointerId
     path: str
@@ -148,7 +141,7 @@ class ImageWhole(Local, frozen=True, kw_only=True):
 
 
 class ImageMissed(Local, frozen=True, kw_only=True):
-    """Worker to agent: there will be no image of that step."""
+    """Worker to agent: there will be no image of a step."""
 
     checkpointer: CheckpointerId
     step: int
@@ -158,15 +151,15 @@ class ImageMissed(Local, frozen=True, kw_only=True):
 
 
 class Ask(Local, frozen=True, kw_only=True):
-    """Worker to agent: the script wants to know this."""
+    """Worker to agent: a script's request."""
 
     lane: Lane
     number: Number
     request: ScriptRequest
 
 
-class Reply(Local, frozen=True, kw_only=True):
-    """Agent to worker: the answer to that request."""
+class ScriptReply(Local, frozen=True, kw_only=True):
+    """Agent to worker: the answer to a script's request."""
 
     lane: int
     number: int
@@ -174,7 +167,7 @@ class Reply(Local, frozen=True, kw_only=True):
 
 
 class Piece(Local, frozen=True, kw_only=True):
-    """Either way: part of a message that is too large for a packet (see `holdfast.wire.packets`)."""
+    """Both ways: part of a message too large for one packet (see `holdfast.wire.packets`)."""
 
     index: int
     of: int
@@ -190,7 +183,7 @@ FromWorker = (
     | Stepped
     | TrapSprung
     | Died
-    | Done
+    | ScriptFinished
     | Ask
     | OpenCheckpointer
     | ImageWhole
@@ -198,5 +191,5 @@ FromWorker = (
     | Tested
     | Piece
 )
-ToScript = Reply | Piece
-"""To a worker whose script runs."""
+ToScript = ScriptReply | Piece
+"""Messages to a worker whose script runs."""

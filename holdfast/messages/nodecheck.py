@@ -1,6 +1,6 @@
-"""What is said about a check of the nodes: what each test showed, and what it means.
+"""Defines what a node check reports: the result of each test, and the verdict on each node.
 
-A round here is one of the check's own, counted from 1; it has nothing to do with the job's rounds.
+A round here is one of the node check, counted from 1; it has nothing to do with the job's rounds.
 """
 
 from __future__ import annotations
@@ -15,23 +15,25 @@ Verdict = Literal["healthy", "faulty", "slow", "undetermined"]
 
 
 class TestResult(Struct, frozen=True, kw_only=True):
-    """What one node saw in one round: its solo test, then the collective test of its group."""
+    """What one node measured in one round: its solo test, then the collective test of its group."""
 
     node: NodeId
     round: int
     group: int
-    """Which of the round's groups, counted from 0."""
+    """Index of the group in its round, from 0."""
     solo_passed: bool | None = None
-    """None when it was not run to its end."""
+    """None if the solo test did not finish."""
     solo_s: Seconds | None = None
     passed: bool | None = None
-    """The collective; None when there was none, because the node is alone or did not get that far."""
+    """Whether the collective test passed; None if the node had no partner or did not get that far."""
     seconds: Seconds | None = None
     detail: Annotated[str, Meta(max_length=2000)] = ""
-    """What went wrong, in the words of whoever noticed."""
+    """What went wrong, in the words of the process that noticed."""
 
 
 class NodeVerdict(Struct, frozen=True, kw_only=True):
+    """The verdict on one node."""
+
     node: NodeId
     verdict: Verdict
     reason: str

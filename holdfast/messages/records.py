@@ -71,7 +71,7 @@ class Terms(Struct, frozen=True, kw_only=True):
     join_limit_s: Seconds | None = None
     """How long the job waits below the minimum before it ends with 75."""
     chaos: tuple[Injection, ...] = ()
-    """Faults that shall happen to it."""
+    """Faults to inject."""
 
 
 class NodeSpec(Struct, frozen=True, kw_only=True):

@@ -1,11 +1,11 @@
-"""What a script asks the coordinator, and what it is answered.
+"""Defines the requests of scripts to the coordinator, and the answers.
 
-A script's requests go over its control socket to the agent, which says for whom it asks (node, round,
-rank) and carries them on as the event `Asked`; the action `Answered` is the way back. Each thread
-that asks has a lane of its own, and asks on it again only when it was answered, so whoever keeps the
-last answer of each lane can repeat any answer that was lost and never does anything twice.
+A request goes over the worker's control socket to the agent, which adds node, round and rank and
+forwards it as the event `Asked`; the action `Answered` carries the answer back. Each request occupies
+one *lane* of its rank, and a lane is used again only after its last answer has arrived. So a receiver
+that keeps the last answer of each lane can repeat a lost answer, and each request takes effect once.
 
-Sizes are limited here, once for everybody: whatever keeps to them fits into one frame.
+The size limits hold everywhere: a message within them fits into one frame.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from holdfast.messages.timings import Finding
 from holdfast.messages.units import RoundNumber, Seconds, StepNumber
 
 MAX_VALUE_BYTES = 512 << 10
-"""A value of the store, and all values of one answer together (or the first, if alone)."""
+"""Limit of one store value, and of all values in one answer together (but for a single one)."""
 MAX_MESSAGE_BYTES = 768 << 10
-"""A whole request or answer, encoded. Events and actions add little to it, and a frame holds more."""
+"""Limit of one encoded request or answer. Events and actions add little to it; a frame holds more."""
 LARGE_BYTES = 16 << 10
 LARGE_AT_ONCE = 4
-"""How many large requests of one worker, and of one node, may be on their way at a time."""
+"""Large requests that one worker, and one node, may have in flight."""
 MAX_NAME_CHARS = 256
 MAX_BALLOT_CHARS = 128
 MAX_LISTED = 16
-"""How many different ballots a tally lists: more would grow with the world, for every rank."""
+"""Distinct ballots that a tally lists; without a limit each rank's answer would grow with the world."""
 MAX_LANES = 1024
-"""How many requests of one rank may be open at a time."""
+"""Requests that one rank may have open."""
 
 Key = Annotated[str, Meta(max_length=4096)]
 MAX_KEYS = 256
@@ -54,21 +54,21 @@ class Set(Request, frozen=True, kw_only=True):
 
 
 class Get(Request, frozen=True, kw_only=True):
-    """What is there now. Answered: Values, of as many of the first keys as fit into one answer."""
+    """Read the present values. Answered: Values, for as many leading keys as fit into one answer."""
 
     keys: Keys
 
 
 class Add(Request, frozen=True, kw_only=True):
-    """Add to a number, from 0 if it is missing. Answered: Total."""
+    """Add to a number; a missing key counts as 0. Answered: Total."""
 
     key: Key
     amount: Int64
 
 
 class CompareSet(Request, frozen=True, kw_only=True):
-    """Write the key if it has the expected value, or is missing and nothing is expected. Answered:
-    Values, with what the key has afterwards."""
+    """Write the key if it has the expected value, or is missing and `expected` is empty. Answered:
+    Values, with the value afterwards."""
 
     key: Key
     expected: Value
@@ -76,44 +76,44 @@ class CompareSet(Request, frozen=True, kw_only=True):
 
 
 class Append(Request, frozen=True, kw_only=True):
-    """Write to the end of what is there. Answered: Total, the length in bytes."""
+    """Append to a value. Answered: Total, the length in bytes."""
 
     key: Key
     value: Value
 
 
-class Wait(Request, frozen=True, kw_only=True):
-    """Answered when all keys are there: Granted."""
+class WaitForKeys(Request, frozen=True, kw_only=True):
+    """Wait until all keys exist. Answered then: Granted."""
 
     keys: Keys
     timeout_s: Seconds
 
 
-class Check(Request, frozen=True, kw_only=True):
-    """Whether all keys are there. Answered: Truth."""
+class CheckKeys(Request, frozen=True, kw_only=True):
+    """Ask whether all keys exist. Answered: Truth."""
 
     keys: Keys
 
 
 class Delete(Request, frozen=True, kw_only=True):
-    """Answered: Truth, whether the key was there."""
+    """Delete a key. Answered: Truth, whether it existed."""
 
     key: Key
 
 
 class CountKeys(Request, frozen=True, kw_only=True):
-    """Answered: Total."""
+    """Count the keys. Answered: Total."""
 
 
 class JoinBarrier(Request, frozen=True, kw_only=True):
-    """Answered when every rank of the round has joined: Granted."""
+    """Join a barrier. Answered when every rank of the round has joined: Granted."""
 
     name: Name
     timeout_s: Seconds | None = None
 
 
 class CastVote(Request, frozen=True, kw_only=True):
-    """Answered when every rank of the round has voted: Tally."""
+    """Vote. Answered when every rank of the round has voted: Tally."""
 
     name: Name
     ballot: Ballot
@@ -121,17 +121,20 @@ class CastVote(Request, frozen=True, kw_only=True):
 
 
 class FindState(Request, frozen=True, kw_only=True):
-    """What to restore, agreed by all ranks of the round. Answered: StateFound, again and again,
-    each time with how the last one fared, until all ranks loaded one or there is no more."""
+    """Ask what to restore, agreed by all ranks of the round. Answered: StateFound.
+
+    A rank repeats the request with the result of each attempt until all ranks have loaded the same
+    state or none is left.
+    """
 
     checkpointer: CheckpointerId
     step: int | None = None
-    """That one, and no other; None: the newest that verifies."""
+    """Step to restore; None takes the newest that verifies."""
     tried: Tried | None = None
 
 
 class AwaitSave(Request, frozen=True, kw_only=True):
-    """Answered when it is known how the save of that step went: SaveSettled."""
+    """Wait until the outcome of a save is known. Answered then: SaveSettled."""
 
     checkpointer: CheckpointerId
     step: int
@@ -141,42 +144,42 @@ class AwaitSave(Request, frozen=True, kw_only=True):
 
 
 class AwaitStragglers(Request, frozen=True, kw_only=True):
-    """Answered when more findings were made than that: StragglersFound."""
+    """Wait until there are more findings than `after`. Answered then: StragglersFound."""
 
     after: Annotated[int, Meta(ge=0)]
 
 
-StoreRequest = Set | Get | Add | CompareSet | Append | Wait | Check | Delete | CountKeys
+StoreRequest = Set | Get | Add | CompareSet | Append | WaitForKeys | CheckKeys | Delete | CountKeys
 HeldRequest = FindState | AwaitSave | AwaitStragglers
-"""What is answered when something happens that has nothing to do with other requests."""
+"""Requests that are answered by something other than another request."""
 AnyRequest = StoreRequest | JoinBarrier | CastVote | HeldRequest
 
 
 class ExcludeNode(Request, frozen=True, kw_only=True):
-    """To the agent, which says it as the event ExcludeAsked. Answered: Granted."""
+    """Exclude this node. The agent sends it as the event ExcludeAsked. Answered: Granted."""
 
     reason: Annotated[str, Meta(max_length=2000)]
 
 
 class StopJob(Request, frozen=True, kw_only=True):
-    """To the agent, which says it as the event StopAsked. Answered: Granted."""
+    """Stop the job. The agent sends it as the event StopAsked. Answered: Granted."""
 
     reason: Annotated[str, Meta(max_length=2000)]
     code: Annotated[int, Meta(ge=0, le=255)]
 
 
 class LocateImage(Request, frozen=True, kw_only=True):
-    """To the agent: where can this image be read? Answered: ImageAt."""
+    """Ask the agent where an image can be read. Answered: ImageAt."""
 
     image: ImageId
 
 
 ScriptRequest = AnyRequest | ExcludeNode | StopJob | LocateImage
-"""All that a script may say to its agent."""
+"""Every request that a script may send to its agent."""
 
 
 def is_large(request: ScriptRequest) -> bool:
-    """Whether it carries much, or may be answered with much."""
+    """Return whether the request or its answer may carry much data."""
     if isinstance(request, Get | CompareSet):
         return True
     if isinstance(request, Append):
@@ -191,7 +194,7 @@ class Answer(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Granted(Answer, frozen=True, kw_only=True):
-    """It is so."""
+    """Fulfilled, with nothing to return."""
 
 
 class Truth(Answer, frozen=True, kw_only=True):
@@ -203,56 +206,59 @@ class Total(Answer, frozen=True, kw_only=True):
 
 
 class Values(Answer, frozen=True, kw_only=True):
-    """What the first of the keys asked for have; None for one that is missing."""
+    """Values of the leading keys of a request; None for a missing key."""
 
     values: tuple[bytes | None, ...]
 
 
 class Tally(Answer, frozen=True, kw_only=True):
-    """How a vote went: the same for every rank that took part."""
+    """Result of a vote, the same for every rank that took part."""
 
     counts: tuple[tuple[Ballot, int], ...]
-    """Ballots and how many were cast, the most frequent first, at most MAX_LISTED of them."""
+    """Ballots with their numbers of votes, the most frequent first, 16 ballots at most."""
     voters: int
+    """Number of ranks that voted."""
     absent: int
-    """Ranks that had ended before they voted."""
+    """Number of ranks that had exited before they voted."""
 
     def count(self, ballot: bool | int | str) -> int:
-        """How many voted so."""
+        """Return the number of votes for `ballot`."""
         same = (n for b, n in self.counts if type(b) is type(ballot) and b == ballot)
         return next(same, 0)
 
     @property
     def yes(self) -> int:
+        """Number of votes for True."""
         return self.count(True)
 
     @property
     def no(self) -> int:
+        """Number of votes for False."""
         return self.count(False)
 
     @property
     def all_yes(self) -> bool:
-        """Whether every rank that voted said yes."""
+        """Whether every rank that voted did so with True."""
         return self.yes == self.voters
 
     @property
     def unanimous(self) -> bool:
-        """Whether all that voted, yes, no or anything else, voted the same."""
+        """Whether all ranks that voted cast the same ballot."""
         return len(self.counts) == 1
 
 
 class StateFound(Answer, frozen=True, kw_only=True):
-    """What all ranks shall load now."""
+    """State that all ranks are to load next."""
 
     where: Tier | Literal["nowhere", "loaded"]
-    """Nowhere: there is nothing (more) to restore. Loaded: all ranks have what they tried."""
+    """Nowhere: nothing (more) to restore. Loaded: all ranks have loaded what they tried."""
     step: StepNumber = StepNumber(0)
     round: RoundNumber = RoundNumber(0)
     world_size: int = 0
     holders: tuple[Holder, ...] = ()
-    """Of the images that this rank needs."""
+    """Holders of the images that this rank needs."""
     refused: tuple[str, ...] = ()
-    """What was tried before, and why it was not taken."""
+    """States that were tried before, each with the reason for its refusal."""
 
 
 class SaveSettled(Answer, frozen=True, kw_only=True):
@@ -262,18 +268,18 @@ class SaveSettled(Answer, frozen=True, kw_only=True):
 
 class StragglersFound(Answer, frozen=True, kw_only=True):
     total: int
-    """How many findings there have been; to be asked for again with that number."""
+    """Number of findings so far; the `after` of the next request."""
     findings: tuple[Finding, ...]
-    """The newest of them, that were not told before."""
+    """Findings that this rank has not been sent before."""
 
 
 class ImageAt(Answer, frozen=True, kw_only=True):
     path: str
-    """A file on this node; empty: only at the peer that is said to have it."""
+    """File on this node; empty if only the named peer has the image."""
     token: str = ""
-    """What a peer wants to hear."""
+    """Token for the peer."""
     tls: tuple[str, str, str] | None = None
-    """Paths of certificate, key and authority."""
+    """Paths of certificate, key and certificate authority."""
 
 
 Reason = Literal[
@@ -282,7 +288,7 @@ Reason = Literal[
 
 
 class Denied(Answer, frozen=True, kw_only=True):
-    """It was not done."""
+    """Refused or timed out."""
 
     reason: Reason
     detail: str

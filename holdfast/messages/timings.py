@@ -1,4 +1,4 @@
-"""How long the sections of a training step took, and who was found to be slow by that."""
+"""Defines section timings, and the findings about slow ranks that are derived from them."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from msgspec import Meta, Struct
 from holdfast.messages.units import Rank, Seconds, StepNumber
 
 STEP = "step"
-"""The section that is the whole step; all others are parts of it."""
+"""Section of the whole step; all other sections are parts of it."""
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 
 Kind = Literal["relative", "individual"]
-"""Slow beside the other ranks, or slow beside what the same rank once did."""
+"""Slow compared with the other ranks, or with this rank's own best."""
 
 
 class Timing(Struct, frozen=True, kw_only=True):
-    """One section of one rank, since it was last told about."""
+    """One section of one rank since the last report."""
 
     section: Annotated[str, Meta(min_length=1, max_length=200)]
     count: Annotated[int, Meta(ge=0, le=1 << 53)]
     median_s: Seconds
     total_s: Seconds
     waits: bool = False
-    """Whether the rank may have waited for others in that time, as in a backward pass of DDP."""
+    """Whether the time may include waiting for other ranks, as in a backward pass of DDP."""
 
 
 class RankTimings(Struct, frozen=True, kw_only=True):
@@ -33,14 +33,17 @@ class RankTimings(Struct, frozen=True, kw_only=True):
 
 
 class Finding(Struct, frozen=True, kw_only=True):
-    """A rank became a straggler, or is none any more."""
+    """A rank that became a straggler, or ceased to be one."""
 
     rank: Rank
+    """Rank that the finding is about."""
     kind: Kind
+    """Slower than the other ranks ("relative"), or than its own best ("individual")."""
     began: bool
-    """False: it ended."""
+    """True when the rank became a straggler, False when it ceased to be one."""
     score: float
-    """1 is as fast as the best; 0.5 takes twice as long."""
+    """Speed as a fraction of the best: 0.5 takes twice as long."""
     section: str
-    """Where it loses most."""
+    """Section in which the rank loses the most time."""
     step: StepNumber
+    """Training step at which the finding was made."""

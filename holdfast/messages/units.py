@@ -1,6 +1,6 @@
-"""The kinds of number and name that every other module speaks in.
+"""Defines the kinds of number and name that all messages use.
 
-They are plain values at run time; the types keep a rank from being passed where a step is wanted.
+They are plain values at run time; the types keep a rank from being passed where a step is expected.
 """
 
 from typing import Annotated, NewType
@@ -8,20 +8,20 @@ from typing import Annotated, NewType
 from msgspec import Meta
 
 NodeId = NewType("NodeId", str)
-"""Unique per agent process: an agent that is started again is another node."""
+"""Name of one agent process: an agent that is started again is another node."""
 
 Rank = NewType("Rank", int)
 """Global rank of a worker within one round."""
 
 RoundNumber = NewType("RoundNumber", int)
-"""Rounds count from 1; 0 means that no round was agreed yet."""
+"""Number of a round, from 1; 0 before the first one."""
 
 StepNumber = NewType("StepNumber", int)
-"""How many training steps are finished, counted from the job's first one."""
+"""Number of finished training steps, counted from the job's first."""
 
 Time = NewType("Time", Annotated[float, Meta(ge=0.0, le=1e12)])
-"""Job time: seconds on the coordinator's clock, which never goes back. What is no number at all is
-refused on the wire: the journal's JSON could not hold it, and no later replay could read it."""
+"""Job time: seconds on the coordinator's clock, which never goes back. NaN and infinity are refused on
+the wire, because the journal's JSON cannot hold them and no replay could read them."""
 
 Seconds = Annotated[float, Meta(ge=0.0, le=1e12)]
 

@@ -1,8 +1,10 @@
-"""What is said on a stream between an agent and the coordinator, around events and actions.
+"""Defines the envelopes around events and actions on the stream between an agent and the coordinator.
 
 An agent greets with the job's token, then sends its events numbered from 1 and keeps each until it is
-acknowledged; after a broken stream it sends the rest again, and the coordinator drops what it has.
-Actions need no number: an agent that comes back says what it is doing and is told what it missed.
+acknowledged. After a broken stream it sends the unacknowledged events again, and the coordinator drops
+duplicates. Actions have no number: an agent that reconnects reports its state and gets what it missed.
+
+A change to any message that can travel here needs a new PROTOCOL: see `docs/compatibility.md`.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from holdfast.messages.evidence import RankEvidence, Verdict
 from holdfast.messages.records import Terms
 from holdfast.messages.units import NodeId, RoundNumber, Seconds, Time
 
-PROTOCOL = 1
+PROTOCOL = 3
 
 
 class Hello(Struct, frozen=True, kw_only=True, tag=True):
@@ -28,11 +30,11 @@ class Hello(Struct, frozen=True, kw_only=True, tag=True):
     round: RoundNumber
     busy: bool
     terms: Terms
-    """What kind of job this node was started for; the first node's opens the job."""
+    """Terms this node was started with; the first node's terms open the job."""
 
 
 class AskWhy(Struct, frozen=True, kw_only=True, tag=True):
-    """Where does every rank stand now, and who waits for whom? Answered: Why."""
+    """Ask where every rank is and which ranks wait for which. Answered: Why."""
 
 
 class AskFault(Struct, frozen=True, kw_only=True, tag=True):
@@ -45,7 +47,7 @@ Question = AskWhy | AskFault
 
 
 class Visit(Struct, frozen=True, kw_only=True, tag=True):
-    """Somebody who is no node has one question."""
+    """Question of a read-only client that is not a node."""
 
     protocol: int
     token: str
@@ -55,9 +57,9 @@ class Visit(Struct, frozen=True, kw_only=True, tag=True):
 class Why(Struct, frozen=True, kw_only=True, tag=True):
     verdict: Verdict
     evidence: tuple[RankEvidence, ...]
-    """As much of it as fits into a frame."""
+    """Evidence, as much as fits into one frame."""
     standing: int
-    """Ranks that are past their deadlines."""
+    """Number of ranks past their deadlines."""
 
 
 class FaultTaken(Struct, frozen=True, kw_only=True, tag=True):
@@ -68,12 +70,14 @@ class Welcome(Struct, frozen=True, kw_only=True, tag=True):
     job: str
     now: Time
     acked: int
-    """The newest event of this node that is in the journal."""
+    """Number of this node's newest event in the journal."""
     beat_s: Seconds
-    """How often to send a Beat when there is nothing else to say."""
+    """Interval between two Beats."""
 
 
-class Refused(Struct, frozen=True, kw_only=True, tag=True):
+class Rejected(Struct, frozen=True, kw_only=True, tag=True):
+    """Refusal of a connection or a question; the coordinator closes the stream."""
+
     reason: str
 
 
@@ -82,24 +86,24 @@ class Sent(Struct, frozen=True, kw_only=True, tag=True):
     event: AnyEvent
 
 
-class Testimony(Struct, frozen=True, kw_only=True, tag=True):
-    """What an agent saw of its ranks. It is not an event: nothing is decided by it."""
+class EvidenceTaken(Struct, frozen=True, kw_only=True, tag=True):
+    """An agent's observations of its ranks. It is not an event: no decision depends on it."""
 
-    inquest: int
-    """Of whom it was asked: an incident's number, or a negative one for somebody who only asks."""
+    examination: int
+    """Number of the incident, or a negative number for a question of `holdfast why`."""
     evidence: tuple[RankEvidence, ...]
     more: bool = False
-    """There is more to come from this node."""
+    """Whether more follows from this node."""
 
 
 class Beat(Struct, frozen=True, kw_only=True, tag=True):
-    """I am still here."""
+    """Sign of life of an agent."""
 
 
 class Ack(Struct, frozen=True, kw_only=True, tag=True):
     number: int
 
 
-FromAgent = Hello | Visit | Sent | Testimony | Beat
-ToVisitor = Why | FaultTaken | Refused
-FromCoordinator = Welcome | Refused | Ack | NodeAction
+FromAgent = Hello | Visit | Sent | EvidenceTaken | Beat
+ToVisitor = Why | FaultTaken | Rejected
+FromCoordinator = Welcome | Rejected | Ack | NodeAction

@@ -1,1 +1,1 @@
-"""Shared memory between a worker and its agent: the rank page, vital signs and fault traps."""
+"""Shared memory between a worker and its agent: the rank page, vital signs and injected faults."""

@@ -1,11 +1,13 @@
-"""A worker's progress page: a page of shared memory that the worker writes and its agent reads.
+"""The rank page: shared memory in which a worker leaves its progress and signs of life for its
+agent.
 
-Writing costs well under a microsecond and no system call, so every step can be noted; and since the
-memory outlives the writer, the agent knows the exact last step of a worker that was killed. There is a
-ring of slots and a sequence number that says which one is valid: a writer that dies in the middle of
-a slot has not yet pointed at it, and a reader has several writes' time before its slot comes round.
+A write costs well under a microsecond and no system call, so every step can be noted; and since the
+memory outlives the writer, the agent knows the exact last step of a worker that was killed.
+Progress is a ring of slots with a sequence number that says which one is valid: a writer that dies
+in the middle of a slot has not yet published it, and a reader has several writes' time before its
+slot is reused.
 
-All times are of the machine's monotonic clock.
+All times are on the machine's monotonic clock.
 """
 
 from __future__ import annotations
@@ -15,31 +17,34 @@ import os
 from msgspec import Struct
 
 from holdfast.kernel import Mapping
-from holdfast.shm.traps import TRAPS_BYTES, TrapArea
+from holdfast.shm.traps import TRAP_LOG_BYTES, TrapLog
 from holdfast.shm.vital_signs import VITALS_BYTES, Vitals
 
 PROGRESS_BYTES = 4096
 _TRAPS_AT = PROGRESS_BYTES + VITALS_BYTES
-PAGE_BYTES = _TRAPS_AT + TRAPS_BYTES
+_SPRUNG_AT = _TRAPS_AT + TRAP_LOG_BYTES
+PAGE_BYTES = _SPRUNG_AT + TRAP_LOG_BYTES
 _SLOT_WORDS = 8
 _FIRST_SLOT = 8
 _SLOTS = 32
 
 
 class PageState(Struct, frozen=True):
+    """A worker's progress."""
+
     step: int
     steps: int
-    """Steps finished by this process."""
+    """Number of steps that this process finished."""
     first_at: float
     last_at: float
     checkpoint_s: float
     restore_s: float
     saves: int = 0
-    """Checkpoints finished by this process."""
+    """Number of checkpoints that this process finished."""
 
 
-class ProgressPage:
-    """One mapping of the page; the worker's writes, the agent's reads."""
+class RankPage:
+    """One process's mapping of the page; the worker writes, the agent reads."""
 
     def __init__(self, fd: int) -> None:
         self._mapping = Mapping(fd, PAGE_BYTES)
@@ -48,7 +53,8 @@ class ProgressPage:
         self._floats = progress.cast("d")
         progress.release()
         self.vitals = Vitals(self._mapping.view[PROGRESS_BYTES:_TRAPS_AT])
-        self.traps = TrapArea(self._mapping.view[_TRAPS_AT:])
+        self.traps = TrapLog(self._mapping.view[_TRAPS_AT:_SPRUNG_AT])
+        self.sprung = TrapLog(self._mapping.view[_SPRUNG_AT:])
 
     def write(
         self,
@@ -84,7 +90,7 @@ class ProgressPage:
                 return state
 
     def detach(self) -> None:
-        """In a process that was forked from the worker: what it does is not the worker's doing."""
+        """Stop writing, in a process forked from the worker."""
         own = memoryview(bytearray(PROGRESS_BYTES))
         self._ints, self._floats = own.cast("Q"), own.cast("d")
         self.vitals.detach()
@@ -94,11 +100,12 @@ class ProgressPage:
         self._floats.release()
         self.vitals.close()
         self.traps.close()
+        self.sprung.close()
         self._mapping.close()
 
 
 def create_page() -> int:
-    """A fresh page as a file descriptor: it has no name, so nothing of it can be left behind."""
-    fd = os.memfd_create("holdfast-progress", os.MFD_CLOEXEC)
+    """Create an anonymous page and return its file descriptor: nothing of it can be left behind."""
+    fd = os.memfd_create("holdfast-rank-page", os.MFD_CLOEXEC)
     os.ftruncate(fd, PAGE_BYTES)
     return fd

@@ -1,22 +1,23 @@
-"""A worker's signs of life, in shared memory beside its progress page.
+"""A worker's signs of life, in shared memory beside its progress.
 
-Three kinds of sign, because they say different things when they stop:
+Three kinds of signs, because they mean different things when they stop:
 
-- *marks*: the script came to another phase of a step (data, forward, backward, optimizer), finished a
-  step, or called `holdfast.heartbeat`. The time between two marks is booked to the phase that the
-  first one began, its longest and its latest durations are kept, and so deadlines can be learnt.
-- *sections* that are open, with when they were entered. They nest, overlap, and may be of any thread.
-- *beats*: a thread of ours had its turn. When beats stop and the process is not stopped, something
-  holds the interpreter's lock. With each beat it notes what the training thread is doing: whether it
-  waits in a collective, where it stands, and in how many different pieces of code it was seen since
-  the last mark.
+- *marks*: the script reached another phase of a step (data, forward, backward, optimizer), finished
+  a step, or called `holdfast.heartbeat`. The time between two marks belongs to the phase that the
+  first one began; the longest and the latest durations of each are kept, so that deadlines can be
+  learnt.
+- *sections* that are open, with the time they were entered. They nest, overlap, and belong to any
+  thread.
+- *beats*: the heartbeat thread got the GIL. When beats stop and the process is not stopped, another
+  thread keeps it. Each beat notes what the training thread is doing: whether it waits in a
+  collective, where it is, and in how many different code objects it was seen since the last mark.
 
-Marks are of the thread that trains: the main one, or whichever took the last step. The first few steps
-of a process take long for reasons of their own (compilers, caches, first connections); nothing is
-learnt from them.
+Marks belong to the training thread: the main thread, or the one that took the last step. Nothing is
+learnt from the first few steps of a process, which take long for reasons of their own (compilers,
+caches, first connections).
 
-The worker writes, its agent reads; a write costs well under a microsecond. A reader may see a mark and
-its time from two moments: it looks again before it acts.
+The worker writes and its agent reads, without locks; a write costs well under a microsecond. A
+reader may see a mark and its time from two moments, so it looks again before it acts.
 """
 
 from __future__ import annotations
@@ -26,29 +27,29 @@ from typing import Final
 
 from msgspec import Struct
 
+from holdfast.messages.hangs import FIRST_STEP
+
 VITALS_BYTES: Final = 16 << 10
 
 START, DATA, FORWARD, BACKWARD, OPTIMIZER, BETWEEN, STEP = range(7)
 PHASES: Final = ("start", "data", "forward", "backward", "optimizer", "between", "step")
-"""What a script does between two marks; "step" is from one finished step to the next."""
+"""Phases between two marks; "step" is the time from one finished step to the next."""
 OWN_WORK: Final = (FORWARD, BACKWARD, OPTIMIZER)
-"""Phases of which it is told, beside how long the script was in them, how long they took the rank
-itself: on its GPU if it has one, and without what it was seen to wait for others."""
+"""Phases whose own work is also timed: on the GPU if there is one, and without visible waits for
+other ranks."""
 NO, IN_COLLECTIVE, IN_BACKWARD = range(3)
-"""Whether the training thread waits for others."""
+"""Whether the training thread waits for other ranks."""
 WITH_GRADIENTS, ALSO_IN_FORWARD, LEFT_OUT = range(3)
-"""Where the times of ranks' own work have waiting in them that was not seen: where gradients are
-reduced; in the forward pass as well, as each rank has only a part of the model; or nowhere."""
+"""Which times of own work include invisible waits: those where gradients are reduced; the forward
+pass as well, because the model is sharded; or none."""
 MOST_SECTIONS: Final = 24
-"""Different names of sections; further ones are not watched."""
+"""Different section names; further ones are not watched."""
 MOST_OPEN: Final = 16
 RING: Final = 32
 WARM_UP: Final = 5
-"""Steps of a process after which what it needs for a phase is what it always needs."""
+"""Steps of a process after which its phases take their usual time."""
 WARM_UP_DEVICE: Final = 50
-"""The same with a GPU, whose queue takes steps in at once until it is full."""
-FIRST_STEP: Final = "first step"
-"""From a script's begin to the end of its first step; the agent measures it."""
+"""The same with a GPU, whose queue accepts steps at once until it is full."""
 
 _BEAT_AT, _BEATS, _WAITS, _CODES = 0, 1, 2, 3
 _MARK_AT, _MARKS, _PHASE = 4, 5, 6
@@ -56,80 +57,80 @@ _WANTED, _DUMPED, _WAITING = 7, 8, 9
 _PLACE, _PLACE_AT, _THREAD = 10, 11, 12
 _STEPS, _STEP_AT, _WARM = 13, 14, 15
 _OPEN: Final = 16
-"""Open sections: pairs of name (plus one; 0 is a free place) and when it was entered."""
+"""Open sections: pairs of name index plus one (0: free) and entry time."""
 _OTHERS: Final = 1 << 32
-"""Added to the name of a section that another thread than the training one is in."""
+"""Added to the name index of a section that belongs to another thread than the training one."""
 _TIMES: Final = _OPEN + 2 * MOST_OPEN
 _TIME_WORDS: Final = 2 + RING
-"""For each phase and section: how often, the longest, and a ring of the latest."""
+"""For each phase and section: the count, the longest, and a ring of the latest durations."""
 _NAMES_BYTES: Final = 32
 _OWN: Final = len(PHASES) + MOST_SECTIONS
-"""Where the times of own work are, after those of phases and sections."""
+"""Index of the first time of own work, after phases and sections."""
 _NAMES_AT: Final = 8 * (_TIMES + _TIME_WORDS * (_OWN + len(OWN_WORK)))
 assert _NAMES_AT + _NAMES_BYTES * MOST_SECTIONS <= VITALS_BYTES
 
 
 class Times(Struct, frozen=True):
-    """How long something took, as far as it was seen to end."""
+    """Completed durations of one phase or section."""
 
     count: int
     longest_s: float
     latest_s: tuple[float, ...]
-    """The last few, the newest last."""
+    """Latest durations, newest last."""
 
 
-class Open(Struct, frozen=True, order=True):
-    """A section that somebody is in."""
+class OpenSection(Struct, frozen=True, order=True):
+    """A section that a thread is in."""
 
     entered_at: float
     name: str
     own: bool = True
-    """It is the training thread that is in it."""
+    """Whether it belongs to the training thread."""
 
 
 class Signs(Struct, frozen=True):
-    """What a worker's vitals say at one moment; times are of the machine's monotonic clock."""
+    """A worker's signs of life at one moment; times are on the machine's monotonic clock."""
 
     beat_at: float
     waits: bool
-    """The training thread was last seen in a collective, or in a backward pass, which has some."""
+    """Whether the last beat saw the training thread in a collective or a backward pass."""
     in_backward: bool
     codes: int
-    """How many pieces of code the training thread was seen in since the last mark."""
+    """Number of code objects that the training thread was seen in since the last mark."""
     place: int
-    """Stands for the line it was last seen at; the same line has the same number in all processes."""
+    """Number for the line it was last seen at, the same in all processes."""
     place_at: float
-    """Since when it is seen there."""
+    """When it was first seen there."""
     thread: int
-    """The kernel's number of the training thread; 0 for the main one."""
+    """Thread id of the training thread; 0 for the main thread."""
     mark_at: float
     marks: int
     phase: str
     steps: int
     step_at: float
-    """When the last step was finished."""
+    """When the last step finished."""
     warm: bool
-    """The first few steps are over."""
-    sections: tuple[Open, ...]
-    """The oldest first."""
+    """Whether the first few steps are over."""
+    sections: tuple[OpenSection, ...]
+    """Oldest first."""
 
 
 def section_name(name: str) -> str:
-    """What a section is called in the vitals: not too long, and not as a phase."""
+    """Return a section's name as the vitals keep it: short, and different from every phase."""
     if name in PHASES or name == FIRST_STEP:
         name = f"{name} (section)"
     return name.encode(errors="replace")[: _NAMES_BYTES - 1].decode(errors="ignore")
 
 
 class Vitals:
-    """One side's view of them."""
+    """One process's view of the vital signs: the worker's or the agent's."""
 
     def __init__(self, view: memoryview) -> None:
         self._view = view
         self._ints = view.cast("Q")
         self._floats = view.cast("d")
         self.trainer = get_ident()
-        """Worker: the thread whose marks count."""
+        """In the worker: the thread whose marks count."""
         self.warm_up = WARM_UP
 
     def close(self) -> None:
@@ -138,7 +139,7 @@ class Vitals:
         self._view.release()
 
     def detach(self) -> None:
-        """In a process that was forked from the worker: nothing it does is a sign of the worker."""
+        """Stop writing, in a process forked from the worker."""
         self._view = memoryview(bytearray(VITALS_BYTES))
         self._ints = self._view.cast("Q")
         self._floats = self._view.cast("d")
@@ -146,25 +147,22 @@ class Vitals:
     # ---- the worker's side ----
 
     def mark(self, phase: int, now: float) -> None:
-        """What was under way is over, and this begins."""
-        ints, floats = self._ints, self._floats
-        last = floats[_MARK_AT]
+        """End the current phase and begin another."""
+        last = self._floats[_MARK_AT]
         if last:
-            self.took(ints[_PHASE], now - last)
-        floats[_MARK_AT] = now
+            self.took(self._ints[_PHASE], now - last)
+        self.go_on(phase, now)
+
+    def go_on(self, phase: int, now: float) -> None:
+        """Begin a phase when the time until now is already booked, as a section."""
+        ints = self._ints
+        self._floats[_MARK_AT] = now
         ints[_PHASE] = phase
         ints[_CODES] = 0
         ints[_MARKS] += 1
 
-    def go_on(self, phase: int, now: float) -> None:
-        """The same, when what was under way has been booked already: as a section."""
-        self._floats[_MARK_AT] = now
-        self._ints[_PHASE] = phase
-        self._ints[_CODES] = 0
-        self._ints[_MARKS] += 1
-
     def took(self, what: int, seconds: float) -> None:
-        """Book how long a phase or section took."""
+        """Book the duration of a phase or section."""
         ints, floats = self._ints, self._floats
         at = _TIMES + _TIME_WORDS * what
         count = ints[at]
@@ -174,11 +172,11 @@ class Vitals:
             floats[at + 1] = seconds
 
     def took_itself(self, phase: int, seconds: float) -> None:
-        """Book how long a phase took the rank itself."""
+        """Book how long a phase's own work took."""
         self.took(_OWN + OWN_WORK.index(phase), seconds)
 
     def stepped(self, now: float, took_s: float | None) -> None:
-        """The calling thread finished a training step; None: its process's first."""
+        """Note that the calling thread finished a training step (None: the first of its process)."""
         ints = self._ints
         if get_ident() != self.trainer:
             self.trainer = get_ident()
@@ -198,9 +196,7 @@ class Vitals:
         self._view[at : at + len(data)] = data
 
     def enter(self, index: int, now: float, own: bool = True) -> int:
-        """A section is entered; the place to give back when it is left, -1 when there is none.
-
-        Not by two threads at once."""
+        """Open a section and return its slot for `leave`, -1 if none is free. Not thread-safe."""
         ints = self._ints
         for place in range(MOST_OPEN):
             if ints[_OPEN + 2 * place] == 0:
@@ -214,7 +210,7 @@ class Vitals:
             self._ints[_OPEN + 2 * place] = 0
 
     def beat(self, now: float, waits: int, codes: int, place: int = 0) -> None:
-        """A thread of ours had its turn, and saw how the training thread stands (NO, IN_...)."""
+        """Note a beat, and what it saw of the training thread (waits: NO, IN_...)."""
         ints = self._ints
         if place != ints[_PLACE]:
             ints[_PLACE] = place
@@ -226,12 +222,12 @@ class Vitals:
 
     @property
     def warm(self) -> bool:
-        """The first few steps are over."""
+        """Whether the first few steps are over."""
         return bool(self._ints[_WARM])
 
     @property
     def waiting(self) -> int:
-        """Where there is waiting in the times of own work (WITH_GRADIENTS, ...)."""
+        """Which times of own work include invisible waits (WITH_GRADIENTS, ...)."""
         return int(self._ints[_WAITING])
 
     @waiting.setter
@@ -245,13 +241,14 @@ class Vitals:
     # ---- the agent's side ----
 
     def read(self) -> Signs:
+        """Return the current signs."""
         ints, floats = self._ints, self._floats
         sections = []
         for place in range(MOST_OPEN):
             entered, named = floats[_OPEN + 2 * place + 1], ints[_OPEN + 2 * place]
             if named:
                 name = self._name(named % _OTHERS - 1)
-                sections.append(Open(entered, name, own=named < _OTHERS))
+                sections.append(OpenSection(entered, name, own=named < _OTHERS))
         return Signs(
             beat_at=floats[_BEAT_AT],
             waits=ints[_WAITS] != NO,
@@ -270,7 +267,7 @@ class Vitals:
         )
 
     def times(self) -> dict[str, Times]:
-        """Of all phases and sections that were seen to end."""
+        """Return the completed durations of all phases and sections."""
         found = {}
         for what in range(len(PHASES) + MOST_SECTIONS):
             times = self._times(what)
@@ -280,7 +277,7 @@ class Vitals:
         return found
 
     def own_times(self) -> dict[str, Times]:
-        """What phases took the rank itself."""
+        """Return how long the own work of phases took."""
         found = ((phase, self._times(_OWN + n)) for n, phase in enumerate(OWN_WORK))
         return {PHASES[phase]: times for phase, times in found if times is not None}
 
@@ -297,10 +294,10 @@ class Vitals:
         at = _NAMES_AT + _NAMES_BYTES * index
         return bytes(self._view[at : at + _NAMES_BYTES]).rstrip(b"\0").decode(errors="replace")
 
-    # ---- asking the beating thread ----
+    # ---- asking the heartbeat thread for a dump ----
 
     def want_dump(self) -> None:
-        """Agent: have the worker write its flight recorder to its file."""
+        """In the agent: ask the worker to write its flight recorder to its file."""
         self._ints[_WANTED] += 1
 
     @property

@@ -9,7 +9,7 @@ import msgspec
 
 from holdfast.errors import JobError
 from holdfast.jobhome import JobHome
-from holdfast.messages.wire import PROTOCOL, Question, Refused, ToVisitor, Visit
+from holdfast.messages.wire import PROTOCOL, Question, Rejected, ToVisitor, Visit
 from holdfast.wire import framing
 from holdfast.wire.tls import TlsFiles, client_context
 
@@ -32,7 +32,7 @@ def ask(home: JobHome, question: Question, answer: type[T], tls: TlsFiles | None
         raise JobError(
             f"job {home.name}: no answer from its coordinator at {where}: {error}"
         ) from None
-    if isinstance(told, Refused):
+    if isinstance(told, Rejected):
         raise JobError(f"job {home.name}: {told.reason}")
     if not isinstance(told, answer):
         hint = "; if the job uses TLS, give --tls-cert, --tls-key, --tls-ca" if tls is None else ""

@@ -1,1 +1,1 @@
-"""What runs inside a training process, before and around the user's script."""
+"""Runs inside a training process, before and around the user's script."""

@@ -1,8 +1,8 @@
-"""`python -m holdfast.worker SCRIPT ...`: how an agent starts a nursery or a single worker.
+"""Starts a nursery or a single worker: `python -m holdfast.worker SCRIPT ...`, run by an agent.
 
-The script and its arguments stand on the command line, so that `ps` and `pgrep -f` show what these
-processes are for, and because nothing else holds as many arguments as the kernel allows; when to run
-it, and as which rank, comes over the control socket.
+The script and its arguments are on the command line, so that `ps` and `pgrep -f` show what these
+processes are for, and because nothing else holds as many arguments as the kernel allows. When to run
+the script, and as which rank, is received over the control socket.
 """
 
 from __future__ import annotations
@@ -23,10 +23,8 @@ def main() -> int:
         return become_worker(control_fd, page_fd, rehearse=False)
     preload = os.environ.pop("HOLDFAST_NURSERY_PRELOAD", "").split()
     set_first_path(os.environ.pop("HOLDFAST_FIRST_PATH"))
-    born = serve(Channel(int(numbers[0])), preload, eager=numbers[1] == "eager")
-    if born is None:
-        return 0
-    return become_worker(born.control_fd, born.page_fd, born.rehearse)
+    child = serve(Channel(int(numbers[0])), preload, eager=numbers[1] == "eager")
+    return 0 if child is None else become_worker(*child)
 
 
 if __name__ == "__main__":

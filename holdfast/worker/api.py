@@ -1,23 +1,24 @@
-"""What a script may say about itself, and ask of the coordinator."""
+"""Implements the functions of the `holdfast` module that scripts and frameworks call.
+
+In a process that `holdfast run` did not start, functions that only report do nothing, those that
+describe the process use torchrun's environment variables, and those that need the coordinator raise
+`NotUnderHoldfast`.
+"""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from holdfast.errors import HoldfastError, NotUnderHoldfast
+from msgspec import Struct
+
+from holdfast.errors import HoldfastError, NotUnderHoldfast, UsageError
+from holdfast.messages import requests as messages
 from holdfast.messages.exits import EXIT_DO_NOT_REQUEUE
-from holdfast.messages.requests import (
-    AwaitStragglers,
-    CastVote,
-    ExcludeNode,
-    JoinBarrier,
-    StopJob,
-    StragglersFound,
-)
-from holdfast.messages.requests import Tally as Tally
+from holdfast.messages.requests import Tally
 from holdfast.messages.timings import Finding
 from holdfast.worker import runtime
 from holdfast.worker.requests import SLACK_S
@@ -26,13 +27,92 @@ if TYPE_CHECKING:
     from holdfast.worker.torch_store import CoordinatorStore
 
 
-def progress(step: int) -> None:
-    """Say that training step `step` (counted from 1 over the whole job) is finished.
+class RankInfo(Struct, frozen=True, kw_only=True):
+    """The place of one process in its job."""
 
-    From the first call on, the script's own count is used instead of the optimizer's.
+    rank: int
+    """Global rank, from 0 to `world_size` - 1."""
+    local_rank: int
+    """Rank within the node, from 0; always 0 under `--virtual-local-rank`."""
+    world_size: int
+    """Number of ranks in the round."""
+    local_world_size: int
+    """Number of ranks on this node."""
+    node_rank: int
+    """Rank of this node, from 0 to `node_count` - 1; torchrun's GROUP_RANK."""
+    node_count: int
+    """Number of nodes in the round."""
+    round: int
+    """Number of the round, from 1; 0 outside `holdfast run`."""
+    restarts: int
+    """How often the job had restarted its ranks when this process started."""
+    run_id: str
+    """Job name, or `--rdzv-id` where that was given; empty if the launcher set none."""
+    active: bool
+    """Whether this process is a worker of `holdfast run`."""
+
+
+def is_active() -> bool:
+    """Return whether this process is a worker of `holdfast run`, and not forked from one."""
+    worker = runtime.current()
+    return worker is not None and worker.pid == os.getpid()
+
+
+def round() -> int:
+    """Return the number of the current round, from 1; 0 outside `holdfast run`.
+
+    It grows with every restart and every change of membership: a fencing token for whatever must not
+    outlive a restart.
+    """
+    worker = runtime.current()
+    return 0 if worker is None else worker.round
+
+
+def restarts() -> int:
+    """Return how often the job had restarted its ranks when this process started.
+
+    It is torchrun's TORCHELASTIC_RESTART_COUNT, so it is also right under torchrun; 0 without either.
+    """
+    return _variable("TORCHELASTIC_RESTART_COUNT", 0)
+
+
+def rank_info() -> RankInfo:
+    """Return the rank, the world and the round of this process.
+
+    Ranks and sizes come from torchrun's environment variables, which `holdfast run` sets too. Without
+    any launcher the process is rank 0 of 1.
+    """
+    world_size = _variable("WORLD_SIZE", 1)
+    return RankInfo(
+        rank=_variable("RANK", 0),
+        local_rank=_variable("LOCAL_RANK", 0),
+        world_size=world_size,
+        local_world_size=_variable("LOCAL_WORLD_SIZE", world_size),
+        node_rank=_variable("GROUP_RANK", 0),
+        node_count=_variable("GROUP_WORLD_SIZE", 1),
+        round=round(),
+        restarts=restarts(),
+        run_id=os.environ.get("TORCHELASTIC_RUN_ID", ""),
+        active=is_active(),
+    )
+
+
+def _variable(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    try:
+        return int(text) if text else default
+    except ValueError:
+        raise UsageError(f"{name}={text}: the launcher must set it to an integer") from None
+
+
+def progress(step: int) -> None:
+    """Report that a training step is finished. Outside `holdfast run` this does nothing.
+
+    `step` is its number, counted from 1 over the whole job. From the first call on, the script's own
+    count replaces the count of optimizer steps; most scripts need no call at all.
     """
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise TypeError(f"holdfast.progress: a step is a whole number from 0 on, not {step!r}")
+        raise TypeError(f"holdfast.progress: step must be an integer from 0 on, not {step!r}")
     worker = runtime.current()
     if worker is not None:
         worker.stepped(step)
@@ -40,10 +120,11 @@ def progress(step: int) -> None:
 
 @contextmanager
 def section(name: str) -> Iterator[None]:
-    """Mark a stretch of the script: how long it may take is learnt apart from the rest, and its speed
-    is compared between ranks. "checkpoint" and "restore" are booked as such by the ledger.
+    """Mark part of the script as a section. Outside `holdfast run` this does nothing.
 
-    Sections nest and overlap, and may be entered by any thread.
+    A section of each `name` has a hang deadline that is learnt separately, and its speed is compared
+    between ranks. The ledger books "checkpoint" and "restore" under causes of their own. Sections may
+    nest and overlap, and any thread may enter one.
     """
     worker = runtime.current()
     if worker is None:
@@ -54,28 +135,31 @@ def section(name: str) -> Iterator[None]:
 
 
 def heartbeat() -> None:
-    """Say that the script is well, where it does something long that is no training step."""
+    """Report that the script makes progress during long work that is no training step.
+
+    It restarts the hang deadline of the current phase. Outside `holdfast run` this does nothing.
+    """
     worker = runtime.current()
     if worker is not None:
         worker.heartbeat()
 
 
 def on_straggler(callback: Callable[[Finding], object]) -> None:
-    """Have a function called, in a thread of its own, when a rank becomes slow or is not any more.
+    """Call `callback` with a `Finding` whenever a rank becomes a straggler or ceases to be one.
 
-    It gets a finding: rank, kind ("relative" to the best rank, or "individual": to its own best),
-    began or ended, score, and the section where it loses most. Every rank that asks is told.
+    It runs in a thread of its own, on every rank that registered one, until the round ends. Raises
+    `NotUnderHoldfast` outside `holdfast run`.
     """
-    asking = _worker("on_straggler").requests
+    requests = _worker("on_straggler").requests
 
     def listen() -> None:
         after = 0
         while True:
             try:
-                answer = asking.ask(AwaitStragglers(after=after), None)
+                answer = requests.ask(messages.AwaitStragglers(after=after), None)
             except HoldfastError:
                 return  # The round is over, and with it this process.
-            assert isinstance(answer, StragglersFound)
+            assert isinstance(answer, messages.StragglersFound)
             after = answer.total
             for finding in answer.findings:
                 callback(finding)
@@ -84,10 +168,11 @@ def on_straggler(callback: Callable[[Finding], object]) -> None:
 
 
 def store() -> CoordinatorStore:
-    """A `torch.distributed.Store` on the coordinator, shared by all ranks of the round.
+    """Return a `torch.distributed.Store` on the coordinator, shared by all ranks of the round.
 
-    Its keys end with the round: after a restart everybody begins with none. It outlives a rank and
-    a coordinator that dies. For addresses and small agreements: a value has at most 512 KiB.
+    Its keys end with the round: after a restart the store is empty. It survives the death of a rank
+    and of the coordinator. It is meant for addresses and small agreements: a value has at most 512
+    KiB. Raises `NotUnderHoldfast` outside `holdfast run`.
     """
     worker = _worker("store")
     if worker.store is None:
@@ -98,48 +183,53 @@ def store() -> CoordinatorStore:
 
 
 def barrier(name: str = "", timeout_s: float | None = None) -> None:
-    """Wait until every rank of the round has come to the barrier of that name.
+    """Wait until every rank of the round has reached the barrier called `name`.
 
-    A rank that ended with 0 is not waited for. When a rank dies the round is over, and so is the
-    wait: `FencedError`, if this process lives to see it. A name may be used again at once.
+    Ranks that have exited with 0 count as present. When a rank dies the round ends, and the call
+    raises `FencedError` if this process lives to see it. A name may be used again at once. After
+    `timeout_s` seconds the call raises `RequestTimeout`; None waits for as long as the round lasts.
+    Raises `NotUnderHoldfast` outside `holdfast run`.
     """
-    request = JoinBarrier(name=name or "barrier", timeout_s=timeout_s)
+    request = messages.JoinBarrier(name=name or "barrier", timeout_s=timeout_s)
     _worker("barrier").requests.ask(request, _patience_s(timeout_s))
 
 
 def vote(name: str, value: bool | int | str, timeout_s: float | None = None) -> Tally:
-    """Vote, wait until every rank of the round has, and see how the vote went.
+    """Cast `value` in the vote called `name`, wait for every rank's vote, and return the tally.
 
-    All ranks get the same tally: `tally.all_yes`, `tally.unanimous`, `tally.count(value)`.
+    All ranks get the same tally: `tally.all_yes`, `tally.unanimous`, `tally.count(value)`. Ranks that
+    have exited with 0 count as absent. After `timeout_s` seconds the call raises `RequestTimeout`;
+    None waits for as long as the round lasts. Raises `NotUnderHoldfast` outside `holdfast run`.
     """
-    request = CastVote(name=name, ballot=value, timeout_s=timeout_s)
+    request = messages.CastVote(name=name, ballot=value, timeout_s=timeout_s)
     answer = _worker("vote").requests.ask(request, _patience_s(timeout_s))
     assert isinstance(answer, Tally)
     return answer
 
 
 def exclude_this_node(reason: str) -> None:
-    """Say that this node is not fit to train: the job goes on without it and its host.
+    """Exclude this node and its host from the job, and give `reason` in the incident.
 
-    Returns when the agent has passed it on; a moment later all ranks are stopped, and the others
-    start again in a new round.
+    The call returns when the agent has passed the request on; a moment later all ranks are stopped,
+    and the other nodes start again in a new round. Raises `NotUnderHoldfast` outside `holdfast run`.
     """
-    _worker("exclude_this_node").requests.ask(ExcludeNode(reason=reason))
+    _worker("exclude_this_node").requests.ask(messages.ExcludeNode(reason=reason))
 
 
 def stop_job(reason: str, code: int = EXIT_DO_NOT_REQUEUE) -> None:
-    """End the whole job, on all nodes, with that exit code and reason.
+    """End the whole job on all nodes, with `reason` in its report and `code` as its exit code.
 
-    Returns when the agent has passed it on; a moment later all ranks are stopped.
+    The default code is 93, do not requeue. The call returns when the agent has passed the request on;
+    a moment later all ranks are stopped. Raises `NotUnderHoldfast` outside `holdfast run`.
     """
-    _worker("stop_job").requests.ask(StopJob(reason=reason, code=code))
+    _worker("stop_job").requests.ask(messages.StopJob(reason=reason, code=code))
 
 
-def _worker(what: str) -> runtime.Runtime:
+def _worker(function: str) -> runtime.Runtime:
     worker = runtime.current()
     if worker is None:
         raise NotUnderHoldfast(
-            f"holdfast.{what}() needs the coordinator of a job: start the script with `holdfast run`"
+            f"holdfast.{function}() needs a job's coordinator: start the script with `holdfast run`"
         )
     return worker
 

@@ -1,8 +1,8 @@
-"""From a bare process to a rank.
+"""Turns a bare process into a rank.
 
-Every worker is a process that waits on its control socket until it is told which rank to be; then it
-takes over the rank's environment and standard streams, and runs the script. Whether it was forked
-from the nursery or started afresh makes no difference from here on.
+A worker waits on its control socket until the agent assigns it a rank; then it takes over the rank's
+environment and standard streams, and runs the script. Whether it was forked from the nursery or started
+afresh makes no difference from here on.
 """
 
 from __future__ import annotations
@@ -20,63 +20,65 @@ import msgspec
 
 from holdfast.diagnosis import faulthandling, flight
 from holdfast.kernel import PR_SET_PDEATHSIG, prctl
-from holdfast.messages.local import (
-    Assign,
-    Began,
-    Died,
-    Done,
-    Program,
-    Standing,
-    Test,
-    ToWorker,
-    TrapSprung,
-)
-from holdfast.shm.rank_page import ProgressPage
+from holdfast.messages import local
+from holdfast.messages.local import Assign
+from holdfast.shm.rank_page import RankPage
 from holdfast.shm.vital_signs import Times
-from holdfast.worker import (
-    node_test as selftest,
-)
-from holdfast.worker import (
-    rehearsal,
-    runtime,
-    script,
-)
-from holdfast.worker import (
-    torch_save_hooks as saves,
-)
+from holdfast.worker import node_test, nursery, runtime, script
 from holdfast.worker.channel import Channel, move_up
-from holdfast.worker.heartbeat import Pulse
+from holdfast.worker.heartbeat import Heartbeat
 from holdfast.worker.runtime import Runtime
-from holdfast.worker.torch_hooks import steps as hooks
+from holdfast.worker.torch_hooks import patches
+from holdfast.worker.torch_hooks.imports import when_imported
 from holdfast.worker.torch_hooks.phases import Phases
 
-_decoder = msgspec.msgpack.Decoder(ToWorker)
+_decoder = msgspec.msgpack.Decoder(local.ToWorker)
 _NEVER = Times(0, 0.0, ())
 
 
 def become_worker(control_fd: int, page_fd: int, rehearse: bool) -> int:
-    """Wait for a rank and be it; the exit status."""
+    """Wait for a rank, run the script as that rank, and return its exit status."""
     channel = Channel(control_fd)
-    page = ProgressPage(page_fd)
+    page = RankPage(page_fd)
     os.close(page_fd)
     if rehearse:
-        rehearsal.rehearse()
-        channel.send(Standing())
+        nursery.rehearse()
+        channel.send(local.Standing())
     packet, fds = channel.receive(max_fds=5)
     if not packet:
         os._exit(0)
     assign = _decoder.decode(packet)
-    if isinstance(assign, Test):
-        channel.send(selftest.run(assign, fds, channel.send))
+    if isinstance(assign, local.Test):
+        channel.send(node_test.run(assign, fds, channel.send))
         os._exit(0)
     _take_over(assign, fds)
+    worker = _install(assign, channel, page)
+    if len(fds) > 4:
+        patches.host_store(move_up(fds[4]), int(assign.env["MASTER_PORT"]))
+    channel.send(local.Began(at=time.monotonic()))
+    try:
+        code = script.run(
+            assign.entry, sys.argv[1:], lambda raised: channel.send(local.Died(raised=raised))
+        )
+    except SystemExit as leaving:
+        if leaving.code in (None, 0):
+            _finish(worker)
+        raise
+    if code == 0:
+        _finish(worker)
+    return code
+
+
+def _install(assign: Assign, channel: Channel, page: RankPage) -> Runtime:
+    """Install the runtime, its hooks and its heartbeat."""
     worker = Runtime(channel, page, assign.round, assign.images)
     runtime.install(worker)
     os.register_at_fork(after_in_child=page.detach)
     phases = Phases(page.vitals)
     phases.install()
-    saves.book_saves(worker)
-    hooks.count_steps(worker)
+    patches.book_saves(worker)
+    patches.count_steps(worker)
+    when_imported("torch", flight.turn_on)
     look_for_traps = _trap_finder(worker, page, phases)
     look_for_traps()
 
@@ -84,30 +86,20 @@ def become_worker(control_fd: int, page_fd: int, rehearse: bool) -> int:
         phases.wake()
         look_for_traps()
 
-    Pulse(page.vitals, lambda: _dump_flight(assign.flight), each_beat).start()
-    if len(fds) > 4:
-        hooks.host_store(move_up(fds[4]), int(assign.env["MASTER_PORT"]))
-    _, name, *arguments = sys.argv
-    program = Program(entry=assign.entry, script=name, args=tuple(arguments))
-    channel.send(Began(at=time.monotonic()))
-    try:
-        code = script.run(program, lambda raised: channel.send(Died(raised=raised)))
-    except SystemExit as leaving:
-        if leaving.code in (None, 0):
-            _be_done(worker)
-        raise
-    if code == 0:
-        _be_done(worker)
-    return code
+    Heartbeat(page.vitals, lambda: _dump_flight(assign.flight), each_beat).start()
+    return worker
 
 
-def _be_done(worker: Runtime) -> None:
-    """The script is over. If its main thread has not trained, another one may, as Python would let it:
-    then it is over with that one."""
+def _finish(worker: Runtime) -> None:
+    """Report that the script has ended.
+
+    If its main thread has not trained, another thread may still do so, and Python would let it: then
+    the script ends with that thread.
+    """
     vitals = worker.vitals
     if not vitals.read().steps or vitals.trainer != threading.get_ident():
         threading._shutdown()  # type: ignore[attr-defined]
-    worker.channel.send(Done())
+    worker.channel.send(local.ScriptFinished())
 
 
 def _take_over(assign: Assign, fds: list[int]) -> None:
@@ -123,46 +115,42 @@ def _take_over(assign: Assign, fds: list[int]) -> None:
     faulthandling.allow_tracing(assign.agent_pid)
     _open_streams()
     os.environ.update(assign.env)
-    rehearsal.reseed()
+    nursery.reseed()
     gc.unfreeze()
 
 
-def _trap_finder(worker: Runtime, page: ProgressPage, phases: Phases) -> Callable[[], None]:
-    """Return a function that notices new traps; until there are any, it costs a read of one word."""
-    seen = 0
+def _trap_finder(worker: Runtime, page: RankPage, phases: Phases) -> Callable[[], None]:
+    """Return a function that takes in new traps; until there are any, it costs a read of one word."""
 
     def look() -> None:
-        nonlocal seen
-        count = page.traps.version
-        if count == seen:
-            return
-        seen = count
-        if worker.traps is None:
+        entries = page.traps.read()
+        if entries and worker.traps is None:
             from holdfast.worker.injected_faults import Traps
 
             worker.traps = Traps(
-                page.traps,
-                lambda: worker.channel.send(TrapSprung()),
+                page.sprung.append,
+                lambda: worker.channel.send(local.TrapSprung()),
                 lambda: page.vitals.times().get("step", _NEVER).latest_s,
             )
             phases.drag = worker.traps.drag.in_forward
-        worker.traps.look()
+        if entries and worker.traps is not None:
+            worker.traps.add(entries)
 
     return look
 
 
 def _dump_flight(path: str) -> None:
-    """Write the flight recorder, whole or not at all."""
+    """Write the flight recorder to a file, atomically."""
     try:
         with open(f"{path}.part", "wb") as file:
             file.write(flight.dump())
         os.rename(f"{path}.part", path)
     except OSError:
-        pass  # The disk is full, perhaps; whoever wants to see it does without.
+        pass  # The disk may be full; the diagnosis does without the dump.
 
 
 def _open_streams() -> None:
-    """Make the standard streams anew, as `python -u` does: what they can do depends on the file."""
+    """Reopen the standard streams as `python -u` does: their behaviour depends on the file."""
     for fd, (name, mode) in enumerate([("stdin", "r"), ("stdout", "w"), ("stderr", "w")]):
         old = getattr(sys, name)
         raw = io.FileIO(fd, mode, closefd=False)

@@ -1,8 +1,8 @@
-"""A process's end of the socket to its agent.
+"""Connects a worker or a nursery to its agent, over a Unix socket that the agent created.
 
-It must survive whatever the script does: the descriptor is moved far up, so that the script's own
-files get the numbers they would have had, and before each packet it is checked that the descriptor is
-still that socket. A script that closes it, or forks, or hangs, does no harm: the agent watches the
+The socket must survive whatever the script does. Its descriptor is moved far up, so that the script's
+own files get the numbers they would have had, and before each packet it is checked that the descriptor
+is still that socket. A script that closes it, forks or hangs does no harm: the agent watches the
 process, not the socket.
 """
 
@@ -13,7 +13,6 @@ import os
 import resource
 import select
 import socket
-from collections.abc import Sequence
 
 import msgspec
 
@@ -25,27 +24,29 @@ _LONGEST_MS = 1 << 30
 
 
 class Channel:
+    """One end of a control socket. Only the process that created it can use it."""
+
     def __init__(self, fd: int) -> None:
         self._socket = socket.socket(fileno=move_up(fd))
         self._inode = os.fstat(self._socket.fileno()).st_ino
         self._pid = os.getpid()
 
-    def send(self, message: Local, fds: Sequence[int] = ()) -> bool:
-        """Say something; False when the agent cannot hear it any more."""
-        return self.send_packet(_encoder.encode(message), fds)
+    def send(self, message: Local) -> bool:
+        """Send a message; return False if the agent cannot be reached any more."""
+        return self.send_packet(_encoder.encode(message))
 
-    def send_packet(self, packet: bytes, fds: Sequence[int] = ()) -> bool:
-        if os.getpid() != self._pid or not self._is_ours():
+    def send_packet(self, packet: bytes) -> bool:
+        if os.getpid() != self._pid or not self._is_open():
             return False
         try:
-            socket.send_fds(self._socket, [packet], fds)
+            self._socket.send(packet)
         except OSError:
             return False
         return True
 
     def receive_within(self, limit_s: float | None) -> bytes | None:
-        """One packet; None when none came in that time, empty when none will come any more."""
-        if not self._is_ours():
+        """Return one packet: None if none arrived in time, empty if the agent is gone."""
+        if not self._is_open():
             return b""
         try:
             waiting = select.poll()
@@ -58,30 +59,26 @@ class Channel:
         except OSError:
             return b""
 
-    def _is_ours(self) -> bool:
-        """Whether the descriptor is still the socket: a script may have closed it."""
-        try:
-            return os.fstat(self._socket.fileno()).st_ino == self._inode
-        except OSError:
-            return False
-
     def receive(self, max_fds: int) -> tuple[bytes, list[int]]:
-        """One packet and the descriptors with it; empty when the agent is gone."""
+        """Wait for one packet with its descriptors; it is empty if the agent is gone."""
         packet, fds, _, _ = socket.recv_fds(
             self._socket, PACKET_BYTES, max_fds, socket.MSG_CMSG_CLOEXEC
         )
         return packet, list(fds)
 
-    def adopt(self) -> None:
-        """This process, a fork of the one that made the channel, owns it from now on."""
-        self._pid = os.getpid()
-
     def close(self) -> None:
         self._socket.close()
 
+    def _is_open(self) -> bool:
+        """Return whether the descriptor is still the socket: the script may have closed it."""
+        try:
+            return os.fstat(self._socket.fileno()).st_ino == self._inode
+        except OSError:
+            return False
+
 
 def move_up(fd: int) -> int:
-    """Move a descriptor out of the way of the script's own."""
+    """Move a descriptor to a high number, out of the way of the script's own."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = _HIGHEST_FD if soft == resource.RLIM_INFINITY else min(soft, _HIGHEST_FD)
     high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, max(3, limit - 16))

@@ -119,15 +119,6 @@ class AgentLink:
 
 
 class Checkpointer(engine.Checkpointer):
-    """Saves and restores a training state, through memory and storage.
-
-    `state` names what is saved: objects with state_dict and load_state_dict, or plain values, which
-    `restore` replaces in the dict. `memory_every` and `storage_every` are in steps; without either,
-    each `save` goes to storage. `keep` says which checkpoints stay on storage (`KeepLatest(3)`,
-    `KeepEvery(1000)`, both with `|`, or a function of the steps there are); without it all do.
-    `directory` may be a path, a URL that fsspec knows, or None for memory alone.
-    """
-
     def __init__(
         self,
         directory: str | os.PathLike[str] | None,

@@ -14,7 +14,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Final, NoReturn
@@ -23,10 +23,10 @@ import msgspec
 
 from holdfast import cgroups
 from holdfast.errors import InjectedFault
-from holdfast.messages.chaos import FAULTS, Trap
-from holdfast.shm.traps import Sprung, TrapArea
+from holdfast.messages.chaos import FAULTS, Sprung, Trap
+from holdfast.messages.units import StepNumber
 
-_decoder = msgspec.msgpack.Decoder(list[Trap])
+_decoder = msgspec.msgpack.Decoder(Trap)
 
 
 class Traps:
@@ -34,32 +34,31 @@ class Traps:
 
     def __init__(
         self,
-        area: TrapArea,
+        log: Callable[[bytes], object],
         wake_agent: Callable[[], object],
         step_times: Callable[[], tuple[float, ...]] = tuple,
     ) -> None:
-        self._area = area
+        self._log = log
         self._wake_agent = wake_agent
         self.drag = Drag(step_times)
         self._set: list[Trap] = []
-        self._sprung: set[tuple[int, int]] = set()
         self._pid = os.getpid()
 
-    def look(self) -> None:
-        """Read the traps that are set; any thread may call this."""
-        self._set = sorted(_decoder.decode(self._area.read()), key=lambda trap: trap.step)
+    def add(self, entries: Iterable[bytes]) -> None:
+        """Set further traps; any thread may call this."""
+        self._set.extend([_decoder.decode(entry) for entry in entries])
 
     def passed(self, before: int, step: int) -> None:
         """Spring the traps between two steps, in the calling thread, which has finished the second."""
         if os.getpid() != self._pid:
             return  # The script has forked this process.
         self.drag.at_end_of_step()
-        for trap in self._set:
-            if (before < trap.step <= step or not trap.step) and trap.key not in self._sprung:
-                self._sprung.add(trap.key)
-                self._area.spring(Sprung(*trap.key, time.monotonic(), step))
-                self._wake_agent()
-                self._strike(trap, step)
+        due = [trap for trap in self._set if before < trap.step <= step or not trap.step]
+        for trap in sorted(due, key=lambda trap: trap.step):
+            self._set.remove(trap)
+            self._log(msgspec.msgpack.encode(Sprung(*trap.key, StepNumber(step), time.monotonic())))
+            self._wake_agent()
+            self._strike(trap, step)
 
     def _strike(self, trap: Trap, step: int) -> None:
         fault = FAULTS[trap.kind]

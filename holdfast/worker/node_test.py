@@ -1,14 +1,14 @@
-"""Tests the node it runs on: can it compute, and can it talk to another?
+"""Tests the node that it runs on: does it compute correctly, and can it talk to another node?
 
-Alone: matrix products whose result is known beforehand, on every accelerator if there are any, else on
-the CPU. Then, with the other of its group: collectives whose result is known too. What is computed is
+The solo test multiplies matrices whose product is known, on every accelerator or else on the CPU. The
+pair test runs collectives with the other node of its group, whose result is known too. Results are
 compared, not only timed: a device that computes wrongly is worse than one that fails.
 
-Times are the best of several, and of one thread: what else runs on a machine makes the others longer,
-and threads that wait for each other on busy cores a hundred times as long.
+Each time is the best of several and of one thread: other load on a machine only makes times longer, and
+threads that wait for each other on busy cores make them a hundred times longer.
 
-It runs in a standby, which has torch loaded; so a test takes a fraction of a second. Without torch
-there is nothing to test with, which is told as that and not as a fault of the node.
+The test runs in a standby, which has torch loaded, so it takes a fraction of a second. Without torch
+there is nothing to test with, which is reported as such and not as a fault of the node.
 """
 
 from __future__ import annotations
@@ -32,45 +32,35 @@ GATHERS = 10
 
 
 def run(test: Test, fds: list[int], tell: Callable[[Tested], object]) -> Tested:
-    """Both tests; what fails is told, never raised. What the first has shown is told before the
-    second, in which the other may keep it waiting."""
+    """Run both tests and return the result; failures are reported, never raised.
+
+    The solo result is sent with `tell` before the pair test, in which the other node may hang.
+    """
     try:
         import torch
     except ImportError as error:
-        return Tested(detail=f"nothing to test with: {error}")
+        return Tested(detail=f"torch cannot be imported: {error}")
     torch.set_num_threads(1)
-    fault = _feigned()
-    alone = _solo(fault)
-    if not alone.solo_passed or test.size == 1:
-        return alone
-    tell(replace(alone, over=False))
-    _hold(fault)
+    fault = _simulated_fault()
+    solo = _solo(fault)
+    if not solo.solo_passed or test.size == 1:
+        return solo
+    tell(replace(solo, over=False))
+    while "hold" in fault and os.path.exists(fault["hold"]):
+        time.sleep(0.01)
     try:
         if "pair" in fault:
             raise RuntimeError(fault["pair"])
-        passed, seconds = _together(test, fds)
-    except Exception as error:  # Whatever the hardware or its drivers do: that is what is tested.
-        return replace(alone, passed=False, detail=f"{type(error).__name__}: {error}")
-    detail = "" if passed else "the other's data arrived wrong"
+        passed, seconds = _gather(test, fds)
+    except Exception as error:  # Hardware and drivers are what is tested: they may raise anything.
+        return replace(solo, passed=False, detail=f"{type(error).__name__}: {error}")
+    detail = "" if passed else "the other node's data arrived damaged"
     seconds *= fault.get("slow", 1.0)
-    return replace(alone, passed=passed, seconds=seconds, detail=detail)
+    return replace(solo, passed=passed, seconds=seconds, detail=detail)
 
 
-def _solo(fault: dict[str, Any]) -> Tested:
-    try:
-        if "solo" in fault:
-            raise RuntimeError(fault["solo"])
-        passed, seconds = _alone()
-    except Exception as error:  # As above.
-        return Tested(solo_passed=False, detail=f"{type(error).__name__}: {error}")
-    detail = "" if passed else "it computed a wrong result"
-    return Tested(solo_passed=passed, solo_s=seconds, detail=detail)
-
-
-# ---- what tests of ours want this node to suffer from (see `holdfast.health`) --------------------
-
-
-def _feigned() -> dict[str, Any]:
+def _simulated_fault() -> dict[str, Any]:
+    """Return the fault that a test of ours wants this node to have (see `holdfast.health`)."""
     fake = os.environ.get("HOLDFAST_FAKE_NODE")
     path = os.path.join(fake, "selftest.json") if fake else ""
     if not os.path.exists(path):
@@ -80,13 +70,15 @@ def _feigned() -> dict[str, Any]:
         return found
 
 
-def _hold(fault: dict[str, Any]) -> None:
-    """Stay in the middle of the test while there is a file of that name."""
-    while "hold" in fault and os.path.exists(fault["hold"]):
-        time.sleep(0.01)
-
-
-# ---- tests -------------------------------------------------------------------------------------
+def _solo(fault: dict[str, Any]) -> Tested:
+    try:
+        if "solo" in fault:
+            raise RuntimeError(fault["solo"])
+        passed, seconds = _multiply()
+    except Exception as error:  # As above.
+        return Tested(solo_passed=False, detail=f"{type(error).__name__}: {error}")
+    detail = "" if passed else "it computed a wrong result"
+    return Tested(solo_passed=passed, solo_s=seconds, detail=detail)
 
 
 def _devices() -> list[str]:
@@ -96,9 +88,11 @@ def _devices() -> list[str]:
     return [f"cuda:{index}" for index in range(count)] or ["cpu"]
 
 
-def _alone() -> tuple[bool, float]:
-    """Products of matrices of small whole numbers, which every format holds exactly: whether they
-    are right, and how long the quickest takes on the slowest device."""
+def _multiply() -> tuple[bool, float]:
+    """Multiply matrices of small integers, which every number format represents exactly.
+
+    Returns whether the products are right, and the best time of the slowest device.
+    """
     import torch
 
     slowest_s = 0.0
@@ -117,25 +111,25 @@ def _alone() -> tuple[bool, float]:
     return True, slowest_s
 
 
-def _together(test: Test, fds: list[int]) -> tuple[bool, float]:
-    """Whether what was gathered is right, and how long gathering takes once both are there."""
+def _gather(test: Test, fds: list[int]) -> tuple[bool, float]:
+    """Gather data with the other node; return whether it is right, and the best time."""
     import torch
     import torch.distributed as dist
 
     limit = timedelta(seconds=test.limit_s)
-    meeting = dist.TCPStore(
+    listening = {"master_listen_fd": fds[0]} if test.rank == 0 and fds else {}
+    store = dist.TCPStore(
         test.address,
         test.port,
         test.size,
         is_master=test.rank == 0,
         timeout=limit,
         wait_for_workers=False,
-        **_listening(test, fds),
+        **listening,
     )
-    on_gpu = torch.cuda.is_available()
     dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        store=dist.PrefixStore(test.name, meeting),
+        "nccl" if torch.cuda.is_available() else "gloo",
+        store=dist.PrefixStore(test.name, store),
         rank=test.rank,
         world_size=test.size,
         timeout=limit,
@@ -150,10 +144,6 @@ def _together(test: Test, fds: list[int]) -> tuple[bool, float]:
         if any(not bool((part == rank + 1).all()) for rank, part in enumerate(parts)):
             return False, time.monotonic() - began
         taken.append(time.monotonic() - began)
-    with contextlib.suppress(Exception):  # All is proven; who is done first may be gone first.
+    with contextlib.suppress(Exception):  # The result is known; the other node may be gone already.
         dist.barrier()
     return True, min(taken)
-
-
-def _listening(test: Test, fds: list[int]) -> dict[str, Any]:
-    return {"master_listen_fd": fds[0]} if test.rank == 0 and fds else {}

@@ -1,31 +1,39 @@
-"""Where standbys come from.
+"""Forks the workers of a node from one process that has imported everything.
 
-The nursery is a process that has imported everything, runs no thread, and forks when asked. A fork
-takes milliseconds where a start with imports takes seconds, all its children share the memory of the
-imports, and however many ranks a node has, it imports once. It is also how the very first round
-starts, so that the imports are on the path to the first step only once.
+A fork takes milliseconds where a start with imports takes seconds, all children share the memory of the
+imports, and however many ranks a node has, it imports once. The first round starts from it as well. A
+child must be the agent's and not the nursery's, so that the agent can wait for it and it outlives a
+nursery that dies. So each is forked twice, and the agent, a subreaper, becomes its parent. `serve`
+returns in the child: nothing of the nursery is on the stack when the user's script runs.
 
-A new process must be the agent's child, not the nursery's: then the agent can wait for it and it
-outlives a nursery that dies. So each is forked twice, and the agent, which adopts orphans, becomes
-its parent.
+Importing torch is not enough: the first optimizer step imports as much again. So the nursery runs a
+forward pass and optimizer steps with handmade gradients, which imports every module but starts no
+thread and touches no accelerator: a process forked from one that has as much as counted its GPUs cannot
+use them. Torch is shown none while it rehearses, and `_can_fork` verifies it afterwards. A standby then
+takes a whole step with a backward pass, or without one where there are GPUs, as that would allocate
+memory on them.
 
-The processes fork out of `serve`, which returns in the child, so that nothing of the nursery is on
-the stack when the user's script runs.
+The script must not notice: random generators, environment and warning filters are restored.
 """
 
 from __future__ import annotations
 
 import gc
+import glob
+import importlib
+import importlib.util
 import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import msgspec
 
 from holdfast.messages.local import NOT_FORKABLE, Forked, ToNursery, Warm
-from holdfast.worker import rehearsal
 from holdfast.worker.channel import Channel
 
 log = logging.getLogger("holdfast.worker")
@@ -33,19 +41,19 @@ log = logging.getLogger("holdfast.worker")
 _decoder = msgspec.msgpack.Decoder(ToNursery)
 
 
-class Born(msgspec.Struct, frozen=True):
-    """What a forked process starts out with."""
+class ForkedProcess(NamedTuple):
+    """What a forked process starts with."""
 
     control_fd: int
     page_fd: int
     rehearse: bool
 
 
-def serve(channel: Channel, preload: Sequence[str], eager: bool) -> Born | None:
-    """Fork for the agent until it is gone. Returns None then; in each forked child, its birth.
+def serve(channel: Channel, preload: Sequence[str], eager: bool) -> ForkedProcess | None:
+    """Fork for the agent until it is gone, then return None; in each child, return its start.
 
-    An eager nursery imports first, because the ranks need it all anyway. One that is not (a script
-    that does not seem to use torch) first starts the ranks, then prepares for their successors.
+    An eager nursery imports first, because the first ranks need it all anyway. One that is not (the
+    script does not seem to use torch) starts the first ranks, then prepares for their successors.
     """
     warm = False
     if eager:
@@ -60,7 +68,7 @@ def serve(channel: Channel, preload: Sequence[str], eager: bool) -> Born | None:
         pid = _fork_twice()
         if pid == 0:
             channel.close()
-            return Born(control_fd, page_fd, request.rehearse)
+            return ForkedProcess(control_fd, page_fd, request.rehearse)
         channel.send(Forked(pid=pid))
         os.close(control_fd)
         os.close(page_fd)
@@ -69,24 +77,8 @@ def serve(channel: Channel, preload: Sequence[str], eager: bool) -> Born | None:
             warm = True
 
 
-def _warm_up(channel: Channel, preload: Sequence[str]) -> None:
-    began = time.monotonic()
-    rehearsal.preload(preload)
-    if not rehearsal.can_fork():
-        log.error("something that was imported (--preload?) has touched the GPUs: no standbys")
-        sys.exit(NOT_FORKABLE)
-    gc.collect()
-    gc.freeze()
-    channel.send(Warm(seconds=time.monotonic() - began, resident_bytes=_resident_bytes()))
-
-
-def _resident_bytes() -> int:
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def _fork_twice() -> int:
-    """Fork a process that is not our child. Its pid, or 0 in it."""
+    """Fork a process that is not a child of this one; return its pid, or 0 in it."""
     read_end, write_end = os.pipe()
     middle = os.fork()
     if middle == 0:
@@ -102,3 +94,97 @@ def _fork_twice() -> int:
     os.close(read_end)
     os.waitpid(middle, 0)
     return pid
+
+
+# ---- warming up --------------------------------------------------------------------------------
+
+
+def _warm_up(channel: Channel, preload: Sequence[str]) -> None:
+    began = time.monotonic()
+    if importlib.util.find_spec("torch") is not None:
+        try:
+            _import_and_rehearse()
+        except Exception:  # Any version of torch: a standby is only a head start.
+            log.exception("torch cannot be rehearsed; standbys start without it")
+    for name in preload:
+        try:
+            importlib.import_module(name)
+        except Exception:  # The user's own module: the rank will show the error where it belongs.
+            log.exception("--preload %s cannot be imported; standbys start without it", name)
+    if not _can_fork():
+        log.error("an imported module (--preload?) has initialized the GPUs: no standbys")
+        sys.exit(NOT_FORKABLE)
+    gc.collect()
+    gc.freeze()
+    with open("/proc/self/statm") as statm:
+        resident_bytes = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    channel.send(Warm(seconds=time.monotonic() - began, resident_bytes=resident_bytes))
+
+
+def _can_fork() -> bool:
+    """Return whether forked processes can use accelerators; only such a process can tell."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return True
+    pid = os.fork()
+    if pid == 0:
+        os._exit(1 if torch.cuda._is_in_bad_fork() else 0)
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status) == 0
+
+
+def _import_and_rehearse() -> None:
+    import torch
+    import torch.distributed
+    import torch.nn.parallel
+    import torch.utils.data
+
+    _train(torch, backward=False)
+
+
+def rehearse() -> None:
+    """Take tiny training steps in this process, a standby."""
+    if "torch" in sys.modules:
+        _train(sys.modules["torch"], backward=not glob.glob("/dev/nvidia[0-9]*"))
+
+
+def _train(torch: Any, backward: bool) -> None:
+    with _unnoticed(torch):
+        model = torch.nn.Linear(4, 4)
+        for kind in (torch.optim.SGD, torch.optim.AdamW):
+            optimizer = kind(model.parameters(), lr=0.0)
+            loss = model(torch.zeros(2, 4)).sum()
+            if backward:
+                loss.backward()
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+
+
+def reseed() -> None:
+    """Give a forked process the fresh random state that a new process would have had.
+
+    Python's own generator reseeds itself. Of torch's generators only the CPU's starts from a random
+    seed; those of accelerators start the same in every process.
+    """
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
+
+
+@contextmanager
+def _unnoticed(torch: Any) -> Iterator[None]:
+    """Hide accelerators from torch, and restore everything that a script could notice."""
+    cuda, state, environ = torch.cuda, torch.get_rng_state(), dict(os.environ)
+    asked = cuda.is_available, cuda.device_count
+    cuda.is_available, cuda.device_count = (lambda: False), (lambda: 0)
+    try:
+        with warnings.catch_warnings():
+            yield
+    finally:
+        cuda.is_available, cuda.device_count = asked
+        for name in os.environ.keys() - environ.keys():
+            del os.environ[name]
+        os.environ.update(environ)
+        torch.set_rng_state(state)

@@ -1,17 +1,16 @@
-"""How a script asks the coordinator, over its agent.
+"""Sends a script's requests to the coordinator, by way of its agent.
 
-Any thread may ask, and many at once. There is no thread of ours: of those that wait for an answer one
-reads the socket, hands each answer to whom it belongs, and when it has its own, another goes on. Each
-asks on a lane of its own and takes a lane again only when that lane's last answer has come, so an
-answer that was lost can be asked for again (see `holdfast.messages.requests`). A call that is
-interrupted leaves its lane behind; the answer, when it comes, frees it.
+Any thread may ask, and many at once. There is no thread of our own: one of those that wait for an
+answer reads the socket and hands each answer to its owner; when it has its own, another one reads. Each
+request occupies one lane, which is used again only after its answer has arrived, so that a lost answer
+can be requested again (see `holdfast.messages.requests`). An interrupted call leaves its lane occupied
+until the answer comes.
 
-Values may be large, and whoever asks for one may be slow to read it. So only a few of those are asked
-for at a time; the agent need not keep more than that for a script, however many threads it has.
+Values may be large and their reader slow, so only a few large requests are in flight at a time. That
+bounds what the agent must buffer for a script, however many threads it has.
 
-The socket belongs to the worker's own process. A process that the script forks has a copy of all of
-this, with locks that may be held by threads it does not have; so it is told apart before anything is
-touched, and told so.
+The socket belongs to the worker's own process. A forked process has a copy of all this state, with
+locks that may be held by threads it does not have; so the pid is checked before anything is touched.
 """
 
 from __future__ import annotations
@@ -24,14 +23,8 @@ from contextlib import nullcontext
 
 import msgspec
 
-from holdfast.errors import (
-    FencedError,
-    NotUnderHoldfast,
-    RequestDenied,
-    RequestError,
-    RequestTimeout,
-)
-from holdfast.messages.local import Ask, Reply, ToScript
+from holdfast import errors
+from holdfast.messages.local import Ask, ScriptReply, ToScript
 from holdfast.messages.requests import (
     LARGE_AT_ONCE,
     MAX_LANES,
@@ -45,17 +38,17 @@ from holdfast.wire.packets import Joiner, packets_of
 from holdfast.worker.channel import Channel
 
 PATIENCE_S = 300.0
-"""How long to wait for an answer that needs nobody but the coordinator, which may be restarting."""
+"""Limit for answers that depend on nothing but the coordinator, which may be restarting."""
 SLACK_S = 30.0
-"""How long after the end of its time the coordinator's word on a request may come."""
+"""Time that the coordinator's answer to a request may take beyond the request's own timeout."""
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder: msgspec.msgpack.Decoder[ScriptRequest] = msgspec.msgpack.Decoder(ScriptRequest)
 _reply_decoder: msgspec.msgpack.Decoder[ToScript] = msgspec.msgpack.Decoder(ToScript)
 
 
-class Requests:
-    """The script's end of its requests."""
+class RequestClient:
+    """The worker's end of its script's requests."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -67,16 +60,16 @@ class Requests:
         self._lost = False
         self._joiner = Joiner()
         self._numbers: list[int] = []
-        """The newest request's number of each lane."""
+        """Number of the newest request on each lane."""
         self._free: list[int] = []
         self._waited_for: set[int] = set()
-        """Lanes on whose answer somebody waits."""
+        """Lanes with a thread that waits for the answer."""
         self._answers: dict[int, AnyAnswer] = {}
 
     def ask(self, request: ScriptRequest, patience_s: float | None = PATIENCE_S) -> AnyAnswer:
-        """The answer, which is never a denial: that is raised, as is an answer that does not come."""
+        """Return the answer; raise if it is a denial or does not come in time."""
         if os.getpid() != self._pid:
-            raise NotUnderHoldfast(
+            raise errors.NotUnderHoldfast(
                 f"process {os.getpid()} was forked from worker {self._pid}; only the worker itself"
                 " can ask the coordinator"
             )
@@ -107,7 +100,7 @@ class Requests:
                 lane = len(self._numbers)
                 self._numbers.append(0)
             else:
-                raise RequestDenied(f"{MAX_LANES} requests of this process are open already")
+                raise errors.RequestDenied(f"this process already has {MAX_LANES} open requests")
             self._numbers[lane] += 1
             self._waited_for.add(lane)
             return lane, self._numbers[lane]
@@ -115,7 +108,7 @@ class Requests:
     def _send(self, message: Ask) -> None:
         with self._sending:  # Pieces of two messages must not mix.
             if not all(self._channel.send_packet(packet) for packet in packets_of(message)):
-                raise RequestError("the agent of this worker cannot be reached any more")
+                raise errors.RequestError("the agent of this worker cannot be reached any more")
 
     # ---- waiting ----
 
@@ -123,10 +116,10 @@ class Requests:
         with self._changed:
             while lane not in self._answers:
                 if self._lost:
-                    raise RequestError("the agent of this worker does not answer any more")
+                    raise errors.RequestError("the agent of this worker does not answer any more")
                 left_s = None if deadline is None else deadline - time.monotonic()
                 if left_s is not None and left_s <= 0:
-                    raise RequestTimeout("the coordinator did not answer in time")
+                    raise errors.RequestTimeout("the coordinator did not answer in time")
                 if self._reading:
                     self._changed.wait(left_s)
                 else:
@@ -134,7 +127,7 @@ class Requests:
             return self._answers[lane]
 
     def _read(self, limit_s: float | None) -> None:
-        """Take one packet off the socket, while others may ask. Called, and returns, with the lock."""
+        """Read one packet without holding the lock, which is held on entry and on return."""
         self._reading = True
         self._changed.release()
         packet: bytes | None = None
@@ -154,7 +147,7 @@ class Requests:
         message = self._joiner.message(packet, _reply_decoder.decode)
         if message is None:
             return
-        assert isinstance(message, Reply)
+        assert isinstance(message, ScriptReply)
         if message.number != self._numbers[message.lane]:
             return
         if message.lane in self._waited_for:
@@ -164,21 +157,21 @@ class Requests:
 
 
 def _check(request: ScriptRequest) -> None:
-    """Refuse here what nobody else would take."""
+    """Refuse a request that is invalid or too large."""
+    name = type(request).__name__
     try:
         body = _encoder.encode(request)
         _request_decoder.decode(body)
     except (msgspec.ValidationError, UnicodeEncodeError, OverflowError, TypeError) as error:
-        raise RequestDenied(f"not a valid {type(request).__name__} request: {error}") from None
+        raise errors.RequestDenied(f"not a valid {name} request: {error}") from None
     if len(body) > MAX_MESSAGE_BYTES:
-        raise RequestDenied(
-            f"a {type(request).__name__} request of {len(body)} bytes; {MAX_MESSAGE_BYTES} at most"
-        )
+        limit = f"the limit is {MAX_MESSAGE_BYTES}"
+        raise errors.RequestDenied(f"a {name} request has {len(body)} bytes; {limit}")
 
 
 def _error(denied: Denied) -> Exception:
     if denied.reason == "fenced":
-        return FencedError(denied.detail)
+        return errors.FencedError(denied.detail)
     if denied.reason == "timeout":
-        return RequestTimeout(f"waited {denied.detail} in vain")
-    return RequestDenied(f"{denied.reason}: {denied.detail}")
+        return errors.RequestTimeout(f"timed out: waited {denied.detail}")
+    return errors.RequestDenied(f"{denied.reason}: {denied.detail}")

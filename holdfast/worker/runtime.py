@@ -1,11 +1,12 @@
-"""The small part of Holdfast that lives on in a worker while the user's script runs.
+"""Holds the part of Holdfast that stays in a worker while the user's script runs.
 
-It notes each finished step in the progress page and tells the agent of the first one. Whoever counts
-steps, the optimizer hook or the user's own `holdfast.progress`, ends up in `Runtime.stepped`.
+It notes each finished step in the rank page and reports the first one to the agent. Both ways of
+counting steps, the optimizer hook and the script's own `holdfast.progress`, end in `Runtime._note`.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -13,11 +14,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from holdfast.messages.local import Stepped
-from holdfast.shm.rank_page import ProgressPage
+from holdfast.shm.rank_page import RankPage
 from holdfast.shm.vital_signs import BETWEEN, MOST_SECTIONS, PHASES, WARM_UP_DEVICE
 from holdfast.worker.channel import Channel
 from holdfast.worker.heartbeat import uses_device
-from holdfast.worker.requests import Requests
+from holdfast.worker.requests import RequestClient
 
 if TYPE_CHECKING:
     from holdfast.worker.injected_faults import Traps
@@ -25,59 +26,64 @@ if TYPE_CHECKING:
 
 
 class Runtime:
-    def __init__(
-        self, channel: Channel, page: ProgressPage, round: int = 0, images: str = ""
-    ) -> None:
+    """The state that Holdfast keeps in one worker."""
+
+    def __init__(self, channel: Channel, page: RankPage, round: int = 0, images: str = "") -> None:
         self.channel = channel
         self.round = round
         self.images = images
-        self.requests = Requests(channel)
+        self.pid = os.getpid()
+        self.requests = RequestClient(channel)
         self.store: CoordinatorStore | None = None
-        """Made when first asked for; torch needs somebody to hold it."""
+        """Created on first use, and held here because torch does not hold it."""
         self.copies: dict[str, list[threading.Event]] = {}
-        """What each checkpointer is copying; of two with one name, the one that was made last."""
-        self._page = page
+        """Copies in progress of the newest checkpointer of each name."""
         self.vitals = page.vitals
+        self.traps: Traps | None = None
+        """Injected faults, once there are any."""
+        self._page = page
         self._sections: dict[str, int] = {}
+        """Index of each section name."""
         self._entering = threading.Lock()
         self._inside: set[tuple[int, str]] = set()
-        """Who is in which section: one within another of the same name is booked once."""
+        """Threads and the sections they are in: nested ones of the same name are booked once."""
         self._marks = 0
-        """How many marks there were at the last step that the script told of."""
-        self._steps = 0
+        """Number of marks at the last step that the script reported."""
         self._step = 0
-        self._first_at = 0.0
-        self._last_at = 0.0
-        self._aside = {"checkpoint": 0.0, "restore": 0.0}
-        self._own_count = False
+        self._steps = 0
+        """Steps that this process has finished."""
         self._before = 0
-        """The step that this process went on from."""
-        self._saves = 0
+        """Step that this process resumed from."""
         self._resumed: int | None = None
-        """Where a checkpointer says that training went on."""
-        self.traps: Traps | None = None
-        """Faults to inject."""
+        """Step that a checkpointer restored."""
+        self._own_count = False
+        """Whether the script counts steps itself."""
+        self._first_at = self._last_at = 0.0
+        self._booked_s = {"checkpoint": 0.0, "restore": 0.0}
+        self._saves = 0
+
+    # ---- steps ----
 
     def hook_stepped(self, resumed_from: int) -> None:
-        """The optimizer hook saw a step; it counts unless the script counts for itself."""
+        """Count an optimizer step, unless the script counts for itself."""
         if not self._own_count:
             if self._steps == 0:
-                base = resumed_from if self._resumed is None else self._resumed
-                self._step = self._before = base
+                self._step = resumed_from if self._resumed is None else self._resumed
+                self._before = self._step
             self._note(self._step + 1)
 
     def resumed(self, step: int) -> None:
-        """Training goes on from that step, whatever the optimizer's own count says."""
+        """Continue counting from the step that was restored, whatever the optimizer's own count."""
         if self._steps == 0:
             self._resumed = step
 
     def stepped(self, step: int) -> None:
-        """The script says that this step is finished."""
+        """Take the script's word that this step is finished."""
         if not self._own_count:
             self._own_count = True
             self._before = step - max(1, self._steps)
             self._step = step - 1
-        if self.vitals.marks == self._marks:  # No hook of ours sees it train.
+        if self.vitals.marks == self._marks:  # No hook of ours sees this script train.
             self.vitals.mark(BETWEEN, time.monotonic())
         self._marks = self.vitals.marks
         self._note(step)
@@ -100,18 +106,19 @@ class Runtime:
             self.traps.passed(before, step)
 
     def heartbeat(self) -> None:
-        """The script says that it is well."""
+        """Mark progress on the script's request."""
         self.vitals.mark(BETWEEN, time.monotonic())
+
+    # ---- sections ----
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """A stretch of the script with a deadline of its own. Time in one that is called checkpoint
-        or restore is spent on something else than training."""
+        """Run a section with its own deadline; "checkpoint" and "restore" are booked as such."""
         thread, vitals = threading.get_ident(), self.vitals
         own = thread == vitals.trainer
         if own:
             vitals.mark(BETWEEN, time.monotonic())
-        index, place, began = self._enter(name, own)
+        index, slot, began = self._enter(name, own)
         outermost = (thread, name) not in self._inside
         self._inside.add((thread, name))
         try:
@@ -120,15 +127,15 @@ class Runtime:
             now = time.monotonic()
             if index >= 0:
                 vitals.took(len(PHASES) + index, now - began)
-            vitals.leave(place)
+            vitals.leave(slot)
             if own:
                 vitals.go_on(BETWEEN, now)
             if outermost:
                 self._inside.discard((thread, name))
-                self._booked(name, now - began if own else 0.0)
+                self._book(name, now - began if own else 0.0)
 
     def _enter(self, name: str, own: bool) -> tuple[int, int, float]:
-        """The number of a section's name (-1 when there are too many), its place, and when it began."""
+        """Return the index of a section's name (-1 if there are too many), its slot and its start."""
         with self._entering:
             index = self._sections.get(name, len(self._sections))
             if index == MOST_SECTIONS:
@@ -139,9 +146,9 @@ class Runtime:
             began = time.monotonic()
             return index, self.vitals.enter(index, began, own), began
 
-    def _booked(self, name: str, seconds: float) -> None:
-        if name in self._aside:
-            self._aside[name] += seconds
+    def _book(self, name: str, seconds: float) -> None:
+        if name in self._booked_s:
+            self._booked_s[name] += seconds
             self._saves += name == "checkpoint"
             self._publish()
 
@@ -151,14 +158,14 @@ class Runtime:
             self._steps,
             self._first_at,
             self._last_at,
-            self._aside["checkpoint"],
-            self._aside["restore"],
+            self._booked_s["checkpoint"],
+            self._booked_s["restore"],
             self._saves,
         )
 
 
 class _Slot:
-    """Where the process's runtime is kept: the API has no other way to find it."""
+    """Holder of the process's runtime: the public API has no other way to find it."""
 
     runtime: Runtime | None = None
 
@@ -168,5 +175,5 @@ def install(runtime: Runtime) -> None:
 
 
 def current() -> Runtime | None:
-    """This process's runtime; None outside `holdfast run`."""
+    """Return this process's runtime; None outside `holdfast run`."""
     return _Slot.runtime

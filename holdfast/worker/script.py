@@ -1,8 +1,7 @@
-"""Runs the user's program as `python train.py` would have.
+"""Runs the user's program as `python train.py` would.
 
-The script must not be able to tell that the process existed before: `__main__`, `sys.argv`,
-`sys.path`, the traceback of an exception and the exit status are what they would be in a process of
-its own.
+The script must not notice that the process existed before: `__main__`, `sys.argv`, `sys.path`, the
+traceback of an exception and the exit status are those of a process of its own.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ import types
 from collections.abc import Callable
 from types import TracebackType
 
-from holdfast.messages.local import Program
+from holdfast.messages.local import Entry
 from holdfast.messages.records import Raised
 
 _OUR_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _MAX_MESSAGE = 2_000
 _MAX_TRACEBACK = 13_000
-"""Characters; even at four bytes each, the whole report fits into one packet."""
+"""Limits in characters: even at four bytes each, the report fits into one packet."""
 
 
-def run(program: Program, died: Callable[[Raised], object]) -> int:
-    """Run it to its end; the exit status. `died` hears of an exception before it is printed."""
+def run(entry: Entry, argv: list[str], died: Callable[[Raised], object]) -> int:
+    """Run the program `argv` and return its exit status; report an exception before printing it."""
     try:
-        _enter(program)
+        _enter(entry, argv)
         return 0
     except SystemExit:
         raise
@@ -39,37 +38,37 @@ def run(program: Program, died: Callable[[Raised], object]) -> int:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
         return 130
-    except BaseException as error:  # The edge of the process: python itself would end it here.
+    except BaseException as error:  # The edge of the process: Python itself would end here.
         died(describe(error))
         _print(error)
         return 1
 
 
-def _enter(program: Program) -> None:
+def _enter(entry: Entry, argv: list[str]) -> None:
     main = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = main
-    sys.argv = [program.script, *program.args]
-    flags = ["-m"] if program.entry == "module" else []
-    sys.orig_argv = [sys.executable, "-u", *flags, program.script, *program.args]
-    if program.entry == "module":
+    script = argv[0]
+    sys.argv = list(argv)
+    sys.orig_argv = [sys.executable, "-u", *(["-m"] if entry == "module" else []), *argv]
+    if entry == "module":
         set_first_path(os.getcwd())
-        runpy._run_module_as_main(program.script)  # type: ignore[attr-defined]
-    elif program.entry == "path":
-        runpy.run_path(program.script, run_name="__main__")
+        runpy._run_module_as_main(script)  # type: ignore[attr-defined]
+    elif entry == "path":
+        runpy.run_path(script, run_name="__main__")
     else:
-        set_first_path(os.path.dirname(os.path.realpath(program.script)))
-        _exec_file(_absolute(program.script), main)
+        set_first_path(os.path.dirname(os.path.realpath(script)))
+        _exec_file(_absolute(script), main)
 
 
 def set_first_path(path: str) -> None:
-    """The entry that python adds by itself; it adds none in safe-path mode."""
+    """Set the `sys.path` entry that Python adds itself, except in safe-path mode."""
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = path
 
 
 def _absolute(path: str) -> str:
-    """What python makes of its script's name for `__file__` and tracebacks."""
+    """Return a script's name as Python has it in `__file__` and tracebacks."""
     return path if os.path.isabs(path) else os.path.join(os.getcwd(), path.removeprefix("./"))
 
 
@@ -86,7 +85,7 @@ def _print(error: BaseException) -> None:
 
 
 def _users_part(tb: TracebackType | None) -> TracebackType | None:
-    """The traceback without the frames in which we and runpy started the script."""
+    """Return a traceback without the frames of Holdfast and runpy that started the script."""
     ours = (_OUR_PACKAGE + os.sep, runpy.__file__, "<frozen runpy>")
     while tb is not None and tb.tb_frame.f_code.co_filename.startswith(ours):
         tb = tb.tb_next
@@ -94,7 +93,7 @@ def _users_part(tb: TracebackType | None) -> TracebackType | None:
 
 
 def describe(error: BaseException) -> Raised:
-    """An exception in words that fit into a report."""
+    """Describe an exception within the limits of a report."""
     tb = _users_part(error.__traceback__)
     frames = traceback.extract_tb(tb)
     where = ""
@@ -115,12 +114,12 @@ def describe(error: BaseException) -> Raised:
 def _message(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:  # The user's own exception class: python's traceback says it this way too.
+    except Exception:  # The user's own exception class; Python's traceback says the same.
         return "<exception str() failed>"
 
 
 def _sendable(text: str) -> str:
-    """Without the halves of characters that stand for undecodable bytes in file names."""
+    """Replace lone surrogates, which stand for undecodable bytes in file names."""
     return text.encode("utf-8", "replace").decode()
 
 

@@ -1,20 +1,20 @@
-"""`holdfast.store()`: a torch `Store` that the coordinator keeps.
+"""Implements `holdfast.store()`, a torch `Store` whose keys the coordinator keeps.
 
-It is for torch to call as much as for scripts: `init_process_group(store=...)`, a `PrefixStore` around
-it and a process group's own threads reach it from C++. What torch 2.13 lets Python provide for that:
+Torch calls it as much as scripts do: `init_process_group(store=...)`, a `PrefixStore` around it and a
+process group's own threads reach it from C++. As of torch 2.13 that means:
 
-- C++ looks some methods up under its own names (`getNumKeys`, `deleteKey`), others under Python's
-  (`compare_set`, `multi_get`, `has_extended_api`), so both names are there.
-- `wait` is called with one argument or two; values come as bytes from C++ and as str from scripts.
-- Queues (`queue_push` and so on) and `list_keys` cannot be reached through C++ at all; they raise
-  NotImplementedError here as in any other store that has none.
-- C++ keeps the C++ half of a store alive, not the Python half. A store that nobody holds in Python
-  fails with "pure virtual function" on the next call. Therefore there is one for the process, which
-  its runtime holds, and a clone is that same store: it is safe for any number of threads.
-- A Python exception goes through C++ and comes out as itself. A timeout is a `DistStoreError`, so that
-  code written for torch's own stores finds what it expects.
+- C++ looks up some methods by its own names (`getNumKeys`, `deleteKey`) and others by Python's
+  (`compare_set`, `multi_get`, `has_extended_api`), so both names exist.
+- `wait` is called with one argument or two; values are bytes from C++ and str from scripts.
+- Queues (`queue_push` etc.) and `list_keys` cannot be reached from C++; they raise NotImplementedError,
+  as in other stores without them.
+- C++ keeps only the C++ half of a store alive. A store that Python does not hold fails with "pure
+  virtual function" on the next call. So the runtime holds the process's only one, which is
+  thread-safe, and `clone` returns it.
+- A Python exception passes through C++ unchanged. A timeout is a `DistStoreError` too, as code written
+  for torch's own stores expects.
 
-As with torch's stores, `get` and `multi_get` wait for their keys for `store.timeout`.
+As with torch's stores, `get` and `multi_get` wait up to `store.timeout` for their keys.
 """
 
 from __future__ import annotations
@@ -28,51 +28,39 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from holdfast.errors import RequestTimeout
-from holdfast.messages.requests import (
-    MAX_KEYS,
-    Add,
-    Append,
-    Check,
-    CompareSet,
-    CountKeys,
-    Delete,
-    Get,
-    Set,
-    StoreRequest,
-    Total,
-    Truth,
-    Values,
-    Wait,
-)
-from holdfast.worker.requests import SLACK_S, Requests
+from holdfast.messages import requests as messages
+from holdfast.messages.requests import MAX_KEYS, StoreRequest, Total, Truth, Values
+from holdfast.worker.requests import SLACK_S, RequestClient
 
 LONGEST_S = 1e9
-Words = str | bytes
+Text = str | bytes
 T = TypeVar("T")
 
 
 class StoreTimeout(RequestTimeout, dist.DistStoreError):  # type: ignore[misc]
-    """A key did not come in time."""
+    """A key that did not appear in time."""
 
 
 class CoordinatorStore(dist.Store):  # type: ignore[misc]
-    def __init__(self, requests: Requests) -> None:
+    """The store of this round."""
+
+    def __init__(self, requests: RequestClient) -> None:
         super().__init__()
         self._requests = requests
 
-    def set(self, key: str, value: Words) -> None:
-        self._ask(Set(items=((key, _bytes(value)),)), object)
+    def set(self, key: str, value: Text) -> None:
+        self.multi_set([key], [value])
 
     def get(self, key: str) -> bytes:
         return self.multi_get([key])[0]
 
     def add(self, key: str, amount: int) -> int:
-        return self._ask(Add(key=key, amount=amount), Total).number
+        return self._ask(messages.Add(key=key, amount=amount), Total).number
 
-    def compare_set(self, key: str, expected: Words, desired: Words) -> bytes:
-        """What the key has afterwards; what was expected of it if it is missing, as torch has it."""
+    def compare_set(self, key: str, expected: Text, desired: Text) -> bytes:
+        """Return the value afterwards; `expected` if the key is missing, as torch's stores do."""
         expected = _bytes(expected)
-        request = CompareSet(key=key, expected=expected, desired=_bytes(desired))
+        request = messages.CompareSet(key=key, expected=expected, desired=_bytes(desired))
         (value,) = self._ask(request, Values).values
         return expected if value is None else value
 
@@ -80,34 +68,35 @@ class CoordinatorStore(dist.Store):  # type: ignore[misc]
         self._wait(keys, _seconds(timeout or self.timeout))
 
     def check(self, keys: Sequence[str]) -> bool:
-        return all(self._ask(Check(keys=some), Truth).so for some in _batches(keys))
+        return all(self._ask(messages.CheckKeys(keys=some), Truth).so for some in _batches(keys))
 
     def delete_key(self, key: str) -> bool:
-        return self._ask(Delete(key=key), Truth).so
+        return self._ask(messages.Delete(key=key), Truth).so
 
     def num_keys(self) -> int:
-        return self._ask(CountKeys(), Total).number
+        return self._ask(messages.CountKeys(), Total).number
 
-    def append(self, key: str, value: Words) -> None:
-        self._ask(Append(key=key, value=_bytes(value)), object)
+    def append(self, key: str, value: Text) -> None:
+        self._ask(messages.Append(key=key, value=_bytes(value)), object)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         deadline = time.monotonic() + _seconds(self.timeout)
         found: list[bytes] = []
         while len(found) < len(keys):
             some = tuple(keys[len(found) : len(found) + MAX_KEYS])
-            values = self._ask(Get(keys=some), Values).values
+            values = self._ask(messages.Get(keys=some), Values).values
             there = values[: values.index(None)] if None in values else values
             found += [value for value in there if value is not None]
             if len(there) < len(values):
                 self._wait(keys[len(found) :], max(0.0, deadline - time.monotonic()))
         return found
 
-    def multi_set(self, keys: Sequence[str], values: Sequence[Words]) -> None:
+    def multi_set(self, keys: Sequence[str], values: Sequence[Text]) -> None:
         if len(keys) != len(values):
             raise ValueError(f"{len(keys)} keys and {len(values)} values")
         if keys:
-            self._ask(Set(items=tuple(zip(keys, map(_bytes, values), strict=True))), object)
+            items = tuple(zip(keys, map(_bytes, values), strict=True))
+            self._ask(messages.Set(items=items), object)
 
     def has_extended_api(self) -> bool:
         return True
@@ -115,17 +104,16 @@ class CoordinatorStore(dist.Store):  # type: ignore[misc]
     def clone(self) -> CoordinatorStore:
         return self
 
-    # The names under which C++ looks for these.
+    # The names that C++ looks up.
     getNumKeys = num_keys
     deleteKey = delete_key
-
-    # ---- asking ----
 
     def _wait(self, keys: Sequence[str], limit_s: float) -> None:
         deadline = time.monotonic() + limit_s
         with _torch_timeouts():
             for some in _batches(keys):
-                self._requests.ask(Wait(keys=some, timeout_s=limit_s), limit_s + SLACK_S)
+                request = messages.WaitForKeys(keys=some, timeout_s=limit_s)
+                self._requests.ask(request, limit_s + SLACK_S)
                 limit_s = max(0.0, deadline - time.monotonic())
 
     def _ask(self, request: StoreRequest, kind: Callable[..., T]) -> T:
@@ -139,8 +127,6 @@ class CoordinatorStore(dist.Store):  # type: ignore[misc]
 def _torch_timeouts() -> Iterator[None]:
     try:
         yield
-    except StoreTimeout:
-        raise
     except RequestTimeout as error:
         raise StoreTimeout(str(error)) from None
 
@@ -150,7 +136,7 @@ def _batches(keys: Sequence[str]) -> Iterator[tuple[str, ...]]:
         yield tuple(keys[first : first + MAX_KEYS])
 
 
-def _bytes(value: Words) -> bytes:
+def _bytes(value: Text) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.agent.environment import node_environment, rank_environment
+from holdfast.agent.starting import node_environment, rank_environment
 from holdfast.cli.flags import parse_run
 from holdfast.config.settings import RunSettings
 from holdfast.messages.records import Part

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.agent.error_file import recorded
+from holdfast.agent.worker import recorded_failure
 
 
 def test_an_exception_is_found_with_its_stack(tmp_path: Path) -> None:
@@ -15,7 +15,7 @@ def test_an_exception_is_found_with_its_stack(tmp_path: Path) -> None:
     stack = "Traceback ...\nValueError: no"
     message = {"message": "ValueError: no", "extraInfo": {"py_callstack": stack}}
     path.write_text(json.dumps({"message": message}))
-    raised = recorded(path)
+    raised = recorded_failure(path)
     assert raised is not None
     assert (raised.type, raised.message, raised.traceback) == (
         "ValueError",
@@ -27,7 +27,7 @@ def test_an_exception_is_found_with_its_stack(tmp_path: Path) -> None:
 def test_a_plain_message_is_found(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
     path.write_text(json.dumps({"message": "it broke"}))
-    raised = recorded(path)
+    raised = recorded_failure(path)
     assert raised is not None
     assert (raised.type, raised.message) == ("Error", "it broke")
 
@@ -37,4 +37,4 @@ def test_no_file_and_half_a_file_say_nothing(tmp_path: Path, content: str | None
     path = tmp_path / "error.json"
     if content is not None:
         path.write_text(content)
-    assert recorded(path) is None
+    assert recorded_failure(path) is None

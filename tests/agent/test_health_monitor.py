@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.agent.health_monitor import FitnessWatch, watching
-from holdfast.messages.health import Result
+from holdfast.agent.health_monitor import HealthMonitor, monitoring
+from holdfast.health.checker import Checker
+from holdfast.messages.health import HealthResult, Verdict
 
 HEALTHY = {"index": 0, "uuid": "GPU-0", "recovery": 0, "ecc_uncorrected": 0}
-Told = list[tuple[Result, ...]]
+Told = list[tuple[HealthResult, ...]]
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def watched(root: Path, enough: Callable[[Told], bool], thorough: bool = False) 
     told: Told = []
 
     async def watch() -> None:
-        with watching(FitnessWatch(root, thorough, told.append)):
+        with monitoring(HealthMonitor(root, thorough, told.append)):
             deadline = time.monotonic() + 20
             while not enough(told):
                 assert time.monotonic() < deadline, f"waited in vain; told {told}"
@@ -70,14 +71,28 @@ def test_a_node_that_falls_ill_later_is_reported_then_and_once(node: Path) -> No
     assert len(watched(node, enough)) == 1
 
 
+def test_a_check_that_only_warned_is_reported_once_it_fails(
+    node: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdicts: list[Verdict] = []
+
+    def run(*args: object, **more: object) -> list[HealthResult]:
+        verdicts.append("warn" if len(verdicts) < 2 else "fail")
+        return [HealthResult(check="gpu-memory", verdict=verdicts[-1], reason="", seconds=0.0)]
+
+    monkeypatch.setattr(Checker, "run", run)
+    told = watched(node, lambda told: bool(told) and len(verdicts) > 4)
+    assert [result.verdict for results in told for result in results] == ["fail"]
+
+
 def test_an_agent_that_ends_does_not_wait_for_a_check_that_hangs(node: Path) -> None:
     (node / "proc").mkdir()
     os.mkfifo(node / "proc" / "meminfo")
     began = time.monotonic()
 
     async def end_in_the_middle() -> None:
-        watch = FitnessWatch(node, True, lambda results: None)
-        with watching(watch):
+        watch = HealthMonitor(node, True, lambda results: None)
+        with monitoring(watch):
             while not watch.pids:
                 await asyncio.sleep(0.01)
 

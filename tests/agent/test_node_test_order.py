@@ -44,7 +44,7 @@ class FakeStandby:
         self.given: local.Test | None = None
         self.fds: list[int] = []
 
-    def test(self, message: local.Test, fds: list[int]) -> None:
+    def order(self, message: local.Test, fds: list[int]) -> None:
         self.given, self.fds = message, fds
 
     def read_all(self) -> None:
@@ -64,7 +64,9 @@ class Stage:
         self.give.set()
         clock = JobClock()
         clock.adopt(Time(1000.0), 0.0)
-        self.tester = testing.Tester(NODE, "127.0.0.1", cast(Pool, self), clock, self.told.append)
+        self.tester = testing.NodeTester(
+            NODE, "127.0.0.1", cast(Pool, self), clock, self.told.append
+        )
 
     async def extra(self) -> FakeStandby:
         await self.give.wait()
@@ -77,6 +79,7 @@ class Stage:
     def order(self, check: int = 1, round: int = 1, rank: int = 0, size: int = 2) -> None:
         self.tester.act(
             actions.TestNode(
+                id=f"{check}.{round}",
                 node=NODE,
                 check=check,
                 round=round,
@@ -116,7 +119,7 @@ def test_the_answer_is_given_when_the_process_is_gone() -> None:
         standby.hear(PASSED)
         (told,) = await stage.answers()
         assert standby.process.exit is not None
-        assert (told.check, told.result.round, told.result.group) == (1, 1, 3)
+        assert (told.cause, told.check, told.result.round, told.result.group) == ("1.1", 1, 1, 3)
         assert (told.result.passed, told.result.seconds) == (True, 0.02)
 
     staged(act)

@@ -1,11 +1,11 @@
-"""The mailbox: an agent never waits for a worker that does not read."""
+"""The outbox: an agent never waits for a worker that does not read."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 
-from holdfast.agent.outbox import MAX_UNSENT_BYTES, Mailbox
+from holdfast.agent.outbox import MAX_UNSENT_BYTES, Outbox
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
@@ -18,9 +18,9 @@ def pair() -> tuple[socket.socket, socket.socket]:
 def test_what_the_socket_does_not_take_is_sent_later_in_order() -> None:
     async def scene() -> None:
         ours, theirs = pair()
-        mailbox = Mailbox(ours)
+        outbox = Outbox(ours)
         sent = [bytes([i]) * 60_000 for i in range(30)]
-        assert mailbox.put(sent)
+        assert outbox.put(sent)
         got: list[bytes] = []
         deadline = asyncio.get_running_loop().time() + 10
         while len(got) < len(sent) and asyncio.get_running_loop().time() < deadline:
@@ -29,7 +29,7 @@ def test_what_the_socket_does_not_take_is_sent_later_in_order() -> None:
             except BlockingIOError:
                 await asyncio.sleep(0)
         assert got == sent
-        mailbox.close()
+        outbox.close()
         ours.close()
         theirs.close()
 
@@ -39,12 +39,12 @@ def test_what_the_socket_does_not_take_is_sent_later_in_order() -> None:
 def test_too_much_is_refused() -> None:
     async def scene() -> None:
         ours, theirs = pair()
-        mailbox = Mailbox(ours)
+        outbox = Outbox(ours)
         taken = 0
-        while mailbox.put([b"x" * 60_000]):
+        while outbox.put([b"x" * 60_000]):
             taken += 60_000
             assert taken < 2 * MAX_UNSENT_BYTES
-        mailbox.close()
+        outbox.close()
         ours.close()
         theirs.close()
 
@@ -55,10 +55,10 @@ def test_nobody_at_the_other_end_is_no_trouble() -> None:
     async def scene() -> None:
         ours, theirs = pair()
         theirs.close()
-        mailbox = Mailbox(ours)
-        assert mailbox.put([b"x"])
-        assert mailbox.put([b"x"])
-        mailbox.close()
+        outbox = Outbox(ours)
+        assert outbox.put([b"x"])
+        assert outbox.put([b"x"])
+        outbox.close()
         ours.close()
 
     asyncio.run(scene())

@@ -7,12 +7,18 @@ from typing import Any
 
 import pytest
 
-from holdfast.agent.stall_detector import LOOK_EVERY_S, REPEAT_S, Watch
-from holdfast.agent.stall_kinds import Effort
-from holdfast.core.hangs.deadlines import FIRST_STEP, HANG_BASE_S, HANG_STEPS, OVERDUE_FLOOR_S
-from holdfast.messages.hangs import LINES, HangTerms, Paces, Stall
+from holdfast.agent.stall_detector import (
+    LOOK_EVERY_S,
+    REPEAT_S,
+    Activity,
+    StallDetector,
+    WatchedRank,
+)
+from holdfast.core.hangs.deadlines import HANG_BASE_S, HANG_STEPS, OVERDUE_FLOOR_S
+from holdfast.messages.hangs import FIRST_STEP, LINES, HangTerms, Paces, Stall
 from holdfast.messages.records import Part
 from holdfast.messages.units import Rank, RoundNumber
+from holdfast.proc import Effort
 from holdfast.shm.vital_signs import (
     ALSO_IN_FORWARD,
     BETWEEN,
@@ -42,7 +48,7 @@ class Timer:
         self.cancelled = True
 
 
-class Outside:
+class FakeSystem:
     """A world in which nothing happens by itself."""
 
     def __init__(self) -> None:
@@ -54,11 +60,11 @@ class Outside:
     def now(self) -> float:
         return self.time
 
-    def later(self, delay_s: float, act: Callable[[], None]) -> Timer:
+    def call_later(self, delay_s: float, act: Callable[[], None]) -> Timer:
         self.timers.append(Timer(self.time + delay_s, act))
         return self.timers[-1]
 
-    def state(self, pid: int) -> str:
+    def process_state(self, pid: int) -> str:
         return self.states.get(pid, "S")
 
     def effort(self, pid: int, thread: int) -> Effort:
@@ -69,9 +75,9 @@ class Scene:
     """Ranks that a test moves by hand, and the watch that looks at them."""
 
     def __init__(self, ranks: int = 1, before: Paces | None = None, **terms: Any) -> None:
-        self.outside = Outside()
+        self.system = FakeSystem()
         self.told: list[tuple[Stall, ...]] = []
-        self.watch = Watch(HangTerms(**terms), self.told.append, self.outside)
+        self.detector = StallDetector(HangTerms(**terms), self.told.append, self.system)
         self.begin_round(ranks, before)
 
     def begin_round(self, ranks: int = 1, before: Paces | None = None, **alarms: int) -> None:
@@ -92,13 +98,13 @@ class Scene:
             paces=before or Paces(),
             alarms=alarms,
         )
-        self.watch.begin_round(part)
+        self.detector.begin_round(part)
         for rank, vitals in enumerate(self.vitals):
-            self.watch.add(Rank(rank), 1000 + rank, vitals)
+            self.detector.add(Rank(rank), 1000 + rank, vitals)
 
     @property
     def now(self) -> float:
-        return self.outside.time
+        return self.system.time
 
     def stand(self, rank: int = 0, waits: int = NO, codes: int = 1, place: int = PLACE) -> None:
         """How the beats see the rank from now on."""
@@ -114,14 +120,14 @@ class Scene:
         """Let time pass, with timers when they are due, and a beat before each."""
         until = self.now + seconds
         while True:
-            due = [timer for timer in self.outside.timers if not timer.cancelled]
+            due = [timer for timer in self.system.timers if not timer.cancelled]
             at = min([until, *(timer.at for timer in due)])
-            self.outside.time = max(self.now, at)
+            self.system.time = max(self.now, at)
             for rank in range(len(self.vitals)):
                 self._beat(rank)
             for timer in due:
                 if timer.at <= self.now:
-                    self.outside.timers.remove(timer)
+                    self.system.timers.remove(timer)
                     timer.act()
             if self.now >= until:
                 return
@@ -137,7 +143,7 @@ class Scene:
                 first = vitals.read().steps == 0
                 vitals.stepped(self.now, None if first else step_s)
                 if first:
-                    self.watch.stepped(Rank(rank))
+                    self.detector.stepped(Rank(rank))
         for vitals in self.vitals:
             vitals.mark(BETWEEN, self.now)
 
@@ -222,17 +228,17 @@ def test_nobody_is_told_of_without_detection() -> None:
     scene.train()
     scene.run(10_000)
     assert scene.told == []
-    assert scene.outside.timers == []
+    assert scene.system.timers == []
 
 
 def test_a_rank_that_has_ended_is_not_looked_at_any_more() -> None:
     scene = Scene(ranks=2)
     scene.train()
     scene.run(LIMIT_S + 0.1)
-    scene.watch.remove(Rank(0))
+    scene.detector.remove(Rank(0))
     scene.run(0.5)
     assert scene.kinds() == {1: "still"}
-    scene.watch.stop()
+    scene.detector.stop()
     scene.run(100)
     assert scene.kinds() == {1: "still"}
 
@@ -255,7 +261,7 @@ def test_what_stands_is_told_again_ever_more_seldom() -> None:
 def test_each_way_to_stand_is_told_apart() -> None:
     scene = Scene(ranks=6)
     scene.train()
-    scene.outside.states[1000] = "T"
+    scene.system.states[1000] = "T"
     scene.beating[0] = scene.beating[1] = False
     scene.stand(2, waits=IN_COLLECTIVE)
     scene.stand(3, codes=5)
@@ -280,7 +286,7 @@ def test_a_backward_pass_that_computes_does_not_wait() -> None:
     for rank in (0, 1):
         scene.stand(rank, waits=IN_BACKWARD)
     for tenth in range(40):
-        scene.outside.efforts[1000] = Effort(cpu_s=tenth * 0.1)
+        scene.system.efforts[1000] = Effort(cpu_s=tenth * 0.1)
         scene.run(0.1)
     assert scene.kinds() == {0: "busy", 1: "waits"}
 
@@ -290,7 +296,7 @@ def test_one_that_reads_or_writes_is_busy() -> None:
     scene = Scene(ranks=2)
     scene.train()
     for mega in range(40):
-        scene.outside.efforts[1000] = Effort(moved_bytes=mega << 20)
+        scene.system.efforts[1000] = Effort(moved_bytes=mega << 20)
         scene.run(0.1)
     assert scene.kinds() == {0: "busy", 1: "still"}
 
@@ -312,7 +318,7 @@ def test_one_that_writes_now_and_then_is_busy_between_two_writes() -> None:
     scene.train()
     scene.run(LOOK_EVERY_S)
     for mega, gap_s in enumerate((0.2, 0.4, 0.5, 0.7, 1.0, 1.5, 2.0), 1):
-        scene.outside.efforts[1000] = Effort(moved_bytes=mega << 20)
+        scene.system.efforts[1000] = Effort(moved_bytes=mega << 20)
         scene.run(gap_s)
     assert {kind for stalls in scene.told for kind in [s.kind for s in stalls]} == {"busy"}
     scene.run(8)
@@ -322,7 +328,7 @@ def test_one_that_writes_now_and_then_is_busy_between_two_writes() -> None:
 def test_what_was_written_before_it_fell_silent_does_not_make_it_busy() -> None:
     scene = Scene()
     scene.train()
-    scene.outside.efforts[1000] = Effort(moved_bytes=1 << 20)
+    scene.system.efforts[1000] = Effort(moved_bytes=1 << 20)
     scene.run(LIMIT_S + 0.1)
     assert scene.kinds() == {0: "still"}
 
@@ -331,7 +337,7 @@ def test_what_was_written_before_it_fell_silent_does_not_make_it_busy() -> None:
 def test_a_rank_whose_storage_does_not_answer_or_that_is_debugged_is_busy(state: str) -> None:
     scene = Scene()
     scene.train()
-    scene.outside.states[1000] = state
+    scene.system.states[1000] = state
     scene.beating[0] = False
     scene.run(LIMIT_S + 0.1)
     assert scene.kinds() == {0: "busy"}
@@ -416,7 +422,7 @@ def test_how_long_the_first_step_took_is_told() -> None:
     scene = Scene()
     scene.run(30.0)
     scene.train()
-    news = scene.watch.news()
+    news = scene.detector.news()
     assert news is not None
     assert news.longest_s[FIRST_STEP] == pytest.approx(30.0, abs=0.1)
 
@@ -435,7 +441,7 @@ def test_what_a_process_took_to_warm_up_is_not_learnt() -> None:
     scene.vitals[0].mark(FORWARD, scene.now)
     scene.run(300.0)
     scene.train()
-    news = scene.watch.news()
+    news = scene.detector.news()
     assert news is not None
     assert news.longest_s["forward"] < 0.1
     scene.run(LIMIT_S + 0.1)
@@ -583,7 +589,7 @@ def test_a_stopped_rank_is_told_of_soon_wherever_it_is(inside: str) -> None:
     if inside:
         scene.train()
         scene.enter(inside)
-    scene.outside.states[1000] = "T"
+    scene.system.states[1000] = "T"
     scene.beating[0] = False
     scene.run(LOOK_EVERY_S + HANG_BASE_S + 0.2)
     assert scene.kinds() == {0: "stopped"}
@@ -592,9 +598,9 @@ def test_a_stopped_rank_is_told_of_soon_wherever_it_is(inside: str) -> None:
 def test_a_rank_that_was_stopped_for_a_moment_is_not() -> None:
     scene = Scene()
     for _ in range(10):
-        scene.outside.states[1000] = "T"
+        scene.system.states[1000] = "T"
         scene.run(1.2)
-        scene.outside.states[1000] = "S"
+        scene.system.states[1000] = "S"
         scene.run(1.2)
     assert scene.told == []
 
@@ -605,7 +611,7 @@ def test_a_rank_that_was_stopped_for_a_moment_is_not() -> None:
 def test_an_agent_that_was_suspended_gives_everybody_their_time_again() -> None:
     scene = Scene(ranks=2)
     scene.train()
-    scene.outside.time += 3600.0
+    scene.system.time += 3600.0
     scene.run(LIMIT_S - 0.2)
     assert scene.told == []
     scene.run(0.4)
@@ -616,11 +622,11 @@ def test_an_agent_that_was_suspended_with_its_stopped_ranks_does_not_blame_them(
     """Slurm suspends a whole job."""
     scene = Scene()
     scene.train()
-    scene.outside.states[1000] = "T"
+    scene.system.states[1000] = "T"
     scene.run(0.5)
-    scene.outside.time += 3600.0
+    scene.system.time += 3600.0
     scene.run(0.1)
-    scene.outside.states[1000] = "S"
+    scene.system.states[1000] = "S"
     scene.vitals[0].mark(DATA, scene.now)
     scene.run(1.0)
     assert scene.told == []
@@ -632,14 +638,14 @@ def test_an_agent_that_was_suspended_with_its_stopped_ranks_does_not_blame_them(
 def test_news_are_told_once_and_again_when_they_grow() -> None:
     scene = Scene()
     scene.train()
-    news = scene.watch.news()
+    news = scene.detector.news()
     assert news is not None
     assert news.step_s == pytest.approx(STEP_S)
-    assert scene.watch.news() is None
+    assert scene.detector.news() is None
     scene.vitals[0].mark(FORWARD, scene.now)
     scene.run(1.0)
     scene.vitals[0].mark(BETWEEN, scene.now)
-    again = scene.watch.news()
+    again = scene.detector.news()
     assert again is not None
     assert list(again.longest_s) == ["forward"]
 
@@ -647,12 +653,12 @@ def test_news_are_told_once_and_again_when_they_grow() -> None:
 def test_timings_are_those_since_the_last_time() -> None:
     scene = Scene(ranks=2)
     scene.train()
-    scene.watch.timings()
-    assert scene.watch.timings() == ()
+    scene.detector.timings()
+    assert scene.detector.timings() == ()
     scene.vitals[1].mark(FORWARD, scene.now)
     scene.run(0.5)
     scene.vitals[1].mark(BETWEEN, scene.now)
-    ((told),) = scene.watch.timings()
+    ((told),) = scene.detector.timings()
     assert told.rank == 1
     timings = {timing.section: timing for timing in told.timings}
     assert timings["forward"].median_s == pytest.approx(0.5)
@@ -664,15 +670,15 @@ def test_on_a_gpu_the_times_there_are_told() -> None:
     scene = Scene(ranks=1)
     vitals = scene.vitals[0]
     scene.train()
-    scene.watch.timings()
+    scene.detector.timings()
     for _ in range(3):
         scene.train()
         vitals.took_itself(FORWARD, 0.25)
-    timings = {timing.section: timing for timing in scene.watch.timings()[0].timings}
+    timings = {timing.section: timing for timing in scene.detector.timings()[0].timings}
     assert timings["forward"].median_s == pytest.approx(0.25)
     assert timings["forward"].count > 3, "for all steps, though only some were looked at"
     scene.train()
-    (told,) = scene.watch.timings()
+    (told,) = scene.detector.timings()
     assert "forward" not in {timing.section for timing in told.timings}, "nothing was looked at"
 
 
@@ -680,12 +686,12 @@ def test_with_a_sharded_model_ranks_wait_in_forward_too() -> None:
     scene = Scene(ranks=1)
     scene.vitals[0].waiting = ALSO_IN_FORWARD
     scene.train()
-    timings = {timing.section: timing for timing in scene.watch.timings()[0].timings}
+    timings = {timing.section: timing for timing in scene.detector.timings()[0].timings}
     assert timings["forward"].waits
     assert not timings["data"].waits
     scene.vitals[0].waiting = LEFT_OUT
     scene.train()
-    timings = {timing.section: timing for timing in scene.watch.timings()[0].timings}
+    timings = {timing.section: timing for timing in scene.detector.timings()[0].timings}
     assert {name for name, timing in timings.items() if timing.waits} == {"between", "step"}
 
 
@@ -698,3 +704,24 @@ def test_what_earlier_rounds_and_alarms_say_holds_in_the_next() -> None:
     assert scene.told == []
     scene.run(0.4)
     assert scene.kinds() == {0: "still"}
+
+
+# ---- what a thread did ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("after", "seconds", "expected"),
+    [
+        (Effort(3.0, 10), 2.0, Activity(1.0, moved=False)),
+        (Effort(1.0, 11), 2.0, Activity(0.0, moved=True)),
+        (Effort(3.0, 11), 0.0, Activity(0.0, moved=True)),
+    ],
+)
+def test_what_was_done_lately_is_the_difference(
+    after: Effort, seconds: float, expected: Activity
+) -> None:
+    vitals = Vitals(memoryview(bytearray(VITALS_BYTES)))
+    one = WatchedRank(Rank(0), 1, vitals, 0.0, looked_at=50.0, effort=Effort(1.0, 10))
+    vitals.mark(BETWEEN, 60.0)
+    assert one.activity(vitals.read(), after, 50.0 + seconds) == expected
+    assert one.activity(vitals.read(), after, 61.0) == Activity()

@@ -20,8 +20,11 @@ def test_when_a_start_is_given_up_whoever_was_got_for_it_stands_by(turns: int) -
         got.append(MagicMock())
         return got[-1]
 
+    orders = MagicMock(logs=Path())
+    orders.settings.standby = 0
+
     async def scenario() -> None:
-        pool = Pool(MagicMock(), (), {}, 0, False, (), "", Path())
+        pool = Pool(orders, MagicMock(), {})
         pool._spawn_fresh = get  # type: ignore[method-assign]
         taking = asyncio.ensure_future(pool.take(3))
         for _ in range(turns):

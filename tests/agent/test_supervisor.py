@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any, cast
+from typing import Any, cast, get_args
 from unittest.mock import MagicMock
 
-from holdfast.agent.starting import Minder
+from holdfast.agent import supervisor
 from holdfast.agent.supervisor import Supervisor
+from holdfast.agent.worker_monitor import WorkerMonitor
 from holdfast.clock import JobClock
-from holdfast.messages.actions import Finish, StartWorkers, StopWorkers
-from holdfast.messages.events import AnyEvent, NodeLeft, NodeReady
+from holdfast.messages.actions import Finish, NodeAction, StartWorkers, StopWorkers
+from holdfast.messages.events import AnyEvent, NodeLeft, NodeReady, WorkerExited
 from holdfast.messages.hangs import HangTerms
 from holdfast.messages.records import Part
 from holdfast.messages.units import NodeId, Rank, RoundNumber, Time
@@ -25,9 +26,12 @@ class FakeStarter:
     def __init__(self) -> None:
         self.port = MagicMock(number=1)
         self.started: list[int] = []
+        self.error: Exception | None = None
 
-    async def start(self, part: Part, minder: Minder) -> None:
+    async def start(self, part: Part, monitor: WorkerMonitor) -> None:
         self.started.append(part.round)
+        if self.error is not None:
+            raise self.error
         await asyncio.get_running_loop().create_future()
 
     def renew_port(self) -> None:
@@ -44,16 +48,16 @@ class Stage:
         self.starter = FakeStarter()
         clock = JobClock()
         clock.adopt(Time(1000.0), 0.0)
-        stream, keeping = MagicMock(), MagicMock()
+        stream, snapshots = MagicMock(), MagicMock()
         stream.send = self.told.append
-        keeping.when_settled = lambda limit_s, act: act()
+        snapshots.when_settled = lambda limit_s, act: act()
         self.supervisor = Supervisor(
             node=NODE,
             clock=clock,
             stream=stream,
             table=MagicMock(),
             pool=MagicMock(),
-            keeping=keeping,
+            snapshots=snapshots,
             starter=cast(Any, self.starter),
             tester=MagicMock(),
             hang_terms=HangTerms(),
@@ -61,14 +65,14 @@ class Stage:
         )
 
     def start(self, round: int) -> None:
-        self.supervisor.act(StartWorkers(node=NODE, part=part(round)))
+        self.supervisor.act(StartWorkers(id="start", node=NODE, part=part(round)))
 
     def stop(self, round: int) -> None:
-        stop = StopWorkers(node=NODE, round=RoundNumber(round), grace_s=1.0, why="")
+        stop = StopWorkers(id="stop", node=NODE, round=RoundNumber(round), grace_s=1.0, why="")
         self.supervisor.act(stop)
 
     def finish(self) -> None:
-        self.supervisor.act(Finish(node=NODE, code=0, reason="", grace_s=1.0))
+        self.supervisor.act(Finish(id="finish", node=NODE, code=0, reason="", grace_s=1.0))
 
 
 def part(round: int) -> Part:
@@ -142,6 +146,26 @@ def test_a_stop_of_another_round_does_nothing() -> None:
     stage = play(scenario)
     assert stage.told == []
     assert stage.busy
+
+
+def test_what_follows_from_an_order_names_it() -> None:
+    async def scenario(stage: Stage) -> None:
+        stage.starter.error = OSError("no memory")
+        stage.start(1)
+        await asyncio.sleep(0.01)
+        stage.stop(1)
+        stage.finish()
+
+    told = play(scenario).told
+    assert [(type(event), event.cause) for event in told] == [
+        (WorkerExited, "start"),
+        (NodeReady, "stop"),
+        (NodeLeft, "finish"),
+    ]
+
+
+def test_there_is_a_way_to_carry_out_every_order() -> None:
+    assert set(supervisor._ORDERS) == set(get_args(NodeAction))
 
 
 def test_finish_is_the_last_order() -> None:

@@ -35,30 +35,30 @@ class FakeProcess:
 
     pid = 1
 
-    def __init__(self, minds_sigterm: str) -> None:
+    def __init__(self, reaction: str) -> None:
         self.exit: Exit | None = None
         self.sent: list[signal.Signals] = []
-        self._minds_sigterm = minds_sigterm
+        self._reaction = reaction
 
     def send(self, number: signal.Signals) -> None:
         self.sent.append(number)
 
-    def minds_sigterm(self) -> str:
-        return self._minds_sigterm
+    def reaction_to_sigterm(self) -> str:
+        return self._reaction
 
 
 class FakeOutput:
     def drain(self) -> None: ...
 
 
-def worker(tmp_path: Path, minds_sigterm: str = "handles") -> tuple[Worker, FakeProcess]:
-    process: Any = FakeProcess(minds_sigterm)
+def worker(tmp_path: Path, reaction: str = "handles") -> tuple[Worker, FakeProcess]:
+    process: Any = FakeProcess(reaction)
     output: Any = FakeOutput()
     made = Worker(
         round=RoundNumber(1),
         rank=Rank(0),
         process=process,
-        standby=None,
+        runtime=None,
         output=output,
         error_file=tmp_path / "error.json",
         flight=tmp_path / "flight",
@@ -119,7 +119,8 @@ async def test_one_that_was_stopped_did_not_end_by_itself_unless_it_raised(
 
 
 @pytest.mark.parametrize(("minds", "grace_s"), [("ignores", 30.0), ("handles", 0.0)])
-def test_one_that_ignores_sigterm_or_has_no_grace_is_killed_at_once(
+@in_loop
+async def test_one_that_ignores_sigterm_or_has_no_grace_is_killed_at_once(
     tmp_path: Path, minds: str, grace_s: float
 ) -> None:
     one, process = worker(tmp_path, minds)

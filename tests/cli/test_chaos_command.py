@@ -1,4 +1,4 @@
-"""What one writes to ask for faults, and what one is told when that makes no sense."""
+"""Requests for faults on the command line, and the complaints about those that make no sense."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from holdfast.cli.main import main
 from holdfast.jobhome import JobHome, create
 from holdfast.messages.evidence import Frame, RankEvidence, StackGroup, Verdict
 from holdfast.messages.units import NodeId, Rank, RoundNumber
-from holdfast.messages.wire import AskWhy, FromAgent, Refused, Visit, Why
+from holdfast.messages.wire import AskWhy, FromAgent, Rejected, Visit, Why
 from holdfast.wire import framing
 
 FRAMES = tuple(Frame(file="train.py", line=n, function=f"f{n}") for n in range(1, 16))
@@ -90,7 +90,7 @@ def test_when_nobody_is_past_a_deadline_it_says_so_first(
 ) -> None:
     serve(framing.encode(msgspec.structs.replace(WHY, standing=0)))
     assert main(["why"]) == 0
-    assert capsys.readouterr().out.startswith("nobody is past a deadline")
+    assert capsys.readouterr().out.startswith("no rank is past its deadline")
 
 
 def test_as_json_all_of_it_is_there(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,7 +103,7 @@ def test_as_json_all_of_it_is_there(serve: Serve, capsys: pytest.CaptureFixture[
 def test_a_coordinator_that_refuses_says_why(
     serve: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    serve(framing.encode(Refused(reason="no round is in force now")))
+    serve(framing.encode(Rejected(reason="no round is in force now")))
     assert main(["why", "j"]) == 1
     assert "no round is in force now" in capsys.readouterr().err
 
@@ -157,7 +157,7 @@ def test_a_hang_of_the_past_is_shown_from_what_was_kept(
     said = capsys.readouterr().out
     assert said.startswith("rank 1 on n sleeps\n")
     assert "    f1  train.py:1" in said
-    assert f"all that was seen is in {home.incidents / '4'}" in said
+    assert f"all evidence is in {home.incidents / '4'}" in said
 
 
 def test_a_hang_of_the_past_as_json(home: JobHome, capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,4 +170,4 @@ def test_an_incident_that_was_no_hang_was_not_looked_into(
     home: JobHome, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["why", "j", "--incident", "9"]) == 1
-    assert "only hangs are looked into" in capsys.readouterr().err
+    assert "only hangs are examined" in capsys.readouterr().err

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.coordinator import diagnosis as inquests
-from holdfast.coordinator.diagnosis import Inquests, fitting
+from holdfast.coordinator import diagnosis
+from holdfast.coordinator.diagnosis import Examinations, fitting
 from holdfast.messages import wire
 from holdfast.messages.evidence import Frame, RankEvidence, ThreadStack, Verdict
 from holdfast.messages.units import NodeId, Rank, RoundNumber
@@ -36,30 +36,30 @@ def seen(node: NodeId, rank: int, function: str = "load", state: str = "S") -> R
     )
 
 
-def told(number: int, *evidence: RankEvidence, more: bool = False) -> wire.Testimony:
-    return wire.Testimony(inquest=number, evidence=evidence, more=more)
+def told(number: int, *evidence: RankEvidence, more: bool = False) -> wire.EvidenceTaken:
+    return wire.EvidenceTaken(examination=number, evidence=evidence, more=more)
 
 
 def holding(
-    folder: Path, scenario: Callable[[Inquests, Closed], Coroutine[Any, Any, None]]
+    folder: Path, scenario: Callable[[Examinations, Closed], Coroutine[Any, Any, None]]
 ) -> None:
     closed: Closed = []
-    asyncio.run(scenario(Inquests(folder), closed))
+    asyncio.run(scenario(Examinations(folder), closed))
 
 
 def opened(
-    held: Inquests, closed: Closed, number: int = 1, nodes: tuple[NodeId, ...] = (A, B)
+    held: Examinations, closed: Closed, number: int = 1, nodes: tuple[NodeId, ...] = (A, B)
 ) -> None:
     held.open(number, nodes, 4, lambda verdict, evidence: closed.append((verdict, evidence)))
 
 
 def test_it_is_over_when_every_node_has_told_all_it_saw(tmp_path: Path) -> None:
-    async def scenario(held: Inquests, closed: Closed) -> None:
+    async def scenario(held: Examinations, closed: Closed) -> None:
         opened(held, closed)
-        held.testify(B, told(1, seen(B, 3, state="T"), more=True))
-        held.testify(B, told(1, seen(B, 2)))
+        held.add(B, told(1, seen(B, 3, state="T"), more=True))
+        held.add(B, told(1, seen(B, 2)))
         assert closed == []
-        held.testify(A, told(1, seen(A, 1)))
+        held.add(A, told(1, seen(A, 1)))
         ((verdict, evidence),) = closed
         assert [each.rank for each in evidence] == [1, 2, 3]
         assert verdict.guilty == (3,)
@@ -69,9 +69,9 @@ def test_it_is_over_when_every_node_has_told_all_it_saw(tmp_path: Path) -> None:
 
 
 def test_what_was_seen_is_kept_with_the_incident(tmp_path: Path) -> None:
-    async def scenario(held: Inquests, closed: Closed) -> None:
+    async def scenario(held: Examinations, closed: Closed) -> None:
         opened(held, closed, number=7, nodes=(A,))
-        held.testify(A, told(7, seen(A, 0), seen(A, 1, state="T")))
+        held.add(A, told(7, seen(A, 0), seen(A, 1, state="T")))
         folder = tmp_path / "7"
         assert sorted(path.name for path in folder.iterdir()) == [
             "rank_0.json",
@@ -87,9 +87,9 @@ def test_what_was_seen_is_kept_with_the_incident(tmp_path: Path) -> None:
 
 
 def test_who_only_asks_leaves_nothing_behind(tmp_path: Path) -> None:
-    async def scenario(held: Inquests, closed: Closed) -> None:
+    async def scenario(held: Examinations, closed: Closed) -> None:
         opened(held, closed, number=-3, nodes=(A,))
-        held.testify(A, told(-3))
+        held.add(A, told(-3))
         ((verdict, evidence),) = closed
         assert evidence == []
         assert verdict.sentence.startswith("unknown")
@@ -101,15 +101,15 @@ def test_who_only_asks_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_when_its_time_is_up_it_says_what_it_knows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inquests, "LIMIT_S", 0.02)
+    monkeypatch.setattr(diagnosis, "LIMIT_S", 0.02)
 
-    async def scenario(held: Inquests, closed: Closed) -> None:
+    async def scenario(held: Examinations, closed: Closed) -> None:
         opened(held, closed)
-        held.testify(A, told(1, seen(A, 1, state="T"), more=True))
+        held.add(A, told(1, seen(A, 1, state="T"), more=True))
         while not closed:
             await asyncio.sleep(0.005)
         assert closed[0][0].guilty == (1,)
-        held.testify(B, told(1, seen(B, 2)))
+        held.add(B, told(1, seen(B, 2)))
         assert len(closed) == 1
 
     holding(tmp_path, scenario)
@@ -119,9 +119,9 @@ def test_an_incident_of_which_nobody_saw_anything_has_no_verdict(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What its first sign said is better than "nothing is known"."""
-    monkeypatch.setattr(inquests, "LIMIT_S", 0.02)
+    monkeypatch.setattr(diagnosis, "LIMIT_S", 0.02)
 
-    async def scenario(held: Inquests, closed: Closed) -> None:
+    async def scenario(held: Examinations, closed: Closed) -> None:
         opened(held, closed)
         while held._open:
             await asyncio.sleep(0.005)
@@ -132,10 +132,10 @@ def test_an_incident_of_which_nobody_saw_anything_has_no_verdict(
 
 
 def test_a_node_that_comes_back_does_not_open_it_again(tmp_path: Path) -> None:
-    async def scenario(held: Inquests, closed: Closed) -> None:
+    async def scenario(held: Examinations, closed: Closed) -> None:
         opened(held, closed)
-        held.testify(A, told(1, seen(A, 1, state="T")))
-        held.testify(B, told(1, seen(B, 2)))
+        held.add(A, told(1, seen(A, 1, state="T")))
+        held.add(B, told(1, seen(B, 2)))
         opened(held, closed)
         assert held._open == {}
         assert len(closed) == 1
@@ -144,24 +144,24 @@ def test_a_node_that_comes_back_does_not_open_it_again(tmp_path: Path) -> None:
 
 
 def test_a_node_that_was_away_when_it_was_opened_is_waited_for(tmp_path: Path) -> None:
-    async def scenario(held: Inquests, closed: Closed) -> None:
+    async def scenario(held: Examinations, closed: Closed) -> None:
         opened(held, closed, nodes=(A,))
         opened(held, closed, nodes=(A, B))
-        held.testify(A, told(1, seen(A, 1)))
+        held.add(A, told(1, seen(A, 1)))
         assert closed == []
         opened(held, closed, nodes=(A, B))
-        held.testify(B, told(1, seen(B, 2, state="T")))
+        held.add(B, told(1, seen(B, 2, state="T")))
         assert closed[0][0].guilty == (2,)
 
     holding(tmp_path, scenario)
 
 
 def test_who_was_not_asked_or_speaks_for_another_is_not_heard(tmp_path: Path) -> None:
-    async def scenario(held: Inquests, closed: Closed) -> None:
+    async def scenario(held: Examinations, closed: Closed) -> None:
         opened(held, closed, nodes=(A,))
-        held.testify(B, told(1, seen(B, 3)))
-        held.testify(A, told(99, seen(A, 1)))
-        held.testify(A, told(1, seen(A, 1), seen(B, 2)))
+        held.add(B, told(1, seen(B, 3)))
+        held.add(A, told(99, seen(A, 1)))
+        held.add(A, told(1, seen(A, 1), seen(B, 2)))
         assert [each.rank for each in closed[0][1]] == [1]
 
     holding(tmp_path, scenario)
@@ -170,9 +170,9 @@ def test_who_was_not_asked_or_speaks_for_another_is_not_heard(tmp_path: Path) ->
 def test_a_full_disk_does_not_cost_the_verdict(tmp_path: Path) -> None:
     (tmp_path / "1").write_text("in the way")
 
-    async def scenario(held: Inquests, closed: Closed) -> None:
+    async def scenario(held: Examinations, closed: Closed) -> None:
         opened(held, closed, nodes=(A,))
-        held.testify(A, told(1, seen(A, 1, state="T")))
+        held.add(A, told(1, seen(A, 1, state="T")))
         assert closed[0][0].guilty == (1,)
 
     holding(tmp_path, scenario)

@@ -15,7 +15,7 @@ import pytest
 
 from holdfast.clock import JobClock
 from holdfast.coordinator import stream as streams
-from holdfast.coordinator.diagnosis import Inquests
+from holdfast.coordinator.diagnosis import Examinations
 from holdfast.coordinator.journal import Journal, replay
 from holdfast.coordinator.server import Coordinator
 from holdfast.core.job import Job
@@ -33,7 +33,7 @@ from holdfast.messages.events import (
 )
 from holdfast.messages.records import NodeSpec, RankProgress, Terms
 from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber, Time
-from holdfast.messages.wire import PROTOCOL, Ack, FromCoordinator, Hello, Refused, Sent, Welcome
+from holdfast.messages.wire import PROTOCOL, Ack, FromCoordinator, Hello, Rejected, Sent, Welcome
 from holdfast.wire import framing
 
 TOKEN = "a-token"
@@ -83,7 +83,7 @@ class Peer:
 
     async def is_cut_off(self) -> bool:
         while (message := await self.hear()) is not None:
-            assert isinstance(message, Refused | Ack | Welcome | StartWorkers)
+            assert isinstance(message, Rejected | Ack | Welcome | StartWorkers)
         return True
 
     def close(self) -> None:
@@ -138,7 +138,7 @@ async def served(path: Path) -> AsyncIterator[Served]:
     before = replay(path) if path.exists() else None
     journal = Journal(path)
     clock = JobClock(before.at if before else Time(0.0))
-    coordinator = Coordinator("j", None, journal, clock, TOKEN, Inquests(path.parent))
+    coordinator = Coordinator("j", None, journal, clock, TOKEN, Examinations(path.parent))
     restarted = None
     if before is not None:
         coordinator.job, coordinator.acked = before.job, before.acked
@@ -168,13 +168,13 @@ Stranger = Callable[[Served, Peer], Coroutine[Any, Any, None]]
 
 async def wrong_token(here: Served, peer: Peer) -> None:
     peer.send(hello("evil", token="wrong"))
-    assert await peer.hear() == Refused(reason="wrong token for this job")
+    assert await peer.hear() == Rejected(reason="wrong token for this job")
     assert await peer.is_cut_off()
 
 
 async def no_token(here: Served, peer: Peer) -> None:
     peer.send(hello("evil", token=""))
-    assert isinstance(await peer.hear(), Refused)
+    assert isinstance(await peer.hear(), Rejected)
     assert await peer.is_cut_off()
 
 

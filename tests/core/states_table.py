@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, get_args
 
 from holdfast.core import job as jobs
+from holdfast.core.machine import Rule
 from holdfast.core.states import ALWAYS, FOLLOWS
+from holdfast.messages.events import AnyEvent, JobOpened
+from holdfast.messages.records import Terms
+from holdfast.messages.units import Time
 
 PAGE = Path(__file__).parents[2] / "docs" / "states.md"
 
@@ -23,6 +28,29 @@ event and reason.
 """
 
 
+def table() -> list[tuple[str, dict[str, str]]]:
+    """List for each event, by state, the functions that take it, or why it is refused."""
+    job = jobs.opened(JobOpened(at=Time(0.0), job="", terms=Terms()))
+    found: dict[str, dict[str, str]] = {}
+    for event in get_args(AnyEvent):
+        own, listeners = jobs.OWN.get(event), job.listeners.get(event, [])
+        cells = {state.name: cell(state, listeners) for state in ALWAYS}
+        if own is not None:
+            cells = dict.fromkeys(cells, f"job.{own.__name__}")
+        found[event.__name__] = cells
+    return sorted(found.items())
+
+
+def cell(state: type, listeners: list[tuple[Rule, Any]]) -> str:
+    names = [
+        f"{handler.__func__.__module__.split('.')[2]}.{handler.__name__}"
+        for rule, handler in listeners
+        if issubclass(state, rule.states)
+    ]
+    refusal = listeners[0][0].refusal if listeners else "the job is open already"
+    return ", ".join(names) or f"refused: {refusal}"
+
+
 def page() -> str:
     names = [state.name for state in ALWAYS]
     follows = "\n".join(
@@ -31,7 +59,7 @@ def page() -> str:
     )
     rows = "\n".join(
         f"| {event} | " + " | ".join(cells[name] for name in names) + " |"
-        for event, cells in jobs.table()
+        for event, cells in table()
     )
     return (
         f"{HEAD}| state | may be followed by |\n| --- | --- |\n{follows}\n\n"

@@ -1,4 +1,4 @@
-"""Faults on demand: who gets which, when, once, and what is known of it afterwards."""
+"""Injected faults: what each strikes and when, that it strikes once, and what reports say of it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def ask(driver: Driver, kind: Any, **more: Any) -> list[AnyAction]:
 
 
 def told(driver: Driver, trap: Trap, outcome: Any = "done", **more: Any) -> list[AnyAction]:
-    said: dict[str, Any] = {"round": driver.round, "step": trap.step}
+    said: dict[str, Any] = {"node": trap.node, "round": driver.round, "step": trap.step}
     return driver.take(FaultTold(at=driver.at, trap=trap, outcome=outcome, **{**said, **more}))
 
 
@@ -350,6 +350,17 @@ def test_nor_one_of_the_next_round() -> None:
     assert injected(driver) == [False, False]
 
 
+def test_nor_one_that_was_known_before_the_fault() -> None:
+    driver = Driver().running("a", step=5)
+    driver.exit(1, step=6, signal=9)
+    driver.ready("a")
+    driver.after(0.1).start_all()
+    driver.after(0.1).step_all(6, steps=1)
+    (trap,) = traps(ask(driver, "kill", ranks=(1,)))
+    told(driver, trap, round=RoundNumber(1), step=StepNumber(6))
+    assert injected(driver) == [False]
+
+
 def test_a_lost_node_was_cut_off_on_purpose() -> None:
     driver = Driver(min_nodes=1, max_nodes=2).running("a", "b", step=5)
     (trap,) = traps(ask(driver, "netcut", node="1"))
@@ -411,6 +422,7 @@ class ChaosMachine(JobMachine):
         trap = laid[index % len(laid)]
         event = FaultTold(
             at=self.at(0),
+            node=trap.node,
             round=RoundNumber(max(0, self.job.membership.round - old)),
             trap=trap,
             outcome=outcome,

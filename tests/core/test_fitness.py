@@ -8,18 +8,18 @@ from lab import Lab, ordered, sent_away, started
 from holdfast.messages.actions import AnyAction, Finish
 from holdfast.messages.events import HealthFound
 from holdfast.messages.exits import EXIT_DO_NOT_REQUEUE
-from holdfast.messages.health import Result, Verdict
+from holdfast.messages.health import HealthResult, Verdict
 from holdfast.messages.units import NodeId
 
-ECC = Result("gpu-ecc", "fail", "GPU 3 has uncorrectable errors", 0.1)
+ECC = HealthResult("gpu-ecc", "fail", "GPU 3 has uncorrectable errors", 0.1)
 
 
 def found(
-    driver: Driver, node: str, *results: Result, verdict: Verdict | None = None
+    driver: Driver, node: str, *results: HealthResult, verdict: Verdict | None = None
 ) -> list[AnyAction]:
     told = results or (ECC,)
     if verdict is not None:
-        told = (Result("gpu-ecc", verdict, "GPU 3 has had errors", 0.1),)
+        told = (HealthResult("gpu-ecc", verdict, "GPU 3 has had errors", 0.1),)
     return driver.take(HealthFound(at=driver.at, node=NodeId(node), results=told))
 
 

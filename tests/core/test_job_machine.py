@@ -45,7 +45,7 @@ from holdfast.messages.events import (
     WorkerExited,
     WorkerStarted,
 )
-from holdfast.messages.health import Result
+from holdfast.messages.health import HealthResult
 from holdfast.messages.nodecheck import TestResult as Shown
 from holdfast.messages.records import Part, RankProgress, World
 from holdfast.messages.requests import AwaitStragglers
@@ -374,7 +374,7 @@ class JobMachine(RuleBasedStateMachine):
 
     @rule(name=names)
     def fall_ill(self, name: str) -> None:
-        results = (Result("gpu-ecc", "fail", "errors", 0.1),)
+        results = (HealthResult("gpu-ecc", "fail", "errors", 0.1),)
         self.take(HealthFound(at=self.at(0), node=NodeId(name), results=results))
 
     @rule(slow=picks, windows=st.integers(1, 3))

@@ -194,7 +194,7 @@ def test_the_table_of_states_and_events_is_the_codes() -> None:
 
 def test_every_event_has_a_row_and_every_handler_an_event_of_the_vocabulary() -> None:
     events = {event.__name__ for event in get_args(AnyEvent)}
-    assert {event for event, _ in jobs.table()} == events
+    assert {event for event, _ in states_table.table()} == events
     assert {kind.__name__ for kind in Driver().job.listeners} <= events
 
 
@@ -244,7 +244,7 @@ def test_one_more_machine_is_one_more_entry() -> None:
         text = path.read_text()
         named[path.stem] = [machine for machine in MACHINES if machine.__name__ in text]
     everywhere = [stem for stem, machines in named.items() if len(machines) == len(MACHINES)]
-    assert everywhere == ["state"]
+    assert everywhere == ["job"]
 
 
 def test_actions_name_themselves_and_the_event_that_they_follow_from() -> None:

@@ -252,7 +252,7 @@ def test_two_nodes_that_only_fail_together_are_undetermined() -> None:
     check = run(Cluster(2, faulty={1}))
     assert found(check, "undetermined") == {0, 1}
     assert check.round == 1
-    assert reason(check, 0) == "failed with n1, of which none is known to be good"
+    assert reason(check, 0) == "failed with n1, none of which is known to be good"
 
 
 def test_of_two_nodes_the_solo_test_can_decide() -> None:
@@ -363,11 +363,13 @@ def test_a_node_that_passed_with_some_and_failed_with_others_is_undetermined() -
     assert reason(check, 0) == "passed with n1, but failed with n2 and n3, which passed with others"
 
 
-def test_a_node_that_failed_with_a_good_one_is_no_witness() -> None:
+def test_a_node_that_failed_with_a_good_one_confirms_nothing() -> None:
     quarrel = (0, 1, True), (1, 3, True), (0, 3, False)
     check = after(*quarrel, (2, 0, False), (2, 3, False), (2, 1, False))
     assert found(check, "undetermined") == {2}
-    assert "failed with n1, which passed with others; nobody could confirm it" in reason(check, 2)
+    assert "failed with n1, which passed with others; no second node confirms it" in reason(
+        check, 2
+    )
     check = after(*quarrel[:2], (2, 0, False), (2, 3, False))
     assert found(check, "faulty") == {2}
 
@@ -400,7 +402,7 @@ def test_the_partner_of_a_lost_node_is_tested_again_and_not_blamed() -> None:
     assert reason(check, 1) == "was lost before the check was over"
 
 
-def test_a_lost_node_is_no_witness() -> None:
+def test_a_lost_node_confirms_nothing() -> None:
     check = begin(3)
     for _ in range(2):
         planned = checks.plan(check)
@@ -480,9 +482,9 @@ def test_a_slow_node_is_slow_and_not_faulty_and_its_partner_is_neither(kind: Slo
 
 def test_the_reason_of_a_slow_node_names_the_times() -> None:
     check = run(Cluster(4, slow_solo={1: 3.0}))
-    assert "its solo test took 3 s, where 1 s are usual" in reason(check, 1)
+    assert "its solo test took 3 s, where 1 s is typical" in reason(check, 1)
     check = run(Cluster(4, slow_pair={1: 3.0}))
-    assert "its best pair test took 3 s, where 1 s are usual" in reason(check, 1)
+    assert "its best pair test took 3 s, where 1 s is typical" in reason(check, 1)
 
 
 @pytest.mark.parametrize("n", range(2, 33))

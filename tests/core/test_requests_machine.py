@@ -18,15 +18,15 @@ from holdfast.messages.requests import (
     Get,
     JoinBarrier,
     Set,
-    Wait,
+    WaitForKeys,
 )
 
 REQUESTS: list[AnyRequest] = [
     Set(items=(("k", b"v"),)),
     Get(keys=("k", "n")),
     Add(key="n", amount=1),
-    Wait(keys=("k", "n"), timeout_s=0.5),
-    Wait(keys=("never",), timeout_s=30.0),
+    WaitForKeys(keys=("k", "n"), timeout_s=0.5),
+    WaitForKeys(keys=("never",), timeout_s=30.0),
     JoinBarrier(name="x"),
     JoinBarrier(name="x", timeout_s=5.0),
     CastVote(name="x", ballot=True),

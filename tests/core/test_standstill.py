@@ -197,7 +197,7 @@ def test_a_hang_opens_an_incident_and_all_nodes_look_before_they_stop() -> None:
     assert {(s.node, s.grace_s, s.examine) for s in stops} == {("a", 0.0, 1), ("b", 0.0, 1)}
     (incident,) = job.job.incidents
     assert (incident.kind, incident.node, incident.rank, incident.step) == ("hang", "a", 1, 10)
-    assert incident.signature == "hangs: does not move in data"
+    assert incident.signature == "hang in data: the rank does not move"
     assert incident.fault_at == job.now - 2.0
 
 

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from holdfast.core import job as jobs
 from holdfast.core.requests import store as keys
-from holdfast.core.requests.store import MAX_STORE_BYTES, Store, Taken
+from holdfast.core.requests.store import MAX_STORE_BYTES, Store, StoreResponse
 from holdfast.messages.actions import Answered
 from holdfast.messages.events import Asked, CoordinatorRestarted
 from holdfast.messages.requests import (
@@ -20,7 +20,7 @@ from holdfast.messages.requests import (
     AnyAnswer,
     AnyRequest,
     Append,
-    Check,
+    CheckKeys,
     CompareSet,
     CountKeys,
     Delete,
@@ -32,7 +32,7 @@ from holdfast.messages.requests import (
     Total,
     Truth,
     Values,
-    Wait,
+    WaitForKeys,
 )
 from holdfast.messages.units import NodeId, Rank, RoundNumber
 
@@ -45,14 +45,14 @@ def get(*names: str) -> Get:
     return Get(keys=names)
 
 
-def wait(*names: str, timeout_s: float = 10.0) -> Wait:
-    return Wait(keys=names, timeout_s=timeout_s)
+def wait(*names: str, timeout_s: float = 10.0) -> WaitForKeys:
+    return WaitForKeys(keys=names, timeout_s=timeout_s)
 
 
 class TestAlone:
     """The machine by itself."""
 
-    def ask(self, request: StoreRequest, asker: str = "0/0") -> Taken:
+    def ask(self, request: StoreRequest, asker: str = "0/0") -> StoreResponse:
         taken = keys.take(self.store, asker, request)
         keys.validate(self.store)
         return taken
@@ -105,7 +105,7 @@ class TestAlone:
         assert self.ask(Append(key="k", value=b"ab")).answer == Total(number=2)
         assert self.ask(Append(key="k", value=b"c")).answer == Total(number=3)
         assert self.ask(CountKeys()).answer == Total(number=1)
-        assert self.ask(Check(keys=("k", "l"))).answer == Truth(so=False)
+        assert self.ask(CheckKeys(keys=("k", "l"))).answer == Truth(so=False)
         assert self.ask(Delete(key="k")).answer == Truth(so=True)
         assert self.ask(Delete(key="k")).answer == Truth(so=False)
         assert self.store == Store()
@@ -353,7 +353,7 @@ class StoreMachine(RuleBasedStateMachine):
     def wait(self, names: list[str]) -> None:
         self.asked += 1
         asker = f"w{self.asked}"
-        answer = self.ask(Wait(keys=tuple(names), timeout_s=1), asker)
+        answer = self.ask(WaitForKeys(keys=tuple(names), timeout_s=1), asker)
         if all(name in self.model for name in names):
             assert answer == Granted()
         else:

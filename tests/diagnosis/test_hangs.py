@@ -17,7 +17,8 @@ import msgspec
 import pytest
 from puppets import wait_for
 
-from holdfast.diagnosis import flight, proc
+from holdfast import proc
+from holdfast.diagnosis import flight
 from holdfast.diagnosis.stacks import Subject, collect
 from holdfast.diagnosis.verdict import judge
 from holdfast.messages.evidence import RankEvidence, fit

@@ -11,8 +11,9 @@ from collections.abc import Callable
 import pytest
 from puppets import Puppet, puppet_of
 
-from holdfast.diagnosis import faulthandling, proc, spy
-from holdfast.diagnosis.places import main_thread, stance, user_frame, verb
+from holdfast import proc
+from holdfast.diagnosis import faulthandling, stacks
+from holdfast.diagnosis.frames import in_collective, main_thread, user_frame, verb
 from holdfast.diagnosis.stacks import Stacks, Subject, collect
 
 SLEEPS = "import time\ndef load_batch():\n    here()\n    time.sleep(60)\nload_batch()"
@@ -45,7 +46,7 @@ def look(
     """The stacks, and that it took no longer than it may and left everybody as they were."""
     before = [proc.process_state(each.pid) for each in puppets]
     began = time.monotonic()
-    subjects = [Subject(each.pid, told=(told or {}).get(each.pid)) for each in puppets]
+    subjects = [Subject(each.pid, stacks_fd=(told or {}).get(each.pid)) for each in puppets]
     found = asyncio.run(collect(subjects, limit_s))
     assert time.monotonic() - began < limit_s + 1.0
     for each, state in zip(puppets, before, strict=True):
@@ -55,11 +56,11 @@ def look(
     return list(found.values())
 
 
-def place(stacks: Stacks) -> str:
-    main = main_thread(stacks.threads)
+def place(found: Stacks) -> str:
+    main = main_thread(found.threads)
     frame = user_frame(main.frames) if main is not None else None
     assert main is not None
-    assert frame is not None, stacks
+    assert frame is not None, found
     return f"{verb(main)} in {frame.function}"
 
 
@@ -71,7 +72,7 @@ def test_it_says_who_sleeps_who_reads_and_who_computes(puppet: Callable[..., Pup
         "computes in crunch",
     ]
     assert [each.state for each in found] == ["S", "S", "R"]
-    assert [stance(each.threads) for each in found] == ["elsewhere"] * 3
+    assert [in_collective(each.threads) for each in found] == ["no"] * 3
 
 
 def test_only_what_is_unclear_gets_a_native_stack(puppet: Callable[..., Puppet]) -> None:
@@ -166,7 +167,7 @@ def test_what_ails_py_spy_is_said(
     path = tmp_path_factory.mktemp("bin") / "py-spy"
     path.write_text(script)
     path.chmod(0o755)
-    monkeypatch.setattr(spy, "executable", lambda: str(path))
+    monkeypatch.setattr(stacks, "spy_executable", lambda: str(path))
     (found,) = look(puppet(SLEEPS), limit_s=0.5)
     assert found.source == "none"
     assert reason in found.missing[0]
@@ -178,7 +179,7 @@ def test_where_py_spy_may_not_look_the_process_tells_itself(
     fd = os.memfd_create("told")
     arm = f"from holdfast.diagnosis import faulthandling\nfaulthandling.arm({fd})"
     armed = puppet(arm, SLEEPS, fds=[fd])
-    monkeypatch.setattr(spy, "executable", lambda: None)
+    monkeypatch.setattr(stacks, "spy_executable", lambda: None)
     (found,) = look(armed, told={armed.pid: fd})
     assert found.source == "faulthandler"
     assert "load_batch" in place(found)
@@ -188,7 +189,7 @@ def test_where_py_spy_may_not_look_the_process_tells_itself(
 def test_a_thread_without_a_number_is_known_by_its_name() -> None:
     frames = '[{"name": "f", "filename": "a.py", "line": 1, "module": null}]'
     said = f'[{{"thread_name": "MainThread", "active": true, "frames": {frames}}}]'
-    (main,) = spy.parse(said.encode(), 7, {7: "pselect6", 8: "futex"})
+    (main,) = stacks.parse_spy(said.encode(), Subject(7), {7: "pselect6", 8: "futex"})
     assert (main.name, verb(main)) == ("MainThread", "sleeps")
 
 

@@ -247,7 +247,7 @@ def test_a_circle_blames_nobody() -> None:
         2,
     )
     assert verdict.guilty == ()
-    assert "circle" in verdict.sentence
+    assert "cycle" in verdict.sentence
 
 
 def test_a_recv_waits_for_its_sender() -> None:
@@ -283,7 +283,7 @@ def test_one_whose_gpu_has_not_come_is_named() -> None:
     verdict = judge([*on_gpu, late], 3)
     assert verdict.guilty == (2,)
     assert (
-        "rank 2 on node-0 has not come to all_reduce #9 of group 0 on its GPU" in verdict.sentence
+        "rank 2 on node-0 has not reached all_reduce #9 of group 0 on its GPU" in verdict.sentence
     )
 
 
@@ -380,5 +380,7 @@ def test_of_a_job_that_moves_nothing_is_concluded_from_looks_at_different_moment
     ahead = [rank(r, ASLEEP, collectives=moved_on, since_step_s=0.02) for r in (2, 3)]
     verdict = judge([*behind, *ahead], 4)
     assert verdict.guilty == ()
-    assert verdict.sentence.startswith("unknown: all ranks finish steps, and nobody holds them up")
+    assert verdict.sentence.startswith(
+        "unknown: all ranks finish steps, and none holds the others up"
+    )
     assert verdict.groups[1].headline == "ranks 2, 3: sleep in loader.py:88 (load_batch)"

@@ -318,7 +318,7 @@ def _comm(pid: int) -> str:
 def _has_page(pid: int) -> bool:
     """Only a process that is or will be a rank has a progress page."""
     try:
-        return "holdfast-progress" in Path(f"/proc/{pid}/maps").read_text()
+        return "holdfast-rank-page" in Path(f"/proc/{pid}/maps").read_text()
     except OSError:
         return False
 

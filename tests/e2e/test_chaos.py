@@ -1,4 +1,4 @@
-"""Faults on demand: each befalls whom it shall, in the step it shall, and the job goes on."""
+"""Injected faults end to end: each strikes its target in its step, and the job goes on."""
 
 from __future__ import annotations
 
@@ -311,7 +311,7 @@ def test_snapshots_survive_a_full_disk_a_dead_keeper_and_a_flipped_bit(run: Run)
     assert "No space left on device" in found[0]["detail"]
     job = run.peek()
     assert job is not None
-    assert [struck.trap.kind for struck in job.of(Chaos).struck] == [
+    assert [told.trap.kind for told, _ in job.of(Chaos).struck] == [
         "diskfull",
         "kill-keeper",
         "corrupt-image",

@@ -150,7 +150,7 @@ class Training(Run):
         places = [self.folder / f"{name}.at_{rank}" for rank in range(ranks)]
         self.await_(lambda: all(place.exists() for place in places), f"all ranks at {name}")
 
-    def release(self, name: str) -> None:
+    def let_go(self, name: str) -> None:
         (self.folder / f"{name}.go").touch()
 
     def shut(self, gate: str) -> None:
@@ -316,6 +316,33 @@ def test_nothing_is_left_in_shared_memory_after_success(killed: Training) -> Non
     assert killed.images() == []
 
 
+SAVE_PLAIN = """
+    import torch, torch.distributed.checkpoint as dcp
+    net = torch.nn.Linear(16, 16)
+    optim = torch.optim.Adam(net.parameters(), lr=0.01)
+    net(torch.ones(16)).sum().backward()
+    optim.step()
+    state = {"net": net.state_dict(), "optim": optim.state_dict(), "rank": 9}
+    dcp.save(state, checkpoint_id="old/step-40", no_dist=True)
+"""
+
+
+def test_a_job_starts_from_a_plain_checkpoint_and_after_a_kill_goes_on_from_its_own(
+    tmp_path: Path,
+) -> None:
+    with trainings(tmp_path) as make:
+        run = make()
+        command = [sys.executable, "-c", textwrap.dedent(SAVE_PLAIN)]
+        subprocess.run(command, cwd=run.folder, check=True)
+        kill = KILL_AT_7.replace("step == 7", "step == 43")
+        script = trainer("memory_every=1, storage_every=1000", together=True, then=kill)
+        script = script.replace("ckpt.restore()", "ckpt.restore(start_from='old')")
+        finished(run.go(script, 45))
+        for rank in (0, 1):
+            assert run.restored(rank) == [(40, "start"), (43, "memory")]
+        assert "step-40, which torch.distributed.checkpoint saved: NOT VERIFIED" in run.err
+
+
 def test_the_same_script_saves_under_torchrun(under_torchrun: Training) -> None:
     assert under_torchrun.restored(1) == [(0, "None")]
     assert under_torchrun.intact() == [6, 12]
@@ -392,7 +419,7 @@ def test_a_keeper_that_somebody_stopped_goes_on_with_the_next_save(tmp_path: Pat
         run.go(trainer(SAVE_EACH, then=HOLD_AT_8), 10, nproc=1)
         run.held("eight", 1)
         run.kill(run.keeper(), signal.SIGSTOP)
-        run.release("eight")
+        run.let_go("eight")
         assert run.code(20.0) == 0
         assert run.intact()[-1] == 10
 
@@ -433,7 +460,7 @@ def test_a_step_that_is_being_written_stays_while_newer_ones_are_saved_to_memory
         run.reached("write")
         run.held("9")
         run.open("write")
-        run.release("9")
+        run.let_go("9")
         assert finished(run).intact() == [5]
 
 
@@ -456,7 +483,7 @@ class Abandoned:
         run.go(trainer(SAVE_EACH, then=HOLD_AT_9), 20, "--save-deadline", "0.5")
         run.held("9")
         run.shut("seal")
-        run.release("9")
+        run.let_go("9")
         run.reached("seal")
         run.kill(agent := run.agent())
         wait_for(lambda: run.agent() != agent, "another agent")
@@ -465,7 +492,7 @@ class Abandoned:
         run.reached("write")
         run.held("12")
         run.shut("seal")
-        run.release("12")
+        run.let_go("12")
         run.reached("seal")
         run.kill(run.pid)
         run.assert_nobody_left()
@@ -527,7 +554,7 @@ class Resized:
         self.reached = (run.folder / "write.reached").exists()
         self.intact = run.intact()
         run.open("write")
-        run.release("7")
+        run.let_go("7")
         each = trainer("storage_every=1, keep=holdfast.KeepLatest(2)", together=True)
         self.three = finished(make().go(each, 9, nproc=3))
         self.one = finished(make().go(each, 10, nproc=1))
@@ -594,16 +621,16 @@ class Full:
         run.go(trainer("storage_every=1", then=TELL_STORAGE), 4, nproc=1)
         run.held("1", 1)
         self.fill()
-        run.release("1")
+        run.let_go("1")
         run.held("2", 1)
         self.incidents = run.ask("incidents")
         self.status = run.ask("status")
         (self.disk / "filler").unlink()
-        run.release("2")
+        run.let_go("2")
         run.held("3", 1)
         self.fill()
         run.shut("write")
-        run.release("3")
+        run.let_go("3")
         run.until(lambda job: job.ranks and job.unfinished == 0, "the end of the only rank")
         run.reached("write")
         run.open("write")

@@ -273,7 +273,7 @@ def test_without_detection_a_hung_rank_is_left_alone_and_why_tells_where_it_is(r
     run.train("--no-hang-detection", script=BARE)
     until_warm(run)
     calm = why(run)
-    assert calm.startswith("nobody is past a deadline")
+    assert calm.startswith("no rank is past its deadline")
     assert "train.py:" in calm, "stacks of a job that runs"
     hang(run, 1)
     said = wait_for(lambda: found if "sleeps" in (found := why(run)) else "", "a verdict")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.core.commits.state import Commits
-from holdfast.core.state import Job
+from holdfast.core.job import Job
 
 from .test_checkpoints import Training, finished, free_port, trainings
 

@@ -97,7 +97,7 @@ def test_the_store_does_what_a_torch_store_does(run: Run) -> None:
     assert run.code() == 0
     for rank in range(3):
         timeout = said(run, rank)["timeout"]
-        assert timeout == f"StoreTimeout True waited 0.2 s for 'never{rank}', 'nor this' in vain"
+        assert timeout == f"StoreTimeout True timed out: waited 0.2 s for 'never{rank}', 'nor this'"
         assert said(run, rank)["store.get('n')"].startswith("NotUnderHoldfast")
     answers = said(run, 0)
     expected = {
@@ -280,6 +280,25 @@ def test_a_rank_that_dies_does_not_leave_the_others_at_the_barrier(run: Run) -> 
     assert all(run.log(rank, 2) == b"all there\n" for rank in range(3))
     (incident,) = run.ask("incidents")
     assert incident["rank"] == 2
+
+
+def test_a_rank_knows_its_place_in_every_round(run: Run) -> None:
+    script = """
+    info = holdfast.rank_info()
+    print(info.rank, info.local_rank, info.world_size, info.node_rank, info.node_count)
+    print(info.run_id, holdfast.is_active(), holdfast.round(), holdfast.restarts())
+    holdfast.progress(1)
+    holdfast.barrier()
+    if first and rank == 1:
+        os.kill(os.getpid(), 9)
+    holdfast.barrier()
+    """
+    run.train(script=ASKING + script, nproc=2)
+    assert run.code() == 0
+    for rank in range(2):
+        place = f"{rank} {rank} 2 0 1\n"
+        assert run.log(rank, 1).decode() == f"{place}{run.job} True 1 0\n"
+        assert run.log(rank, 2).decode() == f"{place}{run.job} True 2 1\n"
 
 
 def test_a_vote_is_the_same_for_all(run: Run) -> None:

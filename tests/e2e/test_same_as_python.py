@@ -44,9 +44,9 @@ LOOK = r"""
         # Threads of the process; the one that beats for Holdfast names itself, and is not the script's.
         tasks = os.listdir("/proc/self/task")
         names = [open(f"/proc/self/task/{task}/comm").read().strip() for task in tasks]
-        if os.environ["SEEN"] != "plain" and "holdfast-pulse" not in names:
+        if os.environ["SEEN"] != "plain" and "holdfast-beat" not in names:
             return None
-        return len([name for name in names if name != "holdfast-pulse"])
+        return len([name for name in names if name != "holdfast-beat"])
     def tasks():
         while (count := threads()) is None:
             os.sched_yield()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.health.node import Node
-from holdfast.health.settings import HealthSettings, Limits
+from holdfast.health.settings import HealthLimits, HealthSettings
 
 GIB = 1 << 30
 
@@ -90,6 +90,6 @@ class FakeNode:
         }
         return HealthSettings(**given)
 
-    def node(self, limits: Limits | None = None, **changes: Any) -> Node:
+    def node(self, limits: HealthLimits | None = None, **changes: Any) -> Node:
         """One look; a second one needs another."""
-        return Node(self.settings(limits=limits or Limits(), **changes))
+        return Node(self.settings(limits=limits or HealthLimits(), **changes))

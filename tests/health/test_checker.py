@@ -1,8 +1,9 @@
-"""The checker with real probes: what hangs, dies or lies must cost its own answer and nothing else."""
+"""The checker with real probes: a check that hangs, dies or lies costs only its own answer."""
 
 from __future__ import annotations
 
 import errno
+import inspect
 import os
 import select
 import signal
@@ -20,16 +21,16 @@ import pytest
 from fakenode import FakeNode
 
 from holdfast.errors import UsageError
-from holdfast.health import probe
-from holdfast.health import probes as lanes
+from holdfast.health import probe, probes
 from holdfast.health.baseline import Baseline, load, save
 from holdfast.health.catalogue import KINDS, WITH_SUBJECT
 from holdfast.health.checker import Checker, worst_verdict
-from holdfast.health.exchange import Question
+from holdfast.health.judgement import Question
 from holdfast.health.node import Node
+from holdfast.health.own_checks import loaded
 from holdfast.health.settings import FAKE_NODE, HealthSettings, settings_here
 from holdfast.kernel import children
-from holdfast.messages.health import Result
+from holdfast.messages.health import HealthResult
 
 HANG_S = 0.3
 """Long enough to be asked on a busy machine, short enough to wait for."""
@@ -51,7 +52,7 @@ def make(fake: FakeNode) -> Iterator[Make]:
         assert checker.pids == set()
 
 
-def by_name(results: list[Result]) -> dict[str, Result]:
+def by_name(results: list[HealthResult]) -> dict[str, HealthResult]:
     return {result.check: result for result in results}
 
 
@@ -128,12 +129,14 @@ def test_what_costs_something_is_not_for_every_few_seconds(make: Make, tmp_path:
 
 def test_results_travel_as_messages(make: Make) -> None:
     results = make().run(["memory"])
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(results), type=list[Result]) == results
+    assert (
+        msgspec.msgpack.decode(msgspec.msgpack.encode(results), type=list[HealthResult]) == results
+    )
 
 
 def test_the_worst_verdict_counts() -> None:
     def of(*verdicts: Any) -> str:
-        return worst_verdict([Result("x", verdict, "", 0.0) for verdict in verdicts])
+        return worst_verdict([HealthResult("x", verdict, "", 0.0) for verdict in verdicts])
 
     assert of("pass", "unknown", "warn", "fail") == "fail"
     assert of("pass", "unknown") == "unknown"
@@ -189,15 +192,15 @@ def test_no_second_process_piles_up_behind_one_that_cannot_be_ended(
     pipe = fifo(fake, "proc/self/mountinfo")
     checker = make(paths=(str(tmp_path),), deadline_s=HANG_S)
     checker.run(["disk"])
-    ended: list[lanes.Probe] = []
-    really_end = lanes.Probe.end
+    ended: list[probes.Probe] = []
+    really_end = probes.Probe.end
 
-    def unendable(probe: lanes.Probe) -> None:
+    def unendable(probe: probes.Probe) -> None:
         """As one that hangs in the kernel: SIGKILL is sent, and nothing happens."""
         ended.append(probe)
 
     with monkeypatch.context() as patched:
-        patched.setattr(lanes.Probe, "end", unendable)
+        patched.setattr(probes.Probe, "end", unendable)
         checker.run(["storage"])
         begun = time.monotonic()
         [again] = checker.run(["storage"])
@@ -246,7 +249,7 @@ def test_a_probe_that_somebody_killed_is_started_again(make: Make) -> None:
 def test_a_probe_that_is_killed_while_it_looks_is_asked_again(fake: FakeNode, make: Make) -> None:
     pipe = fifo(fake, "nvml.json")
     checker = make()
-    results: list[Result] = []
+    results: list[HealthResult] = []
     run = threading.Thread(target=lambda: results.extend(checker.run(["gpu-recovery"])))
     run.start()
     with open(pipe, "wb"):  # Opens when the probe has opened it too.
@@ -266,7 +269,7 @@ def test_without_processes_to_start_everything_is_unknown(
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
     with monkeypatch.context() as patched:
-        patched.setattr(lanes.subprocess, "Popen", refuse)
+        patched.setattr(probes.subprocess, "Popen", refuse)
         results = make().run(["memory", "shm"])
     assert {result.verdict for result in results} == {"unknown"}
     assert "no process can be started" in results[0].reason
@@ -275,7 +278,7 @@ def test_without_processes_to_start_everything_is_unknown(
 def test_a_probe_that_cannot_start_is_not_started_for_ever(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lanes, "_CODE", "raise SystemExit(7)")
+    monkeypatch.setattr(probes, "_CODE", "raise SystemExit(7)")
     results = make().run(["memory", "shm"])
     assert [r.reason for r in results] == ["not asked: its process did not start (exit code 7)"] * 2
 
@@ -310,7 +313,7 @@ def test_a_check_of_ours_that_breaks_is_unknown(
     def broken(node: Node, before: object) -> Any:
         raise ZeroDivisionError("odd machine")
 
-    monkeypatch.setitem(probe.OF_NODE, "memory", broken)
+    monkeypatch.setattr("holdfast.health.memory.check_memory", broken)
     found = probe.answer(Question("memory", "", 1, fake.settings(), None), fake.node())
     assert (found.verdict, found.reason) == (
         "unknown",
@@ -333,11 +336,11 @@ def leaves_a_child():
     open(os.environ["OWN_FILE"], "w").write(str(child.pid))
     return None
 def answers_an_object():
-    from holdfast.messages.health import Result
-    return Result("x", "pass", "fine", 0.0, {"object": object()})
+    from holdfast.messages.health import HealthResult
+    return HealthResult("x", "pass", "fine", 0.0, {"object": object()})
 def answers_no_verdict():
-    from holdfast.messages.health import Result
-    return Result("x", "splendid", "fine", 0.0)
+    from holdfast.messages.health import HealthResult
+    return HealthResult("x", "splendid", "fine", 0.0)
 def has_json():
     import json
     return json.loads("true")
@@ -466,7 +469,7 @@ def test_importing_the_checker_is_cheap() -> None:
     assert done.stdout.startswith(b"[] ")
 
 
-def test_every_kind_has_somebody_to_look() -> None:
-    apart = {"nic", *WITH_SUBJECT}
-    assert set(probe.OF_NODE) | apart == set(KINDS)
-    assert not set(probe.OF_NODE) & apart
+def test_every_kind_has_a_function_that_takes_what_it_is_given() -> None:
+    for kind, about in KINDS.items():
+        parameters = inspect.signature(loaded(f"holdfast.health.{about.function}")).parameters
+        assert len(parameters) == 2 + (kind in WITH_SUBJECT)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-import itertools
+import os
+import sys
 from typing import Any
 
 import pytest
@@ -9,10 +10,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.health.baseline import EccSeen, GpusSeen
-from holdfast.health.finding import SEVERITY
-from holdfast.health.gpu import check_ecc, check_recovery, judge_ecc, judge_recovery
-from holdfast.health.gpu_memory import check_gpu_memory, judge_memory
-from holdfast.health.nvml import ERRORS, LOST, Gpu, GpuProcess, Gpus, NoNvml, Refused
+from holdfast.health.gpu import (
+    check_ecc,
+    check_gpu_memory,
+    check_recovery,
+    judge_ecc,
+    judge_memory,
+    judge_recovery,
+)
+from holdfast.health.judgement import SEVERITY
+from holdfast.health.node import Node
+from holdfast.health.nvml import (
+    ERRORS,
+    LOST,
+    Gpu,
+    GpuProcess,
+    Gpus,
+    NoNvml,
+    NvmlRefusal,
+    read_gpus,
+)
 
 HEALTHY: dict[str, Any] = {
     "pci": "0000:4e:00.0",
@@ -50,12 +67,12 @@ def test_an_old_driver_is_unknown_and_says_which_one_is_needed(fake: FakeNode) -
     fake.gpus({**HEALTHY, "recovery": {"error": 2}}, driver="535.104.05")
     found = check_recovery(fake.node(), None)
     assert found.verdict == "unknown"
-    assert found.reason == "driver 535.104.05 tells no recovery action; one from 570 on does"
+    assert found.reason == "driver 535.104.05 reports no recovery action; 570 and later do"
 
 
 @pytest.mark.parametrize("error", sorted(set(ERRORS) - set(LOST)))
 def test_an_nvml_error_is_unknown_and_never_a_failure(error: int) -> None:
-    refused = Refused(error)
+    refused = NvmlRefusal(error)
     asked = [
         judge_recovery(gpus(Gpu(index=0, uuid="a", recovery=refused)), None),
         judge_recovery(gpus(Gpu(index=0, handle=refused)), None),
@@ -67,7 +84,7 @@ def test_an_nvml_error_is_unknown_and_never_a_failure(error: int) -> None:
 
 @pytest.mark.parametrize("error", LOST)
 def test_that_a_gpu_is_lost_is_the_drivers_own_word(error: int) -> None:
-    found = judge_recovery(gpus(Gpu(index=3, handle=Refused(error))), None)
+    found = judge_recovery(gpus(Gpu(index=3, handle=NvmlRefusal(error))), None)
     assert found.verdict == "fail"
     assert found.reason.startswith("GPU 3: ")
 
@@ -88,7 +105,7 @@ def test_a_file_that_is_no_description_is_no_evidence(fake: FakeNode) -> None:
         (2, "fail", "rebooted"),
         (3, "fail", "peer-to-peer"),
         (4, "fail", "reduced capacity"),
-        (9, "fail", "wants action 9"),
+        (9, "fail", "needs recovery action 9"),
     ],
 )
 def test_each_recovery_action_has_its_verdict(
@@ -179,15 +196,13 @@ def test_memory_of_a_dead_process_fails(fake: FakeNode) -> None:
 
 def test_memory_that_is_given_back_meanwhile_blames_nobody(fake: FakeNode) -> None:
     fake.sees_all_processes()
-    looks = itertools.chain([used(20 * GIB)], itertools.repeat(used(0)))
-
-    class Settling:
-        def look(self) -> Gpus:
-            return next(looks)
-
+    fake.gpus({**HEALTHY, "used_bytes": 20 * GIB, "processes": []})
     node = fake.node()
-    node._nvml = Settling()
+    assert isinstance(node.gpus, Gpus), "the first look"
+    fake.gpus({**HEALTHY, "used_bytes": 0, "processes": []})
     assert check_gpu_memory(node, None).verdict == "pass"
+    fake.gpus({**HEALTHY, "used_bytes": 20 * GIB, "processes": []})
+    assert check_gpu_memory(node, None).verdict == "fail"
 
 
 def test_in_a_container_nobody_can_tell_whose_memory_it_is(fake: FakeNode) -> None:
@@ -226,13 +241,13 @@ def test_only_memory_that_no_living_process_uses_fails(
 
 # ---- the whole ----
 
-NUMBERS = st.one_of(st.integers(0, 9), st.builds(Refused, st.integers(1, 30)))
-FLAGS = st.one_of(st.booleans(), st.builds(Refused, st.integers(1, 30)))
+NUMBERS = st.one_of(st.integers(0, 9), st.builds(NvmlRefusal, st.integers(1, 30)))
+FLAGS = st.one_of(st.booleans(), st.builds(NvmlRefusal, st.integers(1, 30)))
 ANY_GPU = st.builds(
     Gpu,
     index=st.integers(0, 8),
     uuid=st.text(max_size=3),
-    handle=st.none() | st.builds(Refused, st.integers(1, 30)),
+    handle=st.none() | st.builds(NvmlRefusal, st.integers(1, 30)),
     recovery=NUMBERS,
     ecc_uncorrected=NUMBERS,
     remap_pending=FLAGS,
@@ -248,7 +263,7 @@ def test_a_pass_needs_evidence_and_a_failure_too(found: list[Gpu]) -> None:
         g
         for g in found
         for part in (g.handle, g.recovery)
-        if isinstance(part, Refused) and part.error in LOST
+        if isinstance(part, NvmlRefusal) and part.error in LOST
     ]
     if recovery.verdict == "pass":
         assert len(evidence) == len(found) > 0
@@ -256,3 +271,29 @@ def test_a_pass_needs_evidence_and_a_failure_too(found: list[Gpu]) -> None:
         assert lost or any(g.recovery for g in evidence)
     assert recovery.verdict in SEVERITY
     assert ecc.verdict in SEVERITY
+
+
+# ---- the library --------------------------------------------------------------------------------
+
+
+def test_without_pynvml_a_check_says_how_to_install_it(
+    fake: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    fake.write("dev/nvidia0", "")
+    found = check_recovery(Node(fake.settings(nvml=None)), None)
+    assert found.verdict == "unknown"
+    assert found.reason.endswith("nvidia-ml-py is not installed: pip install 'holdfast[gpu]'")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/nvidia0"), reason="no GPU here")
+def test_a_real_gpu_is_described() -> None:
+    pytest.importorskip("pynvml")
+    found = read_gpus(None)
+    assert isinstance(found, Gpus)
+    for gpu in found.gpus:
+        assert gpu.handle is None
+        assert gpu.uuid.startswith("GPU-")
+        assert os.path.exists(f"/sys/bus/pci/devices/{gpu.pci}")
+        assert isinstance(gpu.used_bytes, int)
+        assert isinstance(gpu.processes, tuple)

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.health.baseline import NicSeen, PortSeen, Seen
-from holdfast.health.finding import Finding
-from holdfast.health.nic import Port, check_nic, find_near, judge_ports
-from holdfast.health.pci import address, nearest
+from holdfast.health.judgement import Judgement
+from holdfast.health.nic import Port, address, check_nic, find_near, judge_ports, nearest
 
 LEFT, RIGHT = "pci0000:3a/0000:3a:00.0", "pci0000:b0/0000:b0:00.0"
 
@@ -32,7 +31,7 @@ def set_port(fake: FakeNode, name: str, file: str, content: object) -> None:
     fake.write(f"sys/class/infiniband/{name}/ports/1/{file}", content)
 
 
-def look(fake: FakeNode, before: Seen | None = None, **settings: object) -> Finding:
+def look(fake: FakeNode, before: Seen | None = None, **settings: object) -> Judgement:
     return check_nic(fake.node(**settings), before)
 
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
-from holdfast.health.finding import Finding
-from holdfast.health.service import Target, check_service, judge_answer, target
+from holdfast.health.judgement import Judgement
+from holdfast.health.service import ServiceAddress, check_service, judge_answer, service_address
 
 HEALTHY = b'{"success": true, "fail_count": 0}'
 
@@ -53,7 +53,7 @@ def serving(body: bytes, status: int = 200, socket: Path | None = None) -> Itera
         server.server_close()
 
 
-def ask(fake: FakeNode, url: str, **settings: object) -> Finding:
+def ask(fake: FakeNode, url: str, **settings: object) -> Judgement:
     return check_service(fake.node(**settings), url, None)
 
 
@@ -133,19 +133,19 @@ def test_noise_never_condemns_and_never_clears(status: int, body: bytes) -> None
 @pytest.mark.parametrize(
     ("url", "where"),
     [
-        ("unix:/run/n.sock", Target(path="/", socket="/run/n.sock")),
-        ("unix:///run/n.sock:/v1/health", Target(path="/v1/health", socket="/run/n.sock")),
-        ("/run/n.sock", Target(path="/", socket="/run/n.sock")),
-        ("http://node0:8080/h?x=1", Target(path="/h?x=1", host="node0", port=8080)),
-        ("https://node0", Target(path="/", host="node0", tls=True)),
-        ("http://[::1]:80/", Target(path="/", host="::1", port=80)),
+        ("unix:/run/n.sock", ServiceAddress(path="/", socket="/run/n.sock")),
+        ("unix:///run/n.sock:/v1/health", ServiceAddress(path="/v1/health", socket="/run/n.sock")),
+        ("/run/n.sock", ServiceAddress(path="/", socket="/run/n.sock")),
+        ("http://node0:8080/h?x=1", ServiceAddress(path="/h?x=1", host="node0", port=8080)),
+        ("https://node0", ServiceAddress(path="/", host="node0", tls=True)),
+        ("http://[::1]:80/", ServiceAddress(path="/", host="::1", port=80)),
     ],
 )
-def test_the_url_says_where(url: str, where: Target) -> None:
-    assert target(url) == where
+def test_the_url_says_where(url: str, where: ServiceAddress) -> None:
+    assert service_address(url) == where
 
 
 @pytest.mark.parametrize("url", ["", "node0:8080", "ftp://x", "unix:relative", "http://h:port"])
 def test_a_url_that_makes_no_sense_is_refused(url: str) -> None:
     with pytest.raises(UsageError):
-        target(url)
+        service_address(url)

@@ -9,26 +9,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.health.baseline import NvlinkSeen
-from holdfast.health.finding import Finding
+from holdfast.health.judgement import Judgement
 from holdfast.health.nvlink import WINDOWS, check_nvlink, judge_links
-from holdfast.health.nvml import Gpu, Gpus, Link, Refused
+from holdfast.health.nvml import Gpu, Gpus, NvLink, NvmlRefusal
 
 BAD = 15
 
 
-def board(*gpus: Sequence[Link], name: str = "H100") -> Gpus:
+def board(*gpus: Sequence[NvLink], name: str = "H100") -> Gpus:
     return Gpus(
         "570",
         tuple(Gpu(index=i, uuid=f"G{i}", name=name, links=tuple(g)) for i, g in enumerate(gpus)),
     )
 
 
-def links(on: int, off: int = 0, replays: int = 0) -> list[Link]:
-    return [Link(i, i < on, replays) for i in range(on + off)]
+def links(on: int, off: int = 0, replays: int = 0) -> list[NvLink]:
+    return [NvLink(i, i < on, replays) for i in range(on + off)]
 
 
-def looks(*boards: Gpus) -> list[Finding]:
-    found: list[Finding] = []
+def looks(*boards: Gpus) -> list[Judgement]:
+    found: list[Judgement] = []
     before: NvlinkSeen | None = None
     for each in boards:
         found.append(judge_links(each, before, BAD))
@@ -68,7 +68,7 @@ def test_errors_at_more_than_half_of_the_last_looks_fail(grown: int, verdict: st
 
 
 def test_one_link_of_one_gpu_is_enough() -> None:
-    boards = [board(links(2), [Link(0, True), Link(1, True, 0, n)]) for n in range(20)]
+    boards = [board(links(2), [NvLink(0, True), NvLink(1, True, 0, n)]) for n in range(20)]
     found = looks(*boards)[-1]
     assert found.verdict == "fail"
     assert "GPU 1: NVLink 1 had errors at 19 of the last 30 looks" in found.reason
@@ -80,12 +80,12 @@ def test_a_burst_is_no_wear_however_large() -> None:
 
 @pytest.mark.parametrize(("error", "verdict"), [(999, "unknown"), (3, "pass"), (15, "fail")])
 def test_a_counter_that_is_refused(error: int, verdict: str) -> None:
-    link = Link(0, True, Refused(error), Refused(error))
+    link = NvLink(0, True, NvmlRefusal(error), NvmlRefusal(error))
     assert looks(board([link]))[-1].verdict == verdict
 
 
 def test_a_state_that_is_refused_does_not_count_as_off() -> None:
-    found = looks(board(links(2)), board([Link(0, True), Link(1, Refused(999))]))
+    found = looks(board(links(2)), board([NvLink(0, True), NvLink(1, NvmlRefusal(999))]))
     assert found[-1].verdict == "unknown"
 
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from holdfast.health import own_checks
 from holdfast.health.catalogue import checks_of, chosen
-from holdfast.health.finding import SEVERITY
+from holdfast.health.judgement import SEVERITY
 from holdfast.health.own_checks import check_own, installed_checks, understood
-from holdfast.messages.health import Result
+from holdfast.messages.health import HealthResult
 
 MODULE = """
 import sys
@@ -45,7 +45,7 @@ def place(tmp_path: Path, fake: FakeNode) -> Path:
         ("my_node_checks:leaves_well", "pass", "passed"),
         ("my_node_checks:fans.slow", "warn", "slow"),
         ("my_node_checks:fans.slow [extra]", "warn", "slow"),
-        ("my_node_checks:number", "unknown", "no function"),
+        ("my_node_checks:number", "unknown", "not a function"),
         ("my_node_checks:missing", "unknown", "missing"),
         ("my_broken_checks:any", "unknown", "no_such_module_anywhere"),
     ],
@@ -73,7 +73,7 @@ def test_a_check_says_what_it_means(
         (False, "fail"),
         (("unknown", "no fan"), "unknown"),
         (("fail", "slow"), "fail"),
-        (Result("x", "warn", "slow", 0.0, {"rpm": 3}), "warn"),
+        (HealthResult("x", "warn", "slow", 0.0, {"rpm": 3}), "warn"),
         (0, "unknown"),
         ("fail", "unknown"),
         (("broken", "x"), "unknown"),
@@ -97,7 +97,7 @@ def test_installed_packages_offer_checks(monkeypatch: pytest.MonkeyPatch) -> Non
         return [point]
 
     with monkeypatch.context() as patched:
-        patched.setattr(own_checks.metadata, "entry_points", entry_points)
+        patched.setattr(metadata, "entry_points", entry_points)
         found = installed_checks()
     assert found == {"fan": "vendor.checks:fan"}
 

@@ -8,16 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.health.baseline import XidSeen
-from holdfast.health.finding import Finding
-from holdfast.health.xid import Line, check_xid, judge_xids, parsed, read_log
+from holdfast.health.judgement import Judgement
+from holdfast.health.xid import LogLine, check_xid, judge_xids, parsed, read_log
 
 FELL = "NVRM: Xid (PCI:0000:4e:00): 79, pid=12, name=python, GPU has fallen off the bus."
 FAULT = "NVRM: Xid (PCI:0000:4e:00): 31, pid=12, name=python, MMU Fault: ENGINE GRAPHICS"
 RECOVER = "NVRM: Xid (PCI:0000:4e:00): 154, GPU recovery action changed from 0x0 (None) to 0x{} (X)"
 
 
-def judged(*texts: str, known: int | None = None) -> Finding:
-    return judge_xids([Line(i, text) for i, text in enumerate(texts)], known)
+def judged(*texts: str, known: int | None = None) -> Judgement:
+    return judge_xids([LogLine(i, text) for i, text in enumerate(texts)], known)
 
 
 def test_a_new_xid_of_broken_hardware_fails() -> None:
@@ -47,7 +47,7 @@ def test_a_wish_for_recovery_fails_and_its_end_does_not(to: str, verdict: str) -
 
 
 def test_lines_that_were_overwritten_unread_are_unknown() -> None:
-    found = judge_xids([Line(50, "usb")], 10)
+    found = judge_xids([LogLine(50, "usb")], 10)
     assert found.verdict == "unknown"
     assert "39 lines" in found.reason
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from holdfast.shm.rank_page import PAGE_BYTES, PageState, ProgressPage, create_page
+from holdfast.shm.rank_page import PAGE_BYTES, PageState, RankPage, create_page
 
 
 def whole(n: int) -> PageState:
@@ -17,7 +17,7 @@ def whole(n: int) -> PageState:
     return PageState(n, n, float(n), float(n), float(n), float(n))
 
 
-def write(page: ProgressPage, n: int) -> None:
+def write(page: RankPage, n: int) -> None:
     page.write(n, n, float(n), float(n), float(n), float(n))
 
 
@@ -26,7 +26,7 @@ def scribbler(fd: int) -> int:
     pid = os.fork()
     if pid == 0:
         try:
-            page = ProgressPage(fd)
+            page = RankPage(fd)
             n = 0
             while True:
                 n += 1
@@ -36,7 +36,7 @@ def scribbler(fd: int) -> int:
     return pid
 
 
-def wait_for_first_write(page: ProgressPage) -> None:
+def wait_for_first_write(page: RankPage) -> None:
     deadline = time.monotonic() + 10
     while page.read().steps == 0:
         assert time.monotonic() < deadline, "the writer never wrote"
@@ -53,22 +53,22 @@ def fd() -> int:
 
 
 def test_a_fresh_page_says_that_nothing_was_done(fd: int) -> None:
-    assert ProgressPage(fd).read() == whole(0)
+    assert RankPage(fd).read() == whole(0)
     assert os.fstat(fd).st_size == PAGE_BYTES
 
 
 def test_what_was_written_last_is_read(fd: int) -> None:
-    writer, reader = ProgressPage(fd), ProgressPage(fd)
+    writer, reader = RankPage(fd), RankPage(fd)
     for n in range(1, 200):
         write(writer, n)
         assert reader.read() == whole(n)
 
 
 def test_the_page_outlives_its_descriptor_and_its_writer(fd: int) -> None:
-    reader = ProgressPage(fd)
+    reader = RankPage(fd)
     pid = os.fork()
     if pid == 0:
-        write(ProgressPage(fd), 42)
+        write(RankPage(fd), 42)
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)
     os.close(fd)
@@ -76,7 +76,7 @@ def test_the_page_outlives_its_descriptor_and_its_writer(fd: int) -> None:
 
 
 def test_a_reader_never_sees_half_of_a_write_while_another_process_writes(fd: int) -> None:
-    page = ProgressPage(fd)
+    page = RankPage(fd)
     pid = scribbler(fd)
     try:
         wait_for_first_write(page)
@@ -94,7 +94,7 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_state() -> None:
     chance = random.Random(1)
     for _ in range(25):
         fd = create_page()
-        page = ProgressPage(fd)
+        page = RankPage(fd)
         pid = scribbler(fd)
         try:
             wait_for_first_write(page)
@@ -109,7 +109,7 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_state() -> None:
 
 
 def test_a_slot_half_written_is_not_yet_pointed_at(fd: int) -> None:
-    page = ProgressPage(fd)
+    page = RankPage(fd)
     write(page, 1)
     # A writer that dies in the next slot has changed its words and not the sequence.
     following = 8 + 8 * 2
@@ -122,7 +122,7 @@ def test_a_slot_half_written_is_not_yet_pointed_at(fd: int) -> None:
 def test_a_reader_overtaken_while_it_reads_sees_nothing_half_written(
     fd: int, writes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page, writer = ProgressPage(fd), ProgressPage(fd)
+    page, writer = RankPage(fd), RankPage(fd)
     write(writer, 1)
 
     class Overtaken:
@@ -149,10 +149,10 @@ def test_a_reader_overtaken_while_it_reads_sees_nothing_half_written(
 def test_closing_gives_the_memory_back(fd: int) -> None:
     def mapped() -> int:
         with open("/proc/self/maps") as maps:
-            return sum("holdfast-progress" in line for line in maps)
+            return sum("holdfast-rank-page" in line for line in maps)
 
     before = mapped()
-    page = ProgressPage(fd)
+    page = RankPage(fd)
     assert mapped() == before + 1
     page.close()
     assert mapped() == before

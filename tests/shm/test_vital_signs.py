@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.shm.rank_page import ProgressPage, create_page
+from holdfast.shm.rank_page import RankPage, create_page
 from holdfast.shm.vital_signs import (
     BETWEEN,
     DATA,
@@ -25,7 +25,7 @@ from holdfast.shm.vital_signs import (
     STEP,
     VITALS_BYTES,
     WARM_UP,
-    Open,
+    OpenSection,
     Times,
     Vitals,
     section_name,
@@ -87,13 +87,13 @@ def test_sections_nest_and_overlap_and_are_read_the_oldest_first(acts: list[int]
     vitals = fresh()
     for index in range(4):
         vitals.name_section(index, f"s{index}")
-    inside: list[tuple[int, Open]] = []
+    inside: list[tuple[int, OpenSection]] = []
     for now, act in enumerate(acts, 1):
         if act >= 0:
             place = vitals.enter(act, float(now), own=act != 3)
             assert (place < 0) == (len(inside) == MOST_OPEN)
             if place >= 0:
-                inside.append((place, Open(float(now), f"s{act}", own=act != 3)))
+                inside.append((place, OpenSection(float(now), f"s{act}", own=act != 3)))
         elif inside:
             place, _ = inside.pop(act % len(inside))
             vitals.leave(place)
@@ -195,7 +195,7 @@ def test_a_dump_that_is_wanted_is_made_once() -> None:
 def test_what_a_forked_process_does_is_no_sign_of_the_worker() -> None:
     """DataLoader's workers are forks of the rank, with its hooks and its memory."""
     fd = create_page()
-    page, reader = ProgressPage(fd), ProgressPage(fd)
+    page, reader = RankPage(fd), RankPage(fd)
     page.vitals.mark(DATA, 1.0)
     page.write(7, 7, 1.0, 1.0, 0.0, 0.0)
     pid = os.fork()

@@ -17,7 +17,7 @@ from holdfast.messages.checkpoints import Holder, ImageId, SnapshotId
 from holdfast.messages.events import Progress, StreamEnded, WorkerExited
 from holdfast.messages.records import Part, Raised, RankProgress, Terms
 from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber, Time
-from holdfast.messages.wire import Ack, FromAgent, FromCoordinator, Hello, Refused, Sent, Welcome
+from holdfast.messages.wire import Ack, FromAgent, FromCoordinator, Hello, Rejected, Sent, Welcome
 from holdfast.wire import framing
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -76,7 +76,7 @@ parts = st.builds(
 )
 from_coordinator = st.one_of(
     st.builds(Welcome, job=texts, now=times, acked=numbers, beat_s=st.floats(0, 1e9)),
-    st.builds(Refused, reason=texts),
+    st.builds(Rejected, reason=texts),
     st.builds(Ack, number=numbers),
     st.builds(StartWorkers, node=nodes, part=parts),
     st.builds(StopWorkers, node=nodes, round=numbers, grace_s=st.floats(0, 1e9), why=texts),
@@ -179,17 +179,17 @@ def test_an_announced_length_above_the_limit_is_refused_before_anything_is_alloc
 
 
 def test_a_length_at_the_limit_is_taken_and_one_more_is_not() -> None:
-    refused = Refused(reason="no")
+    refused = Rejected(reason="no")
     frame = framing.encode(refused)
     size = len(frame) - 4
-    assert framing.FrameDecoder(Refused, max_bytes=size).feed(frame) == [refused]
+    assert framing.FrameDecoder(Rejected, max_bytes=size).feed(frame) == [refused]
     with pytest.raises(FrameTooLarge):
-        framing.FrameDecoder(Refused, max_bytes=size - 1).feed(frame)
+        framing.FrameDecoder(Rejected, max_bytes=size - 1).feed(frame)
 
 
 def test_a_message_too_large_to_be_taken_is_not_sent() -> None:
-    with pytest.raises(FrameTooLarge, match="Refused"):
-        framing.encode(Refused(reason="x" * framing.MAX_FRAME_BYTES))
+    with pytest.raises(FrameTooLarge, match="Rejected"):
+        framing.encode(Rejected(reason="x" * framing.MAX_FRAME_BYTES))
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), float("-inf"), -1.0])

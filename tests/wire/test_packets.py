@@ -6,18 +6,18 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.messages.local import PACKET_BYTES, Piece, Reply
+from holdfast.messages.local import PACKET_BYTES, Piece, ScriptReply
 from holdfast.messages.requests import MAX_MESSAGE_BYTES, Values
 from holdfast.wire.packets import Joiner, packets_of
 
-decoder = msgspec.msgpack.Decoder(Reply | Piece)
+decoder = msgspec.msgpack.Decoder(ScriptReply | Piece)
 
 
-def reply(size: int) -> Reply:
-    return Reply(lane=0, number=1, answer=Values(values=(b"x" * size,)))
+def reply(size: int) -> ScriptReply:
+    return ScriptReply(lane=0, number=1, answer=Values(values=(b"x" * size,)))
 
 
-def received(packets: list[bytes], joiner: Joiner) -> list[Reply]:
+def received(packets: list[bytes], joiner: Joiner) -> list[ScriptReply]:
     found = []
     for packet in packets:
         message = decoder.decode(packet)

@@ -90,7 +90,7 @@ class Scene:
         for _ in range(steps):
             for phase in phases:
                 at_mark(phase)
-                self.times.mark(phase, self.gpu.queued_s)
+                self.times.mark(phase)
                 self.gpu.queued_s += WORK_S.get(phase, 0.0)
                 self.gpu.done_s = max(self.gpu.done_s, self.gpu.queued_s - behind_s)
 

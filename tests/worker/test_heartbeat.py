@@ -14,9 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.diagnosis.frames import thread_in_collective
+from holdfast.messages.evidence import Frame, ThreadStack
 from holdfast.messages.hangs import LINES
 from holdfast.shm.vital_signs import BETWEEN, IN_BACKWARD, IN_COLLECTIVE, NO, VITALS_BYTES, Vitals
-from holdfast.worker.heartbeat import Pulse, waits
+from holdfast.worker import requests
+from holdfast.worker.heartbeat import Heartbeat, waits
+from holdfast.worker.torch_hooks import waits as hooked_waits
 
 PATIENCE_S = 10.0
 Run = Callable[..., str]
@@ -61,6 +65,9 @@ CASES = [
         IN_COLLECTIVE,
     ),
     (("train.py", "/x/holdfast/worker/requests.py", "/lib/python3/threading.py"), IN_COLLECTIVE),
+    (("train.py", requests.__file__), IN_COLLECTIVE),
+    (("train.py", hooked_waits.__file__, C10D), IN_COLLECTIVE),
+    (("train.py", C10D, hooked_waits.__file__), IN_COLLECTIVE),
     # A script that is started by torch's own `record`, and a model that FSDP wraps.
     (("/x/torch/distributed/elastic/multiprocessing/errors/__init__.py", "train.py"), NO),
     (("train.py", "/x/torch/distributed/fsdp/fully_sharded.py", "model.py"), NO),
@@ -78,6 +85,13 @@ def test_who_is_in_a_collective_waits(files: tuple[str, ...], expected: int) -> 
     assert waits(frame_in(*files)) == expected  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("files", "expected"), CASES, ids=lambda case: str(case)[-60:])
+def test_a_verdict_sees_the_same_waits_in_a_stack(files: tuple[str, ...], expected: int) -> None:
+    frames = tuple(Frame(file=file, line=1, function="f") for file in reversed(files))
+    seen = thread_in_collective(ThreadStack(name="MainThread", frames=frames))
+    assert (seen == "yes") == (expected == IN_COLLECTIVE)
+
+
 def test_a_backward_pass_may_wait() -> None:
     def _engine_run_backward() -> int:
         return waits(sys._getframe())
@@ -91,22 +105,22 @@ def test_a_backward_pass_may_wait() -> None:
 
 def test_where_a_thread_was_seen_is_counted_until_the_next_mark() -> None:
     vitals = fresh()
-    pulse = Pulse(vitals, lambda: None)
+    heart = Heartbeat(vitals, lambda: None)
     frames = [frame_in(f"part{n}.py") for n in range(4)]
     for now, frame in enumerate([*frames, *frames], 1):
-        pulse.look(frame, float(now))  # type: ignore[arg-type]
+        heart.look(frame, float(now))  # type: ignore[arg-type]
     assert vitals.read().codes == 4
     vitals.mark(BETWEEN, 9.0)
-    pulse.look(frames[0], 10.0)  # type: ignore[arg-type]
+    heart.look(frames[0], 10.0)  # type: ignore[arg-type]
     assert vitals.read().codes == 1
 
 
 def test_a_line_has_the_same_number_wherever_the_script_lies() -> None:
     vitals = fresh()
-    pulse = Pulse(vitals, lambda: None)
+    heart = Heartbeat(vitals, lambda: None)
 
     def place(file: str) -> int:
-        pulse.look(frame_in(file), 1.0)  # type: ignore[arg-type]
+        heart.look(frame_in(file), 1.0)  # type: ignore[arg-type]
         return vitals.read().place
 
     assert place("/home/a/train.py") == place("/mnt/b/train.py") != place("/home/a/model.py")
@@ -115,29 +129,29 @@ def test_a_line_has_the_same_number_wherever_the_script_lies() -> None:
 
 def test_a_thread_that_has_ended_is_nowhere() -> None:
     vitals = fresh()
-    Pulse(vitals, lambda: None).look(None, 3.0)
+    Heartbeat(vitals, lambda: None).look(None, 3.0)
     signs = vitals.read()
     assert (signs.beat_at, signs.place, signs.waits) == (3.0, 0, False)
 
 
 @contextmanager
-def beating(vitals: Vitals, dump: Callable[[], None] = lambda: None) -> Iterator[Pulse]:
-    pulse = Pulse(vitals, dump)
-    pulse.start()
+def beating(vitals: Vitals, dump: Callable[[], None] = lambda: None) -> Iterator[Heartbeat]:
+    heart = Heartbeat(vitals, dump)
+    heart.start()
     try:
-        yield pulse
+        yield heart
     finally:
-        pulse._pid = 0  # It ends when it finds itself in another process.
-        wait_for(lambda: not _pulses(), "its end")
+        heart._pid = 0  # It ends when it finds itself in another process.
+        wait_for(lambda: not _beating_threads(), "its end")
 
 
-def _pulses() -> int:
+def _beating_threads() -> int:
     """How many threads of this process beat."""
     names = []
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):
             names.append((task / "comm").read_text().strip())
-    return names.count("holdfast-pulse")
+    return names.count("holdfast-beat")
 
 
 def test_it_beats_and_the_script_does_not_see_the_thread() -> None:
@@ -250,5 +264,5 @@ def test_a_forked_process_has_no_beats() -> None:
         wait_for(lambda: vitals.read().beat_at, "a beat")
         pid = os.fork()
         if pid == 0:
-            os._exit(_pulses())
+            os._exit(_beating_threads())
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

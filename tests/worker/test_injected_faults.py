@@ -1,4 +1,4 @@
-"""Traps: laid by an agent, sprung by a worker in exactly the step they are for."""
+"""Traps: set by an agent, sprung by a worker in exactly their step."""
 
 from __future__ import annotations
 
@@ -10,18 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.core.chaos.plans import LOOKAHEAD
 from holdfast.errors import InjectedFault
-from holdfast.messages.chaos import Trap
+from holdfast.messages.chaos import Sprung, Trap
 from holdfast.messages.units import NodeId, Rank, StepNumber
-from holdfast.shm.rank_page import ProgressPage, create_page
-from holdfast.shm.traps import MAX_TRAPS_BYTES, TRAPS_BYTES, Sprung, TrapArea
+from holdfast.shm.rank_page import RankPage, create_page
+from holdfast.shm.traps import TrapLog
 from holdfast.worker.injected_faults import Drag, Traps
-
-
-@pytest.fixture
-def area() -> TrapArea:
-    return TrapArea(memoryview(bytearray(TRAPS_BYTES)))
 
 
 def trap(step: int, injection: int = 1, kind: str = "netcut") -> Trap:
@@ -35,20 +29,34 @@ def trap(step: int, injection: int = 1, kind: str = "netcut") -> Trap:
     )
 
 
-def lay(area: TrapArea, *traps: Trap) -> None:
-    area.write(msgspec.msgpack.encode(traps))
+class Laid:
+    """Traps of a process, and the log in which it says which of them spring."""
+
+    def __init__(self, *traps: Trap) -> None:
+        self._view = memoryview(bytearray(1 << 12))
+        self._log = TrapLog(self._view)
+        self.woken: list[list[Sprung]] = []
+        self.traps = Traps(TrapLog(self._view).append, lambda: self.woken.append(self.sprung()))
+        self.add(*traps)
+
+    def add(self, *traps: Trap) -> None:
+        self.traps.add([msgspec.msgpack.encode(one) for one in traps])
+
+    def sprung(self) -> list[Sprung]:
+        return [msgspec.msgpack.decode(entry, type=Sprung) for entry in self._log.read()]
+
+    def passed(self, before: int, step: int) -> list[Sprung]:
+        self.traps.passed(before, step)
+        woken, self.woken = self.woken, []
+        return [sprung for told in woken for sprung in told]
 
 
 def sprung_at(steps: list[int], *traps: int) -> list[int]:
     """At which of these steps traps for those steps were sprung."""
-    area = TrapArea(memoryview(bytearray(TRAPS_BYTES)))
-    lay(area, *(trap(step, number) for number, step in enumerate(traps, 1)))
-    laid = Traps(area, lambda: None)
-    laid.look()
+    laid = Laid(*(trap(step, number) for number, step in enumerate(traps, 1)))
     before, found = steps[0] - 1, []
     for step in steps:
-        laid.passed(before, step)
-        found += [(one.injection, one.step) for one in area.take_sprung()]
+        found += [(one.injection, one.step) for one in laid.passed(before, step)]
         before = step
     return [step for _, step in sorted(found)]
 
@@ -82,76 +90,76 @@ def test_each_trap_on_the_way_is_sprung_exactly_once(
     assert sorted(sprung_at(steps, *traps)) == sorted(expected)
 
 
-def test_one_for_now_is_sprung_in_the_next_step(area: TrapArea) -> None:
-    traps = Traps(area, lambda: None)
-    lay(area, trap(0, 7))
-    traps.look()
-    traps.passed(4, 5)
-    (sprung,) = area.take_sprung()
+def test_one_for_now_is_sprung_in_the_next_step() -> None:
+    (sprung,) = Laid(trap(0, 7)).passed(4, 5)
     assert (sprung.injection, sprung.occurrence, sprung.step) == (7, 1, 5)
 
 
-def test_the_agent_hears_of_it_before_it_happens(area: TrapArea) -> None:
-    heard: list[int] = []
-    lay(area, trap(5, kind="exception"))
-    traps = Traps(area, lambda: heard.append(len(area.take_sprung())))
-    traps.look()
+def test_one_that_is_set_later_is_sprung_as_well() -> None:
+    laid = Laid(trap(3))
+    assert len(laid.passed(2, 3)) == 1
+    laid.add(trap(4, 2))
+    assert [one.injection for one in laid.passed(3, 4)] == [2]
+
+
+def test_the_agent_hears_of_it_before_it_happens() -> None:
+    laid = Laid(trap(5, kind="exception"))
     with pytest.raises(InjectedFault, match="at step 5"):
-        traps.passed(4, 5)
-    assert heard == [1]
+        laid.passed(4, 5)
+    assert [len(told) for told in laid.woken] == [1]
     assert issubclass(InjectedFault, RuntimeError)
 
 
-def test_nothing_befalls_a_process_that_the_script_forked(area: TrapArea) -> None:
-    lay(area, trap(5, kind="exception"))
-    traps = Traps(area, lambda: None)
-    traps.look()
+def test_nothing_befalls_a_process_that_the_script_forked() -> None:
+    laid = Laid(trap(5, kind="exception"))
     pid = os.fork()
     if pid == 0:
         try:
-            traps.passed(4, 5)
+            laid.passed(4, 5)
             os._exit(0)
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_traps_that_are_set_later_join_those_that_have_sprung(area: TrapArea) -> None:
-    traps = Traps(area, lambda: None)
-    for number in range(1, 500):
-        before = area.version
-        lay(area, trap(number, number), trap(number + 1, number + 1))
-        assert area.version == before + 1
-        traps.look()
-        traps.passed(number - 1, number)
-        assert [one.injection for one in area.take_sprung()] == [number]
+@given(entries=st.lists(st.binary(max_size=40), max_size=20), cut=st.integers(0, 20))
+def test_a_log_gives_each_entry_once_and_in_order(entries: list[bytes], cut: int) -> None:
+    view = memoryview(bytearray(1 << 11))
+    writer, reader = TrapLog(view), TrapLog(view)
+    assert all(writer.append(entry) for entry in entries[:cut])
+    read = reader.read()
+    assert all(writer.append(entry) for entry in entries[cut:])
+    assert read + reader.read() == entries
+    assert reader.read() == []
 
 
-def test_as_many_as_a_job_can_have_set_fit_into_the_area(area: TrapArea) -> None:
-    many = [trap(1 << 40, number) for number in range(1, 16 * LOOKAHEAD + 1)]
-    assert len(msgspec.msgpack.encode(many)) <= MAX_TRAPS_BYTES
-    lay(area, *many)
-    assert msgspec.msgpack.decode(area.read(), type=list[Trap]) == many
+def test_a_log_that_is_full_takes_no_more() -> None:
+    view = memoryview(bytearray(64))
+    writer, reader = TrapLog(view), TrapLog(view)
+    taken = [writer.append(bytes([number]) * 8) for number in range(9)]
+    assert taken == [True] * 4 + [False] * 5
+    assert reader.read() == [bytes([number]) * 8 for number in range(4)]
 
 
 @pytest.fixture
-def page() -> Iterator[ProgressPage]:
+def page() -> Iterator[RankPage]:
     fd = create_page()
-    page = ProgressPage(fd)
+    page = RankPage(fd)
     os.close(fd)
     yield page
     page.close()
 
 
-def test_traps_lie_beside_the_page_and_nothing_else(page: ProgressPage) -> None:
+def test_traps_lie_beside_the_page_and_nothing_else(page: RankPage) -> None:
     page.write(7, 7, 1.0, 2.0, 0.0, 0.0)
     signs = page.vitals.read()
-    page.traps.write(b"\xff" * MAX_TRAPS_BYTES)
-    page.traps.write(b"\xff" * MAX_TRAPS_BYTES)
-    for number in range(200):
-        page.traps.spring(Sprung(number, 1 << 60, 1e9, 1 << 60))
+    while page.traps.append(b"\xff" * 4096):
+        pass
+    while page.sprung.append(b"\xff" * 4096):
+        pass
     assert page.read().step == 7
     assert page.vitals.read() == signs
+    assert set(page.traps.read()) == {b"\xff" * 4096}
 
 
 def test_a_slow_rank_drags_by_what_steps_took_before(monkeypatch: pytest.MonkeyPatch) -> None:

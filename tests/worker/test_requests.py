@@ -24,7 +24,7 @@ from holdfast.errors import (
     RequestError,
     RequestTimeout,
 )
-from holdfast.messages.local import PACKET_BYTES, Ask, Piece, Reply
+from holdfast.messages.local import PACKET_BYTES, Ask, Piece, ScriptReply
 from holdfast.messages.requests import (
     MAX_VALUE_BYTES,
     Add,
@@ -42,7 +42,7 @@ from holdfast.messages.requests import (
 from holdfast.wire.packets import Joiner, packets_of
 from holdfast.worker import runtime
 from holdfast.worker.channel import Channel
-from holdfast.worker.requests import Requests
+from holdfast.worker.requests import RequestClient
 
 from_worker = msgspec.msgpack.Decoder(Ask | Piece)
 
@@ -53,7 +53,7 @@ class FakeAgent:
     def __init__(self) -> None:
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.channel = Channel(theirs.detach())
-        self.requests = Requests(self.channel)
+        self.requests = RequestClient(self.channel)
         self.asked: list[Ask] = []
         self.react: Callable[[Ask], AnyAnswer | None] = lambda ask: Granted()
         self._joiner = Joiner()
@@ -75,7 +75,7 @@ class FakeAgent:
                 self.reply(message, answer)
 
     def reply(self, ask: Ask, answer: AnyAnswer) -> None:
-        for packet in packets_of(Reply(lane=ask.lane, number=ask.number, answer=answer)):
+        for packet in packets_of(ScriptReply(lane=ask.lane, number=ask.number, answer=answer)):
             self.socket.send(packet)
 
     def until_asked(self, count: int) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.shm.rank_page import ProgressPage, create_page
+from holdfast.shm.rank_page import RankPage, create_page
 from holdfast.shm.vital_signs import BETWEEN, DATA, MOST_SECTIONS
 from holdfast.worker.channel import Channel
 from holdfast.worker.runtime import Runtime
@@ -20,7 +20,7 @@ class Worker:
     def __init__(self) -> None:
         self.near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         fd = create_page()
-        self.page = ProgressPage(fd)
+        self.page = RankPage(fd)
         self.runtime = Runtime(Channel(far.detach()), self.page)
         os.close(fd)
 

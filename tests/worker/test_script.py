@@ -18,12 +18,11 @@ from holdfast.worker.script import describe
 RUNNER = """
 import sys
 sys.path.insert(0, "")
-from holdfast.messages.local import Program
 from holdfast.worker import script
 entry, name, *args = sys.argv[1:]
 def died(raised):
     print("DIED", raised.type, raised.message, raised.where, file=sys.stderr)
-sys.exit(script.run(Program(entry=entry, script=name, args=tuple(args)), died))
+sys.exit(script.run(entry, [name, *args], died))
 """
 
 

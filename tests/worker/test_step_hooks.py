@@ -13,15 +13,16 @@ import sys
 
 import pytest
 
-from holdfast.shm.rank_page import PageState, ProgressPage, create_page
+from holdfast.shm.rank_page import PageState, RankPage, create_page
 
 BEFORE = """
 import os, sys
-from holdfast.shm.rank_page import ProgressPage
-from holdfast.worker import hooks, runtime
+from holdfast.shm.rank_page import RankPage
+from holdfast.worker import runtime
+from holdfast.worker.torch_hooks import patches
 from holdfast.worker.channel import Channel
 from holdfast.worker.runtime import Runtime
-worker = Runtime(Channel(int(sys.argv[1])), ProgressPage(int(sys.argv[2])))
+worker = Runtime(Channel(int(sys.argv[1])), RankPage(int(sys.argv[2])))
 runtime.install(worker)
 """
 MODEL = """
@@ -50,7 +51,7 @@ def counted(script: str, *, torch_first: bool = False) -> tuple[PageState, int]:
     """What the page says after the script, and how often the agent was told of a first step."""
     page_fd = create_page()
     near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    count = "hooks.count_steps(worker)\n"
+    count = "patches.count_steps(worker)\n"
     code = BEFORE + ("import torch\n" + count if torch_first else count) + script
     subprocess.run(
         [sys.executable, "-c", code, str(far.fileno()), str(page_fd)],
@@ -63,7 +64,7 @@ def counted(script: str, *, torch_first: bool = False) -> tuple[PageState, int]:
     while near.recv(1 << 16):
         told += 1
     near.close()
-    page = ProgressPage(page_fd)
+    page = RankPage(page_fd)
     state = page.read()
     page.close()
     os.close(page_fd)

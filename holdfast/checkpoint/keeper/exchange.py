@@ -3,7 +3,7 @@
 Each rank's newest image is copied to the node's peers, one after the other. A node that takes another's
 place begins to fetch the images of its ranks as soon as it knows which those are, long before a rank
 that starts from nothing can ask for them. A standby may ask at once, when most of the image is still in
-transit. Such a rank reads the image from the peer directly (`peer_source`) rather than wait for a copy
+transit. Such a rank reads the image from the peer directly (`PeerSource`) rather than wait for a copy
 that costs fresh memory and is then read once more: a copy that is not half done is cancelled for it.
 """
 

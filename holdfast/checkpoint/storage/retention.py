@@ -48,14 +48,14 @@ class _Policy(Struct, frozen=True, tag_field="keep"):
 
 
 class KeepAll(_Policy, frozen=True, tag="all"):
-    """Keep every checkpoint."""
+    """Keeps every checkpoint."""
 
     def __call__(self, steps: list[int]) -> set[int]:
         return set(steps)
 
 
 class KeepLatest(_Policy, frozen=True, tag="latest"):
-    """Keep the newest `count` checkpoints."""
+    """Keeps the newest `count` checkpoints."""
 
     count: int
 
@@ -68,7 +68,7 @@ class KeepLatest(_Policy, frozen=True, tag="latest"):
 
 
 class KeepEvery(_Policy, frozen=True, tag="every"):
-    """Keep the checkpoints at multiples of `interval` steps, for ever."""
+    """Keeps each checkpoint whose step is a multiple of `interval`, for ever."""
 
     interval: int
 

@@ -29,7 +29,7 @@ class ChaosMachine(Chaos, Machine):
 
     @on(FaultTold, *ALWAYS)
     def on_told(self, job: View, event: FaultTold, now: Time) -> Effects:
-        return plans.told(self, event)
+        return plans.told(self, event, now)
 
     @on(Progress, Running, refusal="no round is in force")
     def on_progress(self, job: View, event: Progress, now: Time) -> Effects:

@@ -72,8 +72,8 @@ class Chaos(Struct):
     plans: list[Plan] = field(default_factory=list)
     traps: list[Trap] = field(default_factory=list)
     """Set in the round in force, and not sprung."""
-    struck: list[FaultTold] = field(default_factory=list)
-    """The latest faults that were injected."""
+    struck: list[tuple[FaultTold, Time]] = field(default_factory=list)
+    """The latest faults that were injected, and when that was journaled."""
     count: int = 0
     """Number of faults injected so far."""
 
@@ -213,15 +213,16 @@ def asked(
     if world is None:
         return []
     orders = _set_traps(chaos, plans, world, 0)
-    if injection.kind != "kill-coordinator" or not injection.now:
-        return orders
-    trap = chaos.traps[-1]
-    return told(
-        chaos, FaultTold(at=now, round=world.round, trap=trap, outcome="done", step=highest)
-    )
+    if injection.kind == "kill-coordinator" and injection.now:
+        trap = chaos.traps[-1]
+        done = FaultTold(
+            at=now, node=trap.node, round=world.round, trap=trap, outcome="done", step=highest
+        )
+        return told(chaos, done, now)
+    return orders
 
 
-def told(chaos: Chaos, event: FaultTold) -> list[AnyAction]:
+def told(chaos: Chaos, event: FaultTold, now: Time) -> list[AnyAction]:
     """Record what an agent reports of a trap; a repeated report changes nothing."""
     trap = event.trap
     plan = chaos.plans[trap.injection - 1] if trap.injection <= len(chaos.plans) else None
@@ -241,7 +242,7 @@ def told(chaos: Chaos, event: FaultTold) -> list[AnyAction]:
     if event.outcome == "missed":
         return []
     chaos.count += 1
-    chaos.struck = [*chaos.struck, event][-KEPT_STRUCK:]
+    chaos.struck = [*chaos.struck, (event, now)][-KEPT_STRUCK:]
     if trap.kind != "kill-coordinator":
         return []
     return [Inject(node=COORDINATOR, round=event.round, trap=trap)]
@@ -281,18 +282,21 @@ def set_on(chaos: Chaos, node: NodeId) -> tuple[Trap, ...]:
 def injected_by(chaos: Chaos, incident: Incident, step_s: Seconds) -> str:
     """Return the injected fault that caused an incident, in words; empty if none did."""
     skew_s = max(HANG_SKEW_S, 2 * step_s) if incident.kind == "hang" else SKEW_S
-    found = (event for event in reversed(chaos.struck) if _caused(event, incident, skew_s))
-    return next(map(_described, found), "")
+    found = (
+        _described(event)
+        for event, known_at in reversed(chaos.struck)
+        # A fault is journaled before it strikes.
+        if known_at <= incident.opened_at and _caused(event, incident, skew_s)
+    )
+    return next(found, "")
 
 
 def _caused(event: FaultTold, incident: Incident, skew_s: Seconds) -> bool:
     trap = event.trap
     if incident.kind not in FAULTS[trap.kind].causes or incident.round != event.round:
         return False
-    # A fault is reported before it strikes; a slow rank stays slow until its round ends.
-    near_s = inf if trap.kind == "slow" else NEAR_S
-    soon_after = event.at - skew_s <= incident.fault_at <= event.at + near_s
-    if not soon_after or event.at - SKEW_S > incident.opened_at:
+    near_s = inf if trap.kind == "slow" else NEAR_S  # A slow rank is slow until its round ends.
+    if not event.at - skew_s <= incident.fault_at <= event.at + near_s:
         return False
     if incident.kind == "storage":  # These name no node.
         return True
@@ -315,7 +319,7 @@ def report(chaos: Chaos, plan: Plan, step_of_rank: Callable[[Rank], int]) -> Inj
     if plan.refused:
         outcome = "refused"
     elif plan.over:
-        struck = [event for event in chaos.struck if event.trap.injection == plan.number]
+        struck = [event for event, _ in chaos.struck if event.trap.injection == plan.number]
         outcome = "done"
         for event in struck[-1:]:
             line, trap, step = _described(event), event.trap, event.step

@@ -1,63 +1,69 @@
-"""How long a rank may show no progress, learnt from what the job was seen to do.
+"""Sets how long a rank may show no progress, learnt from what the job was seen to do.
 
 Each deadline is a factor times the longest time observed, and never below a floor. A flag may
-override it; none needs to.
+override it; none needs to. The limits for heartbeats are here too, for the worker that beats, the
+agent that detects stalls and the verdict that explains them.
 """
 
 from __future__ import annotations
 
 from msgspec import Struct
 
-from holdfast.messages.hangs import HangTerms, Paces
+from holdfast.messages.hangs import FIRST_STEP, HangTerms, Paces
 from holdfast.messages.units import Seconds
 
+BEAT_EVERY_S: Seconds = 0.1
+OLD_BEAT_S: Seconds = 1.25
+"""A heartbeat older than this means that no other thread got the GIL. Shorter than any hang
+deadline."""
 HANG_BASE_S: Seconds = 1.5
 HANG_STEPS = 2.7
 HANG_FACTOR = 3.0
 WARM_UP_FLOOR_S: Seconds = 10.0
-"""While a process takes its first few steps, which are like no others."""
+"""Floor during a process's first few steps, which compile, allocate and connect."""
 SECTION_FACTOR = 5.0
 SECTION_UNKNOWN_S: Seconds = 600.0
-"""For a section that was never seen to end."""
+"""Deadline of a section that was never seen to end."""
+ASIDE = frozenset({"checkpoint", "restore"})
 ASIDE_FLOOR_S: Seconds = 300.0
-"""For saving and restoring: storage may be slow without anything being wrong."""
-FIRST_STEP = "first step"
+"""Floor for saving and restoring: slow storage is not a hang."""
 FIRST_UNKNOWN_S: Seconds = 1800.0
-"""Until the first step, in a job that never finished one: data may be prepared, models compiled."""
+"""Deadline of the first step of a job that never finished one: it may prepare data or compile."""
 FIRST_FLOOR_S: Seconds = 60.0
 FIRST_FACTOR = 10.0
 ALARM_FACTOR = 4.0
 ALARMS_AT_MOST = 4
 OVERDUE_FACTOR = 10.0
 OVERDUE_FLOOR_S: Seconds = 300.0
-"""A rank that is busy, or that nobody waits for, may be so for minutes without a sign for us."""
-ASIDE = frozenset({"checkpoint", "restore"})
+"""A busy rank, or one that no other waits for, may show no progress for minutes."""
 
 
 class Deadline(Struct, frozen=True):
+    """How long a rank may stay in one phase or section."""
+
     limit_s: Seconds
-    """After that, it matters how the rank stands and what the others do."""
+    """From here on the rank is stalled; its kind and the other ranks decide whether it hangs."""
     overdue_s: Seconds
-    """After that, it does not."""
+    """From here on it hangs whatever its kind."""
     known: bool = True
-    """How long it takes was said, or seen before."""
+    """Whether the deadline was set by the user or learnt, rather than assumed."""
 
 
 class HangLimits(Struct, frozen=True):
-    """How long a rank may stand still: between two marks, in a section, until its first step.
+    """The deadlines of one round: between two marks, in a section, until the first step.
 
-    What a user says is meant: it holds however the rank stands, and however often there were alarms.
+    A deadline set by the user holds for every kind of stall and is not stretched by alarms.
     """
 
     terms: HangTerms
     before: Paces
-    """What was learnt in earlier rounds, of all ranks."""
+    """Paces of all ranks in earlier rounds."""
     alarms: dict[str, int]
 
     def between_marks(
         self, phase: str, step_s: Seconds | None, longest_s: Seconds, warm: bool = True
     ) -> Deadline:
-        """Once the process has finished a step; it is warm when it has finished a few."""
+        """Return the deadline after the first step; a process is warm after a few more."""
         said = self.terms.rank_heartbeat_timeout
         if said is None:
             said = self.terms.rank_out_of_section_timeout
@@ -70,6 +76,7 @@ class HangLimits(Struct, frozen=True):
         return self._learnt(phase, max(floor, HANG_BASE_S + HANG_STEPS * usual, factor * longest))
 
     def until_first_step(self) -> Deadline:
+        """Return the deadline of a process's first step."""
         said = self.terms.initial_rank_heartbeat_timeout
         if said is not None:
             return Deadline(said, said)
@@ -78,6 +85,7 @@ class HangLimits(Struct, frozen=True):
         return self._learnt(FIRST_STEP, limit_s, first is not None)
 
     def in_section(self, name: str, step_s: Seconds | None, longest_s: Seconds) -> Deadline:
+        """Return the deadline of a section."""
         said = self.terms.rank_section_timeouts.get(name)
         if said is not None:
             return Deadline(said, said)
@@ -89,7 +97,7 @@ class HangLimits(Struct, frozen=True):
         return self._learnt(name, max(floor, factor * longest))
 
     def _learnt(self, name: str, limit_s: Seconds, known: bool = True) -> Deadline:
-        """After an alarm, which may have been false, it is several times as long."""
+        """Stretch a learnt deadline by past alarms, which may have been false."""
         factor = ALARM_FACTOR ** min(self.alarms.get(name, 0), ALARMS_AT_MOST)
         overdue_s = max(OVERDUE_FLOOR_S, OVERDUE_FACTOR * limit_s)
         return Deadline(factor * limit_s, factor * overdue_s, known)

@@ -1,14 +1,13 @@
-"""Where every second of every rank went.
+"""Books every second of every rank to one cause.
 
-Each rank has a cursor in time and the cause that its present moment belongs to. Booking moves the
-cursor forward and adds the distance to one cause, so the causes of a rank add up to the time that the
-rank was on the books: not by care, but because there is no other way to add.
+Each rank has a cursor in time and a current cause. Booking moves the cursor forward and adds the
+distance to one cause, so the causes of a rank add up to the time that its account was open: not by
+care, but because there is no other way to add.
 
-What a worker reports arrives now and then and tells of the past (so many steps until such a time).
-Time since a rank's last finished step is therefore still open, and is booked when it is known what
-became of it: productive if the step was finished, redo if the rank's round broke before that. A
-second of training counts as redo when its steps had been finished once before, and so does the
-unfinished step that a fault threw away.
+Workers report the past from time to time (n steps until time t). So the time since a rank's last
+finished step is open until its fate is known: productive if the step finishes, redo if the round breaks
+first. Training time is redo if its steps had been finished once before, and so is the unfinished step
+that a fault discarded.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from holdfast.messages.reports import Booking
 from holdfast.messages.units import Rank, RoundNumber, Seconds, StepNumber, Time
 
 _UNDER_WAY = ("start", "init", "productive")
-"""Where a rank can be while its script runs; word of its past does not call it back from elsewhere."""
+"""Causes of a rank whose script runs; a late report does not bring a rank back from another one."""
 
 
 class Account(Struct):
-    """One rank's place on the books."""
+    """Account of one rank."""
 
     opened_at: Time
     cursor: Time
     cause: Cause
-    """What the time after the cursor will be booked to if nothing else is learnt about it."""
+    """Cause of the time after the cursor, unless a report says otherwise."""
     step: StepNumber = StepNumber(0)
     steps: int = 0
     checkpoint_s: Seconds = 0.0
@@ -37,25 +36,27 @@ class Account(Struct):
 
 
 class Ledger(Struct):
+    """Seconds by cause, and the open accounts."""
+
     opened_at: Time
     seconds: dict[Cause, Seconds] = field(default_factory=dict)
     accounts: dict[Rank, Account] = field(default_factory=dict)
     round: RoundNumber = RoundNumber(0)
     redo_until: StepNumber = StepNumber(0)
-    """Steps of this round up to this one had been finished before."""
+    """Last step of this round that had been finished before."""
     now: Time | None = None
-    """While an event is handled: nothing is booked beyond it, whatever an agent's clock says."""
+    """Time of the event being handled: nothing is booked beyond it, whatever an agent's clock says."""
     waiting_since: Time | None = None
     fault_at: Time | None = None
     noticed_at: Time | None = None
     closed_s: Seconds = 0.0
-    """Rank-seconds of accounts that are closed."""
+    """Rank-seconds of closed accounts."""
     spans: list[Booking] | None = None
-    """Kept only when somebody wants a trace."""
+    """Bookings; kept only for a trace."""
 
 
 def size(ledger: Ledger, ranks: int, now: Time) -> None:
-    """Have accounts for that many ranks: close those of ranks that are no more, open new ones."""
+    """Open and close accounts so that there is one for each rank."""
     for rank in [rank for rank in ledger.accounts if rank >= ranks]:
         book(ledger, rank, now)
         gone = ledger.accounts.pop(rank)
@@ -70,7 +71,7 @@ def size(ledger: Ledger, ranks: int, now: Time) -> None:
 
 
 def book(ledger: Ledger, rank: Rank, until: Time, cause: Cause | None = None) -> None:
-    """Move a rank's cursor to that time, to a cause or to the one it stands in."""
+    """Book a rank's time until then, to a cause or to its current one."""
     account = ledger.accounts[rank]
     if ledger.now is not None:
         until = min(until, ledger.now)
@@ -85,20 +86,20 @@ def book(ledger: Ledger, rank: Rank, until: Time, cause: Cause | None = None) ->
 
 
 def enter(ledger: Ledger, cause: Cause, now: Time, rank: Rank | None = None) -> None:
-    """From now on a rank's (or everybody's) time belongs to that cause."""
+    """Change the current cause of a rank, or of all ranks."""
     for each in [rank] if rank is not None else list(ledger.accounts):
         book(ledger, each, now)
         ledger.accounts[each].cause = cause
 
 
 def wait(ledger: Ledger, now: Time) -> None:
-    """There are too few nodes for a round."""
+    """Book from now on that there are too few nodes for a round."""
     ledger.waiting_since = now
     enter(ledger, "wait", now)
 
 
 def begin_round(ledger: Ledger, round: RoundNumber, highest: StepNumber, now: Time) -> None:
-    """A round is frozen: its ranks are being started."""
+    """Begin a round: its ranks are being started."""
     ledger.round = round
     ledger.redo_until = highest
     ledger.waiting_since = None
@@ -110,20 +111,20 @@ def begin_round(ledger: Ledger, round: RoundNumber, highest: StepNumber, now: Ti
 
 
 def script_began(ledger: Ledger, rank: Rank, at: Time) -> None:
-    """The user's script runs: what follows until its first step is init."""
+    """Book the time until the script's first step as init."""
     if ledger.accounts[rank].cause == "start":
         enter(ledger, "init", at, rank)
 
 
 def progressed(ledger: Ledger, progress: RankProgress) -> None:
-    """Book what a rank's progress page says about its past."""
+    """Book what a rank's page says about its past."""
     account = ledger.accounts[progress.rank]
     if progress.steps <= account.steps or progress.last_at is None:
         return
     if account.steps == 0 and progress.first_at is not None:
         _book_aside(ledger, progress, "restore", progress.restore_s - account.restore_s)
         book(ledger, progress.rank, progress.first_at)
-        # The first step is known to end here; the steps before it were another process's.
+        # The first step ends here; the steps before it were another process's.
         account.step = StepNumber(progress.step - progress.steps + 1)
         account.steps = 1
     _book_aside(ledger, progress, "checkpoint", progress.checkpoint_s - account.checkpoint_s)
@@ -135,7 +136,7 @@ def progressed(ledger: Ledger, progress: RankProgress) -> None:
 
 
 def _book_aside(ledger: Ledger, progress: RankProgress, cause: Cause, took_s: Seconds) -> None:
-    """Book time that a step or the start spent on something else, at most as much as there is."""
+    """Book time that a step or the start spent on another cause, at most as much as there is."""
     account = ledger.accounts[progress.rank]
     last = progress.first_at if account.steps == 0 else progress.last_at
     if took_s > 0 and last is not None:
@@ -143,7 +144,7 @@ def _book_aside(ledger: Ledger, progress: RankProgress, cause: Cause, took_s: Se
 
 
 def _book_steps(ledger: Ledger, account: Account, progress: RankProgress, last_at: Time) -> None:
-    """Split the time of the newly finished steps between those done before and new ones."""
+    """Split the time of newly finished steps between repeated and new ones."""
     first, last = account.step, progress.step
     if last <= first:
         book(ledger, progress.rank, last_at, "productive")
@@ -156,14 +157,14 @@ def _book_steps(ledger: Ledger, account: Account, progress: RankProgress, last_a
 
 
 def broke(ledger: Ledger, fault_at: Time, now: Time) -> None:
-    """A fault at that time, noticed now. It is booked once all workers are gone: see `stopped`."""
+    """Note a fault and when it was noticed; `stopped` books both once all workers are gone."""
     ledger.fault_at, ledger.noticed_at = fault_at, now
 
 
 def stopped(ledger: Ledger, now: Time) -> None:
-    """All workers of the broken round are gone and have told how far they came.
+    """Book a broken round whose workers are all gone and have reported their progress.
 
-    What was under way at the fault is lost, then we were blind, then we stopped the others.
+    The step in progress at the fault is lost; then come the time to detect it and to stop the others.
     """
     fault_at, noticed_at = ledger.fault_at or now, ledger.noticed_at or now
     for rank, account in ledger.accounts.items():
@@ -175,7 +176,7 @@ def stopped(ledger: Ledger, now: Time) -> None:
 
 
 def seconds_until(ledger: Ledger, now: Time) -> dict[Cause, Seconds]:
-    """The books as they would stand if they were closed now."""
+    """Return the seconds by cause as if all accounts were closed now."""
     seconds = dict(ledger.seconds)
     for account in ledger.accounts.values():
         if now > account.cursor:
@@ -184,13 +185,13 @@ def seconds_until(ledger: Ledger, now: Time) -> dict[Cause, Seconds]:
 
 
 def rank_seconds(ledger: Ledger, now: Time) -> Seconds:
-    """How many seconds of how many ranks there were to account for, whatever they were booked to."""
+    """Return the rank-seconds that there are to account for."""
     open_s = sum(max(now, a.cursor) - a.opened_at for a in ledger.accounts.values())
     return ledger.closed_s + open_s
 
 
 def validate(ledger: Ledger) -> None:
-    """Nothing negative, and the causes add up to the time on the books."""
+    """Check that nothing is negative, and that the causes add up to the time of all accounts."""
     assert all(s >= 0 for s in ledger.seconds.values()), "negative seconds"
     booked = sum(ledger.seconds.values())
     due = ledger.closed_s + sum(a.cursor - a.opened_at for a in ledger.accounts.values())

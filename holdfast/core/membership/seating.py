@@ -1,12 +1,13 @@
-"""Who gets a place in a round, and where they sit.
+"""Decides which nodes get a place in a round, and in which order of ranks.
 
-Choosing: nodes that had a seat come before newcomers, newcomers with a rank given by the user or the
-infrastructure in that order, others as they came. With segments, only complete ones are taken: N
-nodes of one fast-interconnect domain, side by side. What is over a multiple of the node unit waits.
+Choice: nodes that had a seat (a group rank) come first, then newcomers with a rank given by the user or
+the infrastructure, in that order, then others in order of arrival. With segments, only complete ones
+are taken: N adjacent nodes of one fast-interconnect domain. Nodes beyond a multiple of the node unit
+wait.
 
-Seating: survivors keep their seats, so that ranks move as little as possible; a newcomer takes a seat
-that was left, one at the same switch if there is one. In the first round the nodes of a switch sit
-side by side, the switch of rank 0 first. When there are fewer nodes than seats, everybody moves up.
+Seating: survivors keep their seats, so that few ranks move; a newcomer takes a free seat, one at the
+same switch if possible. In the first round the nodes of a switch are adjacent, the switch of rank 0
+first. With fewer nodes than seats, the remaining nodes close the gaps.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from holdfast.messages.units import NodeId
 
 
 def unit(terms: Terms) -> int:
-    """Worlds are multiples of this."""
+    """Return the number of which every world size in nodes is a multiple."""
     return math.lcm(terms.node_unit, terms.segment)
 
 
 def choose(candidates: Mapping[NodeId, Candidate], terms: Terms) -> list[NodeId]:
-    """The nodes that would form a world now, in order of preference; empty when none may."""
+    """Return the nodes that can form a world now, in order of preference; empty if none can."""
     order = sorted(candidates, key=lambda node: _preference(candidates[node]))
     if terms.segment > 1:
         order = _complete_segments(order, candidates, terms.segment)
@@ -59,7 +60,7 @@ def _complete_segments(
 def seat(
     chosen: list[NodeId], candidates: Mapping[NodeId, Candidate], seats: list[str]
 ) -> list[NodeId]:
-    """The chosen nodes in the order of their ranks. `seats` are the switches of the last round's."""
+    """Return the chosen nodes in rank order; `seats` are the switches of the last round's seats."""
     if not seats or any(candidates[node].spec.domain for node in chosen):
         return _by_switch(chosen, candidates)
     taken: dict[int, NodeId] = {}
@@ -91,7 +92,7 @@ def _lowest_free(seats: deque[int], taken: Mapping[int, NodeId]) -> int | None:
 
 
 def _by_switch(chosen: list[NodeId], candidates: Mapping[NodeId, Candidate]) -> list[NodeId]:
-    """Side by side those of a block, and in it those of a switch, in order of first appearance."""
+    """Group nodes by block, then by switch, in order of first appearance."""
     blocks: dict[str, dict[str, list[NodeId]]] = {}
     for node in chosen:
         spec = candidates[node].spec

@@ -1,28 +1,27 @@
-"""What tests of pairs prove about nodes, and what they do not.
+"""Decides what tests of pairs prove about nodes.
 
-A pair passes when both of its nodes say so, and then both are *proven* good: a broken node cannot take
-part in a collective that is right at both ends. A pair that fails says only that something is wrong
-with one of the two or with the link between them. So nobody is blamed for a failure by itself. A node
-is faulty when
+A pair passes if both of its nodes say so, and then both are *proven* good: a broken node cannot take
+part in a collective whose result is right at both ends. A pair that fails only proves that one of the
+two nodes or the link between them is bad. So a failure alone blames no node. A node is faulty if
 
-    it failed its solo test, in which nobody else takes part; or
-    it never passed with anybody, and failed with two *witnesses*.
+    it failed its solo test, in which no other node takes part; or
+    it never passed a pair test, and failed with two *confirming* nodes.
 
-A witness is a node that passed with somebody other than the accused, is still there, and never failed
-with a proven node. The last condition keeps out nodes that pass at one time and fail at another: once
-such a node was caught, its failures say nothing about others.
+A confirming node passed with another node than the suspect, is not lost, and never failed with a proven
+node. The last condition excludes intermittent nodes: once one was caught, its failures say nothing
+about others.
 
-Whom this can wrong: a healthy node fails only through its partner or their link, and a node that
-always fails never is a witness. So at least two nodes that pass here and fail there, or two bad links,
-must have hit the same healthy node in everything it took part in. No rule can exclude that: what the
-tests show is then the same as for a node that is broken. One such node or link never gets anybody
-else blamed, nor does any number of nodes that always fail.
+What can go wrong: a healthy node fails only through its partner or their link, and a node that always
+fails never confirms anything. So two intermittent nodes or two bad links must have hit the same
+healthy node in every test it took part in. No rule can exclude that, since the tests then look the
+same as for a broken node. A single intermittent node or bad link, or any number of nodes that always
+fail, never gets another node blamed.
 
 Two proven nodes that failed with each other have a *suspect link* and are both healthy. A proven node
 that failed with two proven nodes is a contradiction and stays undetermined.
 
-Silence is a failure only when nobody in the group passed. When the partner passed, the collective
-worked and only the answer is missing, which proves nothing; and a test in which a node was lost
+A missing answer is a failure only if no node of the group passed. If the partner passed, the collective
+worked and only the answer is missing, which proves nothing; and a test in which one node was lost
 proves nothing about the other.
 """
 
@@ -36,8 +35,8 @@ from msgspec import Struct, field
 from holdfast.messages.nodecheck import TestResult
 from holdfast.messages.units import NodeId
 
-WITNESSES = 2
-"""How many good nodes must have failed with a node before it is blamed."""
+CONFIRMATIONS = 2
+"""Number of good nodes that must have failed with a node before it is blamed."""
 
 Outcome = Literal["passed", "failed", "nothing"]
 
@@ -47,26 +46,26 @@ class Trial(Struct):
 
     round: int
     nodes: tuple[NodeId, ...]
-    """Two, or one that only takes its solo test."""
+    """Two nodes, or one that only runs its solo test."""
     answers: dict[NodeId, TestResult] = field(default_factory=dict)
 
 
 class Evidence(Struct):
-    """The trials of a check, by node. Derived, never kept."""
+    """The trials of a check, by node. Derived from them, never stored."""
 
     gone: Collection[NodeId]
     passed: dict[NodeId, list[NodeId]]
-    """With whom it passed."""
+    """Partners that each node passed with."""
     failed: dict[NodeId, list[NodeId]]
     met: dict[NodeId, list[NodeId]]
-    """With whom it was tested, whatever came of it."""
+    """Partners that each node was tested with, whatever the outcome."""
     solo_passed: set[NodeId]
     solo_failed: dict[NodeId, str]
-    """With what was said about it."""
+    """Nodes that failed alone, with the reason."""
 
 
 def read(nodes: Iterable[NodeId], trials: Iterable[Trial], gone: Collection[NodeId]) -> Evidence:
-    """All that these trials, which are over, say."""
+    """Collect the evidence of finished trials."""
     passed, failed, met = ({node: list[NodeId]() for node in nodes} for _ in range(3))
     evidence = Evidence(gone, passed, failed, met, set(), {})
     for trial in trials:
@@ -96,7 +95,7 @@ def _read_pair(evidence: Evidence, trial: Trial) -> None:
 
 
 def outcome(trial: Trial, gone: Collection[NodeId]) -> Outcome:
-    """What the collective of a group that is over has shown."""
+    """Return what the collective of a finished group proves."""
     said = [trial.answers[node].passed if node in trial.answers else None for node in trial.nodes]
     if all(said):
         return "passed"
@@ -108,23 +107,23 @@ def outcome(trial: Trial, gone: Collection[NodeId]) -> Outcome:
 def is_faulty(evidence: Evidence, node: NodeId) -> bool:
     if node in evidence.solo_failed:
         return True
-    return not evidence.passed[node] and len(witnesses(evidence, node)) >= WITNESSES
+    return not evidence.passed[node] and len(confirmations(evidence, node)) >= CONFIRMATIONS
 
 
 def contradictions(evidence: Evidence, node: NodeId) -> list[NodeId]:
-    """Nodes that passed with others and failed with this one."""
+    """Return the nodes that passed with others and failed with this one."""
     return [p for p in evidence.failed[node] if evidence.passed[p] and not _is_out(evidence, p)]
 
 
-def witnesses(evidence: Evidence, accused: NodeId) -> list[NodeId]:
-    """Good nodes that failed with the accused."""
-    return [node for node in evidence.failed[accused] if _can_witness(evidence, node, accused)]
+def confirmations(evidence: Evidence, suspect: NodeId) -> list[NodeId]:
+    """Return the good nodes that failed with the suspect."""
+    return [node for node in evidence.failed[suspect] if _confirms(evidence, node, suspect)]
 
 
-def _can_witness(evidence: Evidence, node: NodeId, accused: NodeId) -> bool:
-    if _is_out(evidence, node) or not any(p != accused for p in evidence.passed[node]):
+def _confirms(evidence: Evidence, node: NodeId, suspect: NodeId) -> bool:
+    if _is_out(evidence, node) or not any(p != suspect for p in evidence.passed[node]):
         return False
-    return not any(p != accused for p in contradictions(evidence, node))
+    return not any(p != suspect for p in contradictions(evidence, node))
 
 
 def _is_out(evidence: Evidence, node: NodeId) -> bool:

@@ -1,20 +1,20 @@
-"""Which nodes are slow, by the times of the tests that they passed.
+"""Decides which nodes are slow, by the times of the tests that they passed.
 
-A node's time is its best: the shortest solo test for computing, the shortest pair test for
-communicating. A pair is as slow as the slower of the two, so a healthy partner of a slow node looks
-slow until it is tested with somebody else, and the shortest time is the one that was least held up.
+A node's time is its best: the shortest solo test for compute, the shortest pair test for communication.
+A pair is as slow as the slower of the two, so a healthy partner of a slow node looks slow until it is
+tested with another one; the shortest time is the least disturbed.
 
-A node is slow when its time is more than twice that of the *typical* node and a tenth of a second
-longer (below that it is noise). Typical is the slowest node of the faster half: with exactly half of
-the nodes slow it is a fast one, where the usual median lies between the two; and never more than half
-of the nodes are slow, because what most nodes do is the norm.
+A node is slow if its time is more than twice that of the *typical* node and a tenth of a second longer
+(less is noise). The typical node is the slowest of the faster half: with exactly half of the nodes slow
+it is a fast one, where the usual median would lie between the two; and never more than half of the
+nodes are slow, because what most nodes do is the norm.
 
-Nobody is called slow on one measurement. Whoever took twice as long as the fastest node is measured
-again: after two solo tests the better one counts, and a pair time counts against a node only when
-one of its partners was quick with somebody else.
+One measurement does not suffice. A node that took twice as long as the fastest is measured again: after
+two solo tests the better one counts, and a pair time counts against a node only if one of its partners
+was fast with another node.
 
-What cannot be seen: if every pair that was tested holds a node with a slow network, all times are
-alike. Computing is measured alone, so it is always seen.
+Not detectable: if every tested pair contains a node with a slow network, all times are alike. Compute
+is measured alone, so a slow node is always seen there.
 """
 
 from __future__ import annotations
@@ -30,17 +30,19 @@ from holdfast.messages.units import NodeId, Seconds
 SLOW_FACTOR = 2.0
 SLOW_FLOOR_S: Seconds = 0.1
 SOLO_TESTS = 2
-"""How many solo tests it takes to call a node slow."""
+"""Solo tests that it takes to call a node slow."""
 
 
 class Speeds(Struct):
+    """Times of passed tests, by node."""
+
     solo: dict[NodeId, list[Seconds]] = field(default_factory=dict)
     pair: dict[NodeId, dict[NodeId, Seconds]] = field(default_factory=dict)
-    """By partner."""
+    """Times by partner."""
 
 
 def read(trials: Iterable[Trial], gone: Collection[NodeId], out: Collection[NodeId]) -> Speeds:
-    """The times of all nodes but those that are out of the check."""
+    """Collect the times of all nodes that are still in the check."""
     speeds = Speeds()
     for trial in trials:
         passed = len(trial.nodes) == 2 and outcome(trial, gone) == "passed"
@@ -56,7 +58,7 @@ def read(trials: Iterable[Trial], gone: Collection[NodeId], out: Collection[Node
 
 
 def must_solo(speeds: Speeds) -> set[NodeId]:
-    """Who took long in its only solo test."""
+    """Return the nodes that were slow in their only solo test."""
     best = {node: min(times) for node, times in speeds.solo.items()}
     fastest = min(best.values(), default=0.0)
     late = {node for node, time in best.items() if is_slower(time, fastest)}
@@ -64,7 +66,7 @@ def must_solo(speeds: Speeds) -> set[NodeId]:
 
 
 def must_pair(speeds: Speeds) -> set[NodeId]:
-    """Who took long in pairs, and was not yet with a quick partner."""
+    """Return the nodes that were slow in pairs, and have not been with a fast partner yet."""
     best = {node: min(times.values()) for node, times in speeds.pair.items()}
     fastest = min(best.values(), default=0.0)
     late = {node for node, time in best.items() if is_slower(time, fastest)}
@@ -76,7 +78,7 @@ def _quick_partners(speeds: Speeds, node: NodeId, late: Collection[NodeId]) -> l
 
 
 def slow(speeds: Speeds) -> dict[NodeId, str]:
-    """The slow nodes, and what each was slow in."""
+    """Return the slow nodes, each with the reason."""
     return {**_slow_in_pairs(speeds), **_slow_alone(speeds)}
 
 
@@ -84,7 +86,7 @@ def _slow_alone(speeds: Speeds) -> dict[NodeId, str]:
     best = {node: min(times) for node, times in speeds.solo.items()}
     usual = typical(best.values())
     return {
-        node: f"its solo test took {time:.3g} s, where {usual:.3g} s are usual"
+        node: f"its solo test took {time:.3g} s, where {usual:.3g} s is typical"
         for node, time in best.items()
         if is_slower(time, usual) and len(speeds.solo[node]) >= SOLO_TESTS
     }
@@ -98,14 +100,14 @@ def _slow_in_pairs(speeds: Speeds) -> dict[NodeId, str]:
     for node in late:
         if quick := _quick_partners(speeds, node, late):
             reasons[node] = (
-                f"its best pair test took {best[node]:.3g} s, where {usual:.3g} s are usual, "
-                f"though {quick[0]} was quick with another"
+                f"its best pair test took {best[node]:.3g} s, where {usual:.3g} s is typical, "
+                f"though {quick[0]} was fast with another node"
             )
     return reasons
 
 
 def typical(times: Iterable[Seconds]) -> Seconds:
-    """The slowest of the faster half."""
+    """Return the slowest time of the faster half."""
     return median_low(list(times) or [0.0])
 
 

@@ -1,23 +1,22 @@
-"""Which nodes are sick: rounds of tests in pairs, as many as the evidence needs and no more.
+"""Decides which nodes to test with each other, in as few rounds as the evidence needs.
 
-In each round the nodes that take part run a solo test, then a collective with one partner. The first
-round pairs neighbours. When all pass, that is all; with an odd number of nodes the one that was left
-over has its turn in a second round. There are no groups of three: when one fails, three nodes are
-suspected instead of two, and its times compare with nobody's.
+In each round the participating nodes run a solo test, then a collective with one partner. The first
+round pairs neighbours. If all pass, the check is over, but for the node that was left over from an odd
+number, which has its turn in a second round. There are no groups of three: if one failed, three nodes
+would be suspected instead of two, and its times would compare with those of no other group.
 
-After that, whoever is neither proven good nor found faulty (`nodecheck.evidence` says what proves
-what) is tested with good nodes it has not met: if it passes it is good, and if it fails with
-two of them it is faulty. When good nodes are short, or there are none yet, those who are left over are
-tested with each other, because two that pass are good nodes from then on. Good nodes that took long
-are measured again in the same rounds (`holdfast.core.nodecheck.speed`). No pair is tested twice.
+After that, each node that is neither proven good nor found faulty (`nodecheck.evidence` says what
+proves what) is tested with good nodes that it has not met: if it passes it is good, and if it fails
+with two of them it is faulty. When good nodes are scarce, the remaining nodes are tested with each
+other, because two that pass are good nodes from then on. Good nodes that took long are measured again
+in the same rounds (`nodecheck.speed`). No pair is tested twice.
 
 One faulty node among three or more is found in at most three rounds. Every check ends: after eight
-rounds at the latest, and after four when no pair has passed by then, since that is a fault that they
-all share, in the network or in the test, and none that more pairs would find. Whoever is not settled
-then is undetermined.
+rounds at the latest, and after four if no pair has passed, since that is a common fault of the network
+or the test, which more pairs would not locate. Nodes without a verdict are then undetermined.
 
-The one who runs the check asks for a round with `plan`, gives in the answers with `take`, says `lost`
-when a node is gone and `time_out` when it will wait no longer, and asks again, until there is no round.
+The caller asks for a round with `plan`, passes answers to `take`, reports `lost` nodes, calls
+`time_out` when it waits no longer, and asks again until there is no round.
 """
 
 from __future__ import annotations
@@ -35,38 +34,40 @@ from holdfast.messages.units import NodeId
 
 MOST_ROUNDS = 8
 SEARCH_ROUNDS = 4
-"""After how many rounds without any pair that passed the check is given up."""
+"""Rounds after which a check without any passing pair ends."""
 
 Group = tuple[NodeId, ...]
-"""Two nodes, or one that only takes its solo test."""
+"""Two nodes, or one that only runs its solo test."""
 
 
 class Round(Struct, frozen=True):
-    """Who is to be tested with whom, all at the same time; who is in no group does nothing."""
+    """Groups that are tested at the same time; a node in no group does nothing."""
 
     number: int
     groups: tuple[Group, ...]
 
 
 class NodeCheck(Struct):
+    """State of one check."""
+
     nodes: tuple[NodeId, ...]
     gone: dict[NodeId, bool] = field(default_factory=dict)
-    """In the order in which they were lost (the values say nothing)."""
+    """Lost nodes, in order (the values have no meaning)."""
     trials: list[Trial] = field(default_factory=list)
     round: int = 0
     first: int = 0
-    """Where the trials of this round begin."""
+    """Index of this round's first trial."""
     owed: dict[NodeId, bool] = field(default_factory=dict)
-    """Whose answers are waited for; while there are any, the round is running (likewise)."""
+    """Nodes that have not answered yet; the round runs while there are any (likewise)."""
 
 
 def begin(nodes: Iterable[NodeId]) -> NodeCheck:
-    """A check of these nodes; best in the order in which they lie in the network."""
+    """Begin a check of these nodes, given in the order of the network's topology."""
     return NodeCheck(tuple(dict.fromkeys(nodes)))
 
 
 def plan(check: NodeCheck) -> Round | None:
-    """The round to run: the one that is running, else the next; None when nothing more is to test."""
+    """Return the running round, else the next one; None if nothing is left to test."""
     if not check.owed:
         groups = _groups(check)
         if not groups:
@@ -79,7 +80,7 @@ def plan(check: NodeCheck) -> Round | None:
 
 
 def take(check: NodeCheck, result: TestResult) -> bool:
-    """Note a result. False when it is not one that the running round waits for."""
+    """Note a result; return False if the running round does not wait for it."""
     index = check.first + result.group
     if result.node not in check.owed or result.round != check.round:
         return False
@@ -93,21 +94,21 @@ def take(check: NodeCheck, result: TestResult) -> bool:
 
 
 def lost(check: NodeCheck, node: NodeId) -> None:
-    """The node is gone: nothing more is expected of it."""
+    """Expect nothing more of a node that is gone."""
     if node in check.nodes:
         check.gone[node] = True
         check.owed.pop(node, None)
 
 
 def time_out(check: NodeCheck) -> list[NodeId]:
-    """End the running round without those who have not answered; who they are."""
+    """End the running round; return the nodes that have not answered."""
     silent = list(check.owed)
     check.owed.clear()
     return silent
 
 
 def verdicts(check: NodeCheck) -> list[NodeVerdict]:
-    """What is known of each node by now."""
+    """Return the present verdict on each node."""
     evidence = _evidence(check)
     fit = {node for node in check.nodes if _is_fit(evidence, node)}
     slow = speed.slow(speed.read(check.trials, check.gone, set(check.nodes) - fit))
@@ -115,7 +116,7 @@ def verdicts(check: NodeCheck) -> list[NodeVerdict]:
 
 
 def suspect_links(check: NodeCheck) -> list[tuple[NodeId, NodeId]]:
-    """Pairs that failed, although both nodes passed with others."""
+    """Return the pairs that failed although both nodes passed with others."""
     evidence = _evidence(check)
     good = [node for node in check.nodes if _is_fit(evidence, node) and evidence.passed[node]]
     place = {node: i for i, node in enumerate(good)}
@@ -154,7 +155,7 @@ def _groups(check: NodeCheck) -> list[Group]:
 def _next_groups(check: NodeCheck, evidence: Evidence) -> list[Group]:
     fit = [node for node in check.nodes if _is_fit(evidence, node)]
     proven = [node for node in fit if evidence.passed[node]]
-    # Who has met most has the smallest choice, and chooses first.
+    # The node that has met most has the fewest partners left, and chooses first.
     unsettled = sorted(
         (node for node in fit if not evidence.passed[node]),
         key=lambda node: -len(evidence.met[node]),
@@ -180,7 +181,7 @@ def _next_groups(check: NodeCheck, evidence: Evidence) -> list[Group]:
 def _pair_up(
     seekers: list[NodeId], partners: list[NodeId], evidence: Evidence, taken: set[NodeId]
 ) -> list[Group]:
-    """Give each seeker the first free partner that it has not met, and note who is taken."""
+    """Pair each seeker with the first free partner that it has not met; update `taken`."""
     pairs: list[Group] = []
     for seeker in seekers:
         if seeker in taken:
@@ -195,15 +196,13 @@ def _pair_up(
 
 
 def validate(check: NodeCheck) -> None:
-    """Re-check every invariant."""
-    assert check.gone.keys() <= set(check.nodes), "a stranger is gone"
+    """Check every invariant."""
+    assert check.gone.keys() <= set(check.nodes), "an unknown node is gone"
     assert 0 <= check.round <= MOST_ROUNDS, "too many rounds"
     current = check.trials[check.first :]
     assert all(trial.round == check.round for trial in current), "trials of two rounds"
     silent = {node for trial in current for node in trial.nodes if node not in trial.answers}
-    assert check.owed.keys() <= silent - check.gone.keys(), (
-        "an answer is owed by one who has none to give"
-    )
+    assert check.owed.keys() <= silent - check.gone.keys(), "an answer is owed that cannot come"
     pairs = [frozenset(trial.nodes) for trial in check.trials if len(trial.nodes) == 2]
     assert len(pairs) == len(set(pairs)), "a pair was tested twice"
     for number in range(1, check.round + 1):
@@ -211,5 +210,7 @@ def validate(check: NodeCheck) -> None:
         assert busy, "an empty round"
         assert len(busy) == len(set(busy)), "a node is in two groups of a round"
     for trial in check.trials:
-        assert 1 <= len(trial.nodes) <= 2, "a group that is no pair"
-        assert set(trial.answers) <= set(trial.nodes) <= set(check.nodes), "a stranger's answer"
+        assert 1 <= len(trial.nodes) <= 2, "a group of more than two"
+        assert set(trial.answers) <= set(trial.nodes) <= set(check.nodes), (
+            "an unknown node's answer"
+        )

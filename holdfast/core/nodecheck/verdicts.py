@@ -1,7 +1,7 @@
-"""What the evidence means for each node, in a word and a sentence.
+"""Turns the evidence into a verdict and a reason for each node.
 
-A reason names the nodes and times that it rests on, so that a person who doubts it can repeat the
-test. Whoever cannot be told from its partners is undetermined, and so is whoever was not heard of.
+A reason names the nodes and times that it rests on, so that a reader who doubts it can repeat the test.
+A node that cannot be told from its partners, or that did not answer, is undetermined.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from holdfast.messages.nodecheck import NodeVerdict
 from holdfast.messages.units import NodeId
 
 MAX_NAMED = 4
-"""How many nodes a reason names."""
+"""Nodes that a reason names."""
 
 
 def verdict(
     evidence: Evidence, node: NodeId, fit: Collection[NodeId], slow: dict[NodeId, str]
 ) -> NodeVerdict:
-    """What is known of a node; `fit` are those still there and not found faulty."""
+    """Return the verdict on a node; `fit` are the nodes that are neither lost nor faulty."""
     if node in evidence.solo_failed:
         said = evidence.solo_failed[node]
         reason = f"failed its solo test: {said}" if said else "failed its solo test"
@@ -36,7 +36,7 @@ def verdict(
 def _verdict_on_proven(evidence: Evidence, node: NodeId, slow: dict[NodeId, str]) -> NodeVerdict:
     against = proofs.contradictions(evidence, node)
     passed = f"passed with {_names(evidence.passed[node])}"
-    if len(against) >= proofs.WITNESSES:
+    if len(against) >= proofs.CONFIRMATIONS:
         reason = f"{passed}, but failed with {_names(against)}, which passed with others"
         return NodeVerdict(node=node, verdict="undetermined", reason=reason)
     if node in slow:
@@ -47,21 +47,23 @@ def _verdict_on_proven(evidence: Evidence, node: NodeId, slow: dict[NodeId, str]
 
 
 def _verdict_on_unproven(evidence: Evidence, node: NodeId, fit: Collection[NodeId]) -> NodeVerdict:
-    failed, witnesses = evidence.failed[node], proofs.witnesses(evidence, node)
-    if len(witnesses) >= proofs.WITNESSES:
-        both = "both" if len(witnesses) == 2 else "all"
-        reason = f"failed with {_names(witnesses)}, which {both} passed with others"
+    failed, confirmed_by = evidence.failed[node], proofs.confirmations(evidence, node)
+    if len(confirmed_by) >= proofs.CONFIRMATIONS:
+        both = "both" if len(confirmed_by) == 2 else "all"
+        reason = f"failed with {_names(confirmed_by)}, which {both} passed with others"
         return NodeVerdict(node=node, verdict="faulty", reason=reason)
     alone = len(fit) == 1 and set(failed) <= evidence.solo_failed.keys()
     if alone and node in evidence.solo_passed:
         reason = "passed its solo test, and there is no good node to test it with"
         return NodeVerdict(node=node, verdict="healthy", reason=reason)
-    if witnesses:
-        reason = f"failed with {witnesses[0]}, which passed with others; nobody could confirm it"
+    if confirmed_by:
+        reason = (
+            f"failed with {confirmed_by[0]}, which passed with others; no second node confirms it"
+        )
     elif failed:
-        reason = f"failed with {_names(failed)}, of which none is known to be good"
+        reason = f"failed with {_names(failed)}, none of which is known to be good"
     else:
-        reason = "no test with another node came to an end"
+        reason = "no test with another node was completed"
     return NodeVerdict(node=node, verdict="undetermined", reason=reason)
 
 

@@ -1,12 +1,12 @@
-"""Where all ranks of a round meet: barriers and votes.
+"""Decides when the ranks of a round have met: barriers and votes.
 
-A meeting has a name and opens with the first rank that comes. It is over when every rank of the
-round that has not ended is there; then all are told at once, a vote with its tally, and the name is
-free for the next meeting. A rank that ended with 0 is not waited for: it counts as having passed
-every barrier, and as absent from votes. A rank that died ends the round, and with it every meeting.
+A meeting has a name and opens with the first rank that joins. It is over when every rank of the round
+that has not exited has joined; then all are answered at once, a vote with its tally, and the name is
+free for the next meeting. A rank that exited with 0 counts as having passed every barrier, and as
+absent from votes. A rank that died ends the round, and with it every meeting.
 
-A rank is in a meeting once. When it comes again while it is still waited for (from another thread,
-or because its first call was interrupted), the later call takes the place of the earlier one.
+A rank is in a meeting once. When it joins again while the meeting is open (from another thread, or
+because its first call was interrupted), the later call replaces the earlier one.
 """
 
 from __future__ import annotations
@@ -16,38 +16,36 @@ from collections import Counter
 from msgspec import Struct, field
 
 from holdfast.core.requests.store import Asker
-from holdfast.messages.requests import (
-    MAX_LISTED,
-    Ballot,
-    CastVote,
-    Granted,
-    JoinBarrier,
-    Tally,
-)
+from holdfast.messages.requests import MAX_LISTED, Ballot, CastVote, Granted, JoinBarrier, Tally
 from holdfast.messages.units import Rank
 
 
 class Member(Struct, frozen=True):
+    """One rank's part in a meeting."""
+
     asker: Asker
     ballot: Ballot | None = None
     """None at a barrier."""
 
 
 class Meetings(Struct):
+    """Open meetings, by name and rank."""
+
     barriers: dict[str, dict[Rank, Member]] = field(default_factory=dict)
     votes: dict[str, dict[Rank, Member]] = field(default_factory=dict)
 
 
 class Attendance(Struct, frozen=True):
-    """How many ranks a meeting is for."""
+    """Numbers of ranks of the round."""
 
     present: int
-    """Ranks that have not ended."""
+    """Ranks that have not exited."""
     ended: int
+    """Ranks that exited with 0."""
 
 
 class Over(Struct, frozen=True):
-    """A meeting that is over, and what those who came are told."""
+    """A meeting that is over, and the answer to all who joined."""
 
     askers: tuple[Asker, ...]
     answer: Granted | Tally
@@ -60,7 +58,7 @@ def join(
     asker: Asker,
     attendance: Attendance,
 ) -> tuple[Asker | None, Over | None]:
-    """Come to a meeting: whose place that takes, and whether everybody is there now."""
+    """Join a meeting; return the call that this one replaces, and the meeting if it is over."""
     ballot = request.ballot if isinstance(request, CastVote) else None
     of_kind = _of_kind(meetings, request)
     members = of_kind.setdefault(request.name, {})
@@ -71,7 +69,7 @@ def join(
 
 
 def withdraw(meetings: Meetings, request: JoinBarrier | CastVote, rank: Rank) -> None:
-    """A rank does not wait any more, so it is not there."""
+    """Remove a rank that no longer waits."""
     of_kind = _of_kind(meetings, request)
     del of_kind[request.name][rank]
     if not of_kind[request.name]:
@@ -79,7 +77,7 @@ def withdraw(meetings: Meetings, request: JoinBarrier | CastVote, rank: Rank) ->
 
 
 def ended(meetings: Meetings, attendance: Attendance) -> list[Over]:
-    """A rank has ended with 0 (and was withdrawn): which meetings only waited for it."""
+    """Return the meetings that are over because a rank exited with 0 (and was withdrawn)."""
     over = []
     for of_kind in (meetings.barriers, meetings.votes):
         over += [_over(of_kind, name, attendance) for name in list(of_kind)]
@@ -100,14 +98,14 @@ def _over(of_kind: dict[str, dict[Rank, Member]], name: str, attendance: Attenda
 
 
 def _tally(ballots: list[Ballot], absent: int) -> Tally:
-    # The type belongs to a ballot: to Python True and 1 are the same.
+    # True and 1 are equal in Python, but different ballots.
     counted = Counter((type(ballot).__name__, ballot) for ballot in ballots)
     counts = tuple((ballot, number) for (_, ballot), number in counted.most_common(MAX_LISTED))
     return Tally(counts=counts, voters=len(ballots), absent=absent)
 
 
 def validate(meetings: Meetings, attendance: Attendance) -> None:
-    """Re-check every invariant."""
+    """Check every invariant."""
     for of_kind in (meetings.barriers, meetings.votes):
         for name, members in of_kind.items():
             assert 0 < len(members) < attendance.present, f"meeting {name!r} should be over"

@@ -39,7 +39,7 @@ from holdfast.messages.requests import (
     HeldRequest,
     JoinBarrier,
     Values,
-    Wait,
+    WaitForKeys,
 )
 from holdfast.messages.units import Rank, Time
 
@@ -227,7 +227,7 @@ def _all_over(state: Requests, over: Iterable[Over]) -> list[Answered]:
 
 def _keep_open(state: Requests, event: Asked, asker: Asker, now: Time) -> None:
     request = event.request
-    assert isinstance(request, Wait | JoinBarrier | CastVote | HeldRequest)
+    assert isinstance(request, WaitForKeys | JoinBarrier | CastVote | HeldRequest)
     limit_s = getattr(request, "timeout_s", None)
     until = None if limit_s is None else Time(now + limit_s)
     state.open[asker] = OpenRequest(event, until)
@@ -245,7 +245,7 @@ def _leave(state: Requests, asker: Asker) -> None:
     asked = state.open[asker].asked
     if isinstance(asked.request, JoinBarrier | CastVote):
         meeting.withdraw(state.meetings, asked.request, asked.rank)
-    elif isinstance(asked.request, Wait):
+    elif isinstance(asked.request, WaitForKeys):
         keys.forget(state.store, asker)
 
 
@@ -256,7 +256,7 @@ def _drop(state: Requests, asker: Asker) -> None:
 
 def _waited_for(state: Requests, asked: Asked) -> str:
     request = asked.request
-    if isinstance(request, Wait):
+    if isinstance(request, WaitForKeys):
         missing = [key for key in request.keys if key not in state.store.items]
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         named = ", ".join(repr(key) for key in missing[:3])

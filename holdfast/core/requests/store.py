@@ -1,99 +1,88 @@
-"""Keys and values that ranks share, for as long as their round lasts.
+"""Keeps the keys and values that ranks share while their round lasts.
 
-The machine is a plain dictionary with two things added. Every change is one step, so an `Add` or a
-`CompareSet` can never be torn apart; and whoever waits for keys is woken by the very change that
-brings the last of them. A key that is missing is missing: it is never told as an empty value.
+The store is a dictionary with two additions. Every request is atomic, so an `Add` or a `CompareSet` can
+never interleave with another; and a waiter is woken by the very change that completes its keys. A
+missing key is never reported as an empty value.
 
-Whoever waits watches one missing key at a time. When that key comes, the next missing one is looked
-for from there on, so a wait for a thousand keys that come one by one looks at each about twice. A key
-may go again while others are waited for, therefore the end of the row is not the end of the search:
-it is over when all keys were seen to be there at once.
+A waiter watches one missing key at a time. When that key appears, the search for the next missing one
+continues from there, so a wait for a thousand keys that appear one by one looks at each about twice. A
+key may be deleted while others are waited for, so the search wraps around: the wait is over when all
+keys were found at once.
 
-All that is stored together has a limit, because the coordinator keeps it in memory and in its
-journal's snapshots. The store is for addresses and small agreements, not for tensors.
+The total size is limited, because the coordinator keeps the store in memory and in the journal's
+snapshots. It is meant for addresses and small agreements, not for tensors.
 """
 
 from __future__ import annotations
 
 from msgspec import Struct, field
 
-from holdfast.messages.requests import (
-    MAX_VALUE_BYTES,
-    Add,
-    AnyAnswer,
-    Append,
-    Check,
-    CompareSet,
-    CountKeys,
-    Delete,
-    Denied,
-    Get,
-    Granted,
-    Set,
-    StoreRequest,
-    Total,
-    Truth,
-    Values,
-    Wait,
-)
+from holdfast.messages import requests as messages
+from holdfast.messages.requests import MAX_VALUE_BYTES, AnyAnswer, Denied, Granted, Total, Truth
 
 MAX_STORE_BYTES = 32 << 20
 KEY_COST_BYTES = 64
-"""What a key costs beside its own length and its value's."""
+"""Cost of an entry beside the lengths of its key and value."""
 _LONGEST_NUMBER = 20
 _INT64 = 1 << 63
 
 Asker = str
-"""Who waits: one lane of one rank."""
+"""One lane of one rank."""
 
 
-class Waiting(Struct):
+class KeyWait(Struct):
+    """A wait for keys."""
+
     keys: tuple[str, ...]
     position: int = 0
-    """Of the missing key that is watched."""
+    """Index of the missing key that is watched."""
 
 
 class Store(Struct):
+    """Keys and values of one round, and who waits for which keys."""
+
     items: dict[str, bytes] = field(default_factory=dict)
     size_bytes: int = 0
-    waits: dict[Asker, Waiting] = field(default_factory=dict)
+    waits: dict[Asker, KeyWait] = field(default_factory=dict)
     watched: dict[str, dict[Asker, bool]] = field(default_factory=dict)
-    """Who watches a missing key, in the order in which they came (the values say nothing)."""
+    """Watchers of each missing key, in order of arrival (the values have no meaning)."""
 
 
-class Taken(Struct, frozen=True):
-    """What a request led to."""
+class StoreResponse(Struct, frozen=True):
+    """Result of a request."""
 
     answer: AnyAnswer | None
-    """None when the asker has to wait."""
+    """None if the asker has to wait."""
     woken: tuple[Asker, ...] = ()
-    """Whose keys are all there by this request."""
+    """Askers whose wait ends with this request."""
 
 
-def take(store: Store, asker: Asker, request: StoreRequest) -> Taken:
-    """Do what is asked, at once and as a whole; what is refused changes nothing."""
-    if isinstance(request, Get):
-        return Taken(_values(store, request.keys))
-    if isinstance(request, Check):
-        return Taken(Truth(so=all(key in store.items for key in request.keys)))
-    if isinstance(request, CountKeys):
-        return Taken(Total(number=len(store.items)))
-    if isinstance(request, Wait):
-        return Taken(None if _watch(store, asker, Waiting(request.keys)) else Granted())
-    if isinstance(request, Delete):
-        return Taken(Truth(so=_remove(store, request.key)))
-    if isinstance(request, Set):
-        return _write(store, dict(request.items), Granted())
-    if isinstance(request, Add):
-        return _add(store, request)
-    if isinstance(request, Append):
-        value = store.items.get(request.key, b"") + request.value
-        return _write(store, {request.key: value}, Total(number=len(value)))
-    return _compare_set(store, request)
+def take(store: Store, asker: Asker, request: messages.StoreRequest) -> StoreResponse:
+    """Carry out a request atomically; one that is denied changes nothing."""
+    match request:
+        case messages.Get(keys=keys):
+            return StoreResponse(_values(store, keys))
+        case messages.CheckKeys(keys=keys):
+            return StoreResponse(Truth(so=all(key in store.items for key in keys)))
+        case messages.CountKeys():
+            return StoreResponse(Total(number=len(store.items)))
+        case messages.WaitForKeys(keys=keys):
+            return StoreResponse(None if _watch(store, asker, KeyWait(keys)) else Granted())
+        case messages.Delete(key=key):
+            return StoreResponse(Truth(so=_remove(store, key)))
+        case messages.Set(items=items):
+            return _write(store, dict(items), Granted())
+        case messages.Add():
+            return _add(store, request)
+        case messages.Append(key=key, value=value):
+            value = store.items.get(key, b"") + value
+            return _write(store, {key: value}, Total(number=len(value)))
+        case messages.CompareSet():
+            return _compare_set(store, request)
 
 
 def forget(store: Store, asker: Asker) -> None:
-    """The asker does not wait any more."""
+    """Drop the asker's wait, if it has one."""
     waiting = store.waits.pop(asker, None)
     if waiting is not None:
         key = waiting.keys[waiting.position]
@@ -102,7 +91,7 @@ def forget(store: Store, asker: Asker) -> None:
             del store.watched[key]
 
 
-def _values(store: Store, keys: tuple[str, ...]) -> Values:
+def _values(store: Store, keys: tuple[str, ...]) -> messages.Values:
     values: list[bytes | None] = []
     size = 0
     for key in keys:
@@ -111,50 +100,50 @@ def _values(store: Store, keys: tuple[str, ...]) -> Values:
         if values and size > MAX_VALUE_BYTES:
             break
         values.append(value)
-    return Values(values=tuple(values))
+    return messages.Values(values=tuple(values))
 
 
-def _add(store: Store, request: Add) -> Taken:
+def _add(store: Store, request: messages.Add) -> StoreResponse:
     written = store.items.get(request.key, b"0")
     try:
         number = int(written) if len(written) <= _LONGEST_NUMBER else None
     except ValueError:
         number = None
     if number is None:
-        return Taken(Denied(reason="not a number", detail=f"the value of {request.key!r}"))
+        return _denied("not a number", f"the value of {request.key!r}")
     number += request.amount
     if not -_INT64 <= number < _INT64:
-        detail = f"the value of {request.key!r} would not fit into 64 bits"
-        return Taken(Denied(reason="not a number", detail=detail))
+        return _denied("not a number", f"the value of {request.key!r} would not fit into 64 bits")
     return _write(store, {request.key: b"%d" % number}, Total(number=number))
 
 
-def _compare_set(store: Store, request: CompareSet) -> Taken:
+def _compare_set(store: Store, request: messages.CompareSet) -> StoreResponse:
     value = store.items.get(request.key)
     if (value or b"") == request.expected:
-        return _write(store, {request.key: request.desired}, Values(values=(request.desired,)))
-    return Taken(Values(values=(value,)))
+        return _write(
+            store, {request.key: request.desired}, messages.Values(values=(request.desired,))
+        )
+    return StoreResponse(messages.Values(values=(value,)))
+
+
+def _denied(reason: messages.Reason, detail: str) -> StoreResponse:
+    return StoreResponse(Denied(reason=reason, detail=detail))
 
 
 # ---- changes -----------------------------------------------------------------------------------
 
 
-def _write(store: Store, items: dict[str, bytes], answer: AnyAnswer) -> Taken:
+def _write(store: Store, items: dict[str, bytes], answer: AnyAnswer) -> StoreResponse:
     growth = sum(_cost(k, v) - _cost(k, store.items.get(k)) for k, v in items.items())
     longest = max(map(len, items.values()))
     if longest > MAX_VALUE_BYTES:
-        detail = f"a value of {longest} bytes; a value has at most {MAX_VALUE_BYTES}"
-        return Taken(Denied(reason="too large", detail=detail))
+        return _denied("too large", f"a value of {longest} bytes; the limit is {MAX_VALUE_BYTES}")
     if growth > 0 and store.size_bytes + growth > MAX_STORE_BYTES:
-        detail = f"the store of this round is full: it holds at most {MAX_STORE_BYTES} bytes"
-        return Taken(Denied(reason="too large", detail=detail))
+        return _denied("too large", f"the store is full: its limit is {MAX_STORE_BYTES} bytes")
     fresh = [key for key in items if key not in store.items]
     store.items.update(items)
     store.size_bytes += growth
-    woken: list[Asker] = []
-    for key in fresh:
-        woken += _came(store, key)
-    return Taken(answer, tuple(woken))
+    return StoreResponse(answer, tuple(asker for key in fresh for asker in _woken_by(store, key)))
 
 
 def _remove(store: Store, key: str) -> bool:
@@ -170,8 +159,8 @@ def _cost(key: str, value: bytes | None) -> int:
 # ---- waiting -----------------------------------------------------------------------------------
 
 
-def _watch(store: Store, asker: Asker, waiting: Waiting) -> bool:
-    """Watch a missing key, the next one from the last on; False when there is none."""
+def _watch(store: Store, asker: Asker, waiting: KeyWait) -> bool:
+    """Watch the next missing key; return False if none is missing."""
     keys, start = waiting.keys, waiting.position
     for step in range(len(keys)):
         position = (start + step) % len(keys)
@@ -183,8 +172,8 @@ def _watch(store: Store, asker: Asker, waiting: Waiting) -> bool:
     return False
 
 
-def _came(store: Store, key: str) -> list[Asker]:
-    """Whose wait is over now that this key is there."""
+def _woken_by(store: Store, key: str) -> list[Asker]:
+    """Return the askers whose wait ends now that this key exists."""
     over = []
     for asker in store.watched.pop(key, {}):
         if not _watch(store, asker, store.waits[asker]):
@@ -194,12 +183,12 @@ def _came(store: Store, key: str) -> list[Asker]:
 
 
 def validate(store: Store) -> None:
-    """Re-check every invariant."""
+    """Check every invariant."""
     size = sum(_cost(key, value) for key, value in store.items.items())
     assert size == store.size_bytes <= MAX_STORE_BYTES, "miscounted bytes"
     assert all(len(value) <= MAX_VALUE_BYTES for value in store.items.values()), "a large value"
     watching = {asker: key for key, askers in store.watched.items() for asker in askers}
-    assert sum(map(len, store.watched.values())) == len(watching), "somebody watches two keys"
+    assert sum(map(len, store.watched.values())) == len(watching), "an asker watches two keys"
     wanted = {asker: w.keys[w.position] for asker, w in store.waits.items()}
-    assert watching == wanted, "somebody watches another key than the one to wait for"
-    assert not store.watched.keys() & store.items.keys(), "a key that is there is waited for"
+    assert watching == wanted, "an asker watches another key than the one it waits for"
+    assert not store.watched.keys() & store.items.keys(), "a key that exists is waited for"

@@ -1,34 +1,31 @@
-"""How fast a rank does its own work, told from times that are full of waiting for others.
+"""Computes how fast a rank does its own work, from times that include waiting for other ranks.
 
-In synchronous training all ranks take equally long for a step, however slow one of them is: the
-others wait for it in the sections with collectives (backward, optimizer). There the straggler is the
-one with the *shortest* time. Workers take off the waiting that they see, and say in which sections
-there may be more of it. One that waits says nothing about the speed of the rank that reports it, and
-only three things can be relied on:
+In synchronous training all ranks take equally long for a step, however slow one of them is: the others
+wait for it in the sections with collectives (backward, optimizer). There the straggler has the
+*shortest* time. Workers subtract the waits that they see, and report in which sections there may be
+more. The time of such a section says nothing about the speed of its rank, so only three facts are used:
 
-    A section that does not wait (data, forward, the user's own) is work of the rank itself, and the
-    ratio of the best median to its own is its speed in it.
+    A section that does not wait (data, forward, the user's own) is the rank's own work; the best
+    median divided by the rank's own is its speed there.
 
-    A section that waits holds work as well, hidden in the waiting. The rank that is waited for does
-    not wait itself. Now the work of a backward pass or an optimizer is in a fixed proportion to that
-    of the forward pass, which the model sets and not the machine, so the smallest proportion that any
-    rank shows is that of one that does not wait: it is the work's. Each rank's hidden work is its own
-    forward time times that proportion. This is exact if compute is slow (a rank that takes twice as
-    long for forward and backward scores 0.5, though its backward is the shortest of all), and also if
-    only a part that has nothing to do with compute is slow, like data.
+    A section that waits also contains work. The work of a backward pass or an optimizer step is in a
+    fixed proportion to that of the forward pass, set by the model and not by the machine. The rank
+    that is waited for does not wait itself, so the smallest proportion that any rank shows is that of
+    the work. Each rank's hidden work is its own forward time times that proportion. This is exact if
+    compute is slow (a rank that takes twice as long for forward and backward scores 0.5, though its
+    backward is the shortest of all), and also if only something other than compute is slow, like data.
 
-    What a script does between those passes, or where no rank measures forward, is taken to be the
-    shortest time that any rank reports, the same for all.
+    The work between those passes, or where no rank measures forward, is estimated by the shortest time
+    that any rank reports, the same for all.
 
-Hidden work has a weight in the score and no speed of its own: that of passes goes as fast as the
-forward pass, and what is more than a few times as long as that is the network's and nobody's; all other
-goes as fast as the best. If a rank is slow in nothing but a section that waits, all ranks report the
-same times, and nobody can tell from these who it is.
+Hidden work has a weight in the score but no speed of its own. Passes are taken to run at the speed of
+the forward pass, up to a few times its length; beyond that they are taken to be the network, which no
+rank is to blame for. All other hidden work is taken to run at the best speed. If a rank is slow only in
+a section that waits, all ranks report the same times, and these cannot tell which rank it is.
 
-A score is the time that the rank's work would have taken at the best speed, divided by the time that
-it took: the mean of the sections' ratios, weighted by time. Weights are counts times medians, so one
-stall in a hundred steps weighs nothing. A rank of which no section is seen has no score, rather than
-a good one.
+A score is the time that the rank's work would have taken at the best speed, divided by the time that it
+took: the mean of the sections' ratios, weighted by time. Weights are counts times medians, so one stall
+in a hundred steps has no effect. A rank without a visible section has no score, rather than a good one.
 """
 
 from __future__ import annotations
@@ -42,22 +39,21 @@ from holdfast.messages.timings import BACKWARD, FORWARD, OPTIMIZER, STEP, Timing
 from holdfast.messages.units import Rank, Seconds
 
 MIN_SAMPLES = 5
-"""Below that, the median of a section is not looked at."""
+"""Number of samples below which a section is ignored."""
 PASSES = {BACKWARD, OPTIMIZER}
-"""Work in proportion to that of the forward pass."""
+"""Sections whose work is proportional to that of the forward pass."""
 FORWARDS_AT_MOST = 3.0
-"""So many times a forward pass a backward pass may take, with activations computed again."""
-
+"""Longest backward pass in forward passes, with activations computed again."""
 
 Hidden = Literal["", "by forward", "by the best"]
 
 
 class Sample(Struct):
-    """What is known of a section of a rank in one window."""
+    """One section of one rank in one window."""
 
     count: int = 0
     weighed_s: float = 0.0
-    """Sum of medians times counts. As a sum it may exceed what a report may say."""
+    """Sum of medians times counts, which may exceed the limit of a single report."""
     total_s: float = 0.0
     waits: bool = False
 
@@ -77,16 +73,18 @@ class Work(Struct, frozen=True):
     median_s: Seconds
     count: int
     hidden: Hidden = ""
-    """How it was estimated, if it was: by the forward pass, whose speed it has; or by the best."""
+    """How hidden work was estimated: by the forward pass, whose speed it has, or by the best rank."""
 
     def weight_s(self) -> Seconds:
         return self.median_s * self.count
 
 
 class Score(Struct, frozen=True):
+    """Speed of a rank, as a fraction of the best."""
+
     score: float
     section: str
-    """Where most time is lost."""
+    """Section in which most time is lost."""
 
 
 Sections = dict[str, Sample]
@@ -94,7 +92,7 @@ Works = dict[str, Work]
 
 
 def own_work(window: Mapping[Rank, Sections]) -> dict[Rank, Works]:
-    """Take the waiting out of what these ranks report."""
+    """Return each rank's own work, without waiting."""
     parts = {rank: _parts(sections) for rank, sections in window.items()}
     waiting = {name for each in parts.values() for name, part in each.items() if part.waits}
     seen = {rank: _seen(each, waiting) for rank, each in parts.items()}
@@ -110,8 +108,10 @@ def own_work(window: Mapping[Rank, Sections]) -> dict[Rank, Works]:
 
 
 def _parts(sections: Sections) -> Sections:
-    """The sections that make up a step. Where its passes are not told, they are in what no section
-    covers, which counts as one that waits."""
+    """Return the sections that make up a step.
+
+    If its passes are not reported, the time that no section covers counts as one that waits.
+    """
     enough = {name: s for name, s in sections.items() if s.count >= MIN_SAMPLES}
     parts = {name: s for name, s in enough.items() if name != STEP}
     step = enough.get(STEP)
@@ -128,7 +128,7 @@ def _seen(parts: Sections, waiting: set[str]) -> Works:
 
 
 def _by_forward(medians: dict[Rank, Seconds], seen: Mapping[Rank, Works]) -> dict[Rank, Seconds]:
-    """The work in a section that waits, of each rank that measures forward."""
+    """Estimate the work in a section that waits, for each rank that measures forward."""
     forward = {rank: seen[rank][FORWARD].median_s for rank in medians if FORWARD in seen[rank]}
     forward = {rank: median for rank, median in forward.items() if median > 0}
     proportion = min((medians[rank] / each for rank, each in forward.items()), default=0.0)
@@ -136,7 +136,7 @@ def _by_forward(medians: dict[Rank, Seconds], seen: Mapping[Rank, Works]) -> dic
 
 
 def best_of(works: Collection[Works]) -> dict[str, Seconds]:
-    """The best median of each section that more than half of these ranks have."""
+    """Return the best median of each section that more than half of these ranks have."""
     medians: dict[str, list[Seconds]] = {}
     for each in works:
         for name, work in each.items():
@@ -146,7 +146,7 @@ def best_of(works: Collection[Works]) -> dict[str, Seconds]:
 
 
 def score(works: Works, best: Mapping[str, Seconds]) -> Score | None:
-    """How fast this work was beside the best; None when there is nothing to tell it by."""
+    """Score work against the best times; None if no section can be compared."""
     ratios = {
         name: min(1.0, best[name] / work.median_s) if work.median_s > 0 else 1.0
         for name, work in works.items()
@@ -164,6 +164,6 @@ def score(works: Works, best: Mapping[str, Seconds]) -> Score | None:
     if total <= 0:
         return None
     losses = {name: (1 - ratio) * works[name].weight_s() for name, ratio in ratios.items()}
-    # The least name among equals, so that the order of reports does not matter.
+    # The first name among equals, so that the order of reports does not matter.
     worst = min(losses, key=lambda name: (-losses[name], name))
     return Score(1 - sum(losses.values()) / total, worst)

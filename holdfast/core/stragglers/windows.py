@@ -1,25 +1,24 @@
-"""Who slows the others down, while training.
+"""Decides which ranks slow the others down.
 
-Agents report now and then how long the sections of their ranks' steps took. Reports are gathered in a
-window until every rank of the round has eight samples in it; then the window is judged and the next
-begins. A rank that reports nothing does not hold up the others for ever: when one has 24, those
-who have enough are judged, and the rest are unknown.
+Agents report how long the sections of their ranks' steps took. Reports are collected in a window until
+every rank of the round has eight samples; then the window is judged and the next one begins. A rank
+that reports nothing does not delay this for ever: once a rank has 24 samples, those with enough are
+judged, and the rest are unknown.
 
-Each window gives a rank two scores (`stragglers.own_work` says how, and why a rank that waits is
+Each window gives a rank two scores (`stragglers.own_work` defines them, and why a rank that waits is
 not a slow one):
 
-    relative     beside the best rank of the same window: finds the one that the others wait for
-    individual   beside its own best, held for two windows running: finds a slowdown of all at once,
-                 which no comparison between ranks can show
+    relative     compared with the best rank of the window: finds the rank that the others wait for
+    individual   compared with its own best of any two consecutive windows: finds a slowdown of all
+                 ranks at once, which no comparison between ranks can show
 
-A rank is a straggler when its score was below 0.75 in two windows running, and no longer when it was
-0.8 or more in two windows running. For the relative score it must also lie that far below the
-*typical* rank, the slowest one of the faster half: one rank that is faster than all others makes no
-stragglers of them. A window in which a rank is unknown changes nothing for it.
+A rank becomes a straggler when its score is below 0.75 in two consecutive windows, and ceases to be one
+when it is 0.8 or more in two consecutive windows. For the relative score these thresholds are
+multiplied by the score of the *typical* rank, the slowest of the faster half: one exceptionally fast
+rank makes no stragglers of the others. A window in which a rank is unknown changes nothing for it.
 
-Scores compare ranks of one round. A new round begins afresh; only the best times of ranks that stay
-on their host are kept, and those only while the world has the same size, because with the size the
-work of a rank may change.
+Scores compare the ranks of one round. A new round starts from nothing, except for the best times of
+ranks that stay on their host, if the world keeps its size: with the size a rank's work may change.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from statistics import median_high
 
 from msgspec import Struct, field
 
-from holdfast.core.stragglers import own_work as ownwork
+from holdfast.core.stragglers import own_work
 from holdfast.core.stragglers.own_work import Sample, Score, Sections, Works
 from holdfast.messages.timings import STEP, Finding, Kind, RankTimings
 from holdfast.messages.units import Rank, StepNumber
@@ -37,23 +36,25 @@ from holdfast.messages.units import Rank, StepNumber
 THRESHOLD = 0.75
 CLEAR = 0.8
 WINDOWS = 2
-"""How many windows running it takes to be called a straggler, or none any more."""
+"""Consecutive windows that it takes to become a straggler, or to cease to be one."""
 WINDOW_SAMPLES = 8
 PATIENCE = 3
-"""A window is judged without the late ones when a rank has that many times its samples."""
+"""A window is judged without late ranks when a rank has this many times the samples."""
 
 
 class Track(Struct):
-    """One kind of score of one rank through the windows."""
+    """One kind of score of one rank, over the windows."""
 
     now: Score | None = None
-    """Of the last window in which it was known."""
+    """Score in the last window in which it was known."""
     run: int = 0
-    """How many windows running say the opposite of `flagged`."""
+    """Number of consecutive windows that contradict `flagged`."""
     flagged: bool = False
 
 
-class RankState(Struct):
+class RankSpeed(Struct):
+    """Times and scores of one rank."""
+
     host: str
     best_s: dict[str, float] = field(default_factory=dict)
     last_s: dict[str, float] = field(default_factory=dict)
@@ -62,24 +63,24 @@ class RankState(Struct):
 
 
 class RankScores(Struct, frozen=True):
-    """None: unknown."""
+    """Scores of one rank; None if unknown."""
 
     relative: float | None
     individual: float | None
     straggler: Kind | None = None
-    """Beside whom it is slow, if it is."""
+    """Kind of straggler it is, if it is one."""
 
 
 class Stragglers(Struct):
-    ranks: dict[Rank, RankState] = field(default_factory=dict)
-    """All of the round."""
+    ranks: dict[Rank, RankSpeed] = field(default_factory=dict)
+    """All ranks of the round."""
     window: dict[Rank, Sections] = field(default_factory=dict)
     full: dict[Rank, bool] = field(default_factory=dict)
-    """Who has enough samples in the window (the values say nothing)."""
+    """Ranks with enough samples in the window (the values have no meaning)."""
 
 
 def renew(state: Stragglers, hosts: Mapping[Rank, str], now_step: StepNumber) -> list[Finding]:
-    """A new round has these ranks on these hosts: whoever was a straggler is none any more."""
+    """Start a round with these ranks on these hosts; return the findings that end with the last one."""
     ended = [
         _finding(rank, kind, track, now_step, began=False)
         for rank, rank_state in sorted(state.ranks.items())
@@ -87,7 +88,7 @@ def renew(state: Stragglers, hosts: Mapping[Rank, str], now_step: StepNumber) ->
         if track.flagged
     ]
     before = state.ranks if len(hosts) == len(state.ranks) else {}
-    state.ranks = {rank: RankState(host) for rank, host in sorted(hosts.items())}
+    state.ranks = {rank: RankSpeed(host) for rank, host in sorted(hosts.items())}
     for rank, fresh in state.ranks.items():
         if rank in before and before[rank].host == fresh.host:
             fresh.best_s = before[rank].best_s
@@ -96,7 +97,7 @@ def renew(state: Stragglers, hosts: Mapping[Rank, str], now_step: StepNumber) ->
 
 
 def take(state: Stragglers, reports: Iterable[RankTimings], now_step: StepNumber) -> list[Finding]:
-    """Add these reports to the window; when that completes it, who became or ceased to be slow."""
+    """Add reports to the window; if that completes it, return who became or ceased to be slow."""
     most = max((_gather(state, report) for report in reports), default=0)
     if len(state.full) < len(state.ranks) and most < PATIENCE * WINDOW_SAMPLES:
         return []
@@ -106,7 +107,7 @@ def take(state: Stragglers, reports: Iterable[RankTimings], now_step: StepNumber
 
 
 def scores(state: Stragglers) -> dict[Rank, RankScores]:
-    """Each rank's scores in the last window in which they were known."""
+    """Return each rank's scores in the last window in which they were known."""
     return {
         rank: RankScores(
             each.relative.now.score if each.relative.now is not None else None,
@@ -121,7 +122,7 @@ def scores(state: Stragglers) -> dict[Rank, RankScores]:
 
 
 def _gather(state: Stragglers, report: RankTimings) -> int:
-    """Add a report to the window; how many samples the rank has in it now."""
+    """Add a report to the window; return how many samples the rank now has in it."""
     if report.rank not in state.ranks:
         return 0
     sections = state.window.setdefault(report.rank, {})
@@ -137,7 +138,7 @@ def _gather(state: Stragglers, report: RankTimings) -> int:
 
 
 def _samples(sections: Sections) -> int:
-    """Steps if they are reported, which may be later than other sections; else the most there is."""
+    """Return the number of steps if they are reported, else the count of the most frequent section."""
     if STEP in sections:
         return sections[STEP].count
     return max((sample.count for sample in sections.values()), default=0)
@@ -146,7 +147,7 @@ def _samples(sections: Sections) -> int:
 def _judge(
     state: Stragglers, window: Mapping[Rank, Sections], now_step: StepNumber
 ) -> list[Finding]:
-    works = ownwork.own_work(window)
+    works = own_work.own_work(window)
     relative = _relative(works)
     typical = median_high([score.score for score in relative.values()] or [1.0])
     findings = []
@@ -163,23 +164,23 @@ def _relative(works: Mapping[Rank, Works]) -> dict[Rank, Score]:
     seen = [each for each in works.values() if any(not work.hidden for work in each.values())]
     if len(seen) < 2:
         return {}
-    best = ownwork.best_of(seen)
-    found = {rank: ownwork.score(each, best) for rank, each in works.items()}
+    best = own_work.best_of(seen)
+    found = {rank: own_work.score(each, best) for rank, each in works.items()}
     return {rank: score for rank, score in found.items() if score is not None}
 
 
-def _individual(each: RankState, works: Works) -> Score | None:
-    """How fast the rank is beside its best; a time counts as reached when it was held twice."""
+def _individual(each: RankSpeed, works: Works) -> Score | None:
+    """Score a rank against its best; a time counts as reached when it was held in two windows."""
     now_s = {name: work.median_s for name, work in works.items() if not work.hidden}
     for name in filter(each.last_s.__contains__, now_s):
         held_s = max(now_s[name], each.last_s[name])
         each.best_s[name] = min(held_s, each.best_s.get(name, held_s))
     each.last_s = now_s
-    return ownwork.score(works, each.best_s)
+    return own_work.score(works, each.best_s)
 
 
 def _follow(track: Track, score: Score, bar: float) -> bool:
-    """Note a window's score; True when the rank became a straggler by it, or ceased to be one."""
+    """Note a window's score; return True if the rank became or ceased to be a straggler."""
     track.now = score
     says = score.score >= CLEAR * bar if track.flagged else score.score < THRESHOLD * bar
     track.run = track.run + 1 if says else 0
@@ -189,7 +190,7 @@ def _follow(track: Track, score: Score, bar: float) -> bool:
     return True
 
 
-def _tracks(each: RankState) -> tuple[tuple[Kind, Track], tuple[Kind, Track]]:
+def _tracks(each: RankSpeed) -> tuple[tuple[Kind, Track], tuple[Kind, Track]]:
     return ("relative", each.relative), ("individual", each.individual)
 
 
@@ -200,8 +201,8 @@ def _finding(rank: Rank, kind: Kind, track: Track, step: StepNumber, *, began: b
 
 
 def validate(state: Stragglers) -> None:
-    """Re-check every invariant."""
-    assert state.window.keys() <= state.ranks.keys(), "a window of a stranger"
+    """Check every invariant."""
+    assert state.window.keys() <= state.ranks.keys(), "a window of an unknown rank"
     counts = {rank: _samples(sections) for rank, sections in state.window.items()}
     enough = {rank for rank, count in counts.items() if count >= WINDOW_SAMPLES}
     assert state.full.keys() == enough, "miscounted samples"

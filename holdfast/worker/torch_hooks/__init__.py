@@ -1,1 +1,1 @@
-"""What a worker adds to torch: step counts, phases, waits and device times."""
+"""Hooks into torch: step counts, phases, waits and device times."""

@@ -1,14 +1,11 @@
-"""How long the phases of a step take on a GPU, without waiting for it.
+"""Times the own work of phases on a GPU, without ever synchronizing with it.
 
-A script only puts work into the GPU's queue, so the time between two marks says how long that took, and
-not how long the work did. So an event goes into the queue with each mark, which the GPU stamps when it
-comes to it; a few steps later the stamps are read. Nothing is ever waited for.
+A script only queues work, so the time between two marks is not the time that the work takes. So each
+mark records a CUDA event, which the GPU stamps when it reaches it; a few steps later the stamps are
+read. Where the stream waits for other ranks (see `waits`), events before and after take that time out.
 
-Where the script has the GPU's stream wait for other ranks (see `waits`), it is stamped before and after
-as well, and what lies between is not counted.
-
-While a script records a CUDA graph nothing is put there, or asked: that would end up in the graph, or
-break it. A GPU that has failed is the script's to complain about; here it only ends the looking.
+Nothing is recorded or queried while the script captures a CUDA graph: that would end up in the graph,
+or break it. If a GPU has failed, the script reports it; here timing only stops.
 """
 
 from __future__ import annotations
@@ -21,23 +18,24 @@ from typing import Any, Final
 from holdfast.shm.vital_signs import OPTIMIZER, OWN_WORK, Vitals
 
 COST_S: Final = 100e-6
-"""Of timing a step, at most; and of each stamp of a wait in it:"""
+"""Upper bound of the cost of timing one step."""
 WAIT_COST_S: Final = 5e-6
+"""Upper bound of the cost of each event around a wait."""
 MOST_UNREAD: Final = 64
-"""Phases whose stamps are not there yet; a GPU that is further behind is not asked more."""
+"""Phases whose stamps are pending; a GPU that is further behind is not timed."""
 MOST_WAITS: Final = 1024
-"""In one phase; one that has more is not timed."""
+"""Waits in one phase; a phase with more is not timed."""
 
 
 @dataclass
 class _Timed:
-    """A phase with its stamps."""
+    """A phase and its events."""
 
     phase: int
     began: Any
     ended: Any = None
     waits: list[tuple[Any, Any]] = field(default_factory=list)
-    """The stamps before and after each."""
+    """Events before and after each wait."""
 
     def own_s(self) -> float:
         waited_ms = sum(began.elapsed_time(ended) for began, ended in self.waits)
@@ -45,24 +43,26 @@ class _Timed:
 
 
 class DeviceTimes:
+    """Times of the phases' own work on one GPU."""
+
     def __init__(self, vitals: Vitals, cuda: Any) -> None:
         self.cost_s = COST_S
-        """Of timing a step like the last one."""
+        """Cost of timing a step like the last one."""
         self.stream: Any = None
-        """The one that the training thread's work goes to."""
+        """Stream of the training thread."""
         self._vitals = vitals
         self._cuda = cuda
-        """torch.cuda"""
+        """The module torch.cuda."""
         self._phase = -1
         self._now: _Timed | None = None
-        """The phase that is under way, if it is one that is timed."""
+        """Phase that is being timed."""
         self._unread: deque[_Timed] = deque()
-        self._waits_now = False
+        self._waiting = False
         self._waits = 0
-        """Stamps of waits in the step that is under way."""
+        """Events around waits in the current step."""
 
-    def mark(self, phase: int, now: float) -> None:
-        """The training thread came to another phase."""
+    def mark(self, phase: int) -> None:
+        """End the timing of the current phase, and begin another."""
         before, self._phase = self._phase, phase
         timed = phase in OWN_WORK and len(self._unread) < MOST_UNREAD
         try:
@@ -72,27 +72,29 @@ class DeviceTimes:
             if timed or self._now is not None:
                 self._turn(phase if timed else None)
             if before == OPTIMIZER:
-                self._read()
+                while self._unread and self._unread[0].ended.query():
+                    read = self._unread.popleft()
+                    self._vitals.took_itself(read.phase, read.own_s())
                 self.cost_s, self._waits = COST_S + WAIT_COST_S * self._waits, 0
         except RuntimeError:
             self._now = None
             self._unread.clear()
 
     def wait(self, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call what makes the GPU, or the script that gives it its work, wait for other ranks."""
+        """Call a function that makes the stream, or the script, wait for other ranks."""
         timed = self._now
-        if timed is None or self._waits_now or not self._is_waited_in(timed):
+        if timed is None or self._waiting or not self._is_waited_in(timed):
             return real(*args, **kwargs)
-        self._waits_now = True
-        began = self._stamp_wait()
+        self._waiting = True
+        began = self._wait_event()
         try:
             return real(*args, **kwargs)
         finally:
-            timed.waits.append((began, self._stamp_wait()))
-            self._waits_now = False
+            timed.waits.append((began, self._wait_event()))
+            self._waiting = False
 
     def _is_waited_in(self, timed: _Timed) -> bool:
-        """Whether a wait that begins now is one of that phase's."""
+        """Return whether a wait that begins now can be timed as part of that phase."""
         if len(timed.waits) == MOST_WAITS:
             self._now = None
             return False
@@ -101,30 +103,22 @@ class DeviceTimes:
         except RuntimeError:
             return False
 
-    def _stamp_wait(self) -> Any:
+    def _wait_event(self) -> Any:
         self._waits += 1
         try:
-            return self._stamp()
+            return self._event()
         except RuntimeError:
-            self._now = None  # Without all of its stamps it cannot be timed.
+            self._now = None  # Without all of its events the phase cannot be timed.
 
     def _turn(self, phase: int | None) -> None:
-        """What was timed ends, and perhaps another phase begins."""
         self.stream = self._cuda.current_stream()
-        event = self._stamp()
+        event = self._event()
         if self._now is not None:
             self._now.ended = event
             self._unread.append(self._now)
-        self._now = None
-        if phase is not None:
-            self._now = _Timed(phase, event)
+        self._now = None if phase is None else _Timed(phase, event)
 
-    def _stamp(self) -> Any:
+    def _event(self) -> Any:
         event = self._cuda.Event(enable_timing=True)
         event.record(self.stream)
         return event
-
-    def _read(self) -> None:
-        while self._unread and self._unread[0].ended.query():
-            timed = self._unread.popleft()
-            self._vitals.took_itself(timed.phase, timed.own_s())

@@ -1,19 +1,20 @@
-"""Does something to a module as soon as a script imports it, and never imports it itself.
+"""Runs a callback on a module as soon as the script imports it, without importing it.
 
-A version of the module that has not what we look for is left as it is: the script must not notice.
+A version of the module that lacks what the callback patches is left as it is.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 
 def when_imported(name: str, act: Callable[[ModuleType], object]) -> None:
-    """Act on the module now, or when it is imported."""
+    """Call `act` on the module, now or when it is imported."""
     if name in sys.modules:
         _act_on(sys.modules[name], act)
     else:
@@ -21,7 +22,7 @@ def when_imported(name: str, act: Callable[[ModuleType], object]) -> None:
 
 
 class _Watcher(MetaPathFinder):
-    """Finds nothing itself; adds a last step to the import of one module."""
+    """Import hook that finds nothing itself, and adds a last step to the import of one module."""
 
     def __init__(self, name: str, act: Callable[[ModuleType], object]) -> None:
         self._name = name
@@ -34,28 +35,22 @@ class _Watcher(MetaPathFinder):
             return None
         sys.meta_path.remove(self)
         for finder in sys.meta_path:
-            find = getattr(finder, "find_spec", None)  # Finders of old have none.
+            find = getattr(finder, "find_spec", None)  # Old finders have none.
             spec: ModuleSpec | None = find(name, path, target) if find is not None else None
             if spec is not None and spec.loader is not None:
-                spec.loader = _ActingLoader(spec.loader, self._act)
+                self._extend(spec.loader)
                 return spec
         return None
 
+    def _extend(self, loader: Any) -> None:
+        real = loader.exec_module
 
-class _ActingLoader(Loader):
-    def __init__(self, loader: Loader, act: Callable[[ModuleType], object]) -> None:
-        self._loader = loader
-        self._act = act
+        def exec_module(module: ModuleType) -> None:
+            vars(loader).pop("exec_module", None)  # Nothing is left for the script to see.
+            real(module)
+            _act_on(module, self._act)
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        _act_on(module, self._act)
+        loader.exec_module = exec_module
 
 
 def _act_on(module: ModuleType, act: Callable[[ModuleType], object]) -> None:

@@ -1,13 +1,12 @@
-"""How long a rank waits for others, where that can be seen.
+"""Measures how long a rank waits for other ranks, where that is visible.
 
-Whoever waits for a collective in Python calls `Work.wait`: torch's own functions do, FSDP does, scripts
-do; DTensors call `wait_tensor`. Both are wrapped, so what is spent in there can be told from a rank's
-own work, and a rank that stands in there is one that waits (see `pulse`). DDP waits for its gradients
-in C++, within the backward pass: that is not seen.
+A wait for a collective in Python is a call of `Work.wait`: torch's own functions, FSDP and scripts all
+use it; DTensors call `wait_tensor`. Both are wrapped, so that waiting can be told from a rank's own
+work, and a thread that is in here is one that waits (see `heartbeat`). DDP waits for its gradients in
+C++, within the backward pass: that is not visible.
 
-With a GPU those calls return at once, and it is its stream that waits, as after `Stream.wait_event`, by
-which FSDP waits for a stream that communicates. So `DeviceTimes` has the GPU stamp when it comes to
-such a wait, and when it is over.
+With a GPU those calls return at once and the stream waits instead, as after `Stream.wait_event`, by
+which FSDP waits for its communication stream. `DeviceTimes` then records events around such a wait.
 """
 
 from __future__ import annotations
@@ -23,20 +22,36 @@ from holdfast.shm.vital_signs import OWN_WORK, Vitals
 from holdfast.worker.torch_hooks.device_times import DeviceTimes
 from holdfast.worker.torch_hooks.imports import when_imported
 
-_NONE: Final = -1
-"""The backward pass that a thread is in which is in none. With a GPU, torch has threads for them."""
+_NO_BACKWARD: Final = -1
+"""Graph task id of a thread that is in no backward pass. With a GPU, torch has threads for these."""
 
 Call = Callable[..., Any]
 
 
-class Waits:
-    def __init__(self, trains: Callable[[], bool]) -> None:
-        self.seconds = 0.0
-        """For how long the thread that trains has waited so far."""
+class OwnTimes:
+    """Books the own work of phases: their times on the CPU or the GPU, without visible waits."""
+
+    def __init__(self, vitals: Vitals, trains: Callable[[], bool]) -> None:
+        self.waited_s = 0.0
+        """Time that the training thread has waited so far."""
         self.device: DeviceTimes | None = None
+        """Times on the GPU, if there is one."""
+        self._vitals = vitals
         self._trains = trains
-        """Whether the thread that asks is that one."""
+        """Returns whether the calling thread is the training thread."""
         self._within = False
+        self._phase = -1
+        self._began_at = self._waited_before_s = 0.0
+
+    def mark(self, phase: int, now: float) -> None:
+        """Book the phase that ends, and begin another."""
+        if self.device is not None:
+            self.device.mark(phase)
+            return
+        if self._phase in OWN_WORK:
+            own_s = now - self._began_at - (self.waited_s - self._waited_before_s)
+            self._vitals.took_itself(self._phase, max(0.0, own_s))
+        self._phase, self._began_at, self._waited_before_s = phase, now, self.waited_s
 
     def install(self) -> None:
         when_imported("torch.distributed.distributed_c10d", self._on_collectives)
@@ -58,7 +73,7 @@ class Waits:
             if is_compiling() or self._within:
                 return real(*args, **kwargs)
             device = self.device
-            if not (self._trains() or (device is not None and backward_pass() != _NONE)):
+            if not (self._trains() or (device is not None and backward_pass() != _NO_BACKWARD)):
                 return real(*args, **kwargs)
             if device is not None:
                 return device.wait(real, *args, **kwargs)
@@ -67,7 +82,7 @@ class Waits:
             try:
                 return real(*args, **kwargs)
             finally:
-                self.seconds += time.monotonic() - began
+                self.waited_s += time.monotonic() - began
                 self._within = False
 
         return wait
@@ -84,22 +99,3 @@ class Waits:
 
         wait_event._torchdynamo_disable = True  # type: ignore[attr-defined]
         module.Stream.wait_event = wait_event
-
-
-class HostTimes:
-    """How long the phases of a step take a rank without a GPU: without the waiting that is seen."""
-
-    def __init__(self, vitals: Vitals, waits: Waits) -> None:
-        self._vitals = vitals
-        self._waits = waits
-        self._phase = -1
-        self._began_at = 0.0
-        self._waited_s = 0.0
-
-    def mark(self, phase: int, now: float) -> None:
-        """The training thread came to another phase."""
-        waited_s = self._waits.seconds
-        if self._phase in OWN_WORK:
-            own_s = now - self._began_at - (waited_s - self._waited_s)
-            self._vitals.took_itself(self._phase, max(0.0, own_s))
-        self._phase, self._began_at, self._waited_s = phase, now, waited_s

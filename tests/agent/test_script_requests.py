@@ -1,14 +1,14 @@
-"""The courier: who asks for whom, what is asked again, and how much is on its way."""
+"""Requests of scripts: who asks for whom, what is asked again, and how much is on its way."""
 
 from __future__ import annotations
 
 import pytest
 
-from holdfast.agent.requests import Courier
+from holdfast.agent.requests import ScriptRequests
 from holdfast.clock import JobClock
 from holdfast.messages.actions import Answered
 from holdfast.messages.events import AnyEvent, Asked, ExcludeAsked, StopAsked
-from holdfast.messages.local import Ask, Reply
+from holdfast.messages.local import Ask, ScriptReply
 from holdfast.messages.requests import (
     LARGE_AT_ONCE,
     Add,
@@ -30,8 +30,8 @@ ROUND = RoundNumber(3)
 class Scene:
     def __init__(self) -> None:
         self.events: list[AnyEvent] = []
-        self.replies: list[tuple[int, Reply]] = []
-        self.courier = Courier(
+        self.replies: list[tuple[int, ScriptReply]] = []
+        self.requests = ScriptRequests(
             NodeId("n"),
             JobClock(),
             self.events.append,
@@ -39,12 +39,12 @@ class Scene:
         )
 
     def ask(self, request: ScriptRequest, rank: int = 0, lane: int = 0, number: int = 1) -> None:
-        self.courier.ask(ROUND, Rank(rank), Ask(lane=lane, number=number, request=request))
+        self.requests.ask(ROUND, Rank(rank), Ask(lane=lane, number=number, request=request))
 
     def answer(
         self, answer: AnyAnswer, rank: int = 0, lane: int = 0, number: int = 1, round: int = ROUND
     ) -> None:
-        self.courier.answered(
+        self.requests.answered(
             Answered(
                 node=NodeId("n"),
                 round=RoundNumber(round),
@@ -67,7 +67,7 @@ def test_a_request_is_asked_in_the_name_of_its_rank(scene: Scene) -> None:
     assert isinstance(event, Asked)
     assert (event.node, event.round, event.rank, event.lane, event.number) == ("n", 3, 2, 1, 5)
     scene.answer(Total(number=1), rank=2, lane=1, number=5)
-    assert scene.replies == [(2, Reply(lane=1, number=5, answer=Total(number=1)))]
+    assert scene.replies == [(2, ScriptReply(lane=1, number=5, answer=Total(number=1)))]
 
 
 def test_an_answer_that_comes_twice_or_to_another_round_is_dropped(scene: Scene) -> None:
@@ -86,7 +86,7 @@ def test_on_a_new_stream_what_was_heard_but_not_answered_is_asked_again(scene: S
         scene.ask(Add(key="k", amount=1), lane=lane)
     scene.answer(Total(number=1), lane=0)
     heard, unheard = scene.events[1], scene.events[2]
-    scene.courier.ask_again([unheard])
+    scene.requests.ask_again([unheard])
     assert scene.events[3:] == [heard]
 
 
@@ -96,7 +96,7 @@ def test_only_a_few_large_requests_are_on_their_way_at_a_time(scene: Scene) -> N
     scene.ask(Set(items=(("k", b"x" * 100_000),)), rank=1)
     scene.ask(Set(items=(("k", b"x"),)), rank=1, lane=1)
     assert len(scene.events) == LARGE_AT_ONCE + 1, "small ones do not wait"
-    scene.courier.ask_again([])
+    scene.requests.ask_again([])
     assert len(scene.events) == 2 * (LARGE_AT_ONCE + 1), "what waits here is not asked again"
     scene.answer(Values(values=(None,)), lane=1)
     assert scene.events[-1].lane == LARGE_AT_ONCE  # type: ignore[union-attr]
@@ -106,7 +106,7 @@ def test_a_worker_that_is_gone_leaves_its_place_to_others(scene: Scene) -> None:
     for lane in range(LARGE_AT_ONCE + 1):
         scene.ask(Get(keys=("k",)), lane=lane)
     scene.ask(Get(keys=("k",)), rank=1)
-    scene.courier.forget(Rank(0))
+    scene.requests.forget(Rank(0))
     assert scene.events[-1].rank == 1  # type: ignore[union-attr]
     scene.answer(Values(values=(None,)), lane=0)
     assert scene.replies == []
@@ -124,5 +124,5 @@ def test_control_requests_become_their_events_and_are_granted(scene: Scene) -> N
         (1, Granted()),
         (2, Granted()),
     ]
-    scene.courier.ask_again([])
+    scene.requests.ask_again([])
     assert len(scene.events) == 2

@@ -8,15 +8,14 @@ import threading
 import time
 from pathlib import Path
 
-import pytest
-
-from holdfast.agent.stall_kinds import Effort, Lately, effort, lately, process_state
+from holdfast import kernel, proc
+from holdfast.proc import Effort, effort, process_state
 
 PATIENCE_S = 10.0
 
 
 def test_processor_time_is_that_of_the_one_thread() -> None:
-    """The pulse, gloo's threads and a logger's do not make a rank busy."""
+    """The heartbeat, gloo's threads and a logger's do not make a rank busy."""
     stop = threading.Event()
     other = threading.Thread(target=lambda: all(not stop.is_set() for _ in iter(int, 1)))
     other.start()
@@ -46,7 +45,7 @@ def test_of_a_process_that_is_gone_nothing_is_known() -> None:
         os._exit(0)
     os.waitpid(pid, 0)
     assert effort(pid, 0) == Effort()
-    assert process_state(pid) == "?"
+    assert process_state(pid) == "X"
 
 
 def test_a_stopped_process_is_seen_to_be_stopped() -> None:
@@ -63,15 +62,31 @@ def test_a_stopped_process_is_seen_to_be_stopped() -> None:
         os.waitpid(pid, 0)
 
 
-@pytest.mark.parametrize(
-    ("after", "seconds", "expected"),
-    [
-        (Effort(3.0, 10), 2.0, Lately(1.0, moved=False)),
-        (Effort(1.0, 11), 2.0, Lately(0.0, moved=True)),
-        (Effort(3.0, 11), 0.0, Lately(0.0, moved=True)),
-    ],
-)
-def test_what_was_done_lately_is_the_difference(
-    after: Effort, seconds: float, expected: Lately
-) -> None:
-    assert lately(Effort(1.0, 10), after, seconds) == expected
+def test_a_process_whose_name_is_no_text_is_read_like_any_other() -> None:
+    pid = os.fork()
+    if pid == 0:
+        kernel.prctl(kernel.PR_SET_NAME, b"\xff) R (\xfe")
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(0)
+    try:
+        os.waitpid(pid, os.WUNTRACED)
+        assert process_state(pid) == "T"
+        assert proc.reaction_to(pid, signal.SIGTERM) == "dies"
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def test_what_a_signal_would_do_is_read_from_its_masks() -> None:
+    before = signal.getsignal(signal.SIGUSR2)
+    try:
+        for handler, expected in [
+            (signal.SIG_DFL, "dies"),
+            (signal.SIG_IGN, "ignores"),
+            (lambda *_: None, "handles"),
+        ]:
+            signal.signal(signal.SIGUSR2, handler)
+            assert proc.reaction_to(os.getpid(), signal.SIGUSR2) == expected
+            assert proc.catches(os.getpid(), signal.SIGUSR2) == (expected == "handles")
+    finally:
+        signal.signal(signal.SIGUSR2, before)

@@ -10,14 +10,14 @@ Run = Callable[..., str]
 
 BEFORE = """
 import io, os, socket, sys, threading, time
-from holdfast.shm.rank_page import ProgressPage, create_page
+from holdfast.shm.rank_page import RankPage, create_page
 from holdfast.worker import runtime
 from holdfast.worker.channel import Channel
 from holdfast.worker.runtime import Runtime
-from holdfast.worker.torch_save_hooks import book_saves
+from holdfast.worker.torch_hooks.patches import book_saves
 
 near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-page = ProgressPage(create_page())
+page = RankPage(create_page())
 worker = Runtime(Channel(far.detach()), page)
 runtime.install(worker)
 book_saves(worker)

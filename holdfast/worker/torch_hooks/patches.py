@@ -1,0 +1,140 @@
+"""Extends torch for scripts that do not know Holdfast.
+
+**Steps are counted.** Torch calls global hooks around every step of every optimizer. Only the first
+optimizer of a process counts, so that a script with two (a GAN) is not counted twice; when it is gone,
+the next one takes its place. After a resume the number of earlier steps is read from the optimizer's
+state, if it keeps one (Adam does, plain SGD does not).
+
+**Saves are sections.** Storage may be slow without a fault, and while rank 0 writes, the other ranks
+wait for it. So `torch.save` to a file, and torch's distributed checkpoints, are sections named
+"checkpoint", with a deadline of their own. A save into memory is not: scripts make those for many
+reasons.
+
+**Rank 0's store has its socket.** The agent created it before the round was agreed, so no other process
+can have its port, and ranks that are faster than rank 0 wait in its backlog; after a refused connection
+they would wait a second before the next attempt.
+
+Each patch is applied when the module concerned is imported, if it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import sys
+import weakref
+from collections.abc import Callable
+from types import FrameType, ModuleType
+from typing import Any
+
+from holdfast.worker.runtime import Runtime
+from holdfast.worker.torch_hooks.imports import when_imported
+
+
+def count_steps(runtime: Runtime) -> None:
+    """Register hooks that count optimizer steps."""
+    counter = StepCounter(runtime)
+
+    def register(module: ModuleType) -> None:
+        module.register_optimizer_step_pre_hook(counter.before)
+        module.register_optimizer_step_post_hook(counter.after)
+
+    when_imported("torch.optim.optimizer", register)
+
+
+class StepCounter:
+    """Hooks that torch calls before and after each optimizer step."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._counted: weakref.ref[Any] | None = None
+        self._outermost: FrameType | None = None
+        """Frame of the outermost step in progress, or of one that failed."""
+
+    def before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._outermost is None:
+            self._outermost = sys._getframe(1)
+
+    def after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        wrapper = sys._getframe(1)  # torch's, which called the hook
+        if wrapper is not self._outermost and _is_inner(optimizer, wrapper):
+            return
+        self._outermost = None
+        if self._counted is None or self._counted() is not optimizer:
+            if self._counted is not None and self._counted() is not None:
+                return
+            self._counted = weakref.ref(optimizer)
+            self._runtime.hook_stepped(_steps_in_state(optimizer) - 1)
+        else:
+            self._runtime.hook_stepped(0)
+
+
+# A script may compile its optimizer's step: torch's compiler must skip these, without a warning.
+for _hook in (StepCounter.before, StepCounter.after):
+    _hook._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
+def _is_inner(optimizer: Any, wrapper: FrameType) -> bool:
+    """Return whether this step is part of another one of the same optimizer: `super().step()`."""
+    frame = wrapper.f_back
+    while frame is not None:
+        if frame.f_code is wrapper.f_code and frame.f_locals.get("self") is optimizer:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _steps_in_state(optimizer: Any) -> int:
+    """Return the optimizer's own count of steps, including this one; 1 if it keeps none."""
+    try:
+        for state in optimizer.state.values():
+            if isinstance(state, dict) and "step" in state:
+                return max(1, int(state["step"]))
+    except Exception:  # A user's own optimizer may keep anything under that name.
+        pass
+    return 1
+
+
+def book_saves(runtime: Runtime) -> None:
+    """Wrap the functions that save in sections, in each module that has them."""
+
+    def wrap(name: str, *homes: ModuleType | None) -> None:
+        real = getattr(homes[0], name, None)
+        if real is None:  # Another version of torch.
+            return
+
+        @functools.wraps(real)
+        def save(*args: Any, **kwargs: Any) -> Any:
+            target = kwargs.get("f", args[1] if len(args) > 1 else None)
+            if isinstance(target, io.BytesIO):
+                return real(*args, **kwargs)
+            with runtime.section("checkpoint"):
+                return real(*args, **kwargs)
+
+        for home in homes:
+            if home is not None and home.__dict__.get(name) is real:
+                home.__dict__[name] = save
+
+    def on_distributed(module: ModuleType) -> None:
+        for name in ("save", "async_save", "save_state_dict"):
+            wrap(name, module, sys.modules.get("torch.distributed.checkpoint"))
+
+    when_imported("torch.serialization", lambda module: wrap("save", module, sys.modules["torch"]))
+    when_imported("torch.distributed.checkpoint.state_dict_saver", on_distributed)
+
+
+def host_store(listener_fd: int, port: int) -> None:
+    """Make the store that rank 0 creates at that port use the socket that already listens there."""
+    unused = [listener_fd]
+
+    def patch(module: ModuleType) -> None:
+        make: Callable[..., Any] = module.TCPStore
+
+        def make_store(**arguments: Any) -> Any:
+            if unused and arguments.get("is_master") and arguments.get("port") == port:
+                arguments["master_listen_fd"] = unused.pop()
+            return make(**arguments)
+
+        module.__dict__["TCPStore"] = make_store
+
+    when_imported("torch.distributed.rendezvous", patch)
