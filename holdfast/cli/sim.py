@@ -115,6 +115,7 @@ def _settings(arguments: argparse.Namespace, seed: int) -> SimSettings:
         check=arguments.check or usual,
         liveness=arguments.liveness,
         step_s=CHAOS_STEP_S if arguments.faults == "chaos" else STEP_S,
+        checkpoints=arguments.faults == "chaos" and nodes <= CHECK_EVERY_UP_TO,
     )
 
 
