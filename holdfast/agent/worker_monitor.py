@@ -173,6 +173,7 @@ class Reporter:
         killed = ending.exit.signal == signal.SIGKILL
         event = WorkerExited(
             at=self.clock.now(),
+            cause=self._cause,
             node=self.node,
             round=worker.round,
             rank=worker.rank,

@@ -17,6 +17,7 @@ from holdfast.checkpoint.state.layout import (
     Contents,
     Extent,
     TensorItem,
+    Trailer,
     block_digests,
     offset_in_file,
 )
@@ -26,7 +27,6 @@ from holdfast.checkpoint.storage.posix import PosixStorage
 from holdfast.checkpoint.storage.rank_file import (
     extents_of,
     open_file,
-    read_trailer,
     slices,
     write_file,
 )
@@ -44,6 +44,11 @@ def storage(tmp_path: Path) -> PosixStorage:
 @pytest.fixture
 def blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     small_blocks(monkeypatch)
+
+
+def read_trailer(storage: PosixStorage, path: str) -> Trailer:
+    with open_file(storage, path) as file:
+        return file.trailer
 
 
 def contents(sizes: list[int], own: int = 128, tail: int = 64) -> Contents:

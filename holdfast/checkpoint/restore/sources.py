@@ -23,7 +23,7 @@ from holdfast.checkpoint.restore.verified_read import FileSource
 from holdfast.checkpoint.state.layout import BLOCK_BYTES, Extent, FileRecord
 from holdfast.checkpoint.storage.backends import Readable, Storage, step_directory
 from holdfast.checkpoint.storage.manifest import load_manifest, refuse
-from holdfast.checkpoint.storage.rank_file import open_file
+from holdfast.checkpoint.storage.rank_file import open_listed
 from holdfast.errors import CheckpointError, Refused
 from holdfast.messages.checkpoints import ImageId
 
@@ -89,9 +89,7 @@ class OpenedLazily(Sequence[StoredState]):
 
 
 def _open_file(storage: Readable, step: int, record: FileRecord, until: ExitStack) -> StoredState:
-    file = until.enter_context(open_file(storage, f"{step_directory(step)}/{record.name}"))
-    if (file.file_size, file.trailer_digest) != (record.size, record.trailer):
-        raise Refused(f"{file.name} is not the file that the manifest lists")
+    file = until.enter_context(open_listed(storage, step_directory(step), record))
     return StoredState(file, file.contents(record.contents), file.trailer.extents)
 
 

@@ -51,7 +51,7 @@ from holdfast.checkpoint.storage.manifest import (
     make_manifest,
     refuse,
 )
-from holdfast.checkpoint.storage.rank_file import RankFile, is_ours, open_file
+from holdfast.checkpoint.storage.rank_file import RankFile, is_ours, open_listed
 from holdfast.errors import CheckpointError, Refused, StorageError
 
 _AT_ONCE: Final = 8
@@ -140,9 +140,7 @@ def read_back(
 def _read_file(
     storage: Storage, directory: str, record: FileRecord, whose: tuple[int, int, int]
 ) -> File:
-    with open_file(storage, f"{directory}/{record.name}") as file:
-        if (file.file_size, file.trailer_digest) != (record.size, record.trailer):
-            raise Refused(f"{file.name}: is not the file that rank {record.rank} wrote")
+    with open_listed(storage, directory, record) as file:
         contents = file.contents(record.contents)
         for said in (file.trailer, contents):
             if (said.step, said.round, said.world_size, said.rank) != (*whose, record.rank):
@@ -250,25 +248,13 @@ def _verify_file(
     storage: Readable, manifest: Manifest, record: FileRecord, on_progress: Callable[[int], None]
 ) -> list[Refusal]:
     try:
-        with open_file(storage, f"{step_directory(manifest.step)}/{record.name}") as file:
-            _check_whose(file, manifest, record)
+        with open_listed(storage, step_directory(manifest.step), record) as file:
             bad = list(_bad_blocks(file, record.name, on_progress))
             if not bad:
                 file.contents(record.contents)
             return bad
     except (Refused, StorageError) as error:
         return [Refusal(record.name, str(error))]
-
-
-def _check_whose(file: RankFile, manifest: Manifest, record: FileRecord) -> None:
-    said = file.trailer
-    if file.trailer_digest == record.trailer and file.file_size == record.size:
-        return
-    if (said.step, said.round, said.rank) == (manifest.step, manifest.round, record.rank):
-        raise Refused(f"{file.name}: is another file than the one that was committed")
-    raise Refused(
-        f"{file.name}: is the file of rank {said.rank} at step {said.step} in round {said.round}"
-    )
 
 
 def _bad_blocks(file: RankFile, name: str, on_progress: Callable[[int], None]) -> Iterator[Refusal]:

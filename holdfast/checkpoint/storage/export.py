@@ -21,8 +21,8 @@ from holdfast.checkpoint.dcp.foreign import PlainCheckpoint
 from holdfast.checkpoint.state.layout import Contents
 from holdfast.checkpoint.storage.backends import Readable, partial_name, step_directory
 from holdfast.checkpoint.storage.manifest import load_manifest
-from holdfast.checkpoint.storage.rank_file import RankFile, open_file
-from holdfast.errors import Refused, UsageError
+from holdfast.checkpoint.storage.rank_file import RankFile, open_listed
+from holdfast.errors import UsageError
 
 ENDINGS = (".pt", ".safetensors")
 
@@ -135,10 +135,7 @@ def _state(
     stored = []
     with ExitStack() as files:
         for record in manifest.files:
-            path = f"{step_directory(step)}/{record.name}"
-            file = files.enter_context(open_file(storage, path))
-            if file.trailer_digest != record.trailer:
-                raise Refused(f"{file.name}: is another file than the one that was committed")
+            file = files.enter_context(open_listed(storage, step_directory(step), record))
             counted, trailer = _CountedFile(file, on_progress), file.trailer
             stored.append(open_stored(counted, trailer.contents, trailer.extents))
         state: dict[str, Any] = dict.fromkeys(_entries(stored[0].contents))

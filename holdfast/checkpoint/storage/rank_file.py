@@ -111,9 +111,17 @@ def open_file(storage: Readable, path: str) -> Iterator[RankFile]:
         yield RankFile(where, file, *_read_trailer(where, file))
 
 
-def read_trailer(storage: Readable, path: str) -> Trailer:
-    with open_file(storage, path) as file:
-        return file.trailer
+@contextmanager
+def open_listed(storage: Readable, directory: str, record: FileRecord) -> Iterator[RankFile]:
+    """Open a rank file that a manifest lists; refuse another one of that name."""
+    with open_file(storage, f"{directory}/{record.name}") as file:
+        if (file.file_size, file.trailer_digest) != (record.size, record.trailer):
+            is_of = file.trailer
+            raise Refused(
+                f"{file.name}: is another file than the one that was committed: it is the file of rank"
+                f" {is_of.rank} at step {is_of.step} in round {is_of.round}"
+            )
+        yield file
 
 
 def is_ours(storage: Readable, path: str) -> bool:
