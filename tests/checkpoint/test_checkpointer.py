@@ -688,8 +688,7 @@ def test_a_rule_of_the_users_own_that_fails_is_told_and_deletes_nothing(
 ) -> None:
     link.settled[1, "storage"] = SaveSettled(outcome="saved")
     save(PosixStorage(tmp_path), 1)
-    policy = lambda steps: steps[7:8][0]  # noqa: E731
-    checkpointer = LinkedCheckpointer(tmp_path, {"epoch": 1}, link=link, keep=policy)
+    checkpointer = LinkedCheckpointer(
         tmp_path, {"epoch": 1}, link=link, keep=lambda steps: steps[7:8][0]
     )
     checkpointer.save(1)
