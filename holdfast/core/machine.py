@@ -54,6 +54,8 @@ def tell(moment: Callable[..., Effects], *arguments: Any) -> Tell:
 
 
 class Machine(Struct):
+    """One room's machine. Subclasses add its state, and replace the defaults they need."""
+
     @classmethod
     def opened(cls: type[M], terms: Terms, at: Time) -> M:
         """Make the machine as it is when a job opens."""

@@ -72,7 +72,9 @@ def carry_out(job: Job, effects: Iterable[Effect], now: Time) -> list[AnyAction]
     return actions
 
 
-def tell(job: Job, moment: Callable[..., Effects], *arguments: Any, now: Time) -> list[AnyAction]:
+def announce(
+    job: Job, moment: Callable[..., Effects], *arguments: Any, now: Time
+) -> list[AnyAction]:
     """Let every machine hear of a moment, and carry out what they decide."""
     return carry_out(job, heard(job, moment.__name__, arguments, now), now)
 
@@ -157,7 +159,7 @@ def _judge(job: Job, fault: Fault, now: Time) -> list[AnyAction]:
         needed=max(1, job.terms.min_nodes),
     )
     rung = job.recovery.judge(job, fault, there, now)
-    actions = tell(job, Machine.round_stopped, fault, now=now)
+    actions = announce(job, Machine.round_stopped, fault, now=now)
     if isinstance(rung, ladder.Stop):
         return actions + _end(job, EndJob(code=rung.code, reason=rung.reason), now)
     enter(job, Gathering())
@@ -182,7 +184,7 @@ def _gather(job: Job, state: Gathering, now: Time) -> list[AnyAction]:
     world = rounds.close(m, now, withheld)
     if world is not None:
         return actions + _begin_round(job, world, now)
-    actions += tell(job, Machine.round_awaited, now=now)
+    actions += announce(job, Machine.round_awaited, now=now)
     return actions + _mind_shortage(job, state, now)
 
 
@@ -207,7 +209,7 @@ def _mind_shortage(job: Job, state: Gathering, now: Time) -> list[AnyAction]:
 
 def _begin_round(job: Job, world: World, now: Time) -> list[AnyAction]:
     enter(job, Running(world))
-    actions = tell(job, Machine.round_began, world, now=now)
+    actions = announce(job, Machine.round_began, world, now=now)
     starts = [_start_node(job, world, place) for place in world.places]
     leftovers = [Prepare(node=node) for node in job.membership.waiting]
     return [*actions, *starts, *leftovers]
@@ -243,7 +245,7 @@ def _lose_node(job: Job, decision: LoseNode, now: Time) -> list[AnyAction]:
     node, round = decision.node, job.membership.round
     stopping = isinstance(job.state, Stopping) and node in job.membership.busy
     placed = rounds.leave(job.membership, node)
-    actions = tell(job, Machine.node_lost, node, placed, now=now)
+    actions = announce(job, Machine.node_lost, node, placed, now=now)
     if placed or stopping:
         # Others often notice first: their ranks fail in the collective they shared with the lost.
         fault = faults.lost_node(node, round, job.highest, decision.why, decision.at)
@@ -258,7 +260,7 @@ def _send_away(job: Job, decision: SendAway, now: Time) -> list[AnyAction]:
     if rounds.leave(m, node):
         fault = faults.wanted(decision.kind, node, round, job.highest, why, now)
         actions += _break_round(job, BreakRound(fault=fault), now)
-    return actions + tell(job, Machine.node_sent_away, node, now=now)
+    return actions + announce(job, Machine.node_sent_away, node, now=now)
 
 
 def _exclude(job: Job, decision: Exclude, now: Time) -> list[AnyAction]:
@@ -277,7 +279,7 @@ def _end(job: Job, decision: EndJob, now: Time) -> list[AnyAction]:
         return []
     result = JobResult(code=decision.code, reason=decision.reason, at=now)
     enter(job, Ending(result))
-    actions = tell(job, Machine.job_ended, result, decision.secure, now=now)
+    actions = announce(job, Machine.job_ended, result, decision.secure, now=now)
     m = job.membership
     return actions + [m.goodbye(node, result.code, result.reason) for node in m.nodes()]
 
@@ -285,7 +287,7 @@ def _end(job: Job, decision: EndJob, now: Time) -> list[AnyAction]:
 def _close(job: Job, ended: JobResult, now: Time) -> list[AnyAction]:
     result = replace(ended, at=now)
     enter(job, Ended(result))
-    actions = tell(job, Machine.job_closed, result, now=now)
+    actions = announce(job, Machine.job_closed, result, now=now)
     return [*actions, CloseJob(code=result.code, reason=result.reason)]
 
 

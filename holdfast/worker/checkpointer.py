@@ -118,7 +118,7 @@ class AgentLink:
         self._worker.resumed(step)
 
 
-class Checkpointer(engine.Checkpointer):
+class Checkpointer(engine.LinkedCheckpointer):
     def __init__(
         self,
         directory: str | os.PathLike[str] | None,
