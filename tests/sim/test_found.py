@@ -124,6 +124,23 @@ def test_a_node_that_got_warm_while_it_was_placed_counts_when_the_world_could_gr
     assert {type(action) for action in actions} == {StopWorkers}
 
 
+def test_a_node_that_was_ready_too_late_for_a_round_gets_a_place_in_the_next():
+    job = a_job(0, min_nodes=2, max_nodes=4, segment=2)
+    for number, domain in enumerate("aabbc"):
+        take(job, joined(number, domain), 1.0)
+    for number in range(5):
+        take(job, NodeWarm(at=2.0, node=f"n{number}"), 2.0)
+    assert len(job.membership.placed) == 4
+    take(job, died(0, 1, 3.0), 3.0)
+    for i in range(3):
+        take(job, ready(i, 1, 3.1), 3.1)
+    late = jobs.deadline(job)
+    take(job, Tick(at=late), late)
+    assert list(job.membership.placed) == ["n0", "n1"]
+    actions = take(job, ready(3, 1, late + 1.0), late + 1.0)
+    assert {type(action) for action in actions} == {StopWorkers}
+
+
 def test_nodes_that_form_no_complete_segment_are_not_waited_for_without_end():
     job = a_job(0, min_nodes=2, max_nodes=2, segment=2, join_limit_s=30.0)
     take(job, joined(0, "a"), 1.0)

@@ -83,7 +83,8 @@ class MembershipMachine(Membership, Machine):
             self.grace.observe(event.slowest_stop_s)
         if self.dissolved_at is not None:
             self.patience.observe(max(0.0, now - self.dissolved_at))
-        return [Settle()]
+        # The next round may have begun without it: then the world can grow.
+        return [Settle(), *(self._grow(job, now) if job.world is not None else NONE)]
 
     @on(NodeLeaving, *LIVE, refusal="the job is ending")
     def on_leaving(self, job: View, event: NodeLeaving, now: Time) -> Effects | Refused:
