@@ -94,7 +94,7 @@ class Restored:
     """Whether every byte had a digest; what plain `torch.distributed.checkpoint` saved has none."""
 
 
-class Checkpointer:
+class LinkedCheckpointer:
     """Saves and restores a training state, through memory and storage.
 
     Every rank makes the checkpointer, calls `restore` once, and saves the same steps.
