@@ -19,7 +19,7 @@ lint: $(VENV)/.ready
 unit: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q
 
-# Thousands of small jobs in chaos, then a thousand nodes for a day; a few minutes.
+# Thousands of small jobs in chaos, then a thousand nodes for a day; about half an hour.
 sim: $(VENV)/.ready
 	$(BIN)/holdfast sim --seeds 0..2999 --liveness
 	$(BIN)/holdfast sim --seeds 10000..11999

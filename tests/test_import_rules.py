@@ -56,8 +56,8 @@ RULES: dict[str, set[str]] = {
     "checkpoint": {"messages", "core", *LEAVES, *TOOLS},
     "health": {"messages", *LEAVES, *TOOLS},
     "diagnosis": {"messages", "core", *LEAVES},
-    # The simulated coordinator is restarted from the real journal.
-    "sim": {"coordinator", "core", "messages", "errors"},
+    # The simulated coordinator is restarted from the real journal, the agents' supervisor is real.
+    "sim": {"coordinator", "agent", "core", "messages", "clock", "shm", *LEAVES},
     # Viewers know reports, and nothing else of a job.
     "view": {"messages"},
     # The commands that look at a job read its journal; nothing else of a shell is theirs to use.
@@ -119,12 +119,19 @@ def test_viewers_are_leaves() -> None:
 
 OF_SHELLS = {
     "cli": {"holdfast.coordinator.journal", "holdfast.coordinator.main"},
-    "sim": {"holdfast.coordinator.journal"},
+    "sim": {
+        "holdfast.coordinator.journal",
+        "holdfast.agent.processes",
+        "holdfast.agent.requests",
+        "holdfast.agent.supervisor",
+        "holdfast.agent.worker",
+        "holdfast.agent.worker_monitor",
+    },
 }
 
 
 @pytest.mark.parametrize("part", OF_SHELLS)
-def test_of_a_shell_others_import_only_the_journal_and_its_front_door(part: str) -> None:
+def test_of_a_shell_others_import_only_what_is_named_here(part: str) -> None:
     for path in MODULES:
         if part_of(path) == part:
             shells = {n for n in imported_by(path) if n.split(".")[1] in SHELLS - {"launch"}}

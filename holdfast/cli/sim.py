@@ -1,4 +1,4 @@
-"""`holdfast sim`: a simulated cluster over the real core, with faults, and what became of the job."""
+"""Runs `holdfast sim`: a simulated cluster over the real core and the real supervisor, with faults."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from typing import IO, Any, NoReturn
 
 from holdfast.cli.view import print_json
 from holdfast.errors import UsageError
-from holdfast.sim import report
+from holdfast.sim import look, report
 from holdfast.sim.clock import START
-from holdfast.sim.cluster import Cluster, Settings
+from holdfast.sim.cluster import Cluster, SimSettings
 from holdfast.sim.invariants import Check, Violated
 from holdfast.sim.rates import SCHEDULES
 from holdfast.sim.shapes import chaos
 
 ABOUT = """\
-Drive the real core with simulated nodes, network, faults and time. One seed gives one event log,
-byte for byte; a seed that breaks an invariant ends with exit code 1 and says which.
+Drive the real core, and up to 64 nodes the real supervisor of each agent, with simulated processes,
+storage, network, faults and time. One seed gives one event log, byte for byte; a seed that breaks an
+invariant is reported, and the command exits with 1.
 With --seeds and without --nodes, each seed is a small job of its own shape in chaos."""
 
 CHECK_EVERY_UP_TO = 64
@@ -61,16 +62,20 @@ def _parser() -> argparse.ArgumentParser:
         prog="holdfast sim", description=ABOUT, formatter_class=argparse.RawTextHelpFormatter
     )
     add = parser.add_argument
-    add("--nodes", type=_positive, help="nodes that the job wants (1000)")
+    add("--nodes", type=_positive, help="largest number of nodes in a round (1000)")
     add("--slots", type=_positive, default=8, help="ranks on each node (8)")
-    add("--spares", type=int, help="nodes beyond that, waiting (one for 200 nodes)")
-    add("--min-nodes", type=_positive, help="go on with as few as that (nine tenths)")
+    add("--spares", type=int, help="nodes that wait for a place (one per 200 nodes)")
+    add("--min-nodes", type=_positive, help="smallest number of nodes in a round (nine tenths)")
     add("--hours", type=float, default=24.0, help="simulated time (24)")
-    add("--faults", choices=sorted(SCHEDULES), default="default", help="how much goes wrong")
-    add("--seed", type=int, default=0, help="all chance comes from it (0)")
-    add("--seeds", metavar="A..B", help="run them all, B included")
-    add("--check", choices=("every", "round", "never"), help="when to check the whole state")
-    add("--liveness", action="store_true", help="heal everything at the end, demand progress")
+    add("--faults", choices=sorted(SCHEDULES), default="default", help="fault rates")
+    add("--seed", type=int, default=0, help="source of all randomness (0)")
+    add("--seeds", metavar="A..B", help="run every seed from A to B")
+    add(
+        "--check",
+        choices=("every", "round", "never"),
+        help="when to check the whole state of the job",
+    )
+    add("--liveness", action="store_true", help="heal everything at the end and require progress")
     add("--log", metavar="FILE", help="write the event log")
     add("--json", action="store_true", help="print JSON for programs")
     return parser
@@ -91,7 +96,7 @@ def _seeds(text: str) -> list[int]:
         raise UsageError(f"--seeds wants A..B, not {text!r}") from None
 
 
-def _settings(arguments: argparse.Namespace, seed: int) -> Settings:
+def _settings(arguments: argparse.Namespace, seed: int) -> SimSettings:
     if arguments.seeds and arguments.nodes is None:
         return chaos(seed, arguments.liveness)
     nodes = arguments.nodes or 1000
@@ -99,7 +104,7 @@ def _settings(arguments: argparse.Namespace, seed: int) -> Settings:
     if least > nodes:
         raise UsageError(f"--min-nodes {least} is more than --nodes {nodes}")
     usual: Check = "every" if nodes <= CHECK_EVERY_UP_TO else "round"
-    return Settings(
+    return SimSettings(
         seed=seed,
         nodes=nodes,
         spares=-(-nodes // SPARES_PER) if arguments.spares is None else arguments.spares,
@@ -113,16 +118,18 @@ def _settings(arguments: argparse.Namespace, seed: int) -> Settings:
     )
 
 
-def _run(settings: Settings, file: IO[bytes] | None, done: int, of: int) -> dict[str, Any]:
+def _run(settings: SimSettings, file: IO[bytes] | None, done: int, of: int) -> dict[str, Any]:
     begun = time.monotonic()
-    outcome = Cluster(settings, file).run(_teller(begun, done, of))
+    cluster = Cluster(settings, file)
+    cluster.on_progress = _teller(begun, done, of)
+    cluster.run()
     if sys.stderr.isatty():
         sys.stderr.write("\r\x1b[K")
-    return report.numbers(outcome)
+    return report.numbers(cluster)
 
 
 def _teller(begun: float, done: int, of: int) -> Callable[[Cluster], None] | None:
-    """Tells now and then how far the simulation is, where somebody can see it."""
+    """Make a function that shows the progress of the simulation on a terminal."""
     if not sys.stderr.isatty():
         return None
     told_at = begun
@@ -137,7 +144,8 @@ def _teller(begun: float, done: int, of: int) -> Callable[[Cluster], None] | Non
         which = f"seed {cluster.settings.seed} ({done + 1} of {of}): " if of > 1 else ""
         sys.stderr.write(
             f"\r\x1b[K{which}{hours:.2f} of {cluster.settings.hours:.2f} h, round"
-            f" {job.membership.round}, step {job.highest}, {cluster.coordinator.events} events,"
+            f" {look.round_number(job)}, step {look.highest_step(job)},"
+            f" {cluster.coordinator.events} events,"
             f" {now - begun:.0f} s"
         )
         sys.stderr.flush()

@@ -56,14 +56,17 @@ class Records(Protocol):
 
 
 Hearer = Callable[[Job, Entry, list[AnyAction]], None]
+Handle = Callable[[Job, AnyEvent, Time], list[AnyAction]]
 
 
 class Intake:
     """Takes events in for a job, one by one."""
 
-    def __init__(self, job: Job, records: Records) -> None:
+    def __init__(self, job: Job, records: Records, handle: Handle | None = None) -> None:
+        """`handle` takes the place of the job's own, for tests that make it raise."""
         self.job = job
         self._records = records
+        self._handle = handle or jobs.handle
 
     def take(self, entries: Sequence[Entry]) -> Iterator[tuple[Entry, list[AnyAction]]]:
         """Write events down, then let the job decide on each; what is to be done, event by event."""
@@ -73,7 +76,7 @@ class Intake:
         while queue:
             entry, number = queue[0], self.job.events + 1
             try:
-                actions = jobs.handle(self.job, entry.event, entry.at)
+                actions = self._handle(self.job, entry.event, entry.at)
             except Exception as error:  # An error of our own must not cost anybody the job.
                 tried[id(entry)] = tried.get(id(entry), 0) + 1
                 queue = self._set_aside(queue, number, error, tried[id(entry)] >= TRIES)

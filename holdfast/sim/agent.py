@@ -1,17 +1,23 @@
-"""A simulated agent: does with orders what `holdfast.agent.supervisor` and `.stream` do.
+"""Simulates the agent of a node.
 
-It starts workers, which takes time; it stops them, which takes time too and sometimes all the grace;
-it numbers its events and keeps them until they are acknowledged; it knocks again with a backoff when
-its stream broke, and says by its hello in which round it is. It decides nothing.
+`SimAgent` is what every simulated agent has: a stream on which events are numbered and kept until they
+are acknowledged, a backoff when the stream breaks, and what can befall a node. It decides nothing.
+What it does with orders is for its kinds: up to 64 nodes `sim.supervised` drives the real supervisor;
+beyond, `LightAgent` does the same in a few lines, without stall detection and injected faults.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from random import Random
 from typing import TYPE_CHECKING, Any
 
-from holdfast.messages.actions import Finish, StartWorkers, StopWorkers
+from holdfast.agent.processes import Exit
+from holdfast.agent.requests import ScriptRequests
+from holdfast.clock import JobClock
+from holdfast.messages import actions, local
+from holdfast.messages.actions import Finish, NodeAction, StartWorkers, StopWorkers
 from holdfast.messages.events import (
     AnyEvent,
     NodeJoined,
@@ -23,10 +29,16 @@ from holdfast.messages.events import (
     WorkerExited,
     WorkerStarted,
 )
+from holdfast.messages.exits import EXIT_TRY_AGAIN
 from holdfast.messages.records import NodeSpec, Part, Raised, RankProgress
+from holdfast.messages.requests import FindState
 from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, Time
-from holdfast.messages.wire import PROTOCOL, Ack, Hello, Sent, Welcome
-from holdfast.sim.network import Downward, Stream
+from holdfast.messages.wire import PROTOCOL, Ack, EvidenceTaken, Hello, Sent, Welcome
+from holdfast.sim.keeper import SimKeeper
+from holdfast.sim.network import Downward, SimStream
+from holdfast.sim.nodecheck import SimTester
+from holdfast.sim.rank import SimRank
+from holdfast.sim.rates import Chance
 from holdfast.sim.training import SimRound
 
 if TYPE_CHECKING:
@@ -35,51 +47,80 @@ if TYPE_CHECKING:
 FIRST_PAUSE_S: Seconds = 0.01
 LONGEST_PAUSE_S: Seconds = 1.0
 LAST_WORD_LIMIT_S: Seconds = 2.0
+LEAVE_LIMIT_S: Seconds = 2.0
+"""How long an agent without a stream waits for a coordinator that would order it to finish."""
 OWN_GRACE_S: Seconds = 30.0
-EXIT_TRY_AGAIN = 75
 
 
 class SimAgent:
+    """The agent of one node, from its start to its end."""
+
+    detects_stalls = False
+
     def __init__(self, cluster: Cluster, host: Host, node: NodeId) -> None:
         self.cluster = cluster
         self.clock = cluster.clock
         self.host = host
         self.node = node
-        self.skew = cluster.rng.uniform(-0.002, 0.002)
+        self.rng = Random(f"{cluster.settings.seed} {node}")
+        """Its own, so that one agent's draws do not depend on what others do."""
+        self.chance = Chance(self.rng, cluster.schedule)
+        self.skew = self.rng.uniform(-0.002, 0.002)
         self.dead = False
         self.paused_until = 0.0
         self.warm = False
-        self.leaving = False
-        # its stream
-        self.stream: Stream | None = None
+        self.leaving = ""
+        """Why it was told to leave, if it was."""
+        self.finishing: Finish | None = None
+        """The order to end, once there was one."""
+        self.stream: SimStream | None = None
         self.connected_at: float | None = None
         self.unacked: deque[Sent] = deque()
         self.number = 0
         self.pause_s = FIRST_PAUSE_S
-        # its workers
-        self.round = RoundNumber(0)
-        self.part: Part | None = None
         self.running: SimRound | None = None
-        self.workers: dict[Rank, None] = {}
-        self.starting = False
-        self.stopping: StopWorkers | Finish | None = None
-        self.finished: Finish | None = None
-        self.ended: list[RankProgress] = []
-        self.stop_asked = False
-        self.slowest_stop_s: Seconds | None = None
+        self.ranks: dict[Rank, SimRank] = {}
+        """Ranks that have a process."""
         self.port = cluster.next_port()
-        self.told_steps = 0
+        self.keeper = SimKeeper(self)
+        self.tester = SimTester(self)
+
+    # ---- what its kinds do in their own way ----
+
+    @property
+    def round(self) -> RoundNumber:
+        """The last round that it was told to start."""
+        raise NotImplementedError
 
     @property
     def busy(self) -> bool:
-        return bool(self.workers) or self.starting
+        raise NotImplementedError
+
+    def act(self, order: NodeAction) -> None:
+        """Carry out an order of the coordinator."""
+        raise NotImplementedError
+
+    def resumed(self, sent: list[AnyEvent]) -> None:
+        """Note a new stream, on which these events were sent again."""
+        raise NotImplementedError
+
+    def run(self, act: Callable[..., None], *arguments: Any) -> None:
+        """Run code of this agent."""
+        act(*arguments)
+
+    def first_step(self) -> None:
+        """Note that all ranks of its round have finished their first step."""
+        for one in list(self.ranks.values()):
+            one.tell(local.Stepped())
+
+    # ---- time ----
 
     def at(self) -> Time:
-        """Job time as this agent sees it."""
+        """Return job time as this agent sees it."""
         return Time(self.clock.now + self.skew)
 
     def later(self, delay: Seconds, act: Callable[..., None], *arguments: Any) -> None:
-        """Do something later, unless it has died by then; not while it is paused."""
+        """Do something later, unless the agent has died by then; not while it is paused."""
         self.clock.after(delay, self._wake, act, arguments)
 
     def _wake(self, act: Callable[..., None], arguments: tuple[Any, ...]) -> None:
@@ -87,78 +128,90 @@ class SimAgent:
             return
         if self.paused_until > self.clock.now:
             self.clock.at(self.paused_until, self._wake, act, arguments)
-            return
-        act(*arguments)
+        else:
+            self.run(act, *arguments)
 
     # ---- its stream ----
 
     def knock(self) -> None:
-        network = self.cluster.network
         if self.stream is not None:
             return
         if self.host.cut_until > self.clock.now or not self.cluster.coordinator.up:
-            self.later(self.pause_s, self.knock)
-            self.pause_s = min(2 * self.pause_s, LONGEST_PAUSE_S)
+            self._knock_later()
             return
-        self.stream = Stream(self)
-        hello = Hello(
-            protocol=PROTOCOL,
-            token="",
-            node=self.node,
-            round=self.round,
-            busy=self.busy,
-            terms=self.cluster.terms,
-        )
-        network.send_up(self.stream, [hello])
+        self.stream = SimStream(self)
+        about = {"node": self.node, "round": self.round, "busy": self.busy}
+        hello = Hello(protocol=PROTOCOL, token="", terms=self.cluster.terms, **about)  # type: ignore[arg-type]
+        self.cluster.network.send_up(self.stream, [hello])
 
-    def stream_lost(self, stream: Stream) -> None:
-        if self.stream is not stream or self.dead:
-            return
-        self.stream, self.connected_at = None, None
+    def _knock_later(self) -> None:
         self.later(self.pause_s, self.knock)
         self.pause_s = min(2 * self.pause_s, LONGEST_PAUSE_S)
 
-    def hear(self, stream: Stream, message: Downward) -> None:
+    def stream_lost(self, stream: SimStream) -> None:
+        if self.stream is stream and not self.dead:
+            self.stream, self.connected_at = None, None
+            self._knock_later()
+
+    def hear(self, stream: SimStream, message: Downward) -> None:
         if self.dead or self.stream is not stream:
             return
         if isinstance(message, Ack):
             self.acked(message.number)
         elif isinstance(message, Welcome):
             self._welcomed(stream, message)
-        elif isinstance(message, (StartWorkers, StopWorkers, Finish)):
-            self._act(message)
+        else:
+            self.ordered(message)
 
-    def _welcomed(self, stream: Stream, welcome: Welcome) -> None:
+    def ordered(self, order: NodeAction) -> None:
+        if isinstance(order, Finish) and self.finishing is None:
+            self.finishing = order
+        if isinstance(order, StartWorkers) and self.finishing is None:
+            self.cluster.invariants.part_offered(self, order.part)
+        self.run(self.act, order)
+
+    def _welcomed(self, stream: SimStream, welcome: Welcome) -> None:
         self.acked(welcome.acked)
         self.connected_at = self.clock.now
         self.pause_s = FIRST_PAUSE_S
         if self.unacked:
             self.cluster.network.send_up(stream, list(self.unacked))
+        self.run(self.resumed, [sent.event for sent in self.unacked])
         if self.number == 0:
-            self.say(self._join())
-            self.later(self.cluster.chance.warm_up_s(), self._warmed)
+            self.report(NodeJoined, spec=self._spec(), store_port=self.port)
+            self.keeper.tell_images()
+            if self.leaving:
+                self._tell_leaving()
+            self.later(self.chance.warm_up_s(), self._warmed)
 
-    def _join(self) -> NodeJoined:
+    def _spec(self) -> NodeSpec:
         host = self.host
-        spec = NodeSpec(
+        return NodeSpec(
             host=host.name,
             address=host.address,
             slots=self.cluster.settings.slots,
             pid=1000 + host.agents,
             switch=host.switch,
             domain=host.domain,
+            keeper_port=1,
+            test_port=2,
         )
-        return NodeJoined(at=self.at(), node=self.node, spec=spec, store_port=self.port)
 
     def _warmed(self) -> None:
         self.warm = True
-        self.say(NodeWarm(at=self.at(), node=self.node))
+        self.report(NodeWarm)
 
     def acked(self, number: int) -> None:
         while self.unacked and self.unacked[0].number <= number:
             self.unacked.popleft()
 
+    def report(self, kind: Callable[..., AnyEvent], **fields: Any) -> None:
+        """Send an event about this node, of now."""
+        self.say(kind(at=self.at(), node=self.node, **fields))
+
     def say(self, *events: AnyEvent) -> None:
+        if self.dead:
+            return
         sent = []
         for event in events:
             self.number += 1
@@ -167,200 +220,260 @@ class SimAgent:
         if self.connected_at is not None and self.stream is not None:
             self.cluster.network.send_up(self.stream, list(sent))
 
-    # ---- orders ----
+    def tell(self, message: EvidenceTaken) -> None:
+        """Say something that is not worth saying twice."""
+        if self.connected_at is not None and self.stream is not None and not self.dead:
+            self.cluster.network.send_up(self.stream, [message])
 
-    def _act(self, order: StartWorkers | StopWorkers | Finish) -> None:
-        if isinstance(order, StartWorkers):
-            self._start(order.part)
-        elif isinstance(order, Finish) or order.round == self.round:
-            self._stop(order)
-
-    def _start(self, part: Part) -> None:
-        if part.round <= self.round or isinstance(self.stopping, Finish):
-            return
-        self.cluster.watch.part_taken(self, part)
-        self.round = part.round
-        self.part = part
-        self.stopping, self.stop_asked = None, False
-        self.slowest_stop_s = None
-        self.ended, self.told_steps = [], 0
-        self.starting = True
-        self.running = self.cluster.training.join(self, part)
-        ranks = [Rank(part.first_rank + i) for i in range(part.slots)]
-        start_s = self.cluster.chance.start_s(self.warm)
-        if self.cluster.settings.coarse:
-            self.later(start_s, self._begin, part.round, ranks)
-            return
-        self.later(start_s, self._hand_over, part.round, ranks)
-
-    def _hand_over(self, round: RoundNumber, ranks: list[Rank]) -> None:
-        """Processes get their ranks; each script begins in its own time."""
-        if round != self.round or not self.starting:
-            return
-        self.starting = False
-        self.workers = dict.fromkeys(ranks)
-        for rank in ranks:
-            self.later(self.cluster.rng.uniform(0.001, 0.05), self._began, round, [rank])
-
-    def _begin(self, round: RoundNumber, ranks: list[Rank]) -> None:
-        if round != self.round or not self.starting:
-            return
-        self.starting = False
-        self.workers = dict.fromkeys(ranks)
-        self._began(round, ranks)
-
-    def _began(self, round: RoundNumber, ranks: list[Rank]) -> None:
-        ranks = [rank for rank in ranks if rank in self.workers]
-        if round != self.round or not ranks:
-            return
-        at = self.at()
-        self.say(
-            *[
-                WorkerStarted(
-                    at=at, node=self.node, round=round, rank=rank, pid=2000 + rank, warm=self.warm
-                )
-                for rank in ranks
-            ]
-        )
-        assert self.running is not None
-        self.cluster.training.rank_started(self.running, len(ranks))
-        if len(ranks) == len(self.workers) or ranks[-1:] == [next(reversed(self.workers))]:
-            report_s = self.cluster.settings.report_s
-            self.later(report_s * self.cluster.rng.uniform(0.5, 1.5), self._sample, round)
-
-    def _sample(self, round: RoundNumber) -> None:
-        """Now and then, tell how far everybody has come."""
-        if round == self.round and self.workers:
-            self.tell_progress()
-            self.later(self.cluster.settings.report_s, self._sample, round)
-
-    def tell_progress(self) -> None:
-        if self.running is None or not self.workers or self.dead:
-            return
-        steps = self.running.steps(self.clock.now)
-        if steps <= self.told_steps:
-            return
-        self.told_steps = steps
-        ranks = self._progress(list(self.workers))
-        self.say(Progress(at=self.at(), node=self.node, round=self.round, ranks=ranks))
-
-    def _progress(self, ranks: list[Rank]) -> tuple[RankProgress, ...]:
-        assert self.running is not None
-        return self.cluster.training.progress(self.running, ranks, self.skew)
-
-    # ---- deaths ----
-
-    def worker_dies(
-        self,
-        rank: Rank,
-        code: int | None = None,
-        signal: int | None = None,
-        oom: bool = False,
-        raised: Raised | None = None,
-    ) -> None:
-        """One worker's process is gone, of its own accord."""
-        if self.dead or rank not in self.workers:
-            return
-        if code != 0:
-            self.cluster.training.break_(self.running)
-        (progress,) = self._progress([rank])
-        del self.workers[rank]
-        self.ended.append(progress)
-        self.say(
-            WorkerExited(
-                at=self.at(),
-                node=self.node,
-                round=self.round,
-                rank=rank,
-                code=code,
-                signal=signal,
-                oom=oom,
-                progress=progress,
-                raised=raised,
-            )
-        )
-        if self.stopping is not None and not self.workers:
-            self._stopped()
-
-    def _stop(self, order: StopWorkers | Finish) -> None:
-        if isinstance(self.stopping, Finish):
-            return
-        self.stopping = order
-        self.starting = False
-        if not self.workers:
-            self.cluster.training.break_(self.running if isinstance(order, Finish) else None)
-            self._stopped()
-        elif not self.stop_asked:
-            self.stop_asked = True
-            took_s, by_itself = self.cluster.chance.stop_s(order.grace_s)
-            if by_itself:
-                self.slowest_stop_s = took_s
-            self.later(took_s, self._all_gone, self.round)
-        self.cluster.training.break_(self.running)
-
-    def _all_gone(self, round: RoundNumber) -> None:
-        if round != self.round or not self.workers or self.stopping is None:
-            return
-        self.ended += self._progress(list(self.workers))
-        self.workers = {}
-        self._stopped()
-
-    def _stopped(self) -> None:
-        order, ranks = self.stopping, tuple(self.ended)
-        assert order is not None
-        if isinstance(order, Finish):
-            if self.finished is None:
-                self.finished = order
-                self.say(NodeLeft(at=self.at(), node=self.node, round=self.round, ranks=ranks))
-                self._leave_when_heard(self.clock.now + LAST_WORD_LIMIT_S)
-            return
-        self.stopping = None
-        if self.running is not None:  # Told twice to stop, it says the same twice.
-            self.port = self.cluster.next_port()
-        self.running = None
-        self.say(
-            NodeReady(
-                at=self.at(),
-                node=self.node,
-                round=order.round,
-                store_port=self.port,
-                slowest_stop_s=self.slowest_stop_s,
-                ranks=ranks,
-            )
-        )
-
-    def _leave_when_heard(self, latest: float) -> None:
-        if self.unacked and self.clock.now < latest:
-            self.later(0.05, self._leave_when_heard, latest)
-            return
-        assert self.finished is not None
-        self.die()
-        self.cluster.agent_ended(self, self.finished)
-
-    # ---- what befalls it ----
+    # ---- its end ----
 
     def told_to_leave(self, reason: str) -> None:
-        """Somebody sends it SIGTERM."""
-        if self.leaving or self.finished is not None:
+        """Take a SIGTERM: tell the coordinator, which will order it to finish."""
+        if self.leaving or self.finishing is not None:
             return
-        self.leaving = True
+        self.leaving = reason
+        if self.number > 0:
+            self._tell_leaving()
         if self.connected_at is None:
             finish = Finish(node=self.node, code=EXIT_TRY_AGAIN, reason=reason, grace_s=OWN_GRACE_S)
-            self._stop(finish)
-        elif self.number > 0:
-            self.say(NodeLeaving(at=self.at(), node=self.node, reason=reason, code=EXIT_TRY_AGAIN))
+            self.later(LEAVE_LIMIT_S, self.ordered, finish)
+
+    def _tell_leaving(self) -> None:
+        self.report(NodeLeaving, reason=self.leaving, code=EXIT_TRY_AGAIN)
+
+    def leave(self, order: Finish, latest: float | None = None) -> None:
+        """End once the coordinator has the last word, or has had its time."""
+        latest = self.clock.now + LAST_WORD_LIMIT_S if latest is None else latest
+        if self.unacked and self.clock.now < latest:
+            self.later(0.05, self.leave, order, latest)
+            return
+        self.die()
+        self.cluster.agent_ended(self, order)
 
     def die(self, silently: bool = False) -> None:
-        """Its process is gone, and its workers with it; silently when the whole host is."""
+        """End its process, and its workers with it; silently when the whole host is gone."""
         if self.dead:
             return
         self.dead = True
         self.cluster.training.break_(self.running)
-        stream = self.stream
-        if stream is None:
+        for rank in list(self.ranks.values()):
+            rank.gone(Exit(signal=9))
+        if self.stream is not None and silently:
+            self.stream.open_below = False
+            self.cluster.silence(self.stream)
+        elif self.stream is not None:
+            self.cluster.network.close_below(self.stream)
+
+
+class AgentClock(JobClock):
+    """Job time as one agent sees it; its machine's monotonic clock is the simulated one."""
+
+    def __init__(self, agent: SimAgent) -> None:
+        self._agent = agent
+
+    def now(self) -> Time:
+        return self._agent.at()
+
+    def at(self, monotonic: float) -> Time:
+        return Time(monotonic + self._agent.skew)
+
+
+class LightAgent(SimAgent):
+    """Does with orders what the supervisor does, as cheaply as possible."""
+
+    def __init__(self, cluster: Cluster, host: Host, node: NodeId) -> None:
+        super().__init__(cluster, host, node)
+        self._round = self._ready_after = RoundNumber(0)
+        self._starting = self._stop_asked = self._left = False
+        self._stopping: StopWorkers | Finish | None = None
+        self._ended: list[RankProgress] = []
+        self._slowest_stop_s: Seconds | None = None
+        self._told_steps = 0
+        self._raised: dict[Rank, Raised] = {}
+        self._requests = ScriptRequests(node, AgentClock(self), self.say, self._reply)
+
+    @property
+    def round(self) -> RoundNumber:
+        return self._round
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.ranks) or self._starting
+
+    def act(self, order: NodeAction) -> None:
+        if isinstance(order, StartWorkers):
+            self._start(order.part)
+        elif isinstance(order, Finish) or (
+            isinstance(order, StopWorkers) and order.round == self._round
+        ):
+            self._stop(order)
+        elif isinstance(order, actions.Answered):
+            self._requests.answered(order)
+        elif isinstance(order, actions.Examine):
+            self.tell(EvidenceTaken(examination=order.examination, evidence=()))
+        elif isinstance(order, actions.TestNode) and not isinstance(self._stopping, Finish):
+            self.tester.act(order)
+        elif isinstance(
+            order, actions.WriteShards | actions.CommitCheckpoint | actions.CheckpointSettled
+        ):
+            self.keeper.act(order)
+
+    def resumed(self, sent: list[AnyEvent]) -> None:
+        self._requests.ask_again(sent)
+
+    def _reply(self, rank: Rank, message: local.ScriptReply) -> None:
+        if rank in self.ranks:
+            self.ranks[rank].reply(message)
+
+    # ---- a round begins ----
+
+    def _start(self, part: Part) -> None:
+        if part.round <= self._round or isinstance(self._stopping, Finish):
             return
-        if silently:
-            stream.open_below = False
-            self.cluster.silence(stream)
+        self._round = part.round
+        self._stopping, self._stop_asked, self._slowest_stop_s = None, False, None
+        self._ended, self._told_steps = [], 0
+        self._starting = True
+        self.tester.end()
+        self.keeper.begin_round(part)
+        self.running = self.cluster.training.join(self, part)
+        self.later(self.chance.start_s(self.warm), self._hand_over, part, self.running)
+
+    def _hand_over(self, part: Part, round: SimRound) -> None:
+        """Give processes their ranks; each script begins in its own time, but for large worlds."""
+        if round.number != self._round or not self._starting:
+            return
+        self._starting = False
+        coarse = self.cluster.settings.coarse
+        for slot in range(part.slots):
+            one = SimRank(self, round, Rank(part.first_rank + slot))
+            one.on_exit = lambda end, one=one: self._exited(one, end)  # type: ignore[misc]
+            one.hear = lambda message, one=one: self._hear_worker(one, message)  # type: ignore[misc]
+            if not coarse:
+                self.later(self.rng.uniform(0.001, 0.05), one.begin)
+        if coarse:
+            self.say(*[self._started(one) for one in self.ranks.values()])
+            round.started += part.slots
+            self.cluster.training.go_on_from_saved(round, part.slots)
+        report_s = self.cluster.settings.report_s
+        self.later(report_s * self.rng.uniform(0.5, 1.5), self._sample, round)
+
+    def _started(self, one: SimRank) -> WorkerStarted:
+        at, node, round, warm = self.at(), self.node, self._round, self.warm
+        return WorkerStarted(at=at, node=node, round=round, rank=one.rank, pid=one.pid, warm=warm)
+
+    def _hear_worker(self, one: SimRank, message: local.FromWorker) -> None:
+        if isinstance(message, local.Began):
+            self.say(self._started(one))
+        elif isinstance(message, local.Stepped):
+            self._tell_progress()
+        elif isinstance(message, local.Died):
+            self._raised[one.rank] = message.raised
+        elif isinstance(message, local.OpenCheckpointer):
+            self.keeper.opened(message)
+        elif isinstance(message, local.ImageWhole):
+            self.keeper.whole(one.rank, message)
+        elif isinstance(message, local.ImageMissed):
+            self.keeper.missed(one.rank, message)
+        elif isinstance(message, local.Ask):
+            round, rank, request = self._round, one.rank, message.request
+            if isinstance(request, FindState) and request.tried is None and rank == 0:
+                ask = lambda: self._requests.ask(round, rank, message)  # noqa: E731
+                self.keeper.look(round, request.checkpointer, ask)
+            else:
+                self._requests.ask(round, rank, message)
+
+    # ---- progress ----
+
+    def first_step(self) -> None:
+        if self.cluster.settings.coarse:
+            self._tell_progress()
         else:
-            self.cluster.network.close_below(stream)
+            super().first_step()
+
+    def _sample(self, round: SimRound) -> None:
+        """Tell how far its ranks have come, now and then."""
+        if round is self.running and self.ranks:
+            self._tell_progress()
+            self.later(self.cluster.settings.report_s, self._sample, round)
+
+    def _tell_progress(self) -> None:
+        if self.running is None or not self.ranks:
+            return
+        steps = self.running.steps(self.clock.now)
+        if steps > self._told_steps:
+            self._told_steps = steps
+            self.report(Progress, round=self._round, ranks=self._progress(list(self.ranks)))
+
+    def _progress(self, ranks: list[Rank], until: float | None = None) -> tuple[RankProgress, ...]:
+        assert self.running is not None
+        return self.cluster.training.progress(self.running, ranks, self.skew, until)
+
+    # ---- and ends ----
+
+    def _exited(self, one: SimRank, end: Exit) -> None:
+        """Tell the end of a worker that was not asked to end, after what it saved is sealed."""
+        (progress,) = self._progress([one.rank], one.seen_until())
+        self._ended.append(progress)
+        self._requests.forget(one.rank)
+        event = WorkerExited(
+            at=self.at(),
+            node=self.node,
+            round=self._round,
+            rank=one.rank,
+            code=end.code,
+            signal=end.signal,
+            oom=one.oom,
+            progress=progress,
+            raised=self._raised.pop(one.rank, None),
+        )
+        self.keeper.ended(one.rank, end.code == 0, lambda: self.say(event))
+        if self._stopping is not None and not self.ranks:
+            self._stopped(self._stopping)
+
+    def _stop(self, order: StopWorkers | Finish) -> None:
+        stopping = isinstance(self._stopping, StopWorkers) and isinstance(order, StopWorkers)
+        if stopping or isinstance(self._stopping, Finish):
+            return
+        self._stopping = order
+        self._starting = False
+        self.tester.end()
+        if isinstance(order, StopWorkers) and order.examine:
+            self.tell(EvidenceTaken(examination=order.examine, evidence=()))
+        self.cluster.training.break_(self.running)
+        if not self.ranks:
+            self._stopped(order)
+        elif not self._stop_asked:
+            self._stop_asked = True
+            took_s, by_itself = self.chance.stop_s(order.grace_s)
+            if by_itself:
+                self._slowest_stop_s = took_s
+            self.later(took_s, self._all_gone, self._round)
+
+    def _all_gone(self, round: RoundNumber) -> None:
+        if round != self._round or not self.ranks or self._stopping is None:
+            return
+        self._ended += self._progress(list(self.ranks))
+        for one in list(self.ranks.values()):
+            self._requests.forget(one.rank)
+            one.gone(Exit(signal=15))
+        self._stopped(self._stopping)
+
+    def _stopped(self, order: StopWorkers | Finish) -> None:
+        ranks = tuple(self._ended)
+        if isinstance(order, Finish):
+            limit_s = 0.0 if order.rejoin else self.cluster.settings.save_deadline_s
+            self.keeper.when_settled(limit_s, lambda: self._last_word(order, ranks))
+            return
+        self._stopping = self.running = None
+        if self._ready_after != order.round:  # Told twice to stop, it says the same twice.
+            self._ready_after = order.round
+            self.port = self.cluster.next_port()
+        told = {"store_port": self.port, "slowest_stop_s": self._slowest_stop_s}
+        self.report(NodeReady, round=order.round, ranks=ranks, **told)
+
+    def _last_word(self, order: Finish, ranks: tuple[RankProgress, ...]) -> None:
+        if not self._left:
+            self._left = True
+            self.report(NodeLeft, round=self._round, ranks=ranks)
+            self.leave(order)

@@ -1,36 +1,46 @@
-"""Hosts, agents, streams and a coordinator, put together and run.
+"""Puts hosts, agents, streams and a coordinator together and runs them.
 
-A host outlives its agents: what comes back after a crash is a new node on the same host. All that
-happens is logged, and everything that is asserted is asserted by `invariants`.
+A host outlives its agents: what comes back after a crash is a new node on the same host, with the
+images that are still in its memory. Every event, action and fault is logged, and every check is made
+by `invariants`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
 from typing import IO
 
 import msgspec
 
-from holdfast.core.membership.seating import choose
 from holdfast.core.patience import Silence
 from holdfast.messages.actions import AnyAction, Finish
+from holdfast.messages.checkpoints import ImageId
 from holdfast.messages.records import Terms
-from holdfast.messages.units import NodeId, Seconds
-from holdfast.sim.agent import SimAgent
+from holdfast.messages.units import NodeId, Rank, Seconds
+from holdfast.sim import look
+from holdfast.sim.agent import LightAgent, SimAgent
 from holdfast.sim.clock import START, SimClock
 from holdfast.sim.coordinator import SimCoordinator
-from holdfast.sim.faults import Mishaps
-from holdfast.sim.invariants import Check, Watch
-from holdfast.sim.network import SILENCE_S, Network, Stream
+from holdfast.sim.faults import Faults
+from holdfast.sim.invariants import Check, Invariants
+from holdfast.sim.keeper import SimStorage
+from holdfast.sim.network import SILENCE_S, Network, SimStream
+from holdfast.sim.rank import save_and_ask
 from holdfast.sim.rates import SCHEDULES, Chance
-from holdfast.sim.training import Script, SimRound, Training
+from holdfast.sim.supervised import SupervisedAgent
+from holdfast.sim.training import SimRound, Training
 
 COARSE_FROM = 200
-"""From so many nodes on, what the workers of one node do at about the same time is done at once."""
+"""Number of nodes from which what the workers of one node do at about the same time is done at once."""
+
+SUPERVISED_UP_TO = 64
+"""Largest number of nodes whose agents have the real supervisor."""
 
 LIVE_WITHIN_S: Seconds = 240.0
 """After everything is healed, training must advance within this time."""
@@ -40,7 +50,7 @@ LOOK_EVERY = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class SimSettings:
     """One simulation, complete: the same settings give the same event log."""
 
     seed: int
@@ -59,16 +69,41 @@ class Settings:
     switch_size: int = 32
     step_s: Seconds = 5.0
     save_every: int = 60
+    """Steps between two checkpoints; 0 for a script that never says that it saves."""
     last_step: int | None = None
+    """The script is done after it."""
     bug_step: int | None = None
+    """A rank raises at this step, each time."""
+    stop_step: int | None = None
+    """A rank stops the job at this step."""
+    checkpoints: bool = False
+    """Scripts save, restore and ask with Holdfast."""
+    node_check: bool = False
+    exclude_stragglers: bool = False
+    light: bool = False
+    """Use the light agents, however few nodes there are."""
+    save_deadline_s: Seconds = 10.0
+
+    @property
+    def supervised(self) -> bool:
+        """Whether agents have the real supervisor."""
+        return self.nodes <= SUPERVISED_UP_TO and not self.light
 
     @property
     def coarse(self) -> bool:
         return self.nodes >= COARSE_FROM
 
     @property
+    def init_s(self) -> Seconds:
+        return 2.0 if self.coarse else 0.2
+
+    @property
+    def restore_s(self) -> Seconds:
+        return 4.0 if self.coarse else 0.1
+
+    @property
     def report_s(self) -> Seconds:
-        """How often an agent tells how far it is: the more nodes, the more seldom."""
+        """Return how often an agent reports progress: the more nodes, the more seldom."""
         return max(2.0, 0.09 * self.nodes)
 
     def terms(self) -> Terms:
@@ -80,19 +115,27 @@ class Settings:
             spares=self.spares,
             max_restarts=self.max_restarts,
             join_limit_s=self.join_limit_s,
+            node_check=self.node_check,
+            exclude_stragglers=self.exclude_stragglers,
         )
 
 
 @dataclass(eq=False)
 class Host:
+    """A machine: agents come and go on it."""
+
     name: str
     address: str
     switch: str
     domain: str
     agent: SimAgent | None = None
     agents: int = 0
-    """How many it has had."""
+    """Number of agents so far."""
     cut_until: float = 0.0
+    unfit: bool = False
+    """It fails every node check."""
+    images: dict[ImageId, bool] = field(default_factory=dict)
+    """Images in its memory, and whether each verifies."""
 
 
 class Log:
@@ -121,159 +164,163 @@ class Log:
         return self._digest.hexdigest()
 
 
-@dataclass
-class Outcome:
-    """What is left of a simulation."""
-
-    settings: Settings
-    cluster: Cluster
-    wall_s: float
-    healed_at_step: int | None = None
-    alive_after_s: Seconds | None = None
-    """Simulated time from the healing until training had advanced."""
-    notes: list[str] = field(default_factory=list)
-
-
 class Cluster:
-    def __init__(self, settings: Settings, log: IO[bytes] | None = None) -> None:
+    """A simulated cluster and the job on it."""
+
+    def __init__(self, settings: SimSettings, log: IO[bytes] | None = None) -> None:
         self.settings = settings
         self.rng = Random(settings.seed)
         self.clock = SimClock()
         self.log = Log(log)
         self.schedule = SCHEDULES[settings.faults]
         self.chance = Chance(self.rng, self.schedule)
-        self.watch = Watch(self, settings.check)
+        self.invariants = Invariants(self, settings.check)
         self.network = Network(self.clock, self.rng, 0.0005, self.schedule.hiccups)
-        self.training = Training(self.clock, self._script())
+        self.training = Training(self)
+        self.storage = SimStorage(self)
         self._ports = 20000
+        self._pids = 2000
         self.healing = False
         self.terms = settings.terms()
         self.coordinator = SimCoordinator(self, self.terms)
         self.network.coordinator = self.coordinator
         self.hosts = [self._host(i) for i in range(settings.nodes + settings.spares)]
-        self.mishaps = Mishaps(self)
-        self.training.on_first_step = self._first_step
-        self.training.on_bug = self.mishaps.bug
-        self.training.on_done = self.mishaps.done
-
-    def _script(self) -> Script:
-        s = self.settings
-        return Script(
-            step_s=s.step_s,
-            init_s=2.0 if s.coarse else 0.2,
-            restore_s=4.0 if s.coarse else 0.1,
-            save_every=s.save_every,
-            save_s=0.2 * s.step_s,
-            last_step=s.last_step,
-            bug_step=s.bug_step,
-            bug_rank=s.seed,
-        )
+        self.faults = Faults(self)
+        self.wall_s: Seconds = 0.0
+        self.alive_after_s: Seconds | None = None
+        """Simulated time from the healing until training had advanced."""
+        self.errors: list[BaseException] = []
+        """Exceptions of agents that no code retrieved."""
+        self.on_progress: Callable[[Cluster], None] | None = None
 
     def _host(self, number: int) -> Host:
         switch = number // self.settings.switch_size
         domain = f"d{number // (2 * self.settings.segment)}" if self.settings.segment > 1 else ""
         address = f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}"
-        return Host(f"h{number}", address, f"s{switch}", domain)
+        unfit = self.rng.random() < self.schedule.unfit_hosts and not self.healing
+        return Host(f"h{number}", address, f"s{switch}", domain, unfit=unfit)
 
     def next_port(self) -> int:
         self._ports = 20000 + (self._ports - 19999) % 40000
         return self._ports
 
+    def next_pid(self) -> int:
+        self._pids += 1
+        return self._pids
+
+    def agent_of(self, node: NodeId) -> SimAgent | None:
+        """Return the agent of a node, if other nodes can reach it now."""
+        host = self.invariants.host_of(node) if node else None
+        agent = host.agent if host is not None else None
+        if agent is None or agent.node != node or agent.host.cut_until > self.clock.now:
+            return None
+        return None if agent.dead else agent
+
+    def image_at(self, node: NodeId, image: ImageId) -> bool | None:
+        """Whether an image on a node verifies; None when there is none, or it cannot be reached."""
+        agent = self.agent_of(node)
+        return None if agent is None else agent.host.images.get(image)
+
+    def stuck_ranks(self) -> tuple[Rank, ...]:
+        """Return the ranks that do not move."""
+        agents = [host.agent for host in self.hosts if host.agent is not None]
+        return tuple(sorted(r for a in agents for r, one in a.ranks.items() if one.stuck))
+
     # ---- running ----
 
-    def run(self, on_progress: Callable[[Cluster], None] | None = None) -> Outcome:
+    def run(self) -> Cluster:
+        """Run the whole simulation."""
         begun = time.perf_counter()
-        outcome = Outcome(self.settings, self, 0.0)
+        with _quiet_agents():
+            self._run()
+        self.wall_s = time.perf_counter() - begun
+        return self
+
+    def _run(self) -> None:
         for host in self.hosts:
             delay_s = self.rng.uniform(0.0, 5.0 if self.settings.coarse else 2.0)
             self.clock.after(delay_s, self._boot, host)
-        self.mishaps.plan()
+        self.faults.plan()
         self._look_around()
         end = START + 3600 * self.settings.hours
-        self._run_until(end, on_progress)
+        self._run_until(end)
         if self.settings.liveness and self.coordinator.closed is None:
-            self._prove_liveness(outcome, on_progress)
-        self.watch.at_end()
-        outcome.wall_s = time.perf_counter() - begun
-        return outcome
+            self._prove_liveness()
+        self.invariants.at_end()
 
-    def _run_until(
-        self,
-        until: float,
-        on_progress: Callable[[Cluster], None] | None = None,
-        enough: Callable[[], bool] | None = None,
-    ) -> None:
+    def _run_until(self, until: float, enough: Callable[[], bool] | None = None) -> None:
         steps = 0
         step, coordinator = self.clock.step, self.coordinator
         while coordinator.closed is None and step(until):
             steps += 1
-            if steps % LOOK_EVERY == 0 and on_progress is not None:
-                on_progress(self)
+            if steps % LOOK_EVERY == 0 and self.on_progress is not None:
+                self.on_progress(self)
             if enough is not None and enough():
                 return
 
     def _look_around(self) -> None:
-        """What can only be seen over time."""
-        self.watch.look_around()
+        """Check what can only be seen over time."""
+        self.invariants.look_around()
         self.clock.after(600.0 if self.settings.coarse else 1.0, self._look_around)
 
-    def _first_step(self, round: SimRound) -> None:
+    def first_step(self, round: SimRound) -> None:
+        """Have agents note that all ranks of a round have finished a step."""
         for agent in round.members.values():
-            if agent.running is round:
-                agent.tell_progress()
+            if agent.running is round and not agent.dead:
+                agent.first_step()
+
+    def save(self, round: SimRound, step: int) -> None:
+        """Have all ranks of a round save a step."""
+        rng = Random(f"{self.settings.seed} {round.number} {step}")
+        save_and_ask(round, step, rng, self.schedule.skipped_saves)
 
     # ---- liveness ----
 
-    def _prove_liveness(
-        self, outcome: Outcome, on_progress: Callable[[Cluster], None] | None
-    ) -> None:
+    def _prove_liveness(self) -> None:
+        demand = self.invariants.demand
         self.heal()
-        begun = self.clock.now
-        self._run_until(begun + self.schedule.cut_s[1] + self.schedule.pause_s[1], on_progress)
-        job = self.coordinator.job
-        outcome.healed_at_step = before = job.highest
-        healed = self.clock.now
-        self._run_until(healed + LIVE_WITHIN_S, on_progress, lambda: self._advanced(before))
+        self._run_until(self.clock.now + self.schedule.cut_s[1] + self.schedule.pause_s[1])
+        before, healed = look.highest_step(self.coordinator.job), self.clock.now
+        self._run_until(healed + LIVE_WITHIN_S, lambda: self._advanced(before))
         alive_after_s = self.clock.now - healed
-        self._run_until(healed + LIVE_WITHIN_S, on_progress, self._as_large_as_can_be)
-        if self.coordinator.job.result is None:
-            self.watch.demand(
-                self._advanced(before),
-                f"no step beyond {before} in {LIVE_WITHIN_S:.0f} s after everything was healed",
-            )
-            self.watch.demand(self._as_large_as_can_be(), "nodes wait and the world does not grow")
-            outcome.alive_after_s = alive_after_s
+        self._run_until(healed + LIVE_WITHIN_S, self._as_large_as_can_be)
+        if look.ended(self.coordinator.job) is None:
+            late = f"in {LIVE_WITHIN_S:.0f} s after everything was healed"
+            demand(self._advanced(before), f"no step beyond {before} {late}")
+            demand(self._as_large_as_can_be(), "nodes wait and the world does not grow")
+            self.alive_after_s = alive_after_s
             self.training.finish_after(20)
-        enough_s = LIVE_WITHIN_S + 100 * self.settings.step_s
-        self._run_until(self.clock.now + enough_s, on_progress)
-        self.watch.demand(
-            self.coordinator.closed is not None, "the job should have ended and did not"
-        )
+        self._run_until(self.clock.now + LIVE_WITHIN_S + 100 * self.settings.step_s)
+        demand(self.coordinator.closed is not None, "the job should have ended and did not")
 
     def _advanced(self, before: int) -> bool:
         job = self.coordinator.job
-        return job.highest > before and job.state.name == "running"
+        return look.highest_step(job) > before and look.state(job) == "running"
 
     def _as_large_as_can_be(self) -> bool:
-        job = self.coordinator.job
-        m = job.membership
-        size = len(choose({**m.placed, **m.waiting}, self.terms))
-        return job.world is not None and len(job.world.places) >= size
+        return not look.could_be_larger(self.coordinator.job, self.terms)
 
     def heal(self) -> None:
         """No more faults; every host that may come comes, and new ones for those that may not."""
-        self.mishaps.over = True
+        self.faults.over = True
         self.healing = True
         self.log.fault(self.clock.now, "heal", "")
-        excluded = self.coordinator.job.membership.excluded
+        excluded = look.excluded(self.coordinator.job)
         for host in list(self.hosts):
+            host.unfit = False
+            for one in list(host.agent.ranks.values()) if host.agent is not None else ():
+                one.go_on()
             if host.name in excluded:
-                fresh = self._host(len(self.hosts))
-                fresh.switch, fresh.domain = host.switch, host.domain
-                self.hosts.append(fresh)
-                self.clock.after(self.rng.uniform(0.0, 3.0), self._boot, fresh)
+                self._replace(host)
             elif host.agent is None or host.agent.dead:
                 self.clock.after(self.rng.uniform(0.0, 3.0), self._boot, host)
+
+    def _replace(self, host: Host) -> None:
+        """Provide a fresh host for one that is not let in again."""
+        fresh = self._host(len(self.hosts))
+        fresh.switch, fresh.domain = host.switch, host.domain
+        self.hosts.append(fresh)
+        self.clock.after(self.rng.uniform(0.0, 3.0), self._boot, fresh)
 
     # ---- hosts ----
 
@@ -281,7 +328,8 @@ class Cluster:
         if host.agent is not None and not host.agent.dead:
             return
         host.agents += 1
-        host.agent = SimAgent(self, host, NodeId(f"{host.name}:{host.agents}"))
+        kind = SupervisedAgent if self.settings.supervised else LightAgent
+        host.agent = kind(self, host, NodeId(f"{host.name}:{host.agents}"))
         host.agent.knock()
 
     def come_back(self, host: Host, away_s: Seconds) -> None:
@@ -290,47 +338,59 @@ class Cluster:
         self.clock.after(away_s, self._boot, host)
 
     def agent_ended(self, agent: SimAgent, order: Finish) -> None:
-        """An agent ended in order; whoever started it may start another."""
+        """Start another agent in the place of one that ended in order, if its launcher would."""
         job = self.coordinator.job
-        excluded = agent.host.name in job.membership.excluded
-        if job.result is not None or (self.healing and excluded):
+        excluded = agent.host.name in look.excluded(job)
+        if look.ended(job) is not None:
             return
-        if order.rejoin:
+        if self.healing and excluded:
+            self._replace(agent.host)
+        elif order.rejoin:
             self.come_back(agent.host, self.rng.uniform(0.2, 1.0))
         elif not excluded or self.rng.random() < self.schedule.return_excluded:
             self.come_back(agent.host, self.chance.away_s())
 
     def pause(self, agent: SimAgent, lasts_s: Seconds) -> None:
-        """The whole node stands still, and nobody is told."""
+        """Have a whole node stand still, without a word to anyone."""
         agent.paused_until = max(agent.paused_until, self.clock.now + lasts_s)
-        self.training.hold(agent)
+        self.training.hold(agent.running, agent.node)
         self.clock.at(agent.paused_until, self._unpause, agent)
         if agent.stream is not None:
-            stream = agent.stream
             limit_s = Silence().limit_s(self.settings.nodes)
-            self.clock.after(limit_s, self._silent, stream)
+            self.clock.after(limit_s, self._silent, agent.stream)
 
     def _unpause(self, agent: SimAgent) -> None:
         if agent.paused_until <= self.clock.now and agent.host.cut_until <= self.clock.now:
-            self.training.release(agent)
+            self.training.release(agent.running, agent.node)
 
     def cut(self, host: Host, lasts_s: Seconds, whole: bool) -> None:
-        """The host's network is gone: the whole of it, or only the way to the coordinator."""
+        """Cut a host's network: the whole of it, or only the way to the coordinator."""
         host.cut_until = max(host.cut_until, self.clock.now + lasts_s)
         agent = host.agent
         if agent is None or agent.dead:
             return
         if whole:
-            self.training.hold(agent)
+            self.training.hold(agent.running, agent.node)
             self.clock.at(host.cut_until + 1e-3, self._unpause, agent)
         if agent.stream is not None:
             self.clock.after(SILENCE_S, self._silent, agent.stream)
 
-    def _silent(self, stream: Stream) -> None:
+    def _silent(self, stream: SimStream) -> None:
         agent, now = stream.agent, self.clock.now
         if max(agent.host.cut_until, agent.paused_until) > now:
             self.network.fell_silent(stream)
 
-    def silence(self, stream: Stream) -> None:
-        """A host that is gone without a word is noticed by its silence."""
+    def silence(self, stream: SimStream) -> None:
+        """Have the coordinator notice a host that is gone without a word by its silence."""
         self.clock.after(SILENCE_S, self.coordinator.stream_lost, stream)
+
+
+@contextmanager
+def _quiet_agents() -> Iterator[None]:
+    """Keep what simulated agents log about simulated faults off the terminal."""
+    logger = logging.getLogger("holdfast.agent")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before

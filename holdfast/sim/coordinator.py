@@ -1,12 +1,16 @@
-"""A simulated coordinator: `holdfast.coordinator.server` without sockets, around the real core.
+"""Simulates the coordinator: `holdfast.coordinator.server` without sockets, around the real core.
 
-Arrivals wait in one inbox; what is there is journaled together, handed to the core one by one, and
-the actions go out. The journal is a list of encoded entries and now and then an encoded state, as in
-`holdfast.coordinator.journal`, so a crash is nothing but forgetting the job and replaying them.
+Arrivals wait in one inbox; they are journaled together, handed to the core one by one, and the actions
+go out. The journal is a list of encoded entries and now and then an encoded state, as in
+`holdfast.coordinator.journal`, so a crash means to forget the job and to replay them.
+
+When ranks hang, all agents send evidence before they stop their workers; the verdict comes once all
+have, or when its time is up. The simulated evidence is empty, the verdict is the truth.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Literal
@@ -17,32 +21,51 @@ from holdfast.coordinator.journal import SNAPSHOT_EVERY
 from holdfast.core import job as jobs
 from holdfast.core.job import Job
 from holdfast.core.replay import Entry, Intake, JobSnapshot, replay
-from holdfast.core.states import Ended
-from holdfast.messages.actions import AnyAction, CloseJob, CoordinatorAction
+from holdfast.messages.actions import (
+    AnyAction,
+    CloseJob,
+    CoordinatorAction,
+    Diagnose,
+    Examine,
+    Inject,
+    NodeAction,
+)
+from holdfast.messages.chaos import Injection
 from holdfast.messages.events import (
     AnyEvent,
+    Asked,
     CoordinatorRestarted,
+    EventSetAside,
+    FaultAsked,
     JobOpened,
     NodeResumed,
     StreamEnded,
     Tick,
+    VerdictReached,
 )
 from holdfast.messages.records import Terms
-from holdfast.messages.units import NodeId, Time
-from holdfast.messages.wire import Ack, Hello, Welcome
-from holdfast.sim.network import Stream, Upward
+from holdfast.messages.units import NodeId, Seconds, Time
+from holdfast.messages.wire import Ack, EvidenceTaken, Hello, Welcome
+from holdfast.sim import look
+from holdfast.sim.network import SimStream, Upward
 
 if TYPE_CHECKING:
     from holdfast.sim.cluster import Cluster, Log
 
 SNAPSHOT_PER_RANK = 4
-"""A state is written at most once per so many events of each rank: it costs as much as they do."""
+"""Events of each rank between two encoded states: a state costs as much as they do."""
+
+VERDICT_LIMIT_S: Seconds = 1.5
 
 CrashPoint = Literal["before the journal", "after the journal", "half-way through the actions"]
 
 _encoder = msgspec.json.Encoder()
 _entry_decoder = msgspec.json.Decoder(Entry)
 _snapshot_decoder = msgspec.json.Decoder(JobSnapshot)
+
+
+class HandlerError(Exception):
+    """A handler of the core was made to raise."""
 
 
 class MemoryJournal:
@@ -60,7 +83,7 @@ class MemoryJournal:
             self._log.event(encoded)
 
     def snapshot_if_due(self, job: Job, at: Time, acked: dict[NodeId, int]) -> None:
-        if len(self._entries) >= max(SNAPSHOT_EVERY, SNAPSHOT_PER_RANK * len(job.ranks)):
+        if len(self._entries) >= max(SNAPSHOT_EVERY, SNAPSHOT_PER_RANK * look.rank_count(job)):
             self._state = _encoder.encode(JobSnapshot(job, at, acked))
             self._entries.clear()
 
@@ -70,6 +93,8 @@ class MemoryJournal:
 
 
 class SimCoordinator:
+    """The coordinator: it hears, journals, decides, acts, and may die at any of these points."""
+
     def __init__(self, cluster: Cluster, terms: Terms) -> None:
         self.cluster = cluster
         self.clock = cluster.clock
@@ -83,7 +108,13 @@ class SimCoordinator:
         self.closed: CloseJob | None = None
         self.events = 0
         self.restarts = 0
-        self.streams: dict[NodeId, Stream] = {}
+        self.handled: Counter[str] = Counter({JobOpened.__name__: 1})
+        """Events by type."""
+        self.asked: Counter[str] = Counter()
+        """Requests of scripts by type."""
+        self.ordered: Counter[str] = Counter()
+        """Actions by type."""
+        self.streams: dict[NodeId, SimStream] = {}
         self._heard: dict[NodeId, int] = {}
         self._inbox: list[tuple[AnyEvent, NodeId | None, int]] = []
         self._deciding = False
@@ -91,21 +122,28 @@ class SimCoordinator:
         self._timer_at: Time | None = None
         self._timers = 0
         self._crash: CrashPoint | None = None
+        self._examining: dict[int, set[NodeId]] = {}
+        """Nodes whose evidence is still to come, by incident; negative numbers are of visitors."""
+        self._visits = 0
+        self._handler_errors = Random(f"handlers {cluster.settings.seed}")
         # Its own source, and one draw: whether the last words are written and not acted upon.
         draw = Random(f"close {cluster.settings.seed}").random()
         self._crash_at_close = draw < cluster.schedule.crash_at_close
 
     # ---- streams ----
 
-    def hear(self, stream: Stream, message: Upward) -> None:
+    def hear(self, stream: SimStream, message: Upward) -> None:
         node = stream.agent.node
         if isinstance(message, Hello):
             self._greet(stream, message)
             return
+        if isinstance(message, EvidenceTaken):
+            self._heard_evidence(node, message.examination)
+            return
         self._heard[node] = max(self._heard.get(node, 0), message.number)
         self._post(message.event, node, message.number)
 
-    def _greet(self, stream: Stream, hello: Hello) -> None:
+    def _greet(self, stream: SimStream, hello: Hello) -> None:
         if not self.up:
             self.cluster.network.close_above(stream)
             return
@@ -123,7 +161,7 @@ class SimCoordinator:
     def _welcome(self, now: Time, acked: int) -> Welcome:
         return Welcome(job="sim", now=now, acked=acked, beat_s=1.0)
 
-    def stream_lost(self, stream: Stream) -> None:
+    def stream_lost(self, stream: SimStream) -> None:
         if not stream.open_above:
             return
         stream.open_above = False
@@ -156,19 +194,20 @@ class SimCoordinator:
         for event, node, number in batch:
             if node is not None and number:
                 if number <= acked.get(node, 0):
-                    self.cluster.watch.duplicates += 1
+                    self.cluster.invariants.duplicates += 1
                     continue
                 acked[node] = number
             fresh.append((event, node, number))
-        intake = Intake(self.job, self.journal)
+        intake = Intake(self.job, self.journal, self._handle)
         entries = [Entry(now, event, node if n else None, n) for event, node, n in fresh]
         for entry, actions in intake.take(entries):
             self.job = intake.job
-            self.events += 1
-            self.cluster.watch.event_handled(self.job, entry.event, actions, now)
-            if self._crash_at_close and isinstance(self.job.state, Ended):
+            self._count(entry.event)
+            self.cluster.invariants.event_handled(self.job, entry.event, actions, now)
+            if self._crash_at_close and look.is_closed(self.job):
                 self._crash_at_close, self._crash = False, "after the journal"
             self._carry_out(actions)
+        self.job = intake.job
         if self._crash is not None:
             self._die()
             return
@@ -176,20 +215,44 @@ class SimCoordinator:
         self.journal.snapshot_if_due(self.job, now, self.acked)
         self._set_timer()
 
+    def _handle(self, job: Job, event: AnyEvent, now: Time) -> list[AnyAction]:
+        """Have the core take an event in; some handlers raise when they have changed the job."""
+        actions = jobs.handle(job, event, now)
+        share = self.cluster.schedule.handler_errors
+        spared = isinstance(event, EventSetAside)  # A replay could not know that it failed once.
+        if share and not spared and self._handler_errors.random() < share:
+            raise HandlerError(f"the handler of {type(event).__name__} was made to raise")
+        return actions
+
+    def _count(self, event: AnyEvent) -> None:
+        self.events += 1
+        self.handled[type(event).__name__] += 1
+        if isinstance(event, Asked):
+            self.asked[type(event.request).__name__] += 1
+
     def _carry_out(self, actions: list[AnyAction]) -> None:
         if self._crash == "after the journal":
             return
         if self._crash is not None:
             actions = actions[: len(actions) // 2]
         for action in actions:
+            self.ordered[type(action).__name__] += 1
             if isinstance(action, CloseJob):
                 self.closed = action
+            if isinstance(action, Diagnose):
+                self._examining[action.incident] = set(action.nodes)
+                self.clock.after(VERDICT_LIMIT_S, self._reach_verdict, action.incident, self._life)
             if isinstance(action, CoordinatorAction):
                 continue
             self.cluster.log.action(action)
-            stream = self.streams.get(action.node)
-            if stream is not None:
-                self.cluster.network.send_down(stream, action)
+            if isinstance(action, Inject) and not action.node:
+                self.clock.after(0.0, self.crash, "after the journal")
+            self._send(action)
+
+    def _send(self, action: NodeAction) -> None:
+        stream = self.streams.get(action.node)
+        if stream is not None:
+            self.cluster.network.send_down(stream, action)
 
     def _acknowledge(self, fresh: list[tuple[AnyEvent, NodeId | None, int]]) -> None:
         told: dict[NodeId, int] = {node: n for _, node, n in fresh if node is not None and n}
@@ -216,6 +279,38 @@ class SimCoordinator:
             self._timer_at = None
             self._post(Tick(at=self.clock.now))
 
+    # ---- visitors, and why ranks hang ----
+
+    def ask_fault(self, injection: Injection) -> None:
+        """Take in what a visitor asks for."""
+        self._post(FaultAsked(at=self.clock.now, injection=injection))
+
+    def ask_why(self) -> None:
+        """Have all nodes look at their workers, for a visitor."""
+        if self.up and self.streams:
+            self._visits -= 1
+            for node in self.streams:
+                action = Examine(node=node, examination=self._visits, limit_s=VERDICT_LIMIT_S)
+                self.ordered["Examine"] += 1
+                self.cluster.log.action(action)
+                self._send(action)
+
+    def _heard_evidence(self, node: NodeId, incident: int) -> None:
+        waiting = self._examining.get(incident)
+        if waiting is not None and node in waiting:
+            waiting.discard(node)
+            if not waiting:
+                self._reach_verdict(incident, self._life)
+
+    def _reach_verdict(self, incident: int, life: int) -> None:
+        if life != self._life or self._examining.pop(incident, None) is None:
+            return
+        guilty = self.cluster.stuck_ranks()
+        sentence = f"ranks {guilty} do not move"
+        self._post(
+            VerdictReached(at=self.clock.now, incident=incident, guilty=guilty, sentence=sentence)
+        )
+
     # ---- dying ----
 
     def crash(self, point: CrashPoint) -> None:
@@ -233,6 +328,7 @@ class SimCoordinator:
         self._deciding = False
         self._inbox.clear()
         self._heard.clear()
+        self._examining.clear()
         self._timer_at = None
         for stream in self.streams.values():
             self.cluster.network.close_above(stream)
@@ -243,7 +339,9 @@ class SimCoordinator:
         before = _encoder.encode(self.job)
         again = replay(self.journal.read)
         assert again is not None
-        self.cluster.watch.replayed(before, _encoder.encode(again.job), self.acked, again.acked)
+        self.cluster.invariants.replayed(
+            before, _encoder.encode(again.job), self.acked, again.acked
+        )
         self.job, self.acked = again.job, again.acked
         self.up, self.up_since = True, self.clock.now
         self.restarts += 1

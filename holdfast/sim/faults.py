@@ -1,21 +1,24 @@
 """Makes faults happen: each kind of fault is a function that does it to one host.
 
-When they happen is drawn here too: for each kind one stream of moments for the whole cluster, each
-with a host picked at random, which is the same as one for each host and much cheaper.
+When they happen is drawn here too: for each kind one sequence of moments for the whole cluster, each
+with a host picked at random, which amounts to one for each host and is much cheaper.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from holdfast.messages.actions import Finish
-from holdfast.messages.events import ExcludeAsked
+from msgspec.structs import replace
+
+from holdfast.messages.chaos import Injection
+from holdfast.messages.events import HealthFound
+from holdfast.messages.health import HealthResult, Verdict
 from holdfast.messages.records import Raised
+from holdfast.messages.requests import ExcludeNode, StopJob
 from holdfast.messages.units import Rank
 from holdfast.sim.coordinator import CrashPoint
-from holdfast.sim.rates import FaultName
+from holdfast.sim.rank import PARTING, SimRank
 from holdfast.sim.training import SimRound
 
 if TYPE_CHECKING:
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
     from holdfast.sim.cluster import Cluster, Host
 
 CASCADE_AT_MOST = 256
-"""Of more ranks than that, only some are seen to fail: the others hang until they are stopped."""
+"""Ranks that are seen to fail in the wake of another; further ones hang until they are stopped."""
 
 _SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGTERM)
 _ERRORS = (
@@ -36,39 +39,31 @@ _CRASH_POINTS: tuple[CrashPoint, ...] = (
     "after the journal",
     "half-way through the actions",
 )
+_HANGS = ("hang", "gil", "stopped", "stopped")
+_INJECTED: tuple[str, ...] = (
+    *("kill", "term", "stop", "cont", "hang", "gil", "segfault", "abort", "exception", "exit"),
+    *("slow", "diskfull", "kill-keeper", "kill-coordinator"),
+)
+"""What the injector does without a real process; the agent's own death and cuts happen as faults."""
 
 
 def raised(type: str, message: str, where: str) -> Raised:
     return Raised(type=type, message=message, where=where, traceback=f"{type}: {message}")
 
 
-class Mishaps:
+class Faults:
+    """Draws faults, and makes them happen."""
+
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.rng = cluster.rng
         self.schedule = cluster.schedule
         self.over = False
         self.counts: dict[str, int] = {}
-        self._kinds: dict[FaultName, Callable[[Host, SimAgent], None]] = {
-            "signal": self._signal,
-            "exception": self._exception,
-            "oom": self._oom,
-            "exit": self._exit,
-            "agent": self._agent,
-            "host": self._host,
-            "switch": self._switch,
-            "pause": self._pause,
-            "cut": self._cut,
-            "reset": self._reset,
-            "slow": self._slow,
-            "flap": self._flap,
-            "leave": self._leave,
-            "exclude": self._exclude,
-        }
 
     def plan(self) -> None:
         """Draw the first fault of each kind; each draws its next."""
-        for name in self._kinds:
+        for name in self.schedule.rates:
             self._plan_next(name)
         if self.schedule.coordinator_crashes:
             self._plan_crash()
@@ -76,20 +71,22 @@ class Mishaps:
             if self.rng.random() < self.schedule.bad_hosts:
                 self._plan_bad(host)
 
-    def _plan_next(self, name: FaultName) -> None:
-        rate = self.schedule.rates.get(name, 0.0) * len(self.cluster.hosts)
-        if rate > 0:
-            self.cluster.clock.after(self.rng.expovariate(rate / 3600), self._strike, name)
+    def _plan_next(self, name: str) -> None:
+        rate = self.schedule.rates[name] * len(self.cluster.hosts)
+        self.cluster.clock.after(self.rng.expovariate(rate / 3600), self._strike, name)
 
-    def _strike(self, name: FaultName) -> None:
+    def _strike(self, name: str) -> None:
         if self.over:
             return
-        host = self.rng.choice(self.cluster.hosts)
+        self.strike(name, self.rng.choice(self.cluster.hosts))
+        self._plan_next(name)
+
+    def strike(self, name: str, host: Host) -> None:
+        """Have a fault befall a host, if an agent is there."""
         if host.agent is not None and not host.agent.dead:
             self.counts[name] = self.counts.get(name, 0) + 1
             self.cluster.log.fault(self.cluster.clock.now, name, host.agent.node)
-            self._kinds[name](host, host.agent)
-        self._plan_next(name)
+            getattr(self, f"_{name}")(host, host.agent)
 
     def _plan_crash(self) -> None:
         mean_s = 3600 / self.schedule.coordinator_crashes
@@ -125,32 +122,24 @@ class Mishaps:
         oom: bool = False,
         error: Raised | None = None,
     ) -> None:
-        training = self.cluster.training
-        if not agent.workers or (sign is None and training.highest_now() == 0):
+        if sign is None and self.cluster.training.highest_now() == 0:
             return  # A script that fails before its first step ends the job: once is enough.
-        round = agent.running
-        rank = self.rng.choice(list(agent.workers))
-        agent.worker_dies(rank, code=code, signal=sign, oom=oom, raised=error)
-        if round is not None and self.rng.random() < self.schedule.cascade:
-            self.cascade(round)
+        one = self._any_rank(agent)
+        if one is not None:
+            one.die(code=code, signal=sign, oom=oom, raised=error)
+            if self.rng.random() < self.schedule.cascade:
+                self.cascade(one.round)
+
+    def _any_rank(self, agent: SimAgent) -> SimRank | None:
+        return self.rng.choice(list(agent.ranks.values())) if agent.ranks else None
 
     def cascade(self, round: SimRound) -> None:
-        """The other ranks fail in the collective that they shared with the one that is gone."""
-        left = CASCADE_AT_MOST
+        """Have the other ranks fail in the collective that they shared with one that is gone."""
         error = raised("RuntimeError", "[gloo] Connection closed by peer", "ddp.py:7")
-        for agent in round.members.values():
-            if agent.running is not round:
-                continue
-            for rank in agent.workers:
+        for one in list(round.ranks.values())[:CASCADE_AT_MOST]:
+            if not one.stuck:
                 delay_s = self.rng.uniform(0.001, 0.8)
-                agent.later(delay_s, self._fail_in_wake, agent, round, rank, error)
-                left -= 1
-                if left == 0:
-                    return
-
-    def _fail_in_wake(self, agent: SimAgent, round: SimRound, rank: Rank, error: Raised) -> None:
-        if agent.running is round:
-            agent.worker_dies(rank, code=1, raised=error)
+                one.agent.later(delay_s, one.die, 1, None, False, error)
 
     def _signal(self, host: Host, agent: SimAgent) -> None:
         self._kill(agent, sign=self.rng.choice(_SIGNALS))
@@ -165,24 +154,72 @@ class Mishaps:
         self._kill(agent, code=self.rng.choice((2, 3, 134, 201)))
 
     def bug(self, round: SimRound) -> None:
-        """The script raises at a certain step, whatever the round."""
-        wanted = Rank(self.cluster.training.script.bug_rank % round.size)
-        for agent in round.members.values():
-            if agent.running is round and wanted in agent.workers:
-                self.cluster.watch.bug_struck()
-                agent.worker_dies(wanted, code=1, raised=raised("KeyError", "7", "model.py:3"))
-                return
+        """Have the script raise at a certain step, whatever the round."""
+        one = round.ranks.get(Rank(self.cluster.settings.seed % round.size))
+        if one is not None:
+            self.cluster.invariants.bug_struck()
+            one.die(code=1, raised=raised("KeyError", "7", "model.py:3"))
 
     def done(self, round: SimRound) -> None:
-        """The script is at its end: all ranks exit with 0, not all at once."""
-        for agent in round.members.values():
-            if agent.running is round:
-                for rank in list(agent.workers):
-                    agent.later(self.rng.uniform(0.0, 0.5), self._exit_well, agent, round, rank)
+        """Have the script end: all ranks exit with 0, not all at once."""
+        for one in list(round.ranks.values()):
+            one.agent.later(self.rng.uniform(0.0, 0.5), one.finish)
 
-    def _exit_well(self, agent: SimAgent, round: SimRound, rank: Rank) -> None:
-        if agent.running is round and agent.stopping is None:
-            agent.worker_dies(rank, code=0)
+    def stop(self, round: SimRound) -> None:
+        """Have the script stop the job."""
+        if round.ranks:
+            one = next(iter(round.ranks.values()))
+            one.agent.later(0.0, one.ask, PARTING, StopJob(reason="the loss diverged", code=1))
+
+    # ---- ranks that do not move ----
+
+    def _hang(self, host: Host, agent: SimAgent) -> None:
+        one = self._any_rank(agent) if agent.detects_stalls else None
+        if one is not None:
+            one.hang(self.rng.choice(_HANGS))
+
+    # ---- snapshots ----
+
+    def _keeper(self, host: Host, agent: SimAgent) -> None:
+        agent.keeper.kill()
+
+    def _disk(self, host: Host, agent: SimAgent) -> None:
+        agent.keeper.fail_writes(self.rng.randrange(1, 4))
+
+    def _bitflip(self, host: Host, agent: SimAgent) -> None:
+        if host.images:
+            host.images[list(host.images)[-1]] = False
+
+    # ---- what people and scripts want ----
+
+    def _inject(self, host: Host, agent: SimAgent) -> None:
+        """Have a visitor ask for a fault: now, at a step, or again and again."""
+        kind, step = self.rng.choice(_INJECTED), self.cluster.training.highest_now()
+        injection = Injection(kind=kind, seed=self.rng.randrange(1000))
+        when = self.rng.random()
+        if kind != "cont" and when < 0.4:
+            injection = replace(injection, at_step=step + self.rng.randrange(2, 40))
+        elif kind not in ("cont", "hang", "gil", "stop") and when < 0.5:
+            injection = replace(injection, every=self.rng.randrange(100, 200))
+        if agent.detects_stalls:
+            self.cluster.coordinator.ask_fault(injection)
+
+    def _why(self, host: Host, agent: SimAgent) -> None:
+        self.cluster.coordinator.ask_why()
+
+    def _exclude(self, host: Host, agent: SimAgent) -> None:
+        one = self._any_rank(agent)
+        if one is not None:
+            agent.later(0.0, one.ask, PARTING, ExcludeNode(reason="ECC errors"))
+
+    def _health(self, host: Host, agent: SimAgent) -> None:
+        """Have the node's own checks find something."""
+        verdict: Verdict = "fail" if self.rng.random() < 0.5 else "warn"
+        found = HealthResult("gpu-ecc", verdict, "GPU 3 has uncorrectable errors", 0.1)
+        if agent.number:
+            agent.later(
+                0.0, agent.say, HealthFound(at=agent.at(), node=agent.node, results=(found,))
+            )
 
     # ---- nodes ----
 
@@ -192,10 +229,11 @@ class Mishaps:
 
     def _host(self, host: Host, agent: SimAgent) -> None:
         agent.die(silently=True)
+        host.images.clear()
         self.cluster.come_back(host, self.cluster.chance.away_s())
 
     def _switch(self, host: Host, agent: SimAgent) -> None:
-        """All hosts of a switch are cut off at the same moment, some for good."""
+        """Cut all hosts of a switch off at the same moment, some for good."""
         until_s = self.rng.uniform(*self.schedule.cut_s)
         for other in self.cluster.hosts:
             if other.switch == host.switch and other.agent is not None:
@@ -221,7 +259,7 @@ class Mishaps:
         self.cluster.clock.after(lasts_s, self.cluster.training.slow_down, agent, None)
 
     def _flap(self, host: Host, agent: SimAgent) -> None:
-        """Gone and back, several times in a row."""
+        """Have an agent die and come back, several times in a row."""
         self._flap_again(host, self.rng.randrange(2, 6))
 
     def _flap_again(self, host: Host, times: int) -> None:
@@ -233,20 +271,12 @@ class Mishaps:
         self.cluster.clock.after(self.rng.uniform(0.5, 6.0), self._flap_again, host, times - 1)
 
     def _leave(self, host: Host, agent: SimAgent) -> None:
-        """Preemption: SIGTERM, and some time later the host is gone, whatever it did."""
+        """Preempt a host: SIGTERM, and some time later it is gone, whatever it did."""
         agent.later(0.0, agent.told_to_leave, "preempted")
         self.cluster.clock.after(self.rng.uniform(5.0, 60.0), self._preempt, host, agent)
 
     def _preempt(self, host: Host, agent: SimAgent) -> None:
         if not agent.dead:
             agent.die(silently=True)
+            host.images.clear()
             self.cluster.come_back(host, self.cluster.chance.away_s())
-
-    def _exclude(self, host: Host, agent: SimAgent) -> None:
-        if not agent.workers or isinstance(agent.stopping, Finish):
-            return
-        rank = next(iter(agent.workers))
-        event = ExcludeAsked(
-            at=agent.at(), node=agent.node, round=agent.round, rank=rank, reason="ECC errors"
-        )
-        agent.later(0.0, agent.say, event)

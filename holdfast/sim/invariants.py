@@ -1,8 +1,13 @@
-"""What must be true, whatever happens.
+"""Checks what must be true, whatever happens.
 
-Looks at every event that the core took in, every action it answered with, every part that an agent
-takes on and every replay, and compares with what really happened in `training`. `--check every` looks
+Every event that the core took in, every action it answered with, every part that an agent takes on and
+every replay is compared with what really happened in `training` and on storage. `--check every` looks
 at the whole state after each event, `round` only when a round was frozen, broken or came back.
+
+Of the design's seven invariants, (1) to (3) are checked by `keeper.SimStorage` with every change of
+storage, and here against what the core believes; (4) here, on the history of steps behind each round
+and the steps that incidents report as lost; (5) and (6) by `cluster`, which heals everything and
+demands progress; (7) by `bug_struck`.
 """
 
 from __future__ import annotations
@@ -13,14 +18,12 @@ import msgspec
 
 from holdfast.core import job as jobs
 from holdfast.core.job import Job
-from holdfast.core.ledger import books
-from holdfast.core.ledger.books import Ledger
 from holdfast.core.recovery.rules import SAME_LIMIT, STUCK_LIMIT
-from holdfast.core.states import Ended, Stopping
 from holdfast.messages.actions import AnyAction, Finish, StartWorkers, StopWorkers
-from holdfast.messages.events import AnyEvent, Tick
+from holdfast.messages.events import AnyEvent, CheckpointWritten, Tick
 from holdfast.messages.records import Part, World
 from holdfast.messages.units import NodeId, RoundNumber, Time
+from holdfast.sim import look
 
 if TYPE_CHECKING:
     from holdfast.sim.agent import SimAgent
@@ -37,7 +40,9 @@ class Violated(AssertionError):
     """An invariant does not hold; the message says which, when and under which seed."""
 
 
-class Watch:
+class Invariants:
+    """All checks of one simulation."""
+
     def __init__(self, cluster: Cluster, check: Check) -> None:
         self.cluster = cluster
         self.check = check
@@ -52,6 +57,10 @@ class Watch:
         self._bugs = 0
         self._bug_highest = -1
         self._strangers: dict[NodeId, float] = {}
+        self._written: dict[tuple[str, int], RoundNumber] = {}
+        """Which round wrote which step of a checkpointer."""
+        self._sound: set[RoundNumber] = set()
+        """Rounds whose history was checked; it does not change any more."""
 
     def demand(self, holds: bool, what: str) -> None:
         self.checked += 1
@@ -63,33 +72,30 @@ class Watch:
     # ---- the core ----
 
     def event_handled(self, job: Job, event: AnyEvent, actions: list[AnyAction], now: Time) -> None:
-        m = job.membership
-        if job.world is not None and m.round not in self.frozen:
-            self._froze(job, job.world)
+        world, number = look.world(job), look.round_number(job)
+        if world is not None and number not in self.frozen:
+            self._froze(world)
         if type(event) is Tick:
             self._ticked(now)
         if self.check == "never":
             return
+        if type(event) is CheckpointWritten:
+            self.check_written(event)
         for action in actions:
             self._action(job, action)
-        mark = (
-            m.round,
-            job.world is None,
-            job.unstepped == 0,
-            not isinstance(job.state, Stopping),
-            job.result is None,
-        )
+        stepped, broken = look.unstepped(job) == 0, look.is_broken(job)
+        mark = (number, world is None, stepped, broken, look.ended(job) is None)
         if self.check == "every" or mark != self._mark:
             self._mark = mark
             self._state(job, event, now)
 
-    def _froze(self, job: Job, world: World) -> None:
+    def _froze(self, world: World) -> None:
         self.rounds += 1
         newest = max(self.frozen, default=0)
         self.demand(world.round == newest + 1, f"round {world.round} follows {newest}")
         self.frozen[world.round] = world
         self.frozen.pop(RoundNumber(world.round - 50), None)
-        host = self._host_of(world.places[0].node)
+        host = self.host_of(world.places[0].node)
         self.demand(world.store_address == host.address, "the store is not where rank 0 is")
 
     def _ticked(self, now: float) -> None:
@@ -97,59 +103,95 @@ class Watch:
         self._ticks.append(now)
         self.demand(len(self._ticks) < TICKS_AT_ONCE, "the core asks for ticks without end")
 
+    def check_written(self, event: CheckpointWritten) -> None:
+        """Check that no other round has committed the same step."""
+        snapshot = event.snapshot
+        if event.error:
+            return
+        first = self._written.setdefault((snapshot.checkpointer, snapshot.step), snapshot.round)
+        self.demand(first == snapshot.round, f"two rounds committed step {snapshot.step}")
+
     def _state(self, job: Job, event: AnyEvent, now: Time) -> None:
         what = type(event).__name__
         try:
             jobs.validate(job)
         except AssertionError as error:
             self.demand(False, f"after {what}: {error}")
-        m, training = job.membership, self.cluster.training
-        if job.world is not None:
-            frozen = self.frozen[m.round]
-            self.demand(job.world == frozen, f"{what} changed the frozen round {m.round}")
-            self.demand(list(job.ranks) == list(range(job.world.size)), "ranks have gaps")
-            for node, candidate in m.placed.items():
-                self.demand(
-                    candidate.spec.host not in job.membership.excluded, f"excluded {node} is in"
-                )
-        real = training.rounds.get(m.round)
-        if job.world is not None and job.unstepped < len(job.ranks):
+        world, number, training = look.world(job), look.round_number(job), self.cluster.training
+        size = look.rank_count(job)
+        if world is not None:
+            self.demand(world == self.frozen[number], f"{what} changed the frozen round {number}")
+            self.demand(list(look.ranks(job)) == list(range(world.size)), "ranks have gaps")
+            for node, host in look.placed_hosts(job).items():
+                out = host in look.excluded(job) and not look.is_absent(job, node)
+                self.demand(not out, f"excluded {node} is in")
+        real = training.rounds.get(number)
+        if world is not None and look.unstepped(job) < size:
             stepped = real is not None and real.first_at <= now
-            self.demand(stepped, f"{what}: ranks of round {m.round} stepped before they could")
-        if real is not None and job.unstarted < len(job.ranks):
-            started = len(job.ranks) - job.unstarted
+            self.demand(stepped, f"{what}: ranks of round {number} stepped before they could")
+        if real is not None and look.unstarted(job) < size:
+            started = size - look.unstarted(job)
             self.demand(started <= real.started, f"{what}: more ranks started than there are")
-        self.demand(job.highest <= training.highest_now(), f"{what}: a step that nobody took")
-        self._ledger(job, now)
-        self._somebody_is_waited_for(job, what)
-        if len(job.incidents) > 1:
-            one, other = job.incidents[-2:]
+        highest = training.highest_now()
+        self.demand(look.highest_step(job) <= highest, f"{what}: a step that nobody took")
+        seconds, due = look.booked_s(job, now)
+        self.demand(abs(seconds - due) <= 1e-6 * max(1.0, due), f"{seconds} s booked of {due} s")
+        self._waits_for_something(job, what)
+        self._incidents(job)
+        self._history(job)
+
+    def _waits_for_something(self, job: Job, what: str) -> None:
+        """A job without a world goes on when a node is ready or when a deadline passes."""
+        nodes, stops = look.node_count(job), look.is_stopping_nodes(job)
+        if look.ended(job) is not None or look.world(job) is not None or nodes == 0:
+            return
+        self.demand(not look.is_broken(job) or stops, f"{what}: a fault nobody will judge")
+        waits = stops or jobs.deadline(job) is not None
+        self.demand(waits, f"{what}: {nodes} nodes wait for nothing")
+
+    def _incidents(self, job: Job) -> None:
+        newest = look.breaking_incidents(job)[-2:]
+        if len(newest) > 1:
+            one, other = newest
             self.demand(one.round < other.round, f"round {other.round} was broken twice")
-        for incident in job.incidents[-2:]:
+        for incident in newest:
             in_order = incident.fault_at <= incident.opened_at + 1e-9
             self.demand(in_order, f"incident {incident.id} was noticed before it happened")
             if incident.closed_at is not None and incident.back_at is not None:
                 self.demand(incident.back_at >= incident.fault_at, "back before the fault")
 
-    def _somebody_is_waited_for(self, job: Job, what: str) -> None:
-        """A job without a world goes on when a node is ready or when a deadline passes."""
-        m = job.membership
-        if job.result is not None or job.world is not None or m.count() == 0:
-            return
-        self.demand(
-            not isinstance(job.state, Stopping) or bool(m.busy),
-            f"{what}: a fault nobody will judge",
+    def _history(self, job: Job) -> None:
+        """Each step is trained once in the history behind the round in force, and what has to be
+        trained again is reported as lost."""
+        storage, training = self.cluster.storage, self.cluster.training
+        for snapshot in look.stored(job):
+            there = storage.committed.get(snapshot.step) == snapshot.round
+            self.demand(there, f"step {snapshot.step} is held to be stored and is not")
+        number = look.round_number(job)
+        self.check_history(number)
+        real, fault, resumed_at = (
+            training.rounds.get(number),
+            look.last_fault(job),
+            look.resumed_at(job),
         )
-        waits = bool(m.busy) or jobs.deadline(job) is not None
-        self.demand(waits, f"{what}: {m.count()} nodes wait for nothing")
+        if real is None or resumed_at is None or look.world(job) is None:
+            return
+        self.demand(resumed_at == real.base, f"went on from {real.base}, not {resumed_at}")
+        fault = look.last_fault(job)
+        if fault is not None and fault.round < number:
+            lost = max(0, fault.step - real.base)
+            self.demand(fault.lost_steps == lost, f"{lost} steps lost, {fault.lost_steps} reported")
 
-    def _ledger(self, job: Job, now: Time) -> None:
-        seconds = sum(books.seconds_until(job.of(Ledger), now).values())
-        due = books.rank_seconds(job.of(Ledger), now)
-        self.demand(abs(seconds - due) <= 1e-6 * max(1.0, due), f"{seconds} s booked of {due} s")
+    def check_history(self, round: RoundNumber) -> None:
+        """Each step behind a round's state was trained once: the pieces of all rounds join up."""
+        if round not in self._sound:
+            untrained = self.cluster.training.history.untrained(round)
+            self.demand(not untrained, f"history of round {round}: {untrained}")
+            if round in self.cluster.training.history.segments:
+                self._sound.add(round)
 
     def _action(self, job: Job, action: AnyAction) -> None:
-        m = job.membership
+        world = look.world(job)
         if isinstance(action, StartWorkers):
             self.checked += 1
             part, frozen = action.part, self.frozen.get(action.part.round)
@@ -159,16 +201,18 @@ class Watch:
             ):
                 self.demand(False, f"a part that is not of round {part.round}")
         elif isinstance(action, StopWorkers):
-            self.demand(job.world is None or m.round != action.round, "a round in force is stopped")
+            in_force = world is not None and world.round == action.round
+            self.demand(not in_force, "a round in force is stopped")
         elif isinstance(action, Finish):
-            gone = job.result is not None or not m.has(action.node)
+            gone = look.ended(job) is not None or not look.is_member(job, action.node)
             self.demand(gone, f"{action.node} is told to finish and stays a member")
 
     # ---- agents ----
 
-    def part_taken(self, agent: SimAgent, part: Part) -> None:
-        """An agent is about to start its ranks of a round."""
-        self.demand(part.round > agent.round, f"{agent.node} goes back to round {part.round}")
+    def part_offered(self, agent: SimAgent, part: Part) -> None:
+        """Check a part that an agent is told to start, unless it was told before."""
+        if part.round <= agent.round:
+            return
         self.demand(not agent.busy, f"{agent.node} starts a round on top of another")
         world = self.frozen.get(part.round)
         self.demand(world is not None, f"round {part.round} was never frozen")
@@ -178,7 +222,7 @@ class Watch:
             (part.world_size, part.store_address, part.store_port) == (size, *store),
             f"{agent.node} was told another world of round {part.round}",
         )
-        excluded = self.cluster.coordinator.job.membership.excluded
+        excluded = look.excluded(self.cluster.coordinator.job)
         late = agent.host.name in excluded and not self._was_member(agent.node, world)
         self.demand(not late, f"excluded {agent.node} got in")
         kept = part.first_rank != 0 or part.store_port == agent.port
@@ -194,7 +238,7 @@ class Watch:
         return any(place.node == node for place in world.places)
 
     def look_around(self) -> None:
-        """Fenced nodes that are connected must have been told to finish."""
+        """Check that fenced nodes that are connected were told to finish."""
         coordinator, now = self.cluster.coordinator, self.cluster.clock.now
         if not coordinator.up or now - coordinator.up_since < FENCED_WITHIN_S:
             self._strangers.clear()
@@ -206,9 +250,7 @@ class Watch:
                 continue
             if max(agent.paused_until, host.cut_until) > now or agent.number == 0:
                 continue
-            if not isinstance(agent.stopping, Finish) and not coordinator.job.membership.has(
-                agent.node
-            ):
+            if agent.finishing is None and not look.is_member(coordinator.job, agent.node):
                 since = strangers[agent.node] = self._strangers.get(agent.node, now)
                 self.demand(
                     now - since < FENCED_WITHIN_S, f"{agent.node} is fenced and was not told"
@@ -216,8 +258,8 @@ class Watch:
         self._strangers = strangers
 
     def bug_struck(self) -> None:
-        """The same failure at the same step again: it must not go on for ever."""
-        highest = self.cluster.coordinator.job.highest
+        """Check that the same failure at the same step does not repeat for ever."""
+        highest = look.highest_step(self.cluster.coordinator.job)
         self._bugs = self._bugs + 1 if highest == self._bug_highest else 1
         self._bug_highest = highest
         limit = STUCK_LIMIT if self.cluster.schedule.rates else SAME_LIMIT
@@ -239,20 +281,20 @@ class Watch:
 
     def at_end(self) -> None:
         cluster = self.cluster
+        self.demand(not cluster.errors, f"an agent failed: {cluster.errors}")
         job, now = cluster.coordinator.job, cluster.clock.now
         if self.check != "never":
             self._state(job, Tick(at=now), now)
-        productive = job.of(Ledger).seconds.get("productive", 0.0)
-        most = cluster.training.stepping_s() * 1.001 + 0.01 * self.rounds * len(job.ranks)
+        productive = look.productive_s(job)
+        slack_s = 0.01 * self.rounds * look.rank_count(job)
+        most = cluster.training.stepping_s() * 1.001 + slack_s
         self.demand(productive <= most, f"{productive} s productive, only {most} s were possible")
-        ended = cluster.coordinator.closed
-        if ended is not None and job.result is not None:
-            self.demand(
-                isinstance(job.state, Ended) and ended.code == job.result.code,
-                "closed with another code",
-            )
+        closed, ended = cluster.coordinator.closed, look.ended(job)
+        if closed is not None and ended is not None:
+            same = look.is_closed(job) and closed.code == ended.code
+            self.demand(same, "closed with another code")
 
-    def _host_of(self, node: NodeId) -> Host:
+    def host_of(self, node: NodeId) -> Host:
         number = int(node.partition(":")[0][1:])
         return self.cluster.hosts[number]
 

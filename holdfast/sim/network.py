@@ -1,6 +1,6 @@
-"""Simulated streams: in order, with delay, and able to break.
+"""Simulates streams: messages come in order, with delay, and a stream can break.
 
-A stream has two ends that learn of its end separately, so what was on its way may still arrive at one
+The two ends learn of the end of a stream separately, so what was on its way may still arrive at one
 side after the other has given up. While a host is cut off, messages wait (TCP sends them again); when
 the cut lasts longer than `SILENCE_S`, the keep-alive of both kernels ends the stream.
 """
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.messages.actions import NodeAction
 from holdfast.messages.units import Seconds
-from holdfast.messages.wire import Ack, Hello, Sent, Welcome
+from holdfast.messages.wire import Ack, EvidenceTaken, Hello, Sent, Welcome
 from holdfast.sim.clock import SimClock
 
 if TYPE_CHECKING:
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from holdfast.sim.coordinator import SimCoordinator
 
 SILENCE_S: Seconds = 5.0
-"""After so long without a sign of life of the other machine a stream is taken for dead."""
+"""Time without a sign of life of the other machine after which a stream counts as dead."""
 
 LEAST_DELAY_S: Seconds = 0.0002
 
-Upward = Hello | Sent
+Upward = Hello | Sent | EvidenceTaken
 Downward = Welcome | Ack | NodeAction
 
 
-class Stream:
+class SimStream:
     """One connection of an agent to the coordinator."""
 
     __slots__ = ("agent", "down", "down_at", "open_above", "open_below", "up", "up_at")
@@ -46,6 +46,8 @@ class Stream:
 
 
 class Network:
+    """All streams, and how long messages take."""
+
     def __init__(
         self, clock: SimClock, rng: Random, typical_s: Seconds, hiccup_share: float
     ) -> None:
@@ -62,20 +64,20 @@ class Network:
             return self._rng.uniform(0.05, 1.0)
         return LEAST_DELAY_S + 2.0 * self._typical_s * self._rng.random()
 
-    def send_up(self, stream: Stream, messages: list[Upward]) -> None:
-        """From the agent to the coordinator; what is sent together arrives together."""
+    def send_up(self, stream: SimStream, messages: list[Upward]) -> None:
+        """Send from the agent to the coordinator; what is sent together arrives together."""
         stream.up.extend(messages)
         self.messages += len(messages)
         stream.up_at = max(stream.up_at, self.clock.now + self.delay_s())
         self.clock.at(stream.up_at, self._arrive_above, stream, len(messages))
 
-    def send_down(self, stream: Stream, message: Downward) -> None:
+    def send_down(self, stream: SimStream, message: Downward) -> None:
         stream.down.append(message)
         self.messages += 1
         stream.down_at = max(stream.down_at, self.clock.now + self.delay_s())
         self.clock.at(stream.down_at, self._arrive_below, stream)
 
-    def _arrive_above(self, stream: Stream, count: int) -> None:
+    def _arrive_above(self, stream: SimStream, count: int) -> None:
         if not stream.open_above:
             return
         back_at = stream.agent.host.cut_until
@@ -86,7 +88,7 @@ class Network:
             if stream.open_above:
                 self.coordinator.hear(stream, stream.up.popleft())
 
-    def _arrive_below(self, stream: Stream) -> None:
+    def _arrive_below(self, stream: SimStream) -> None:
         if not stream.open_below:
             return
         back_at = max(stream.agent.host.cut_until, stream.agent.paused_until)
@@ -97,30 +99,30 @@ class Network:
 
     # ---- the end of a stream ----
 
-    def reset(self, stream: Stream) -> None:
+    def reset(self, stream: SimStream) -> None:
         """Break it so that both sides notice soon, each in its own time."""
         self.clock.after(self.delay_s(), self._lost_below, stream)
         self.clock.after(self.delay_s(), self.coordinator.stream_lost, stream)
 
-    def close_below(self, stream: Stream) -> None:
-        """The agent's process is gone; the kernel tells the coordinator after what was sent."""
+    def close_below(self, stream: SimStream) -> None:
+        """End the agent's side; the kernel tells the coordinator after what was sent."""
         stream.open_below = False
         arrives = max(stream.up_at, self.clock.now + self.delay_s())
         self.clock.at(arrives, self.coordinator.stream_lost, stream)
 
-    def close_above(self, stream: Stream) -> None:
-        """The coordinator's end is gone; the agent hears of it after what was sent to it."""
+    def close_above(self, stream: SimStream) -> None:
+        """End the coordinator's side; the agent hears of it after what was sent to it."""
         stream.open_above = False
         self.clock.at(
             max(stream.down_at, self.clock.now + self.delay_s()), self._lost_below, stream
         )
 
-    def fell_silent(self, stream: Stream) -> None:
-        """Nothing was heard for too long: each side gives the stream up."""
+    def fell_silent(self, stream: SimStream) -> None:
+        """Have both sides give up a stream on which nothing was heard for too long."""
         self.coordinator.stream_lost(stream)
         self._lost_below(stream)
 
-    def _lost_below(self, stream: Stream) -> None:
+    def _lost_below(self, stream: SimStream) -> None:
         agent = stream.agent
         if agent.paused_until > self.clock.now:
             self.clock.at(agent.paused_until + self.delay_s(), self._lost_below, stream)

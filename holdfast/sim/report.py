@@ -1,4 +1,4 @@
-"""What a simulation has shown, in numbers and in words."""
+"""Says what a simulation has shown, in numbers and in words."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any
 
 from holdfast.core import report as reports
 from holdfast.messages.units import Seconds
+from holdfast.sim import look
 from holdfast.sim.clock import START
-from holdfast.sim.cluster import Outcome
+from holdfast.sim.cluster import Cluster
 
 PHASES = ("detect", "stop", "rendezvous", "start", "first_step")
 
 
-def numbers(outcome: Outcome) -> dict[str, Any]:
+def numbers(cluster: Cluster) -> dict[str, Any]:
     """Everything that `holdfast sim --json` prints."""
-    settings, cluster = outcome.settings, outcome.cluster
-    coordinator, watch = cluster.coordinator, cluster.watch
+    settings, coordinator, invariants = cluster.settings, cluster.coordinator, cluster.invariants
     job, now = coordinator.job, cluster.clock.now
-    books = reports.goodput(job, now)
-    kinds = Counter(incident.kind for incident in job.incidents)
+    books, ended = reports.goodput(job, now), look.ended(job)
+    kinds = Counter(incident.kind for incident in look.incidents(job))
     return {
         "seed": settings.seed,
         "nodes": settings.nodes,
@@ -27,31 +27,31 @@ def numbers(outcome: Outcome) -> dict[str, Any]:
         "ranks": books.ranks,
         "faults": settings.faults,
         "simulated_s": round(now - START, 3),
-        "wall_s": round(outcome.wall_s, 3),
+        "wall_s": round(cluster.wall_s, 3),
         "events": coordinator.events,
         "messages": cluster.network.messages,
-        "rounds": job.membership.round,
-        "steps": job.highest,
-        "state": job.state.name,
-        "exit_code": job.result.code if job.result else None,
-        "reason": job.result.reason if job.result else None,
-        "injected": dict(sorted(cluster.mishaps.counts.items())),
+        "rounds": look.round_number(job),
+        "steps": look.highest_step(job),
+        "state": look.state(job),
+        "exit_code": ended.code if ended else None,
+        "reason": ended.reason if ended else None,
+        "injected": dict(sorted(cluster.faults.counts.items())),
         "incidents": {kind: kinds[kind] for kind in sorted(kinds)},
         "goodput": books.goodput,
         "seconds": books.seconds,
-        "phases": _phases(outcome),
-        "invariants_checked": watch.checked,
-        "duplicates_dropped": watch.duplicates,
+        "phases": _phases(cluster),
+        "invariants_checked": invariants.checked,
+        "duplicates_dropped": invariants.duplicates,
         "coordinator_restarts": coordinator.restarts,
-        "replays_verified": watch.replays,
-        "advanced_after_healing_s": outcome.alive_after_s,
+        "replays_verified": invariants.replays,
+        "advanced_after_healing_s": cluster.alive_after_s,
         "log_digest": cluster.log.digest(),
     }
 
 
-def _phases(outcome: Outcome) -> dict[str, dict[str, Seconds]]:
+def _phases(cluster: Cluster) -> dict[str, dict[str, Seconds]]:
     taken: dict[str, list[Seconds]] = {name: [] for name in PHASES}
-    for incident in outcome.cluster.coordinator.job.incidents:
+    for incident in look.incidents(cluster.coordinator.job):
         for name, seconds in reports.phases(incident).items():
             taken[name].append(seconds)
     return {

@@ -1,26 +1,27 @@
-"""Small jobs of every shape, one for each seed: what a sweep runs over."""
+"""Draws small jobs of every shape, one for each seed, for a sweep to run over."""
 
 from __future__ import annotations
 
 from random import Random
 
-from holdfast.sim.cluster import Settings
+from holdfast.sim.cluster import SimSettings
 
 
-def chaos(seed: int, liveness: bool = False) -> Settings:
-    """A few nodes in a few minutes of chaos, checked after each event."""
+def chaos(seed: int, liveness: bool = False) -> SimSettings:
+    """Draw a few nodes in a few minutes of chaos, checked after each event."""
     rng = Random(f"shape {seed}")
     unit = rng.choice((1, 1, 1, 2))
     segment = rng.choice((1, 1, 1, 1, 2))
     step = 2 if 2 in (unit, segment) else 1
     nodes = step * rng.randrange(1, 9 if step == 1 else 5)
     least = step * rng.randrange(1, nodes // step + 1)
-    return Settings(
+    step_s = rng.choice((0.05, 0.3, 1.0))
+    return SimSettings(
         seed=seed,
         nodes=nodes,
         spares=rng.choice((0, 0, 1, 2, 4)),
         min_nodes=least,
-        hours=rng.choice((60, 120, 240)) / 3600,
+        hours=rng.choice((30, 60, 120)) / 3600,
         slots=rng.randrange(1, 4),
         faults="chaos",
         check="every",
@@ -30,8 +31,12 @@ def chaos(seed: int, liveness: bool = False) -> Settings:
         max_restarts=rng.choice((None, None, None, None, None, 3, 40)),
         join_limit_s=rng.choice((None, None, None, 5.0, 30.0)),
         switch_size=rng.choice((2, 4)),
-        step_s=rng.choice((0.05, 0.3, 1.0)),
-        save_every=rng.choice((0, 5, 20)),
+        step_s=step_s,
+        save_every=rng.choice((0, 5, 20)) * (4 if step_s < 0.1 else 1),
         last_step=rng.choice((None, None, None, 400)),
-        bug_step=rng.choice((None,) * 9 + (37,)),
+        bug_step=rng.choice((None,) * 9 + (23,)),
+        stop_step=rng.choice((None,) * 11 + (60,)),
+        checkpoints=rng.random() < 0.6,
+        node_check=rng.random() < 0.2,
+        exclude_stragglers=rng.random() < 0.2,
     )

@@ -1,41 +1,31 @@
-"""What the workers of the rounds really do: the truth that the coordinator only hears about.
+"""Computes what the workers of the rounds really do: the truth that the coordinator only hears about.
 
-Training is synchronous: a round steps once all its ranks have started, and stands still as soon as
-one of them is gone. Its step is therefore a function of time, anchored anew when the pace changes or
-when a pause ends. A round goes on from the last checkpoint that was finished before it.
+Training is synchronous: a round steps once all its ranks are ready, and stands still as soon as one of
+them is gone or does not move. Its step is therefore a function of time, anchored anew when the pace
+changes or when a pause ends. What happens at a certain step (a save, a bug, an injected fault, the
+script's end) is planned from that function.
+
+Every round notes the step that it went on from and the round that had saved it, so the history of
+committed steps can be followed back from any round (`History`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from holdfast.messages.records import Part, RankProgress
 from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, StepNumber, Time
-from holdfast.sim.clock import SimClock
 
 if TYPE_CHECKING:
     from holdfast.sim.agent import SimAgent
+    from holdfast.sim.cluster import Cluster
+    from holdfast.sim.rank import SimRank
 
 NEVER = float("inf")
-
-
-@dataclass
-class Script:
-    """How the simulated training script behaves."""
-
-    step_s: Seconds
-    init_s: Seconds
-    restore_s: Seconds
-    save_every: int
-    """Steps between two checkpoints; 0 for a script that never says that it saves."""
-    save_s: Seconds
-    last_step: int | None = None
-    """The script is done after it."""
-    bug_step: int | None = None
-    """A rank raises at this step, each time."""
-    bug_rank: int = 0
+SAVE_SHARE = 0.2
+"""Of the time of a step, what a save takes the script."""
 
 
 @dataclass(eq=False)
@@ -48,24 +38,36 @@ class SimRound:
     base: int
     """The step at which its workers went on."""
     pace_s: Seconds
+    source: RoundNumber = RoundNumber(0)
+    """The round that had saved the base; 0 for a start from nothing."""
     members: dict[NodeId, SimAgent] = field(default_factory=dict)
     claims: dict[Rank, NodeId] = field(default_factory=dict)
     """First ranks of the parts that agents took on."""
+    ranks: dict[Rank, SimRank] = field(default_factory=dict)
+    """Ranks that have a process now."""
     started: int = 0
+    ready: int = 0
+    """Ranks that have restored what there was to restore."""
     first_at: float = NEVER
     anchor_at: float = NEVER
-    """A step was finished then, ..."""
+    """When the anchor step was finished."""
     anchor: int = 0
-    """... and it was the how-manieth of this round."""
-    held: dict[NodeId, None] = field(default_factory=dict)
-    """Members that stand still: everybody waits for them."""
+    """A step, counted from the first of this round."""
+    held: dict[Hashable, None] = field(default_factory=dict)
+    """Nodes and ranks that stand still: the others wait for them."""
     held_at: float = NEVER
+    longest_s: Seconds = 0.0
+    """The longest that a step took."""
     broken_at: float = NEVER
     version: int = 0
-    """Counts the changes of pace, so that what was planned for the old one can be told."""
+    """Number of changes of pace; what was planned under an older one is void."""
+    traps: list[tuple[int, Callable[[], None]]] = field(default_factory=list)
+    """Injected faults that wait for a step."""
+    meetings: dict[str, dict[Rank, None]] = field(default_factory=dict)
+    """Ranks that joined each barrier."""
 
     def steps(self, now: float) -> int:
-        """Steps finished by then."""
+        """Return how many steps were finished by then."""
         until = min(now, self.broken_at, self.held_at)
         if until < self.first_at:
             return 0
@@ -75,33 +77,73 @@ class SimRound:
         return self.base + self.steps(now) if self.first_at <= now else 0
 
     def time_of(self, steps: int) -> float:
-        """When so many steps will be, or were, finished."""
+        """Return when a step of this round is finished, counted from its first."""
         if steps <= 1:
             return self.first_at
         return self.anchor_at + (steps - self.anchor) * self.pace_s
+
+    @property
+    def stands_since(self) -> float:
+        """When its ranks began to wait for one that is gone or does not move."""
+        return min(self.broken_at, self.held_at)
+
+
+@dataclass
+class Segment:
+    """The steps that one round contributed to the history: all beyond its base, up to its last."""
+
+    base: int
+    source: RoundNumber
+    last: int
+
+
+class History:
+    """Which round trained which steps, and from whose state each round went on."""
+
+    def __init__(self) -> None:
+        self.segments: dict[RoundNumber, Segment] = {}
+
+    def began(self, round: SimRound) -> None:
+        self.segments[round.number] = Segment(round.base, round.source, round.base)
+
+    def reached(self, round: RoundNumber, step: int) -> None:
+        segment = self.segments.get(round)
+        if segment is not None:
+            segment.last = max(segment.last, step)
+
+    def untrained(self, round: RoundNumber) -> str:
+        """Say which step behind a round's state was never trained; nothing when all were."""
+        segment = self.segments.get(round)
+        while segment is not None and segment.source:
+            source = self.segments.get(segment.source)
+            if source is None or not source.base < segment.base <= source.last:
+                return f"round {segment.source} had not trained step {segment.base}"
+            segment = source
+        return "" if segment is None or segment.base == 0 else f"nobody trained {segment.base}"
 
 
 class Training:
     """All rounds, and what the job has really achieved."""
 
-    def __init__(self, clock: SimClock, script: Script) -> None:
-        self.clock = clock
-        self.script = script
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.clock = cluster.clock
+        self.script = cluster.settings
+        self._last_step = self.script.last_step
+        self.history = History()
         self.rounds: dict[RoundNumber, SimRound] = {}
         self.saved = 0
-        """The newest checkpoint."""
+        """The newest step that a script without Holdfast's checkpoints can go back to."""
+        self.saved_by = RoundNumber(0)
         self.highest = 0
         self.newest = RoundNumber(0)
-        """Steps and checkpoints of older rounds do not count any more: they are fenced."""
+        """Steps of older rounds do not count any more: they are fenced."""
         self.stepped_s = 0.0
         """Rank-seconds that rounds spent between their first step and their end."""
         self.slow: dict[NodeId, float] = {}
-        self.on_first_step: Callable[[SimRound], None] = lambda round: None
-        self.on_bug: Callable[[SimRound], None] = lambda round: None
-        self.on_done: Callable[[SimRound], None] = lambda round: None
 
     def join(self, agent: SimAgent, part: Part) -> SimRound:
-        """An agent takes on its part of a round."""
+        """Have an agent take on its part of a round."""
         round = self.rounds.get(part.round)
         if round is None:
             self.highest_now()
@@ -116,15 +158,21 @@ class Training:
         round.claims[part.first_rank] = agent.node
         return round
 
-    def rank_started(self, round: SimRound, ranks: int) -> None:
-        round.started += ranks
-        if round.started < round.size or round.broken_at < NEVER:
+    def go_on_from_saved(self, round: SimRound, ranks: int) -> None:
+        """Have ranks ready at what a script without Holdfast's checkpoints saved by itself."""
+        self.ready(round, ranks, self.saved, self.saved_by)
+
+    def ready(self, round: SimRound, ranks: int, base: int, source: RoundNumber) -> None:
+        """Note ranks that are ready to train; with the last of them the round steps."""
+        round.ready += ranks
+        round.base, round.source = base, source
+        if round.ready < round.size or round.broken_at < NEVER:
             return
-        round.base = self.saved
         round.pace_s = self._pace_s(round)
         init_s = self.script.init_s + (self.script.restore_s if round.base else 0.0)
         round.first_at = round.anchor_at = self.clock.now + init_s + round.pace_s
         round.anchor = 1
+        self.history.began(round)
         self.clock.at(round.first_at, self._first_step, round, round.version)
 
     def _pace_s(self, round: SimRound) -> Seconds:
@@ -134,28 +182,66 @@ class Training:
     def _first_step(self, round: SimRound, version: int) -> None:
         if round.version != version or round.broken_at < NEVER or round.held:
             return
-        self.on_first_step(round)
+        self._cluster.first_step(round)
         self._plan(round)
 
+    # ---- what happens at certain steps ----
+
     def _plan(self, round: SimRound) -> None:
-        """Have the next thing that happens at a certain step happen."""
-        for step, act in ((self.script.bug_step, self._bug), (self.script.last_step, self._done)):
-            if step is not None and round.broken_at == NEVER and not round.held:
-                when = round.time_of(max(1, step - round.base))
-                self.clock.at(when + 1e-6, act, round, round.version)
+        script, faults = self.script, self._cluster.faults
+        if self._last_step is not None:
+            self._plan_at(round, self._last_step, faults.done)
+        if script.bug_step is not None and not faults.over:
+            self._plan_at(round, script.bug_step, faults.bug)
+        if script.stop_step is not None and not faults.over:
+            self._plan_at(round, script.stop_step, faults.stop)
+        if script.checkpoints and script.save_every:
+            self._plan_save(round)
+        for trap in round.traps:
+            self._plan_at(round, trap[0], self._spring, trap)
 
-    def _bug(self, round: SimRound, version: int) -> None:
-        if round.version == version and round.broken_at == NEVER:
-            self.on_bug(round)
+    def _plan_at(
+        self, round: SimRound, step: int, act: Callable[..., None], *arguments: object
+    ) -> None:
+        """Have something happen at a step, unless the pace changes before: then it is planned anew."""
+        if round.broken_at == NEVER and not round.held:
+            when = round.time_of(max(1, step - round.base))
+            self.clock.at(when + 1e-6, self._at_step, round, round.version, act, arguments)
 
-    def _done(self, round: SimRound, version: int) -> None:
+    def _at_step(
+        self,
+        round: SimRound,
+        version: int,
+        act: Callable[..., None],
+        arguments: tuple[object, ...],
+    ) -> None:
         if round.version == version and round.broken_at == NEVER:
-            self.on_done(round)
+            act(round, *arguments)
+
+    def _plan_save(self, round: SimRound) -> None:
+        every = self.script.save_every
+        step = (round.step(self.clock.now) // every + 1) * every
+        self._plan_at(round, step, self._save, step)
+
+    def _save(self, round: SimRound, step: int) -> None:
+        self._cluster.save(round, step)
+        self._plan_save(round)
+
+    def lay_trap(self, round: SimRound, step: int, act: Callable[[], None]) -> None:
+        """Have an injected fault happen once the round has finished a step."""
+        trap = (max(step, round.step(self.clock.now) + 1), act)
+        round.traps.append(trap)
+        if round.first_at <= self.clock.now:
+            self._plan_at(round, trap[0], self._spring, trap)
+
+    def _spring(self, round: SimRound, trap: tuple[int, Callable[[], None]]) -> None:
+        if trap in round.traps:
+            round.traps.remove(trap)
+            trap[1]()
 
     def finish_after(self, steps: int) -> None:
         """Let the script end soon."""
-        self.script.last_step = self.highest_now() + steps
-        self.script.bug_step = None
+        self._last_step = self.highest_now() + steps
         for round in self.rounds.values():
             round.version += 1
             if round.first_at <= self.clock.now:
@@ -166,7 +252,7 @@ class Training:
     # ---- standing still ----
 
     def break_(self, round: SimRound | None) -> None:
-        """A rank of the round is gone: it never steps again."""
+        """Stop a round for good: one of its ranks is gone."""
         if round is None or round.broken_at < NEVER:
             return
         now = self.clock.now
@@ -177,22 +263,20 @@ class Training:
         round.broken_at = min(now, round.held_at)
         round.version += 1
 
-    def hold(self, agent: SimAgent) -> None:
-        """A member stands still; with it the whole round."""
-        round = agent.running
+    def hold(self, round: SimRound | None, who: Hashable) -> None:
+        """Have a node or rank stand still, and with it the whole round."""
         if round is None or round.broken_at < NEVER:
             return
         if not round.held:
             self._note(round, self.clock.now)
             round.held_at = self.clock.now
             round.version += 1
-        round.held[agent.node] = None
+        round.held[who] = None
 
-    def release(self, agent: SimAgent) -> None:
-        round = agent.running
-        if round is None or agent.node not in round.held:
+    def release(self, round: SimRound | None, who: Hashable) -> None:
+        if round is None or who not in round.held:
             return
-        del round.held[agent.node]
+        del round.held[who]
         if round.held or round.broken_at < NEVER:
             return
         now = self.clock.now
@@ -202,12 +286,13 @@ class Training:
                 self.clock.at(round.first_at, self._first_step, round, round.version)
         else:
             done = round.steps(round.held_at)
+            round.longest_s = max(round.longest_s, now - round.time_of(done))
             round.anchor, round.anchor_at = done, max(now, round.time_of(done))
             self._plan(round)
         round.held_at = NEVER
 
     def slow_down(self, agent: SimAgent, factor: float | None) -> None:
-        """A node gets slow, and everybody with it; None makes it well again."""
+        """Make a node slow, and every other with it; None makes it well again."""
         if factor is None:
             self.slow.pop(agent.node, None)
         else:
@@ -223,13 +308,17 @@ class Training:
             round.version += 1
             self._plan(round)
 
+    # ---- what was achieved ----
+
     def _note(self, round: SimRound, now: float) -> None:
+        step = round.step(now)
+        self.history.reached(round.number, step)
         if round.number < self.newest:
             return
-        step = round.step(now)
         self.highest = max(self.highest, step)
-        if self.script.save_every:
-            self.saved = max(self.saved, step - step % self.script.save_every)
+        every = self.script.save_every
+        if every and step - step % every > max(self.saved, round.base):
+            self.saved, self.saved_by = step - step % every, round.number
 
     def highest_now(self) -> int:
         for round in self.rounds.values():
@@ -238,7 +327,7 @@ class Training:
         return self.highest
 
     def stepping_s(self) -> Seconds:
-        """Rank-seconds in which rounds could step, until now."""
+        """Return the rank-seconds in which rounds could step, until now."""
         now = self.clock.now
         alive = [r for r in self.rounds.values() if r.broken_at == NEVER and r.first_at <= now]
         # The first step counts from its beginning; a worker's page tells only of its end.
@@ -246,29 +335,37 @@ class Training:
 
     # ---- what a worker's page says ----
 
-    def progress(self, round: SimRound, ranks: list[Rank], skew: float) -> tuple[RankProgress, ...]:
-        now = self.clock.now
-        steps = round.steps(now)
+    def progress(
+        self, round: SimRound, ranks: list[Rank], skew: float, until: float | None = None
+    ) -> tuple[RankProgress, ...]:
+        steps = round.steps(self.clock.now if until is None else until)
         if steps == 0:
             return tuple(RankProgress(rank=rank) for rank in ranks)
-        script, step = self.script, round.base + steps
         last_at = Time(round.time_of(steps) + skew)
         first_at = Time(round.first_at + skew)
-        every = script.save_every
-        saves = step // every - round.base // every if every else 0
-        restore_s = script.restore_s if round.base else 0.0
+        saves, restore_s = self.saves(round, steps), self.restore_s(round)
         return tuple(
             [
                 RankProgress(
                     rank=rank,
-                    step=StepNumber(step),
+                    step=StepNumber(round.base + steps),
                     steps=steps,
                     first_at=first_at,
                     last_at=last_at,
-                    checkpoint_s=saves * script.save_s,
+                    checkpoint_s=self.saving_s(saves),
                     restore_s=restore_s,
                     saves=saves,
                 )
                 for rank in ranks
             ]
         )
+
+    def saves(self, round: SimRound, steps: int) -> int:
+        every = self.script.save_every
+        return (round.base + steps) // every - round.base // every if every else 0
+
+    def saving_s(self, saves: int) -> Seconds:
+        return saves * SAVE_SHARE * self.script.step_s
+
+    def restore_s(self, round: SimRound) -> Seconds:
+        return self.script.restore_s if round.base else 0.0

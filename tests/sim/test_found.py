@@ -7,20 +7,27 @@ the short tests below each say the same in the core's own words.
 import pytest
 
 from holdfast.core import job as jobs
+from holdfast.core.commits.state import Commits
 from holdfast.core.ledger.books import Ledger
 from holdfast.core.membership import seating
 from holdfast.core.recovery.incidents import ALSO_AT_MOST
 from holdfast.core.states import Ended
-from holdfast.messages.actions import StartWorkers, StopWorkers
+from holdfast.messages import nodecheck
+from holdfast.messages.actions import CheckpointSettled, StartWorkers, StopWorkers
+from holdfast.messages.checkpoints import Sealed, Shard, SnapshotId
 from holdfast.messages.events import (
+    CoordinatorRestarted,
     JobOpened,
     NodeJoined,
     NodeLeaving,
     NodeLeft,
     NodeReady,
     NodeResumed,
+    NodeTested,
     NodeWarm,
     Progress,
+    ShardsWritten,
+    SnapshotsSealed,
     StreamEnded,
     Tick,
     WorkerExited,
@@ -40,6 +47,9 @@ SEEDS = {
     "an agent told twice to stop gave up the port that it had promised for the store": 28,
     "late word of a broken round closed the incident that it had caused": 109,
     "a node lost in the same moment as another was placed and given up at once": 9,
+    "the same, when the first one's loss ended a node check": 182,
+    "a node that was sent off and died was waited for to write its shards, without end": 1007,
+    "nodes that were warm before a round began without them never got a place": 1064,
 }
 
 
@@ -126,6 +136,64 @@ def test_nodes_that_form_no_complete_segment_are_not_waited_for_without_end():
     assert job.result is not None
     assert job.result.code == 75
     assert "segments" in job.result.reason
+
+
+def test_a_node_that_was_sent_off_and_died_does_not_keep_a_checkpoint_from_being_written():
+    job = a_job(2, min_nodes=1, max_nodes=2)
+    for i in range(2):
+        take(job, sealed(i), 2.0)
+    written = ShardsWritten(at=3.0, node="n0", snapshot=SNAPSHOT, shards=(shard(0),))
+    take(job, written, 3.0)
+    take(job, NodeLeaving(at=4.0, node="n1", reason="preempted", code=75), 4.0)
+    assert job.of(Commits).books["c"].writing is not None
+    settled = take(job, StreamEnded(at=5.0, node="n1"), 5.0)
+    assert job.of(Commits).books["c"].writing is None
+    assert [type(action) for action in settled] == [CheckpointSettled]
+
+
+def test_nor_does_one_that_died_while_the_coordinator_was_away():
+    job = a_job(2, min_nodes=1, max_nodes=2)
+    for i in range(2):
+        take(job, sealed(i), 2.0)
+    take(job, NodeLeaving(at=4.0, node="n1", reason="preempted", code=75), 4.0)
+    take(job, CoordinatorRestarted(at=5.0), 5.0)
+    assert job.of(Commits).books["c"].writing is None
+
+
+SNAPSHOT = SnapshotId("c", 10, 1)
+
+
+def sealed(number: int) -> SnapshotsSealed:
+    return SnapshotsSealed(
+        at=2.0,
+        node=f"n{number}",
+        snapshot=SNAPSHOT,
+        world_size=2,
+        ranks=(Sealed(number, b"x"),),
+        wish="now",
+    )
+
+
+def shard(rank: int) -> Shard:
+    return Shard(rank=rank, name=f"rank_{rank}", size=1, trailer="", contents="")
+
+
+def test_nodes_that_are_given_up_in_one_moment_are_not_given_a_place_in_it():
+    job = a_job(0, min_nodes=1, max_nodes=4, node_check=True)
+    orders = [order for i in range(4) for order in take(job, joined(i), 1.0)]
+    for order in orders:
+        if order.node in ("n0", "n1"):
+            take(job, passed_test(order), 2.0)
+    for number in (3, 2, 0):
+        take(job, StreamEnded(at=3.0, node=f"n{number}"), 3.0)
+    started = [o.node for o in take(job, Tick(at=30.0), 30.0) if isinstance(o, StartWorkers)]
+    assert started in ([], ["n1"])
+
+
+def passed_test(order) -> NodeTested:
+    passed = {"solo_passed": True, "solo_s": 0.1, "passed": True, "seconds": 0.1}
+    result = nodecheck.TestResult(node=order.node, round=order.round, group=order.group, **passed)
+    return NodeTested(at=2.0, node=order.node, check=order.check, result=result)
 
 
 def test_time_since_the_last_step_is_not_productive_when_the_job_is_told_to_stop():

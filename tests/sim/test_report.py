@@ -7,13 +7,13 @@ import pytest
 from holdfast.cli.main import main
 from holdfast.messages.reports import CAUSES
 from holdfast.sim import report
-from holdfast.sim.cluster import Cluster, Settings
+from holdfast.sim.cluster import Cluster, SimSettings
 
 
 @pytest.fixture(scope="module")
 def hour() -> dict:
     """A thousand nodes for an hour under heavy faults."""
-    settings = Settings(
+    settings = SimSettings(
         seed=1, nodes=1000, spares=5, min_nodes=900, hours=1.0, slots=2, faults="heavy"
     )
     return report.numbers(Cluster(settings).run())

@@ -29,6 +29,7 @@ from holdfast.messages.events import (
     SnapshotMissed,
     SnapshotsSealed,
     StoredFound,
+    StreamEnded,
     WorkerExited,
 )
 from holdfast.messages.exits import EXIT_FAILED
@@ -39,6 +40,7 @@ from holdfast.messages.units import NodeId, Rank, Time
 ESCALATES_AFTER = 3
 """Checkpoints in a row that could not be written, after which the incident says so with emphasis."""
 
+NOTHING_TO_WRITE = Refused(reason="the node is a member, or has nothing to write")
 NOT_A_MEMBER = Refused(reason="the node is not a member")
 OTHER_ROUND = Refused(reason="the snapshot is of another round")
 
@@ -50,6 +52,13 @@ class CommitsMachine(Commits, Machine):
     """Set once all ranks ended with 0: why the last checkpoint is not on storage; empty if it is."""
 
     # ---- events ----
+
+    @on(StreamEnded, *ALWAYS)
+    def on_stream_ended(self, job: View, event: StreamEnded, now: Time) -> Effects | Refused:
+        """Have others write what a node was to write that was sent away and is gone now."""
+        if job.membership.has(event.node) or event.node not in rules.writers(self):
+            return NOTHING_TO_WRITE
+        return self._take_in(job, rules.node_gone(self, event.node))
 
     @on(SnapshotsSealed, *ALWAYS)
     def on_sealed(self, job: View, event: SnapshotsSealed, now: Time) -> Effects | Refused:
@@ -144,6 +153,10 @@ class CommitsMachine(Commits, Machine):
     def node_lost(self, job: View, node: NodeId, placed: bool, now: Time) -> Effects:
         # If the world lost a member while its last checkpoint was written, there is another round.
         return self._take_in(job, rules.node_gone(self, node), may_finish=not placed)
+
+    def coordinator_restarted(self, job: View, now: Time) -> Effects:
+        gone = [node for node in rules.writers(self) if not job.membership.has(node)]
+        return [e for node in gone for e in self._take_in(job, rules.node_gone(self, node))]
 
     def node_resumed(self, job: View, event: NodeResumed, now: Time) -> Effects:
         return rules.remind(self, event.node)

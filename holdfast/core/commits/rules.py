@@ -339,6 +339,13 @@ def node_gone(commits: Commits, node: NodeId) -> CommitEffects:
     return taken
 
 
+def writers(commits: Commits) -> list[NodeId]:
+    """Return the nodes that are waited for on the way to storage."""
+    writing = [book.writing for book in commits.books.values() if book.writing is not None]
+    committers = [one.committer for one in writing if one.committer is not None]
+    return sorted({*committers, *(node for one in writing for node in one.pending)})
+
+
 def _replace_writer(book: Book, writing: Writing, node: NodeId, taken: CommitEffects) -> None:
     """Have other nodes write what a lost node was to write, if they have the images."""
     if node in writing.nodes:

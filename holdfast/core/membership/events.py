@@ -32,7 +32,7 @@ from holdfast.messages.events import (
     StreamEnded,
 )
 from holdfast.messages.exits import EXIT_DO_NOT_REQUEUE, EXIT_TRY_AGAIN
-from holdfast.messages.records import Terms
+from holdfast.messages.records import Terms, World
 from holdfast.messages.units import NodeId, Time
 
 NOT_A_MEMBER = Refused(reason="the node is not a member")
@@ -127,8 +127,19 @@ class MembershipMachine(Membership, Machine):
 
     # ---- moments ----
 
+    def round_began(self, job: View, world: World, now: Time) -> Effects:
+        if self.terms.node_check and rounds.can_grow(self):
+            # Nodes that were not checked in time are warm already: no event will tell of them, and
+            # no checkpoint of this round is worth waiting for.
+            self.saves_at_wish = -1
+        return NONE
+
     def round_ended(self, job: View, fault: faults.Fault, now: Time) -> Effects:
         rounds.dissolve(self, now)
+        return NONE
+
+    def round_stopped(self, job: View, fault: faults.Fault, now: Time) -> Effects:
+        self.dissolved_at = None  # How long stragglers take after this is not learnt from.
         return NONE
 
     def node_resumed(self, job: View, event: NodeResumed, now: Time) -> Effects:

@@ -1,0 +1,314 @@
+"""Drives the agent's real supervisor, over a simulated starter, keeper, stream and node test.
+
+What the supervisor is made of is real: the worker monitor, the reporter, the stall detector, requests,
+the fault injector. What they see of a process is computed: its page and its vital signs are functions
+of what `training` says at that moment. Their code runs on the agent's `SimLoop`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+
+from holdfast.agent.supervisor import Supervisor
+from holdfast.agent.worker import Worker
+from holdfast.agent.worker_monitor import WorkerMonitor
+from holdfast.messages.actions import Finish, NodeAction, StopWorkers
+from holdfast.messages.chaos import FAULTS, Sprung, Trap
+from holdfast.messages.events import AnyEvent
+from holdfast.messages.local import TrapSprung
+from holdfast.messages.records import Part, Raised
+from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, StepNumber
+from holdfast.proc import Effort
+from holdfast.shm.rank_page import PageState
+from holdfast.shm.vital_signs import LEFT_OUT, RING, WARM_UP, Signs, Times
+from holdfast.sim.agent import AgentClock, SimAgent
+from holdfast.sim.loop import SimLoop
+from holdfast.sim.rank import SimRank
+from holdfast.sim.training import SimRound
+
+if TYPE_CHECKING:
+    from holdfast.sim.cluster import Cluster, Host
+
+SHARES = {"forward": 0.4, "backward": 0.6}
+"""Of a step, what each phase takes the rank itself."""
+HUNG_AT, COLLECTIVE_AT = (7 << 24) + 1, (9 << 24) + 1
+"""Lines of the script at which a rank hangs, and waits for the others."""
+DEATHS: dict[str, signal.Signals] = {
+    "kill": signal.SIGKILL,
+    "term": signal.SIGTERM,
+    "segfault": signal.SIGSEGV,
+    "abort": signal.SIGABRT,
+}
+
+
+class SupervisedAgent(SimAgent):
+    """An agent whose supervisor is the real one. To it, the agent is its stream as well."""
+
+    detects_stalls = True
+
+    def __init__(self, cluster: Cluster, host: Host, node: NodeId) -> None:
+        super().__init__(cluster, host, node)
+        self.loop = SimLoop(cluster.clock, self, cluster.errors)
+        self.send = self.say
+        self.drained = asyncio.Event()
+        self.supervisor = self.loop.enter(self._supervisor)
+
+    def _supervisor(self) -> Supervisor:
+        parts: dict[str, Any] = {
+            "clock": AgentClock(self),
+            "stream": self,
+            "table": Idle(),
+            "pool": Idle(),
+            "snapshots": self.keeper,
+            "starter": SimStarter(self),
+            "tester": self.tester,
+            "system": SimSystem(self),
+            "hang_terms": self.cluster.terms.hangs,
+            "save_deadline_s": self.cluster.settings.save_deadline_s,
+        }
+        supervisor = Supervisor(node=self.node, **parts)
+        supervisor.finished.add_done_callback(lambda done: self.leave(done.result()))
+        return supervisor
+
+    @property
+    def round(self) -> RoundNumber:
+        return self.supervisor.round
+
+    @property
+    def busy(self) -> bool:
+        return self.supervisor.busy
+
+    def run(self, act: Callable[..., None], *arguments: Any) -> None:
+        self.loop.enter(act, *arguments)
+
+    def act(self, order: NodeAction) -> None:
+        self.supervisor.act(order)
+        stops = isinstance(order, StopWorkers) and order.round == self.round
+        if stops or isinstance(order, Finish):
+            self.cluster.training.break_(self.running)
+
+    def resumed(self, sent: list[AnyEvent]) -> None:
+        self.supervisor.requests.ask_again(sent)
+
+    def fall_silent(self, seconds: Seconds) -> None:
+        self.cluster.cut(self.host, seconds, whole=True)
+
+
+class Idle:
+    """Stands for the process table and the pool of standbys: there are no real processes."""
+
+    def end_strays(self) -> None:
+        pass
+
+    def refill(self) -> None:
+        pass
+
+
+class SimSystem:
+    """What the stall detector sees of the machine."""
+
+    def __init__(self, agent: SimAgent) -> None:
+        self._agent = agent
+
+    def now(self) -> float:
+        return float(self._agent.clock.now)
+
+    def call_later(self, delay_s: Seconds, act: Callable[[], None]) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(delay_s, act)
+
+    def process_state(self, pid: int) -> str:
+        ranks = self._agent.ranks.values()
+        return "T" if any(one.pid == pid and one.stuck == "stopped" for one in ranks) else "S"
+
+    def effort(self, pid: int, thread: int) -> Effort:
+        return Effort()
+
+
+class SimStarter:
+    """Gives ranks to simulated processes, and promises a port for the store of the next round."""
+
+    def __init__(self, agent: SimAgent) -> None:
+        self._agent = agent
+        self.port = self
+
+    @property
+    def number(self) -> int:
+        return self._agent.port
+
+    def renew_port(self) -> None:
+        self._agent.port = self._agent.cluster.next_port()
+
+    async def start(self, part: Part, monitor: WorkerMonitor) -> None:
+        agent = self._agent
+        agent.running = agent.cluster.training.join(agent, part)
+        await asyncio.sleep(agent.chance.start_s(agent.warm))
+        for slot in range(part.slots):
+            one = SupervisedRank(agent, agent.running, Rank(part.first_rank + slot))
+            worker = SimWorker.of(one, part.round)
+            monitor.expect(worker)
+            monitor.follow(worker)
+            agent.later(agent.rng.uniform(0.001, 0.05), one.begin)
+
+
+class SimWorker(Worker):
+    """A worker whose process is simulated."""
+
+    @classmethod
+    def of(cls, one: SupervisedRank, round: RoundNumber) -> SimWorker:
+        parts: dict[str, Any] = {"process": one, "runtime": one, "output": one, "_oom_kills": 0}
+        nowhere = Path("/nonexistent")
+        return cls(round=round, rank=one.rank, error_file=nowhere, flight=nowhere, **parts)
+
+    def raised(self) -> Raised | None:
+        return self._raised
+
+    def memory_ran_out(self) -> bool:
+        return cast(SimRank, self.process).oom
+
+    def examined(self) -> None:
+        """Have nothing to look at: there is no process with stacks."""
+
+
+class SupervisedRank(SimRank):
+    """A rank's process, with all that its agent holds of it: control socket, page and output."""
+
+    def __init__(self, agent: SimAgent, round: SimRound, rank: Rank) -> None:
+        super().__init__(agent, round, rank)
+        self.warm = agent.warm
+        self.page = SimPage(self)
+
+    def tail(self) -> str:
+        return ""
+
+    def read_all(self) -> None:
+        """Hear what it still had to say: there is nothing, as it was heard at once."""
+
+    drain = close = read_all
+
+
+class SimPage:
+    """A rank's page, computed when it is read."""
+
+    def __init__(self, one: SimRank) -> None:
+        self._one = one
+        self.vitals = SimVitals(one)
+        self.traps = self.sprung = SimTraps(one)
+
+    def read(self) -> PageState:
+        one, round = self._one, self._one.round
+        training = one.agent.cluster.training
+        steps = round.steps(one.seen_until())
+        if steps == 0:
+            return PageState(0, 0, 0.0, 0.0, 0.0, 0.0)
+        saves, restore_s = training.saves(round, steps), training.restore_s(round)
+        times = (round.first_at, round.time_of(steps), training.saving_s(saves), restore_s)
+        return PageState(round.base + steps, steps, *times, saves)
+
+
+class SimVitals:
+    """A rank's vital signs, computed when they are read."""
+
+    waiting = LEFT_OUT
+
+    def __init__(self, one: SimRank) -> None:
+        self._one = one
+        self._began_at = float(one.agent.clock.now)
+
+    def _steps(self) -> int:
+        return self._one.round.steps(self._one.agent.clock.now)
+
+    @property
+    def warm(self) -> bool:
+        return self._steps() >= WARM_UP
+
+    def read(self) -> Signs:
+        one, round, now = self._one, self._one.round, float(self._one.agent.clock.now)
+        steps, stands_since = self._steps(), round.stands_since
+        stands = stands_since <= now
+        step_at = round.time_of(steps) if steps else 0.0
+        silent = stands and one.stuck in ("stopped", "gil")
+        return Signs(
+            beat_at=stands_since if silent else now,
+            waits=stands and not one.stuck and steps > 0,
+            in_backward=False,
+            codes=1,
+            place=HUNG_AT if one.stuck else COLLECTIVE_AT,
+            place_at=stands_since if stands else now,
+            thread=0,
+            mark_at=step_at or self._began_at,
+            marks=2 * steps,
+            phase="backward" if steps else "start",
+            steps=steps,
+            step_at=step_at,
+            warm=steps >= WARM_UP,
+            sections=(),
+        )
+
+    def times(self) -> dict[str, Times]:
+        steps, round = self._steps(), self._one.round
+        if steps < 2:
+            return {}
+        took_s, longest_s = round.pace_s, max(round.pace_s, round.longest_s)
+        forward_s, latest = SHARES["forward"] * took_s, min(steps, RING)
+        return {
+            "step": Times(steps, longest_s, (took_s,) * latest),
+            "forward": Times(steps, forward_s, (forward_s,) * latest),
+            "backward": Times(steps, longest_s - forward_s, (took_s - forward_s,) * latest),
+        }
+
+    def own_times(self) -> dict[str, Times]:
+        """Return what phases take the rank itself: a slow node's take longer than the others'."""
+        steps, agent = self._steps(), self._one.agent
+        if steps < 2:
+            return {}
+        training, latest = agent.cluster.training, min(steps, RING)
+        own_s = training.script.step_s * training.slow.get(agent.node, 1.0)
+        return {p: Times(steps, s * own_s, (s * own_s,) * latest) for p, s in SHARES.items()}
+
+
+class SimTraps:
+    """The traps of a rank, and those that sprang: both logs that agent and worker share."""
+
+    def __init__(self, one: SimRank) -> None:
+        self._one = one
+        self._sprung: list[bytes] = []
+
+    def append(self, entry: bytes) -> bool:
+        """Take a trap from the agent."""
+        trap = msgspec.msgpack.decode(entry, type=Trap)
+        training = self._one.agent.cluster.training
+        training.lay_trap(self._one.round, trap.step, lambda: self._reached(trap))
+        return True
+
+    def read(self) -> list[bytes]:
+        """Tell the agent which traps sprang since the last call."""
+        sprung, self._sprung = self._sprung, []
+        return sprung
+
+    def _reached(self, trap: Trap) -> None:
+        """Spring a trap at the end of its step, and do to the rank what it says."""
+        rank, now = self._one, float(self._one.agent.clock.now)
+        if rank.exit is not None or rank.stuck or rank.agent.cluster.healing:
+            return
+        sprung = Sprung(trap.injection, trap.occurrence, StepNumber(rank.round.step(now)), now)
+        self._sprung.append(msgspec.msgpack.encode(sprung))
+        rank.tell(TrapSprung())
+        if FAULTS[trap.kind].actor == "agent":
+            return
+        if trap.kind in DEATHS:
+            rank.die(signal=DEATHS[trap.kind])
+        elif trap.kind in ("stop", "hang", "gil", "loop"):
+            rank.hang("stopped" if trap.kind == "stop" else trap.kind)
+        elif trap.kind == "exception":
+            error = "InjectedFault: asked for"
+            rank.die(1, raised=Raised(type="InjectedFault", message="", where="", traceback=error))
+        elif trap.kind == "exit":
+            rank.die(int(trap.value), done=trap.value == 0)
+        elif trap.kind == "slow":
+            rank.agent.cluster.training.slow_down(rank.agent, max(1.0, trap.value))
