@@ -16,7 +16,7 @@
     │   ├── StorageError         checkpoint storage failed: full, broken, not mounted
     │   │   └── NotThere         no file or checkpoint of that name
     │   ├── StepTaken            step is already committed and is never overwritten
-    │   └── Refused              bytes do not match their digest; they were not used
+    │   └── Unusable             bytes do not match their digest; they were not used
     ├── FencedError          1   message from an older round, refused
     ├── InjectedFault        1   fault requested with `holdfast chaos` (also a RuntimeError)
     └── RequestError         1   request of a script was not fulfilled
@@ -132,5 +132,5 @@ class StepTaken(CheckpointError):
     """A step that is already committed, so that the new write is dropped."""
 
 
-class Refused(CheckpointError):
+class Unusable(CheckpointError):
     """Bytes that do not match their digest or are incomplete; they were not used."""

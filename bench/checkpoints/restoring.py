@@ -27,7 +27,7 @@ from checkpoints.saving import BOTH_IMAGES, TENSORS
 from checkpoints.setting import Setting
 from checkpoints.timing import alternate, took, wait_for_shared_memory
 from checkpoints.yardsticks import Memory, receive_bytes
-from holdfast.checkpoint.checkpointer import Checkpointer
+from holdfast.checkpoint.checkpointer import LinkedCheckpointer
 from holdfast.checkpoint.memory.images import Images
 from holdfast.checkpoint.replicas.server import ReplicaServer
 
@@ -91,7 +91,7 @@ def leave_images(told: dict[str, Any], folder: str, trained: bool = False) -> in
     model, state = _made(Setting(**told), trained)
     if trained:
         states.step(state["optim"])
-    checkpointer = Checkpointer(None, state, link=OwnMemory(Path(folder)))
+    checkpointer = LinkedCheckpointer(None, state, link=OwnMemory(Path(folder)))
     for step in range(1, 1 + BOTH_IMAGES):
         with torch.no_grad():
             for number, weight in enumerate(model.weights):
@@ -111,7 +111,7 @@ def _made(setting: Setting, trained: bool) -> tuple[states.Weights, dict[str, An
 def restore_own(told: dict[str, Any], folder: str, with_torchs: bool) -> dict[str, list[Seconds]]:
     setting = Setting(**told)
     model, state = _made(setting, trained=False)
-    checkpointer = Checkpointer(None, state, link=OwnMemory(Path(folder)))
+    checkpointer = LinkedCheckpointer(None, state, link=OwnMemory(Path(folder)))
     samples: dict[str, list[Seconds]] = {"fresh": [_restore(checkpointer, model)]}
     size = states.bytes_of(model)
     wait_for_shared_memory(BOTH_IMAGES * size)  # It gets ready for the next save.
@@ -129,14 +129,14 @@ def restore_own(told: dict[str, Any], folder: str, with_torchs: bool) -> dict[st
 def restore_trained(told: dict[str, Any], folder: str) -> dict[str, list[Seconds]]:
     """With an optimizer that took no step, as after a restart: its state has yet to be made."""
     model, state = _made(Setting(**told), trained=True)
-    checkpointer = Checkpointer(None, state, link=OwnMemory(Path(folder)))
+    checkpointer = LinkedCheckpointer(None, state, link=OwnMemory(Path(folder)))
     seconds = _restore(checkpointer, model)
     if len(state["optim"].state) != len(model.weights):
         raise NotRestoredError("the optimizer has no state")
     return {"trained": [seconds]}
 
 
-def _restore(checkpointer: Checkpointer, model: states.Weights) -> Seconds:
+def _restore(checkpointer: LinkedCheckpointer, model: states.Weights) -> Seconds:
     with torch.no_grad():
         for weight in model.weights:
             weight.fill_(0.0)
@@ -210,6 +210,6 @@ def restore_peers(
         for streams in STREAMS
     }
     link = PeersMemory(Path(folder), port, newest)
-    checkpointer = Checkpointer(None, {"model": model}, link=link)
+    checkpointer = LinkedCheckpointer(None, {"model": model}, link=link)
     samples["restore"] = [_restore(checkpointer, model)]
     return samples

@@ -21,7 +21,7 @@ import msgspec
 from holdfast import cgroups
 from holdfast.agent.network_cut import Cut
 from holdfast.agent.processes import Process, spawn
-from holdfast.agent.snapshots import Keeping
+from holdfast.agent.snapshots import Snapshots
 from holdfast.checkpoint.memory.images import Images
 from holdfast.clock import JobClock
 from holdfast.messages.actions import Inject
@@ -58,7 +58,7 @@ class Injector:
     node: NodeId
     clock: JobClock
     report: Callable[[AnyEvent], None]
-    keeping: Keeping
+    snapshots: Snapshots
     targets: Callable[[], Mapping[Rank, FaultTarget]]
     written: Callable[[], Coroutine[Any, Any, object]]
     """Returns when all that was reported is journaled."""
@@ -132,7 +132,7 @@ class Injector:
                 " out of memory; --force accepts that"
             )
         needs_keeper = trap.kind in ("kill-keeper", "diskfull") and not trap.step
-        if needs_keeper and not self.keeping.keeper.pid:
+        if needs_keeper and not self.snapshots.keeper.pid:
             return f"node {self.node} has no keeper: its ranks have no checkpointer"
         return ""
 
@@ -141,11 +141,13 @@ class Injector:
     def _strike(self, trap: Trap, target: FaultTarget, step: StepNumber, at: Time) -> None:
         why = ""
         if trap.kind == "kill-keeper":
-            why = "" if self.keeping.keeper.kill() else "there is no keeper"
+            why = "" if self.snapshots.keeper.kill() else "there is no keeper"
         elif trap.kind == "diskfull":
-            why = "" if self.keeping.fail_writes(int(trap.value)) else "there is no keeper"
+            why = "" if self.snapshots.fail_writes(int(trap.value)) else "there is no keeper"
         elif trap.kind == "corrupt-image":
-            why = "" if _flip(Images(self.keeping.images), trap) else "the rank has no sealed image"
+            why = (
+                "" if _flip(Images(self.snapshots.images), trap) else "the rank has no sealed image"
+            )
         self._tell(trap, "missed" if why else "done", why, step, at)
         if FAULTS[trap.kind].signal:
             target.process.send(signal.Signals(FAULTS[trap.kind].signal))
@@ -171,7 +173,7 @@ class Injector:
 
     async def _cut_off(self, seconds: float) -> None:
         pids = [target.process.pid for target in self.targets().values()]
-        cut = Cut([*pids, *([self.keeping.keeper.pid] if self.keeping.keeper.pid else [])])
+        cut = Cut([*pids, *([self.snapshots.keeper.pid] if self.snapshots.keeper.pid else [])])
         log.warning("cut off for %g s, with %d connections of ranks and keeper", seconds, len(cut))
         self.fall_silent(seconds)
         try:

@@ -22,7 +22,7 @@ from holdfast.agent.orders import AgentOrders
 from holdfast.agent.output import Console
 from holdfast.agent.processes import ProcessTable
 from holdfast.agent.shutdown import Shutdown
-from holdfast.agent.snapshots import Keeping
+from holdfast.agent.snapshots import Snapshots
 from holdfast.agent.standbys import Pool
 from holdfast.agent.starting import Starter, node_environment
 from holdfast.agent.stream import CoordinatorStream, NodeRefused
@@ -120,8 +120,8 @@ class _Agent:
             self.health = HealthMonitor(orders.home.path, node_check, self._tell_health)
             table.spared = lambda: self.health.pids if self.health is not None else ()
 
-    def _snapshots(self, table: ProcessTable, env: dict[str, str]) -> Keeping:
-        return Keeping(
+    def _snapshots(self, table: ProcessTable, env: dict[str, str]) -> Snapshots:
+        return Snapshots(
             node=self.node,
             images=self.orders.images,
             job=self.orders.home.name,

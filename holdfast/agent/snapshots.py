@@ -53,7 +53,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 @dataclass
-class Keeping:
+class Snapshots:
     node: NodeId
     images: Path
     """The directory of this node's images."""

@@ -21,7 +21,7 @@ from typing import Any, Protocol, cast
 from holdfast.agent import evidence
 from holdfast.agent.fault_injector import Injector
 from holdfast.agent.requests import ScriptRequests
-from holdfast.agent.snapshots import Keeping
+from holdfast.agent.snapshots import Snapshots
 from holdfast.agent.stall_detector import StallDetector, System
 from holdfast.agent.worker import Workers
 from holdfast.agent.worker_monitor import Reporter, StandbyPool, WorkerMonitor, WorkerSnapshots
@@ -126,7 +126,7 @@ class Supervisor:
             node=node,
             clock=clock,
             report=report,
-            keeping=cast(Keeping, self.snapshots),
+            snapshots=cast(Snapshots, self.snapshots),
             targets=self._workers.targets,
             written=self.stream.drained.wait,
             fall_silent=self.stream.fall_silent,

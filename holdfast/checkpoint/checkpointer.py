@@ -38,7 +38,7 @@ from holdfast.checkpoint.storage import retention
 from holdfast.checkpoint.storage.backends import LAST_STEP, open_storage
 from holdfast.checkpoint.storage.manifest import steps
 from holdfast.checkpoint.tickets import SaveId, Ticket
-from holdfast.errors import CheckpointError, HoldfastError, Refused, UsageError
+from holdfast.errors import CheckpointError, HoldfastError, Unusable, UsageError
 from holdfast.messages.checkpoints import Holder, ImageId, Missed, SnapshotId, Tier, Tried, Wish
 from holdfast.messages.requests import SaveSettled, StateFound
 from holdfast.messages.units import Rank, RoundNumber, StepNumber
@@ -94,7 +94,7 @@ class Restored:
     """Whether every byte had a digest; what plain `torch.distributed.checkpoint` saved has none."""
 
 
-class Checkpointer:
+class LinkedCheckpointer:
     """Saves and restores a training state, through memory and storage.
 
     Every rank makes the checkpointer, calls `restore` once, and saves the same steps.
@@ -361,7 +361,7 @@ class Checkpointer:
             answer = self._link.find(self._name, step, tried)
             if answer.where == "loaded":
                 return Restored(found.step, found.where, refused)
-            if found.where == "storage" and isinstance(error, Refused) and self._where is not None:
+            if found.where == "storage" and isinstance(error, Unusable) and self._where is not None:
                 # Only now: the other ranks were reading it.
                 set_aside(open_storage(self._where), found.step)
             found = answer

@@ -211,7 +211,7 @@ def decide(job: Job, event: AnyEvent, now: Time) -> list[AnyAction]:
             decisions = decisions or any(type(effect) in STEPS for effect in decided)
             actions += carry_out(job, decided, now)
     if own is not None:
-        decisions = True
+        decisions = kind is Tick  # After a restart, nodes come back before anything is decided.
         actions += carry_out(job, own(job), now)
     elif len(refusals) == len(listeners):
         refused = f"{kind.__name__}: {refusals[0] if refusals else 'nothing handles it'}"

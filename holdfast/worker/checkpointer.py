@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint import checkpointer as engine
+from holdfast.checkpoint.checkpointer import LinkedCheckpointer
 from holdfast.checkpoint.replicas.copies import Peer
 from holdfast.checkpoint.restore.load import StoredState
 from holdfast.checkpoint.restore.sources import open_image, open_peers
@@ -118,7 +118,7 @@ class AgentLink:
         self._worker.resumed(step)
 
 
-class Checkpointer(engine.Checkpointer):
+class Checkpointer(LinkedCheckpointer):
     def __init__(
         self,
         directory: str | os.PathLike[str] | None,

@@ -16,9 +16,9 @@ import msgspec
 import pytest
 
 from holdfast.agent import keeper_process as keeperprocess
-from holdfast.agent import snapshots as keeping
+from holdfast.agent import snapshots as module
 from holdfast.agent.processes import Exit, ProcessTable
-from holdfast.agent.snapshots import Keeping
+from holdfast.agent.snapshots import Snapshots
 from holdfast.clock import JobClock
 from holdfast.messages.actions import CheckpointSettled, CommitCheckpoint, WriteShards
 from holdfast.messages.checkpoints import (
@@ -141,7 +141,7 @@ class FakeKeeper:
 
 
 class Stage:
-    """A keeping without an agent around it."""
+    """The snapshots of a node without an agent around them."""
 
     def __init__(self, images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reports: list[Any] = []
@@ -149,7 +149,7 @@ class Stage:
         self.keepers: list[FakeKeeper] = []
         self._changed = asyncio.Event()
         monkeypatch.setattr(keeperprocess, "spawn", self._spawn)
-        self.keeping = Keeping(
+        self.snapshots = Snapshots(
             node=NodeId("n"),
             images=images,
             job="job",
@@ -198,8 +198,8 @@ class Stage:
 
     async def open(self, slots: int = 2) -> FakeKeeper:
         """A round in which a script has a checkpointer."""
-        self.keeping.begin_round(part(slots))
-        self.keeping.opened(OpenCheckpointer(checkpointer=C, directory="/d", keep=b""))
+        self.snapshots.begin_round(part(slots))
+        self.snapshots.opened(OpenCheckpointer(checkpointer=C, directory="/d", keep=b""))
         keeper = await self.keeper()
         assert (await keeper.next(OpenCheckpointer)).action.directory == "/d"
         assert (await keeper.next(BeginRound)).action.ranks == tuple(range(slots))
@@ -208,7 +208,7 @@ class Stage:
     def whole(
         self, rank: int, step: int = 7, wish: Wish = "now", state: int = 2, attempt: int = 1
     ) -> None:
-        self.keeping.whole(
+        self.snapshots.whole(
             Rank(rank),
             ImageWhole(
                 checkpointer=C,
@@ -224,7 +224,7 @@ class Stage:
         self.whole(rank, step, wish)
         keeper.seal(await keeper.next(SealImage))
         sealed = asyncio.Event()
-        self.keeping.ended(Rank(rank), False, sealed.set)
+        self.snapshots.ended(Rank(rank), False, sealed.set)
         await asyncio.wait_for(sealed.wait(), LIMIT_S)
 
     async def seal_all(self, keeper: FakeKeeper, step: int) -> None:
@@ -233,10 +233,10 @@ class Stage:
 
     def close(self) -> None:
         asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
-        self.keeping.keeper.close()
+        self.snapshots.keeper.close()
         for keeper in self.keepers:
             keeper.close()
-        self.keeping.listener.close()
+        self.snapshots.listener.close()
 
 
 def part(slots: int, round: int = 1) -> Part:
@@ -345,7 +345,7 @@ def test_a_rank_that_has_no_image_is_told_of_with_its_reason(play: Play) -> None
         stage.whole(0)
         keeper.seal(await keeper.next(SealImage))
         message = ImageMissed(checkpointer=C, step=7, outcome="skipped", reason="both are read")
-        stage.keeping.missed(Rank(1), message)
+        stage.snapshots.missed(Rank(1), message)
         (missed,) = await stage.reported(SnapshotMissed)
         assert (missed.node, missed.rank, missed.snapshot) == ("n", 1, SNAPSHOT)
         assert (missed.outcome, missed.reason) == ("skipped", "both are read")
@@ -415,7 +415,7 @@ def test_nobody_waits_for_a_step_that_a_rank_has_not_saved_before_its_end(
         acts = [lambda: stage.seal(keeper, 0, 7), lambda: asyncio.sleep(0, end())]
 
         def end() -> None:
-            stage.keeping.ended(Rank(1), True, lambda: stage._report("exited"))  # type: ignore[arg-type]
+            stage.snapshots.ended(Rank(1), True, lambda: stage._report("exited"))  # type: ignore[arg-type]
 
         for act in acts if first == "save" else reversed(acts):
             await act()
@@ -432,7 +432,7 @@ def test_a_rank_that_dies_is_not_blamed_for_what_it_has_not_saved(play: Play) ->
     async def scene(stage: Stage) -> None:
         keeper = await stage.open()
         await stage.seal(keeper, 0, 7)
-        stage.keeping.ended(Rank(1), False, lambda: stage._report("exited"))  # type: ignore[arg-type]
+        stage.snapshots.ended(Rank(1), False, lambda: stage._report("exited"))  # type: ignore[arg-type]
         assert (stage.reports, stage.said) == (["exited"], [])
 
     play(scene)
@@ -442,13 +442,13 @@ def test_a_rank_that_told_why_it_has_no_image_is_not_blamed(play: Play) -> None:
     async def scene(stage: Stage) -> None:
         keeper = await stage.open()
         message = ImageMissed(checkpointer=C, step=7, outcome="skipped", reason="both are read")
-        stage.keeping.missed(Rank(1), message)
+        stage.snapshots.missed(Rank(1), message)
         await stage.seal(keeper, 0, 7)
         for step in (8, 9, 10):
             await stage.seal_all(keeper, step)
         assert len(await stage.reported(SnapshotMissed)) == 1
         assert stage.said == []
-        assert len(stage.keeping._snapshots._partial) <= 3  # type: ignore[union-attr]
+        assert len(stage.snapshots._snapshots._partial) <= 3  # type: ignore[union-attr]
 
     play(scene)
 
@@ -458,8 +458,8 @@ def test_the_end_of_a_rank_does_not_overtake_its_save(play: Play) -> None:
         keeper = await stage.open(slots=1)
         stage.whole(0)
         order = await keeper.next(SealImage)
-        stage.keeping.ended(Rank(0), True, lambda: stage._report("exited"))  # type: ignore[arg-type]
-        stage.keeping.ended(Rank(1), True, lambda: stage._report("other"))  # type: ignore[arg-type]
+        stage.snapshots.ended(Rank(0), True, lambda: stage._report("exited"))  # type: ignore[arg-type]
+        stage.snapshots.ended(Rank(1), True, lambda: stage._report("other"))  # type: ignore[arg-type]
         assert stage.reports == ["other"]
         keeper.seal(order)
         await stage.reported(str, 2)
@@ -471,13 +471,13 @@ def test_the_end_of_a_rank_does_not_overtake_its_save(play: Play) -> None:
 def test_a_keeper_that_never_answers_does_not_hide_the_end_of_a_rank(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeping, "SEAL_FLOOR_S", 0.01)
+    monkeypatch.setattr(module, "SEAL_FLOOR_S", 0.01)
 
     async def scene(stage: Stage) -> None:
         keeper = await stage.open(slots=1)
         stage.whole(0)
         order = await keeper.next(SealImage)
-        stage.keeping.ended(Rank(0), True, lambda: stage._report("exited"))  # type: ignore[arg-type]
+        stage.snapshots.ended(Rank(0), True, lambda: stage._report("exited"))  # type: ignore[arg-type]
         await stage.reported(str)
         keeper.seal(order)
         await stage.reported(SnapshotsSealed)
@@ -493,7 +493,7 @@ def test_orders_go_to_the_keeper_and_its_answers_to_the_coordinator(play: Play) 
     async def scene(stage: Stage) -> None:
         keeper = await stage.open()
         order = msgspec.structs.replace(write_shards(), id="7.2")
-        stage.keeping.act(order)
+        stage.snapshots.act(order)
         write = await keeper.next(WriteShards)
         assert write.action == order
         keeper.wrote(write, shards=(SHARD,))
@@ -503,7 +503,7 @@ def test_orders_go_to_the_keeper_and_its_answers_to_the_coordinator(play: Play) 
         commit = CommitCheckpoint(
             node=NodeId("n"), snapshot=SNAPSHOT, world_size=1, shards=(SHARD,)
         )
-        stage.keeping.act(commit)
+        stage.snapshots.act(commit)
         keeper.say((await keeper.next(CommitCheckpoint)).number, error="disk full")
         (committed,) = await stage.reported(CheckpointWritten)
         assert (committed.snapshot, committed.error) == (SNAPSHOT, "disk full")
@@ -514,7 +514,7 @@ def test_orders_go_to_the_keeper_and_its_answers_to_the_coordinator(play: Play) 
 def test_an_image_that_is_gone_is_told_apart_from_a_failure(play: Play) -> None:
     async def scene(stage: Stage) -> None:
         keeper = await stage.open()
-        stage.keeping.act(write_shards())
+        stage.snapshots.act(write_shards())
         keeper.wrote(await keeper.next(WriteShards), error="overwritten", gone=True)
         (written,) = await stage.reported(ShardsWritten)
         assert (written.error, written.gone) == ("overwritten", True)
@@ -526,7 +526,7 @@ def test_an_order_that_is_told_again_while_it_is_carried_out_is_not_given_again(
     async def scene(stage: Stage) -> None:
         keeper = await stage.open()
         for ranks in ((0, 1), (0, 1), (0,), (2,)):
-            stage.keeping.act(write_shards(ranks))
+            stage.snapshots.act(write_shards(ranks))
         assert (await keeper.next(WriteShards)).action.ranks == (0, 1)
         assert (await keeper.next(WriteShards)).action.ranks == (2,)
 
@@ -543,22 +543,22 @@ def commit_of(*ranks: int, world_size: int = 4) -> CommitCheckpoint:
 def test_a_commit_in_several_messages_is_given_once_all_shards_are_known(play: Play) -> None:
     async def scene(stage: Stage) -> None:
         keeper = await stage.open()
-        stage.keeping.act(commit_of(2, 3))
-        stage.keeping.act(commit_of(2, 3))
+        stage.snapshots.act(commit_of(2, 3))
+        stage.snapshots.act(commit_of(2, 3))
         assert not any(
-            isinstance(one, CommitCheckpoint) for one in stage.keeping.keeper.unanswered()
+            isinstance(one, CommitCheckpoint) for one in stage.snapshots.keeper.unanswered()
         )
-        stage.keeping.act(commit_of(0, 1))
+        stage.snapshots.act(commit_of(0, 1))
         number, commit = await keeper.next(CommitCheckpoint)
         assert commit.world_size == 4
         assert commit.shards == tuple(shard(rank) for rank in range(4))
         for ranks in ((0, 1), (2, 3)):
-            stage.keeping.act(commit_of(*ranks))  # Told again after a broken stream.
+            stage.snapshots.act(commit_of(*ranks))  # Told again after a broken stream.
         done = CheckpointWritten(at=Time(1.0), node=NodeId("n"), snapshot=SNAPSHOT)
         keeper.say(number, done)
         await stage.reported(CheckpointWritten)
         assert not any(
-            isinstance(one, CommitCheckpoint) for one in stage.keeping.keeper.unanswered()
+            isinstance(one, CommitCheckpoint) for one in stage.snapshots.keeper.unanswered()
         )
 
     play(scene)
@@ -570,7 +570,7 @@ def test_a_commit_told_in_part_before_a_stream_broke_is_given_with_what_is_told_
     async def scene(stage: Stage) -> None:
         keeper = await stage.open()
         for ranks in ((0, 1), (0, 1), (2, 3)):
-            stage.keeping.act(commit_of(*ranks))
+            stage.snapshots.act(commit_of(*ranks))
         assert len((await keeper.next(CommitCheckpoint)).action.shards) == 4
 
     play(scene)
@@ -579,13 +579,13 @@ def test_a_commit_told_in_part_before_a_stream_broke_is_given_with_what_is_told_
 def test_what_was_told_of_a_commit_that_was_given_up_is_forgotten(play: Play) -> None:
     async def scene(stage: Stage) -> None:
         keeper = await stage.open()
-        stage.keeping.act(commit_of(0, 1))
-        stage.keeping.act(settled("it was given up"))
-        stage.keeping.act(commit_of(2, 3))
+        stage.snapshots.act(commit_of(0, 1))
+        stage.snapshots.act(settled("it was given up"))
+        stage.snapshots.act(commit_of(2, 3))
         assert not any(
-            isinstance(one, CommitCheckpoint) for one in stage.keeping.keeper.unanswered()
+            isinstance(one, CommitCheckpoint) for one in stage.snapshots.keeper.unanswered()
         )
-        stage.keeping.act(commit_of(0, 1))
+        stage.snapshots.act(commit_of(0, 1))
         assert len((await keeper.next(CommitCheckpoint)).action.shards) == 4
 
     play(scene)
@@ -598,7 +598,7 @@ def test_a_commit_of_a_large_world_reaches_the_keeper(play: Play) -> None:
         keeper = await stage.open()
         many, at_once = 80_000, 2000
         for first in range(0, many, at_once):
-            stage.keeping.act(commit_of(*range(first, first + at_once), world_size=many))
+            stage.snapshots.act(commit_of(*range(first, first + at_once), world_size=many))
         assert len((await keeper.next(CommitCheckpoint)).action.shards) == many
 
     play(scene)
@@ -608,12 +608,12 @@ def test_leaving_waits_until_it_is_known_how_the_write_ended(play: Play) -> None
     async def scene(stage: Stage) -> None:
         await stage.open()
         left: list[bool] = []
-        stage.keeping.act(write_shards())
-        stage.keeping.when_settled(LIMIT_S, lambda: left.append(True))
+        stage.snapshots.act(write_shards())
+        stage.snapshots.when_settled(LIMIT_S, lambda: left.append(True))
         assert not left
-        stage.keeping.act(settled(snapshot=SnapshotId(C, StepNumber(6), RoundNumber(1))))
+        stage.snapshots.act(settled(snapshot=SnapshotId(C, StepNumber(6), RoundNumber(1))))
         assert not left
-        stage.keeping.act(settled())
+        stage.snapshots.act(settled())
         assert left == [True]
 
     play(scene)
@@ -623,10 +623,10 @@ def test_leaving_does_not_wait_for_longer_than_it_may(play: Play) -> None:
     async def scene(stage: Stage) -> None:
         await stage.open()
         left = asyncio.Event()
-        stage.keeping.act(write_shards())
-        stage.keeping.when_settled(0.01, left.set)
+        stage.snapshots.act(write_shards())
+        stage.snapshots.when_settled(0.01, left.set)
         await asyncio.wait_for(left.wait(), LIMIT_S)
-        stage.keeping.act(settled())
+        stage.snapshots.act(settled())
 
     play(scene)
 
@@ -637,11 +637,11 @@ def test_a_new_order_says_that_the_one_before_has_ended(play: Play) -> None:
     async def scene(stage: Stage) -> None:
         await stage.open()
         newer = SnapshotId(C, StepNumber(8), RoundNumber(1))
-        stage.keeping.act(write_shards())
-        stage.keeping.act(write_shards(snapshot=newer))
+        stage.snapshots.act(write_shards())
+        stage.snapshots.act(write_shards(snapshot=newer))
         left: list[bool] = []
-        stage.keeping.when_settled(LIMIT_S, lambda: left.append(True))
-        stage.keeping.act(settled(snapshot=newer))
+        stage.snapshots.when_settled(LIMIT_S, lambda: left.append(True))
+        stage.snapshots.act(settled(snapshot=newer))
         assert left == [True]
 
     play(scene)
@@ -650,9 +650,9 @@ def test_a_new_order_says_that_the_one_before_has_ended(play: Play) -> None:
 def test_a_checkpoint_that_was_not_written_is_said_once(play: Play) -> None:
     async def scene(stage: Stage) -> None:
         await stage.open()
-        stage.keeping.act(write_shards())
+        stage.snapshots.act(write_shards())
         for _ in range(2):
-            stage.keeping.act(settled("disk full"))
+            stage.snapshots.act(settled("disk full"))
         assert stage.said == ["step 7 is not on storage: disk full; training goes on"]
 
     play(scene)
@@ -665,7 +665,7 @@ def test_what_is_on_storage_is_told_before_the_question_is_carried_on(play: Play
     async def scene(stage: Stage) -> None:
         keeper = await stage.open()
         found = (StoredStep(StepNumber(5), RoundNumber(1), 2),)
-        stage.keeping.look(RoundNumber(1), C, lambda: stage._report("carried"))  # type: ignore[arg-type]
+        stage.snapshots.look(RoundNumber(1), C, lambda: stage._report("carried"))  # type: ignore[arg-type]
         number, find = await keeper.next(FindStored)
         event = StoredFound(
             at=Time(1.0),
@@ -687,7 +687,7 @@ def test_what_is_on_storage_is_told_before_the_question_is_carried_on(play: Play
 def test_storage_that_cannot_be_looked_at_is_told_and_not_taken_for_empty(play: Play) -> None:
     async def scene(stage: Stage) -> None:
         keeper = await stage.open()
-        stage.keeping.look(RoundNumber(1), C, lambda: None)
+        stage.snapshots.look(RoundNumber(1), C, lambda: None)
         keeper.say((await keeper.next(FindStored)).number, error="it hangs")
         (event,) = await stage.reported(StoredFound)
         assert (event.steps, event.refused) == ((), ("storage: it hangs",))
@@ -701,7 +701,7 @@ def test_a_rank_is_told_where_an_image_can_be_read(play: Play) -> None:
         image = ImageId(SNAPSHOT, Rank(0), 2)
         answers: list[Any] = []
         for _ in range(3):
-            stage.keeping.locate(LocateImage(image=image), answers.append)
+            stage.snapshots.locate(LocateImage(image=image), answers.append)
         orders = [await keeper.next(LocateImage) for _ in range(3)]
         assert [order.action.image for order in orders] == [image] * 3
         here, elsewhere, broken = (order.number for order in orders)
@@ -727,7 +727,7 @@ def test_images_of_the_ranks_of_a_new_round_are_fetched_before_anybody_asks(play
     async def scene(stage: Stage) -> None:
         image = ImageId(SNAPSHOT, Rank(0), 2)
         holder = Holder(Rank(0), NodeId("m"), "10.0.0.1", 7)
-        stage.keeping.begin_round(msgspec.structs.replace(part(2), fetch=((image, holder),)))
+        stage.snapshots.begin_round(msgspec.structs.replace(part(2), fetch=((image, holder),)))
         fetch = (await (await stage.keeper()).next(FetchImage)).action
         assert (fetch.image, fetch.holder) == (image, holder)
 
@@ -741,7 +741,7 @@ def test_a_copy_that_another_node_gave_is_told_of(play: Play) -> None:
         keeper.say(0, held(image))
         (event,) = await stage.reported(ImagesHeld)
         assert event.images == (image,)
-        assert event.at == stage.keeping.clock.at(1.0), "the keeper's clock is the machine's"
+        assert event.at == stage.snapshots.clock.at(1.0), "the keeper's clock is the machine's"
 
     play(scene)
 
@@ -755,7 +755,7 @@ def test_another_keeper_is_told_of_the_checkpointers_and_given_what_was_not_answ
     async def scene(stage: Stage) -> None:
         keeper = await stage.open()
         stage.whole(0)
-        stage.keeping.act(write_shards())
+        stage.snapshots.act(write_shards())
         keeper.die()
         keeper = await stage.keeper(2)
         assert (await keeper.next(OpenCheckpointer)).action.checkpointer == C
@@ -773,15 +773,15 @@ def test_another_keeper_is_told_of_the_checkpointers_and_given_what_was_not_answ
 def test_what_a_keeper_answered_just_before_it_died_is_not_done_again(play: Play) -> None:
     async def scene(stage: Stage) -> None:
         keeper = await stage.open()
-        stage.keeping.act(write_shards())
+        stage.snapshots.act(write_shards())
         write = await keeper.next(WriteShards)
-        asyncio.get_running_loop().remove_reader(stage.keeping.keeper._control.fileno())  # type: ignore[union-attr]
+        asyncio.get_running_loop().remove_reader(stage.snapshots.keeper._control.fileno())  # type: ignore[union-attr]
         keeper.wrote(write, shards=(SHARD,))
         keeper.die()
         await stage.keeper(2)
         (written,) = await stage.reported(ShardsWritten)
         assert written.shards == (SHARD,)
-        assert not any(isinstance(one, WriteShards) for one in stage.keeping.keeper.unanswered())
+        assert not any(isinstance(one, WriteShards) for one in stage.snapshots.keeper.unanswered())
 
     play(scene)
 
@@ -790,18 +790,18 @@ def test_an_order_that_kills_keepers_is_answered_with_an_error_and_others_go_on(
     async def scene(stage: Stage) -> None:
         keeper = await stage.open(slots=1)
         stage.whole(0)
-        stage.keeping.act(write_shards((0,)))
+        stage.snapshots.act(write_shards((0,)))
         for number in (2, 3):
             keeper.die()
             keeper = await stage.keeper(number)
-        stage.keeping.look(RoundNumber(1), C, lambda: None)
+        stage.snapshots.look(RoundNumber(1), C, lambda: None)
         keeper.die()
         keeper = await stage.keeper(4)
         (written,) = await stage.reported(ShardsWritten)
         assert written.error == "3 keepers died of it"
         await keeper.next(FindStored)
         assert not any(isinstance(action, SealImage | WriteShards) for action in keeper.told)
-        stage.keeping.ended(Rank(0), True, lambda: stage._report("exited"))  # type: ignore[arg-type]
+        stage.snapshots.ended(Rank(0), True, lambda: stage._report("exited"))  # type: ignore[arg-type]
         assert "exited" in stage.reports
 
     play(scene)
@@ -815,7 +815,7 @@ def test_keepers_that_die_again_and_again_are_not_started_until_there_is_somethi
         for number in range(2, keeperprocess.DEATHS_MOST + 2):
             keeper.die()
             keeper = await stage.keeper(number)
-        stage.keeping.act(write_shards((0,)))
+        stage.snapshots.act(write_shards((0,)))
         keeper.die()
         (written,) = await stage.reported(ShardsWritten)
         assert written.error == "the keeper died of it"
@@ -833,7 +833,7 @@ def test_a_keeper_killed_at_the_end_is_not_replaced(play: Play) -> None:
     async def scene(stage: Stage) -> None:
         await stage.open()
         ended = asyncio.Event()
-        process = stage.keeping.keeper._process
+        process = stage.snapshots.keeper._process
         assert process is not None
         exited = process.on_exit
 
@@ -842,7 +842,7 @@ def test_a_keeper_killed_at_the_end_is_not_replaced(play: Play) -> None:
             ended.set()
 
         process.on_exit = on_exit
-        stage.keeping.keeper.close()
+        stage.snapshots.keeper.close()
         await asyncio.wait_for(ended.wait(), LIMIT_S)
         assert len(stage.keepers) == 1
 
@@ -858,15 +858,15 @@ def test_an_agent_knows_where_the_checkpoints_of_the_one_before_it_go(
         await stage.open()
 
     async def after(stage: Stage) -> None:
-        stage.keeping.tell_images()
-        stage.keeping.act(write_shards())
+        stage.snapshots.tell_images()
+        stage.snapshots.act(write_shards())
         keeper = await stage.keeper()
         assert (await keeper.next(OpenCheckpointer)).action.directory == "/d"
         await keeper.next(WriteShards)
 
     async def torn(stage: Stage) -> None:
-        stage.keeping.tell_images()
-        assert stage.keeping._checkpointers == {}
+        stage.snapshots.tell_images()
+        assert stage.snapshots._checkpointers == {}
 
     play(before)
     play(after)
@@ -876,8 +876,8 @@ def test_an_agent_knows_where_the_checkpoints_of_the_one_before_it_go(
 
 def test_a_node_without_checkpointers_has_no_keeper(play: Play) -> None:
     async def scene(stage: Stage) -> None:
-        stage.keeping.begin_round(part(2))
-        stage.keeping.tell_images()
+        stage.snapshots.begin_round(part(2))
+        stage.snapshots.tell_images()
         assert stage.keepers == []
         assert stage.reports == []
 

@@ -13,7 +13,7 @@ import torch
 from keepers import TOKEN, NewNode, Node
 from states import Rank, check_same, image_of
 
-from holdfast.checkpoint.checkpointer import Checkpointer
+from holdfast.checkpoint.checkpointer import LinkedCheckpointer
 from holdfast.checkpoint.memory.images import Images
 from holdfast.checkpoint.restore import load as restore
 from holdfast.checkpoint.tickets import SaveId
@@ -140,10 +140,10 @@ def test_of_two_with_the_same_images_the_one_that_was_made_last_has_them(
     worker: Worker, directory: str | None, match: str
 ) -> None:
     """Else each would restore what the other has saved."""
-    first = Checkpointer(directory, {"model": torch.zeros(1)}, link=link(worker))
-    other = Checkpointer(None, {"other": torch.zeros(1)}, link=link(worker))
+    first = LinkedCheckpointer(directory, {"model": torch.zeros(1)}, link=link(worker))
+    other = LinkedCheckpointer(None, {"other": torch.zeros(1)}, link=link(worker))
     first.save(1)
-    second = Checkpointer(directory, {"model": torch.ones(1)}, link=link(worker))
+    second = LinkedCheckpointer(directory, {"model": torch.ones(1)}, link=link(worker))
     with pytest.raises(UsageError, match=match):
         first.save(2)
     with pytest.raises(UsageError, match=match):

@@ -22,7 +22,7 @@ import torch
 from bodies import save
 from states import FakeLink, check_same, flip, forked, offer
 
-from holdfast.checkpoint.checkpointer import Checkpointer
+from holdfast.checkpoint.checkpointer import LinkedCheckpointer
 from holdfast.checkpoint.memory.image import Image
 from holdfast.checkpoint.memory.images import Images
 from holdfast.checkpoint.state.capture import Position, capture
@@ -54,7 +54,7 @@ class Script:
         self.state: dict[str, Any] = {"model": self.model, "optim": self.optimizer, "epoch": seed}
         settings.setdefault("directory", None)
         directory = settings.pop("directory")
-        self.checkpointer = Checkpointer(directory, self.state, link=link, **settings)
+        self.checkpointer = LinkedCheckpointer(directory, self.state, link=link, **settings)
         self.working.extend((self.checkpointer._slots._ahead, self.checkpointer._slots._behind))
 
     def backward(self) -> None:
@@ -87,7 +87,7 @@ def reader(link: FakeLink) -> FakeLink:
 class Held:
     """What is copied beside training waits, until it is let go."""
 
-    def __init__(self, checkpointer: Checkpointer) -> None:
+    def __init__(self, checkpointer: LinkedCheckpointer) -> None:
         self._gate = threading.Event()
         checkpointer._slots._behind.submit(self._gate.wait, 20)
 
@@ -303,7 +303,7 @@ def test_several_checkpointers_may_wait_for_a_first_step(link: FakeLink, shm: Pa
 # ---- intervals ----
 
 
-def tiers(checkpointer: Checkpointer, steps: int) -> str:
+def tiers(checkpointer: LinkedCheckpointer, steps: int) -> str:
     """One letter for each step: memory, storage, or nothing."""
     found = [checkpointer.save(step) for step in range(1, steps + 1)]
     checkpointer.save(0, to="memory").memory()
@@ -582,7 +582,7 @@ def test_settings_that_make_no_sense_are_refused_at_once(
     link: FakeLink, state: Any, settings: dict[str, Any], match: str
 ) -> None:
     with pytest.raises(UsageError, match=match):
-        Checkpointer(None, state, link=link, **settings)
+        LinkedCheckpointer(None, state, link=link, **settings)
 
 
 # ---- names ----
@@ -595,17 +595,17 @@ def names(link: FakeLink) -> list[str]:
 def test_a_checkpointer_has_the_same_name_after_a_restart(link: FakeLink, tmp_path: Path) -> None:
     os.chdir(tmp_path)
     for directory in ("ckpt", tmp_path / "ckpt", "./ckpt/"):
-        Checkpointer(directory, {}, link=link)
+        LinkedCheckpointer(directory, {}, link=link)
     for _ in range(2):
-        Checkpointer(None, {"a": 1}, link=link)
+        LinkedCheckpointer(None, {"a": 1}, link=link)
     assert len(set(names(link)[:3])) == 1
     assert len(set(names(link)[3:])) == 1
 
 
 def test_two_checkpointers_of_a_script_have_two_names(link: FakeLink) -> None:
     for directory, state in (("x", {}), ("y", {}), (None, {"a": 1}), (None, {"b": 1})):
-        Checkpointer(directory, state, link=link)
-    Checkpointer("s3://bucket/x", {}, link=link)
+        LinkedCheckpointer(directory, state, link=link)
+    LinkedCheckpointer("s3://bucket/x", {}, link=link)
     assert len(set(names(link))) == 5
     assert link.opened[-1][1] == "s3://bucket/x"
 
@@ -644,7 +644,7 @@ def test_to_capture_many_tensors_takes_no_more_python_than_a_few() -> None:
 def test_saves_of_several_threads_never_mix(link: FakeLink) -> None:
     """Each has its image to itself: none is written by two at a time."""
     state = {"a": torch.zeros(500_000), "b": torch.zeros(500_000)}
-    checkpointer = Checkpointer(None, state, link=link)
+    checkpointer = LinkedCheckpointer(None, state, link=link)
     checkpointer.save(0)
     inside = threading.Semaphore()
     start, alone = checkpointer._slots.start, []
@@ -669,7 +669,7 @@ def test_saves_of_several_threads_never_mix(link: FakeLink) -> None:
 
 
 def test_a_fork_cannot_write_to_the_images_of_the_process_it_comes_from(link: FakeLink) -> None:
-    checkpointer = Checkpointer(None, {"epoch": 1}, link=link)
+    checkpointer = LinkedCheckpointer(None, {"epoch": 1}, link=link)
     checkpointer.save(1).memory()
     before = link.saves[0][2].read_bytes()
 
@@ -688,7 +688,9 @@ def test_a_rule_of_the_users_own_that_fails_is_told_and_deletes_nothing(
 ) -> None:
     link.settled[1, "storage"] = SaveSettled(outcome="saved")
     save(PosixStorage(tmp_path), 1)
-    checkpointer = Checkpointer(tmp_path, {"epoch": 1}, link=link, keep=lambda steps: steps[7:8][0])
+    checkpointer = LinkedCheckpointer(
+        tmp_path, {"epoch": 1}, link=link, keep=lambda steps: steps[7:8][0]
+    )
     checkpointer.save(1)
     for thread in threading.enumerate():
         if thread.name == "retention":

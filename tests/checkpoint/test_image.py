@@ -22,7 +22,7 @@ from states import Rank, check_same, child, flip, load, seal
 
 from holdfast.checkpoint.memory.image import Image, ImageRecord
 from holdfast.checkpoint.state.layout import ByteSpan
-from holdfast.errors import Refused, StorageError
+from holdfast.errors import StorageError, Unusable
 
 PAGE = 4096
 
@@ -138,19 +138,19 @@ def test_states_are_counted_on_in_the_image_that_takes_its_place(shm: Path) -> N
 @pytest.mark.parametrize("data", [b"", b"x", bytes(PAGE), bytes(3 * PAGE), b"HFIMAGE1" * PAGE])
 def test_any_other_file_is_refused(shm: Path, data: bytes) -> None:
     (shm / "a").write_bytes(data)
-    with pytest.raises(Refused, match=r"not an? (Holdfast )?image"):
+    with pytest.raises(Unusable, match=r"not an? (Holdfast )?image"):
         Image.open(shm / "a")
 
 
 def test_what_is_not_there_is_refused(shm: Path) -> None:
-    with pytest.raises(Refused, match="No such file"):
+    with pytest.raises(Unusable, match="No such file"):
         Image.open(shm / "a")
 
 
 def test_a_short_file_is_refused(shm: Path) -> None:
     image_of(shm / "a", b"body" * 1000)
     os.truncate(shm / "a", PAGE + 100)
-    with pytest.raises(Refused, match="cut off"):
+    with pytest.raises(Unusable, match="cut off"):
         Image.open(shm / "a")
 
 
@@ -253,7 +253,7 @@ def test_a_flipped_bit_anywhere_is_refused(
     mask = 1 << data.draw(st.integers(0, 7))
     flip(path, at, mask)
     try:
-        with pytest.raises(Refused):
+        with pytest.raises(Unusable):
             load({"a": None, "b": None, "c": None}, path)
     finally:
         flip(path, at, mask)
@@ -267,7 +267,7 @@ def test_a_changed_byte_of_the_head_does_no_harm(
     flip(path, at, mask)
     try:
         got = load({"a": None, "b": None, "c": None}, path)
-    except Refused:
+    except Unusable:
         pass
     else:
         check_same(got, state)
@@ -278,9 +278,9 @@ def test_a_changed_byte_of_the_head_does_no_harm(
 def test_an_image_of_another_step_or_rank_is_refused(
     sealed: tuple[Path, dict[str, Any], int, int],
 ) -> None:
-    with pytest.raises(Refused, match="of rank 0, step 1"):
+    with pytest.raises(Unusable, match="of rank 0, step 1"):
         load({"c": None}, sealed[0], step=2)
-    with pytest.raises(Refused, match="of rank 0, step 1"):
+    with pytest.raises(Unusable, match="of rank 0, step 1"):
         load({"c": None}, sealed[0], sealed[0])
 
 

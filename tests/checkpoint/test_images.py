@@ -12,7 +12,7 @@ import pytest
 from holdfast.checkpoint.memory.image import Image, ImageRecord
 from holdfast.checkpoint.memory.images import COPIES, Images, Outline, image_path
 from holdfast.checkpoint.state.layout import ByteSpan, block_digests
-from holdfast.errors import Refused
+from holdfast.errors import Unusable
 from holdfast.messages.checkpoints import ImageId, SnapshotId
 from holdfast.messages.units import Rank, RoundNumber, StepNumber
 
@@ -299,5 +299,5 @@ def test_a_copy_of_a_rank_that_is_here_now_goes_too(shm: Path) -> None:
 
 
 def test_what_is_gone_is_refused(shm: Path) -> None:
-    with pytest.raises((OSError, Refused)):
+    with pytest.raises((OSError, Unusable)):
         Images(shm).image(shm / "no.image")

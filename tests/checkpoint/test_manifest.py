@@ -26,7 +26,7 @@ from holdfast.checkpoint.storage.manifest import (
     steps,
 )
 from holdfast.checkpoint.storage.posix import PosixStorage
-from holdfast.errors import CheckpointError, NotThere, Refused, StorageError
+from holdfast.errors import CheckpointError, NotThere, StorageError, Unusable
 
 STEP = "step_000000500"
 
@@ -194,11 +194,11 @@ def test_leftovers_that_cannot_be_removed_are_said_and_do_no_harm(
 
 def test_a_step_without_all_its_ranks_is_refused(storage: PosixStorage) -> None:
     records = [write(storage, body) for body in bodies_of(500, 1, 3)]
-    with pytest.raises(Refused, match="no file of rank 1"):
+    with pytest.raises(Unusable, match="no file of rank 1"):
         commit(storage, 500, 1, 3, [records[0], records[2]])
-    with pytest.raises(Refused, match="too many files"):
+    with pytest.raises(Unusable, match="too many files"):
         commit(storage, 500, 1, 3, [*records, records[0]])
-    with pytest.raises(Refused, match="round 2"):
+    with pytest.raises(Unusable, match="round 2"):
         commit(storage, 500, 2, 3, records)
     assert find_step(storage, 500).state == "partial"
 
@@ -211,7 +211,7 @@ def test_a_stale_file_of_the_right_name_is_never_accepted(
     stale = (tmp_path / STEP / "__1_1.distcp").read_bytes()
     records = [write(storage, body) for body in bodies_of(500, 1)]
     (tmp_path / STEP / "__1_1.distcp").write_bytes(stale)
-    with pytest.raises(Refused, match="another file than the one that was committed"):
+    with pytest.raises(Unusable, match="another file than the one that was committed"):
         commit(storage, 500, 1, 2, records)
     assert find_step(storage, 500).state == "partial"
 
@@ -225,7 +225,7 @@ def test_ranks_that_disagree_are_refused(
     other = write(storage, make_body(step, round, 1, world_size))
     path = tmp_path / f"step_{step:09d}" / other.name
     path.rename(tmp_path / STEP / "__1_1.distcp")
-    with pytest.raises(Refused, match="is of rank 1 of"):
+    with pytest.raises(Unusable, match="is of rank 1 of"):
         commit(storage, 500, 1, 2, [good, replace(other, name="__1_1.distcp")])
     assert find_step(storage, 500).state == "partial"
 
@@ -238,11 +238,11 @@ def test_a_file_that_vanished_or_was_cut_is_refused(storage: PosixStorage, tmp_p
     with pytest.raises(NotThere, match="__1_1"):
         commit(storage, 500, 1, 2, records)
     path.write_bytes(good[:-1])
-    with pytest.raises(Refused, match="__1_1"):
+    with pytest.raises(Unusable, match="__1_1"):
         commit(storage, 500, 1, 2, records)
     at = good.index(b"layer0") + 3
     path.write_bytes(good[:at] + b"?" + good[at + 1 :])
-    with pytest.raises(Refused, match="contents are not"):
+    with pytest.raises(Unusable, match="contents are not"):
         commit(storage, 500, 1, 2, records)
     path.write_bytes(good)
     assert isinstance(commit(storage, 500, 1, 2, records), Committed)
@@ -381,7 +381,7 @@ def test_a_manifest_that_lists_other_files_than_ranks_is_refused(
 ) -> None:
     manifest = save(storage, 500).manifest
     files = (replace(manifest.files[0], name=name), manifest.files[1])
-    with pytest.raises(Refused, match="does not list one file of each of 2 ranks"):
+    with pytest.raises(Unusable, match="does not list one file of each of 2 ranks"):
         decoded(encoded(replace(manifest, files=files)), "it")
 
 
@@ -394,7 +394,7 @@ def test_steps_beyond_what_a_float_can_tell_apart(storage: PosixStorage) -> None
 def test_a_manifest_of_a_later_format_is_refused_by_name(storage: PosixStorage) -> None:
     done = save(storage, 500)
     later = encoded(replace(done.manifest, format=2))
-    with pytest.raises(Refused, match="format 2"):
+    with pytest.raises(Unusable, match="format 2"):
         decoded(later, "it")
 
 

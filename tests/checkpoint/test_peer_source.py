@@ -47,7 +47,7 @@ from holdfast.checkpoint.restore import sources as peersource
 from holdfast.checkpoint.restore.sources import PeerSource, open_peers
 from holdfast.checkpoint.restore.verified_read import Want, read
 from holdfast.checkpoint.state.layout import BLOCK_BYTES, ByteSpan
-from holdfast.errors import NotThere, Refused, WireError
+from holdfast.errors import NotThere, Unusable, WireError
 from holdfast.wire import framing
 from holdfast.wire.tls import TlsFiles, client_context, server_context
 
@@ -219,7 +219,7 @@ def test_a_block_that_changed_on_the_peer_is_refused_and_no_other(there: Node) -
         source = source_at(there.peer, until)
         os.pwrite(held.fd, b"the next step", BODY_AT + 2 * BLOCK + 77)
         for _ in range(2):
-            with pytest.raises(Refused, match=r"block 2 of 38 is not what its digest says"):
+            with pytest.raises(Unusable, match=r"block 2 of 38 is not what its digest says"):
                 read_span(source, 0, 4 * BLOCK)
             assert read_span(source, 3 * BLOCK, 5 * BLOCK) == body(held)[3 * BLOCK : 8 * BLOCK]
 
@@ -233,7 +233,7 @@ def test_a_byte_that_flips_on_its_way_is_found(there: Node) -> None:
 
     with between(there.peer, meddle) as peer, ExitStack() as until:
         source = source_at(peer, until)
-        with pytest.raises(Refused, match="digest"):
+        with pytest.raises(Unusable, match="digest"):
             read_span(source, 0, MANY)
 
 
@@ -259,7 +259,7 @@ def test_an_image_that_is_another_by_the_time_a_thread_connects_is_not_read(
         os.close(held.fd)
         if not gone:
             there.store.put(an_image(), MANY + BLOCK)
-        with pytest.raises(NotThere if gone else Refused, match=r"not have|changed while"):
+        with pytest.raises(NotThere if gone else Unusable, match=r"not have|changed while"):
             thread.submit(read_span, source, 0, MANY).result()
 
 
@@ -274,7 +274,7 @@ def test_an_image_that_made_place_for_a_newer_one_is_refused_however_late(
         stored = open_peers(keeper.peer, TOKEN, None, image_of(1), until)
         for step in (2, 3):
             rank.save({"a": torch.randn(9000)}, step=step)
-        with pytest.raises(Refused):
+        with pytest.raises(Unusable):
             restore.load({"a": None}, [stored], 0)
     with ExitStack() as until, pytest.raises(NotThere):
         open_peers(keeper.peer, TOKEN, None, image_of(1), until)
@@ -411,7 +411,7 @@ def test_an_image_that_is_another_after_a_silence_is_not_read(
         os.close(held.fd)
         if not gone:
             there.store.put(an_image(), MANY + BLOCK)
-        with pytest.raises(NotThere if gone else Refused):
+        with pytest.raises(NotThere if gone else Unusable):
             read_span(source, 0, MANY)
 
 

@@ -30,7 +30,7 @@ from holdfast.checkpoint.storage.rank_file import (
     slices,
     write_file,
 )
-from holdfast.errors import Refused, StepTaken, StorageError
+from holdfast.errors import StepTaken, StorageError, Unusable
 
 WHERE = ("step_000000500", "__0_1.distcp")
 PATH = "/".join(WHERE)
@@ -273,7 +273,7 @@ def test_no_flipped_bit_of_trailer_or_footer_goes_unseen(
     storage = PosixStorage(tmp_path_factory.mktemp("files"))
     storage.make_directory("d")
     storage.write("d/file", [bytes(bad)])
-    with pytest.raises(Refused, match="d/file"):
+    with pytest.raises(Unusable, match="d/file"):
         read_trailer(storage, "d/file")
 
 
@@ -283,7 +283,7 @@ def test_a_torn_file_is_refused(
 ) -> None:
     storage.make_directory("d")
     storage.write("d/file", [whole[1][:size]])
-    with pytest.raises(Refused):
+    with pytest.raises(Unusable):
         read_trailer(storage, "d/file")
 
 
@@ -294,7 +294,7 @@ def test_a_footer_that_asks_for_too_much_memory_is_refused(
     bad[-24:-16] = (1 << 60).to_bytes(8, "little")
     storage.make_directory("d")
     storage.write("d/file", [bytes(bad)])
-    with pytest.raises(Refused, match="is impossible"):
+    with pytest.raises(Unusable, match="is impossible"):
         read_trailer(storage, "d/file")
 
 
@@ -305,5 +305,5 @@ def test_a_file_of_a_later_version_is_refused_by_name(
     later[-32:-24] = (2).to_bytes(8, "little")
     storage.make_directory("d")
     storage.write("d/file", [bytes(later)])
-    with pytest.raises(Refused, match="version 2"):
+    with pytest.raises(Unusable, match="version 2"):
         read_trailer(storage, "d/file")

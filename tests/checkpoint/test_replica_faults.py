@@ -32,7 +32,7 @@ from keepers import (
 from holdfast.checkpoint.replicas.copies import Peer, TransferLimits, pull, push
 from holdfast.checkpoint.replicas.protocol import PROTOCOL, PeerHello, Push, sealed
 from holdfast.checkpoint.state.layout import BLOCK_BYTES, ByteSpan
-from holdfast.errors import Refused, StorageError, WireError
+from holdfast.errors import StorageError, Unusable, WireError
 from holdfast.wire import framing
 
 # ---- bytes that are not what they should be ----
@@ -44,9 +44,9 @@ def test_zeros_under_the_right_step_are_never_taken_for_an_image(
     held = here.store.put(an_image(), LARGE)
     os.ftruncate(held.fd, BODY_AT)
     os.ftruncate(held.fd, BODY_AT + LARGE)
-    with pytest.raises(Refused, match="changed while it was sent"):
+    with pytest.raises(Unusable, match="changed while it was sent"):
         push(there.peer, TOKEN, None, held)
-    with pytest.raises(Refused, match="changed while it was sent"):
+    with pytest.raises(Unusable, match="changed while it was sent"):
         pull(here.peer, TOKEN, None, an_image(), there.store)
     assert there.store.images == {}
     assert there.store.dropped == 2
@@ -59,7 +59,7 @@ def test_a_byte_that_flips_on_the_way_there_is_found(here: Node, there: Node, at
     def meddle(index: int, up: bool, before: int, data: bytes) -> bytes:
         return flip(data, 200 + at - before) if up and index == 1 else data
 
-    with between(there.peer, meddle) as peer, pytest.raises(Refused, match="changed"):
+    with between(there.peer, meddle) as peer, pytest.raises(Unusable, match="changed"):
         push(peer, TOKEN, None, held)
     assert there.store.images == {}
 
@@ -70,7 +70,7 @@ def test_a_byte_that_flips_on_the_way_back_is_found(here: Node, there: Node) -> 
     def meddle(index: int, up: bool, before: int, data: bytes) -> bytes:
         return flip(data, BLOCK_BYTES - before) if not up and index == 2 else data
 
-    with between(there.peer, meddle) as peer, pytest.raises(Refused, match="changed"):
+    with between(there.peer, meddle) as peer, pytest.raises(Unusable, match="changed"):
         pull(peer, TOKEN, None, an_image(), here.store)
     assert here.store.images == {}
 
@@ -96,7 +96,7 @@ def test_an_image_that_is_overwritten_meanwhile_is_refused(here: Node, there: No
             os.pwrite(held.fd, b"the next step", BODY_AT + 3 * BLOCK_BYTES)
         return data
 
-    with between(there.peer, meddle) as peer, pytest.raises(Refused, match="changed while"):
+    with between(there.peer, meddle) as peer, pytest.raises(Unusable, match="changed while"):
         push(peer, TOKEN, None, held, TransferLimits(streams=1))
     assert there.store.images == {}
 
@@ -104,7 +104,7 @@ def test_an_image_that_is_overwritten_meanwhile_is_refused(here: Node, there: No
 def test_an_image_that_becomes_shorter_meanwhile_is_refused(here: Node, there: Node) -> None:
     held = here.store.put(an_image(), LARGE)
     os.ftruncate(held.fd, BODY_AT + 3 * BLOCK_BYTES)
-    with pytest.raises(Refused, match="shorter"):
+    with pytest.raises(Unusable, match="shorter"):
         push(there.peer, TOKEN, None, held)
     with pytest.raises(WireError, match="the peer closed it"):
         pull(here.peer, TOKEN, None, an_image(), there.store)
@@ -121,7 +121,7 @@ def test_an_image_that_is_replaced_between_two_questions_is_refused(
             there.store.images[an_image()].contents = ByteSpan(0, 100)
         return data
 
-    with between(there.peer, meddle) as peer, pytest.raises(Refused, match="changed"):
+    with between(there.peer, meddle) as peer, pytest.raises(Unusable, match="changed"):
         pull(peer, TOKEN, None, an_image(), here.store)
     assert here.store.images == {}
 

@@ -25,7 +25,7 @@ from keepers import (
 
 from holdfast.checkpoint.replicas.copies import Transfer, TransferLimits, pull, push
 from holdfast.checkpoint.state.layout import BLOCK_BYTES, block_digests
-from holdfast.errors import Cancelled, NotThere, Refused, WireError
+from holdfast.errors import Cancelled, NotThere, Unusable, WireError
 from holdfast.wire.tls import TlsFiles, client_context, server_context
 
 # ---- copies ----
@@ -159,7 +159,7 @@ def test_in_tls_an_image_that_changes_is_refused_by_that_name(
     here, there = new_node(), new_node(server_context(certificates))
     held = here.store.put(an_image(), LARGE)
     os.pwrite(held.fd, b"the next step", BODY_AT + 2 * BLOCK_BYTES)
-    with pytest.raises(Refused, match="changed while it was sent"):
+    with pytest.raises(Unusable, match="changed while it was sent"):
         push(there.peer, TOKEN, client_context(certificates), held)
     assert there.store.images == {}
 

@@ -20,7 +20,7 @@ from holdfast.checkpoint.restore import load as restore
 from holdfast.checkpoint.restore.load import StoredState
 from holdfast.checkpoint.restore.verified_read import PIECE_BYTES
 from holdfast.checkpoint.state.layout import ByteSpan, Contents, Extent, TensorItem
-from holdfast.errors import CheckpointError, Refused
+from holdfast.errors import CheckpointError, Unusable
 
 LARGE = PIECE_BYTES // 4 + 100
 
@@ -335,7 +335,7 @@ def test_a_damaged_image_is_refused_whatever_was_wanted_of_it(shm: Path) -> None
     path = Rank(shm).save({"a": torch.ones(3), "b": torch.ones(LARGE)})
     image = Image.open(path)
     flip(path, image.body_at + 700)
-    with pytest.raises(Refused, match="block 0 of 1"):
+    with pytest.raises(Unusable, match="block 0 of 1"):
         load({"a": None}, path)
 
 

@@ -18,7 +18,7 @@ from states import flip, small_blocks
 from holdfast.checkpoint.restore import verified_read as reading
 from holdfast.checkpoint.restore.verified_read import FileSource, Piece, Want, read
 from holdfast.checkpoint.state.layout import ByteSpan, block_digests
-from holdfast.errors import Refused
+from holdfast.errors import Unusable
 
 SIZE = 10_000
 DATA = random.Random(1).randbytes(SIZE)
@@ -95,7 +95,9 @@ def test_a_flipped_byte_is_noticed_where_it_is_in_a_block_that_is_read(
     targets = Targets()
     targets.want(wanted, 1)
     if at // 1024 == wanted // 1024:
-        with pytest.raises(Refused, match=rf"block {at // 1024} of 10 is not what its digest says"):
+        with pytest.raises(
+            Unusable, match=rf"block {at // 1024} of 10 is not what its digest says"
+        ):
             read(source, targets.wants)
     else:
         read(source, targets.wants)
@@ -106,7 +108,7 @@ def test_a_flipped_byte_is_noticed_where_it_is_in_a_block_that_is_read(
 def test_nothing_small_lands_before_it_is_verified(source: FileSource, tmp_path: Path) -> None:
     flip(tmp_path / "file", 4 + 1000)
     memory = ctypes.create_string_buffer(b"untouched")
-    with pytest.raises(Refused):
+    with pytest.raises(Unusable):
         read(source, [], pieces=[(10, 5, ctypes.addressof(memory))])
     assert memory.value == b"untouched"
 
@@ -120,7 +122,7 @@ def test_nobody_is_told_of_what_is_damaged(source: FileSource, tmp_path: Path) -
         )  # type: ignore[misc]
         for at in (0, 1000, 3000)
     ]
-    with pytest.raises(Refused):
+    with pytest.raises(Unusable):
         read(source, wants)
     assert arrived == [0]
 
@@ -132,7 +134,7 @@ def test_a_source_that_ends_too_early_is_refused(
     os.truncate(tmp_path / "file", left)
     targets = Targets()
     targets.want(0, SIZE)
-    with pytest.raises(Refused, match="ends too early"):
+    with pytest.raises(Unusable, match="ends too early"):
         read(source, targets.wants)
 
 
@@ -141,14 +143,14 @@ def test_digests_that_are_not_of_it_refuse_it(source: FileSource, digests: bytes
     source.digests = digests
     targets = Targets()
     targets.want(0, SIZE)
-    with pytest.raises(Refused, match="not what its digest says"):
+    with pytest.raises(Unusable, match="not what its digest says"):
         read(source, targets.wants)
 
 
 def test_a_stretch_beyond_the_end_is_refused(source: FileSource) -> None:
     targets = Targets()
     targets.want(SIZE - 5, 2000)
-    with pytest.raises(Refused):
+    with pytest.raises(Unusable):
         read(source, targets.wants)
 
 

@@ -34,7 +34,7 @@ from holdfast.checkpoint.storage.manifest import steps
 from holdfast.checkpoint.storage.posix import storage_error
 from holdfast.checkpoint.storage.rank_file import extents_of, write_file
 from holdfast.clock import machine_time
-from holdfast.errors import HoldfastError, Refused, StepTaken
+from holdfast.errors import HoldfastError, StepTaken, Unusable
 from holdfast.messages.actions import CommitCheckpoint, WriteShards
 from holdfast.messages.checkpoints import ImageId, Shard, SnapshotId, StoredStep
 from holdfast.messages.events import CheckpointWritten, ShardsWritten, StoredFound
@@ -62,7 +62,7 @@ class Opened(Struct, frozen=True):
 
     def needed(self, checkpointer: str) -> Storage:
         if self.storage is None:
-            raise Refused(f"checkpointer {checkpointer} has no storage")
+            raise Unusable(f"checkpointer {checkpointer} has no storage")
         return self.storage
 
 
@@ -96,7 +96,7 @@ class CheckpointFiles:
             return opening
         name = (action if isinstance(action, FindStored) else action.snapshot).checkpointer
         unknown = Future[Opened]()
-        unknown.set_exception(Refused(f"checkpointer {name} was never opened here"))
+        unknown.set_exception(Unusable(f"checkpointer {name} was never opened here"))
         return self._checkpointers.get(name, unknown)
 
     def carry_out(
@@ -194,7 +194,7 @@ class CheckpointFiles:
             raise _ImageGone(f"the image of rank {rank} was changed while it was written")
         # The file has digests of its own; its bytes must be those that were sealed, even now.
         if block_digests(image.body[: record.size], self._hashing) != digests:
-            raise Refused(f"{image.path}: the image of rank {rank} changed after its seal")
+            raise Unusable(f"{image.path}: the image of rank {rank} changed after its seal")
         return Shard(rank, written.name, written.size, written.trailer, written.contents)
 
     def fail_writes(self, action: FailWrites) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from holdfast.errors import Refused
+from holdfast.errors import Unusable
 from holdfast.messages.actions import CommitCheckpoint, WriteShards
 from holdfast.messages.keeper import (
     DiscardShards,
@@ -55,7 +55,7 @@ class StorageProgress:
             with self._lock:
                 this = self._underway.get(number)
                 if this is None:
-                    raise Refused("it was given up")
+                    raise Unusable("it was given up")
                 self._longest_pause_s = max(self._longest_pause_s, now - this.moved_at)
                 this.moved_at = now
                 this.done_bytes += size_bytes

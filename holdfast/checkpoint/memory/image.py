@@ -42,7 +42,7 @@ from holdfast.checkpoint.state.layout import (
     blocks_of,
     digest,
 )
-from holdfast.errors import Refused, StorageError
+from holdfast.errors import StorageError, Unusable
 from holdfast.kernel import Mapping
 
 _MAGIC: Final = int.from_bytes(b"HFIMAGE1", "little")
@@ -80,7 +80,7 @@ class Image:
         self.path = path
         size = os.fstat(fd).st_size
         if size < _PAGE:
-            raise Refused(f"{path} is not an image: {size} bytes")
+            raise Unusable(f"{path} is not an image: {size} bytes")
         self._mapping = Mapping(fd, size)
         self.before_unmap: list[Callable[[], object]] = []
         """Callbacks to run before the memory is unmapped."""
@@ -92,7 +92,7 @@ class Image:
         magic, self.body_at, self.capacity = self._words[:3]
         if magic != _MAGIC or self.body_at + self.capacity > size:
             self.close()
-            raise Refused(f"{path} is not a Holdfast image, or is cut off")
+            raise Unusable(f"{path} is not a Holdfast image, or is cut off")
         self.body = self._mapping.view[self.body_at : self.body_at + self.capacity]
         self.address = self._mapping.address + self.body_at
 
@@ -125,7 +125,7 @@ class Image:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
-            raise Refused(f"{path}: {error.strerror}") from None
+            raise Unusable(f"{path}: {error.strerror}") from None
         try:
             return cls(path, fd)
         finally:

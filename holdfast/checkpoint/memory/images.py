@@ -25,7 +25,7 @@ from msgspec import Meta, Struct
 
 from holdfast.checkpoint.memory.image import Image, ImageRecord
 from holdfast.checkpoint.state.layout import ByteSpan
-from holdfast.errors import CheckpointError, Refused
+from holdfast.errors import CheckpointError, Unusable
 from holdfast.messages.checkpoints import ImageId, SnapshotId
 from holdfast.messages.units import Rank, RoundNumber, StepNumber
 
@@ -166,7 +166,7 @@ class Images:
         paths = sorted(self.directory.glob("*.image"))
         self._forget_others(paths)
         for path in paths:
-            with suppress(OSError, Refused):
+            with suppress(OSError, Unusable):
                 image = self.image(path)
                 record = image.record()
                 if record is not None:
@@ -181,7 +181,7 @@ class Images:
     def unpin_all(self) -> None:
         """Remove the pins that a keeper which died may have left."""
         for path in self.directory.glob("*.image"):
-            with suppress(OSError, Refused):
+            with suppress(OSError, Unusable):
                 self.image(path).unpin()
 
     @contextmanager

@@ -34,7 +34,7 @@ from holdfast.checkpoint.memory.copying import Copier, cores, pin, run_all, spar
 from holdfast.checkpoint.memory.image import Image, ImageRecord
 from holdfast.checkpoint.memory.images import image_path
 from holdfast.checkpoint.state.capture import Captured, Layout, Position
-from holdfast.errors import CheckpointError, HoldfastError, Refused
+from holdfast.errors import CheckpointError, HoldfastError, Unusable
 
 SPARE_BYTES = 64 << 10
 """Room for values to grow before a larger image is needed."""
@@ -289,7 +289,7 @@ def _left_behind(path: Path) -> Image | None:
     """Open the image that an earlier process of this rank left."""
     try:
         return Image.open(path)
-    except Refused:
+    except Unusable:
         return None
 
 

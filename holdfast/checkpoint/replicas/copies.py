@@ -16,7 +16,7 @@ caller gets:
 
     WireError       the peer cannot be reached, left, or made no progress: try another peer
     Cancelled       (a WireError) this side gave up
-    Refused         the image changed while it was sent: send the newer one
+    Unusable        the image changed while it was sent: send the newer one
     StorageError    no memory for it, there or here
     NotThere        (a StorageError) the peer does not have it: try another peer
 """
@@ -55,8 +55,8 @@ from holdfast.errors import (
     BadFrame,
     Cancelled,
     HoldfastError,
-    Refused,
     StorageError,
+    Unusable,
     WireError,
 )
 from holdfast.messages.checkpoints import ImageId
@@ -174,7 +174,7 @@ class Incoming:
                     connection.fill(chunk)
                     hashed.update(chunk)
             if hashed.digest() != digest_of(place.digests, block):
-                raise Refused(f"{name_of(place)}: block {block} changed while it was sent")
+                raise Unusable(f"{name_of(place)}: block {block} changed while it was sent")
             with self._changed:
                 self._missing -= 1
                 self._changed.notify_all()
@@ -330,7 +330,7 @@ def outline_of(image: ImageId, connection: Connection) -> Outline:
     """Receive the outline of an image that a peer was asked for."""
     outline = unsealed(connection.expect(Sending).outline)
     if outline.id != image:
-        raise Refused(f"{connection.peer}: sent {outline.id} when asked for {image}")
+        raise Unusable(f"{connection.peer}: sent {outline.id} when asked for {image}")
     return outline
 
 
@@ -348,7 +348,7 @@ def _fetch(call: _Call, outline: Outline, incoming: Incoming) -> None:
         try:
             with call.request(Pull(image=outline.id, blocks=stretches(run))) as connection:
                 if outline_of(outline.id, connection) != outline:
-                    raise Refused(f"{connection.peer}: the image changed while it was sent")
+                    raise Unusable(f"{connection.peer}: the image changed while it was sent")
                 incoming.receive(connection, run)
         except HoldfastError as error:
             incoming.fail(error)

@@ -40,7 +40,7 @@ from msgspec import Meta, Struct
 from holdfast import errors
 from holdfast.checkpoint.memory.images import Held, Outline
 from holdfast.checkpoint.state.layout import DIGEST_BYTES, blocks_of, digest
-from holdfast.errors import BadFrame, HoldfastError, NotThere, Refused, StorageError, WireError
+from holdfast.errors import BadFrame, HoldfastError, NotThere, StorageError, Unusable, WireError
 from holdfast.kernel import keep_alive
 from holdfast.messages.checkpoints import ImageId
 from holdfast.wire import framing
@@ -179,7 +179,7 @@ def blocks_in(found: Sequence[Stretch], size: int) -> list[int]:
 # ---- refusals ----
 
 _ERRORS: Final[dict[str, type[HoldfastError]]] = {
-    "changed": errors.Refused,
+    "changed": errors.Unusable,
     "no room": StorageError,
     "broken off": WireError,
 }
@@ -187,7 +187,7 @@ _ERRORS: Final[dict[str, type[HoldfastError]]] = {
 
 def declined(error: HoldfastError | OSError) -> Declined:
     """Encode an error for the peer."""
-    if isinstance(error, errors.Refused):
+    if isinstance(error, errors.Unusable):
         return Declined(why="changed", reason=str(error))
     if isinstance(error, StorageError | OSError):
         return Declined(why="no room", reason=str(error))
@@ -351,5 +351,5 @@ class Connection:
 
 def _some(count: int) -> int:
     if not count:
-        raise Refused("an image became shorter while it was sent")
+        raise Unusable("an image became shorter while it was sent")
     return count

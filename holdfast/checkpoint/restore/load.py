@@ -29,7 +29,7 @@ from holdfast.checkpoint.restore.verified_read import PIECE_BYTES, Piece, Source
 from holdfast.checkpoint.state.capture import flattened, unique_names
 from holdfast.checkpoint.state.layout import ByteSpan, Contents, Extent, TensorItem, offset_in_file
 from holdfast.checkpoint.state.skeleton import assemble, tensor_types
-from holdfast.errors import CheckpointError, HoldfastError, Refused
+from holdfast.errors import CheckpointError, HoldfastError, Unusable
 
 _contents = msgspec.msgpack.Decoder(Contents)
 
@@ -54,7 +54,7 @@ def open_stored(source: Source, contents: ByteSpan, extents: tuple[Extent, ...])
     try:
         found.contents = _contents.decode(_bytes(found, contents))
     except msgspec.DecodeError as error:
-        raise Refused(f"{source.name}: its contents cannot be read: {error}") from None
+        raise Unusable(f"{source.name}: its contents cannot be read: {error}") from None
     return found
 
 
@@ -66,7 +66,7 @@ _NOTHING = Contents(
 def _bytes(stored: StoredState, span: ByteSpan) -> bytes:
     where = stored.at(span)
     if where is None:
-        raise Refused(f"{stored.source.name} lacks a part that its contents list")
+        raise Unusable(f"{stored.source.name} lacks a part that its contents list")
     data = bytearray(span.size)
     read(stored.source, [Want(where, lambda: memoryview(data))])
     return bytes(data)
@@ -79,7 +79,7 @@ def load(
     threads: Executor | None = None,
     pickling: bool = False,
 ) -> None:
-    """Make the state what was stored; `Refused` if that does not verify, which leaves it mixed.
+    """Make the state what was stored; `Unusable` if that does not verify, which leaves it mixed.
 
     All other errors are raised before the first byte is changed, except those of an entry's own
     `load_state_dict`.

@@ -24,7 +24,7 @@ from holdfast.checkpoint.state.layout import BLOCK_BYTES, Extent, FileRecord
 from holdfast.checkpoint.storage.backends import Readable, Storage, step_directory
 from holdfast.checkpoint.storage.manifest import load_manifest, refuse
 from holdfast.checkpoint.storage.rank_file import open_listed
-from holdfast.errors import CheckpointError, Refused
+from holdfast.errors import CheckpointError, Unusable
 from holdfast.messages.checkpoints import ImageId
 
 
@@ -34,9 +34,9 @@ def open_image(path: Path, wanted: ImageId, until: ExitStack) -> StoredState:
     try:
         record, digests = image.record(), image.digests()
         if record is None or digests is None:
-            raise Refused(f"{path} is not sealed, or its seal is damaged")
+            raise Unusable(f"{path} is not sealed, or its seal is damaged")
         if id_of(record) != wanted:
-            raise Refused(f"{path} is of rank {record.rank}, step {record.step}")
+            raise Unusable(f"{path} is of rank {record.rank}, step {record.step}")
         source = FileSource.of_image(path, image.body_at, record.size, digests)
         until.callback(source.close)
         return open_stored(source, record.contents, (Extent(0, 0, record.size),))
@@ -146,7 +146,7 @@ class PeerSource:
         # The other end closes connections that were idle for too long.
         silent_s = monotonic() - getattr(self._own, "used_at", 0.0)
         if silent_s > self._stall_s / 2 and self._connect() != self.outline:
-            raise Refused(f"{self.name}: it changed while it was read")
+            raise Unusable(f"{self.name}: it changed while it was read")
         self._own.connection.send(More(blocks=((block, block + 1),)))
 
     def _connect(self) -> Outline:

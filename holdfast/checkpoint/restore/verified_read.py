@@ -4,8 +4,8 @@ A block is read once, and hashed in order while it is still in the cache; so ver
 than reading. Large ranges are read straight into their targets. Everything else goes to a scratch
 buffer, and small ranges are copied from there once the digest matched: one `memmove` each.
 
-Large ranges are in their targets before the digest is known. If it does not match, `Refused` is raised,
-and the caller must not use any of the targets.
+Large ranges are in their targets before the digest is known. If it does not match, `Unusable` is
+raised, and the caller must not use any of the targets.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Protocol
 import xxhash
 
 from holdfast.checkpoint.state.layout import BLOCK_BYTES, ByteSpan, blocks_of, digest_of
-from holdfast.errors import Refused
+from holdfast.errors import Unusable
 
 PIECE_BYTES = 128 << 10
 """Ranges smaller than this are copied out of the scratch buffer."""
@@ -75,7 +75,7 @@ class FileSource:
             while begin < len(view):
                 got = os.preadv(self._fd, [view[begin:]], self._start + at + start + begin)
                 if got == 0:
-                    raise Refused(f"{self.name} ends too early, at {at + start + begin}")
+                    raise Unusable(f"{self.name} ends too early, at {at + start + begin}")
                 begin += got
             start += len(view)
 
@@ -104,7 +104,7 @@ def read(
     threads: Executor | None = None,
     pieces: Iterable[Piece] = (),
 ) -> None:
-    """Read all that is wanted; raise `Refused` if a block does not match its digest."""
+    """Read all that is wanted; raise `Unusable` if a block does not match its digest."""
     wants, again = _apart(wants)
     pieces, pieces_again = _beside(pieces, wants)
     reading = _BlockReader(source, wants, pieces)
@@ -178,7 +178,7 @@ class _BlockReader:
             for view in views:
                 hasher.update(view)
         if hasher.digest() != digest_of(self._source.digests, block):
-            raise Refused(
+            raise Unusable(
                 f"{self._source.name}: block {block} of {blocks_of(self._source.size)} is not what"
                 " its digest says"
             )

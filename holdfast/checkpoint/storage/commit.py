@@ -52,7 +52,7 @@ from holdfast.checkpoint.storage.manifest import (
     refuse,
 )
 from holdfast.checkpoint.storage.rank_file import RankFile, is_ours, open_listed
-from holdfast.errors import CheckpointError, Refused, StorageError
+from holdfast.errors import CheckpointError, StorageError, Unusable
 
 _AT_ONCE: Final = 8
 
@@ -107,10 +107,10 @@ def check_records(round: int, world_size: int, files: tuple[FileRecord, ...]) ->
     if ranks != list(range(world_size)):
         lacking = sorted(set(range(world_size)) - set(ranks))
         problem = f"no file of rank {lacking[0]}" if lacking else f"too many files: {ranks}"
-        raise Refused(f"a checkpoint of {world_size} ranks cannot be committed: {problem}")
+        raise Unusable(f"a checkpoint of {world_size} ranks cannot be committed: {problem}")
     for file in files:
         if not is_file_of(file.name, file.rank, round):
-            raise Refused(f"{file.name} is not the file of rank {file.rank} in round {round}")
+            raise Unusable(f"{file.name} is not the file of rank {file.rank} in round {round}")
 
 
 def _existing(storage: Storage, step: int) -> Manifest | None:
@@ -144,7 +144,7 @@ def _read_file(
         contents = file.contents(record.contents)
         for said in (file.trailer, contents):
             if (said.step, said.round, said.world_size, said.rank) != (*whose, record.rank):
-                raise Refused(
+                raise Unusable(
                     f"{file.name}: is of rank {said.rank} of {said.world_size} in round"
                     f" {said.round} at step {said.step}, not rank {record.rank} of {whose[2]} in"
                     f" round {whose[1]} at step {whose[0]}"
@@ -224,7 +224,7 @@ def verify(
     """Return all that is wrong with a step, including `.metadata`, which only other readers need."""
     try:
         manifest = load_manifest(storage, step)
-    except (Refused, StorageError) as error:
+    except (Unusable, StorageError) as error:
         return [Refusal(MANIFEST, str(error))]
     refusals = []
     for record in manifest.files:
@@ -253,7 +253,7 @@ def _verify_file(
             if not bad:
                 file.contents(record.contents)
             return bad
-    except (Refused, StorageError) as error:
+    except (Unusable, StorageError) as error:
         return [Refusal(record.name, str(error))]
 
 
@@ -262,5 +262,5 @@ def _bad_blocks(file: RankFile, name: str, on_progress: Callable[[int], None]) -
     for block in range(blocks_of(file.size)):
         try:
             on_progress(len(file.read_block(block, buffer)))
-        except (Refused, StorageError) as error:
+        except (Unusable, StorageError) as error:
             yield Refusal(name, str(error), block)

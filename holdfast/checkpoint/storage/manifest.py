@@ -33,7 +33,7 @@ from holdfast.checkpoint.storage.backends import (
     step_directory,
     step_of,
 )
-from holdfast.errors import NotThere, Refused, StorageError
+from holdfast.errors import NotThere, StorageError, Unusable
 
 FORMAT: Final = 1
 MOST_BYTES: Final = 256 << 20
@@ -106,17 +106,17 @@ def decoded(data: bytes, where: str) -> Manifest:
     """Decode and verify a manifest."""
     end = _END.search(data)
     if end is None:
-        raise Refused(f"{where}: does not end like a manifest; it is cut off, or damaged")
+        raise Unusable(f"{where}: does not end like a manifest; it is cut off, or damaged")
     blank = data[: end.start(1)] + _ZEROS.encode() + data[end.end(1) :]
     if digest(blank).hex().encode() != end[1]:
-        raise Refused(f"{where}: is not what its own digest says")
+        raise Unusable(f"{where}: is not what its own digest says")
     try:
         form = msgspec.json.decode(data, type=_Form).format
         if form != FORMAT:
-            raise Refused(f"{where}: has format {form}, and this Holdfast reads {FORMAT}")
+            raise Unusable(f"{where}: has format {form}, and this Holdfast reads {FORMAT}")
         manifest = msgspec.json.decode(data, type=Manifest)
     except msgspec.DecodeError as error:
-        raise Refused(f"{where}: cannot be read: {error}") from None
+        raise Unusable(f"{where}: cannot be read: {error}") from None
     # Names become paths of files that are read and deleted.
     ranks = range(manifest.world_size)
     named = len(manifest.files) == len(ranks) and all(
@@ -124,7 +124,7 @@ def decoded(data: bytes, where: str) -> Manifest:
         for rank, file in zip(ranks, manifest.files, strict=True)
     )
     if not named:
-        raise Refused(f"{where}: does not list one file of each of {manifest.world_size} ranks")
+        raise Unusable(f"{where}: does not list one file of each of {manifest.world_size} ranks")
     return manifest
 
 
@@ -133,11 +133,11 @@ class _Form(Struct):
 
 
 def load_manifest(storage: Readable, step: int, name: str = MANIFEST) -> Manifest:
-    """Read a step's manifest; raise `NotThere` if it has none, `Refused` if it is damaged."""
+    """Read a step's manifest; raise `NotThere` if it has none, `Unusable` if it is damaged."""
     path = f"{step_directory(step)}/{name}"
     manifest = decoded(read_whole(storage, path, MOST_BYTES), storage.where(path))
     if manifest.step != step:
-        raise Refused(f"{storage.where(path)}: is the manifest of step {manifest.step}")
+        raise Unusable(f"{storage.where(path)}: is the manifest of step {manifest.step}")
     return manifest
 
 
@@ -168,7 +168,7 @@ def find_step(storage: Readable, step: int) -> StepFound:
         return _without_manifest(step, entries)
     try:
         manifest = load_manifest(storage, step)
-    except Refused as error:
+    except Unusable as error:
         return StepFound(step, "refused", str(error))
     except NotThere:  # Another process has just set it aside.
         return _without_manifest(step, storage.entries(step_directory(step)))

@@ -41,7 +41,7 @@ from holdfast.checkpoint.state.layout import (
 )
 from holdfast.checkpoint.storage.backends import Buffer, Readable, Reader, Storage, step_directory
 from holdfast.checkpoint.storage.manifest import find_step
-from holdfast.errors import NotThere, Refused, StepTaken, StorageError
+from holdfast.errors import NotThere, StepTaken, StorageError, Unusable
 
 MAGIC: Final = b"HOLDFAST"
 VERSION: Final = 1
@@ -82,7 +82,7 @@ class RankFile:
         view = buffer[: min(BLOCK_BYTES, self.size - start)]
         self._file.read_into(start, [view])
         if digest(view) != digest_of(self.digests, block):
-            raise Refused(
+            raise Unusable(
                 f"{self.name}: block {block} (bytes {start} to {start + len(view)}) is not what"
                 " its digest says"
             )
@@ -93,15 +93,15 @@ class RankFile:
         span = self.trailer.contents
         at = offset_in_file(span, self.trailer.extents)
         if at is None:
-            raise Refused(f"{self.name}: the contents are missing")
+            raise Unusable(f"{self.name}: the contents are missing")
         data = bytearray(span.size)
         self._file.read_into(at, [memoryview(data)])
         if digest(memoryview(data)).hex() != expected:
-            raise Refused(f"{self.name}: its contents are not what their digest says")
+            raise Unusable(f"{self.name}: its contents are not what their digest says")
         try:
             return _contents_decoder.decode(data)
         except msgspec.DecodeError as error:
-            raise Refused(f"{self.name}: its contents cannot be read: {error}") from None
+            raise Unusable(f"{self.name}: its contents cannot be read: {error}") from None
 
 
 @contextmanager
@@ -117,7 +117,7 @@ def open_listed(storage: Readable, directory: str, record: FileRecord) -> Iterat
     with open_file(storage, f"{directory}/{record.name}") as file:
         if (file.file_size, file.trailer_digest) != (record.size, record.trailer):
             is_of = file.trailer
-            raise Refused(
+            raise Unusable(
                 f"{file.name}: is another file than the one that was committed: it is the file of rank"
                 f" {is_of.rank} at step {is_of.step} in round {is_of.round}"
             )
@@ -140,26 +140,26 @@ def is_ours(storage: Readable, path: str) -> bool:
 def _read_trailer(where: str, file: Reader) -> tuple[Trailer, bytes]:
     end = file.size - _FOOTER.size
     if end < 0:
-        raise Refused(f"{where}: {file.size} bytes are too short for a rank file")
+        raise Unusable(f"{where}: {file.size} bytes are too short for a rank file")
     footer = bytearray(_FOOTER.size)
     file.read_into(end, [memoryview(footer)])
     magic, version, size, own = _FOOTER.unpack(footer)
     if magic != MAGIC:
-        raise Refused(f"{where}: has no Holdfast footer; it is cut off, or not a rank file")
+        raise Unusable(f"{where}: has no Holdfast footer; it is cut off, or not a rank file")
     if version != VERSION:
-        raise Refused(f"{where}: has version {version}, and this Holdfast reads {VERSION}")
+        raise Unusable(f"{where}: has version {version}, and this Holdfast reads {VERSION}")
     if size > min(end, _TRAILER_MOST + DIGEST_BYTES * blocks_of(end)):
-        raise Refused(f"{where}: its footer is damaged: a trailer of {size} bytes is impossible")
+        raise Unusable(f"{where}: its footer is damaged: a trailer of {size} bytes is impossible")
     data = bytearray(size)
     file.read_into(end - size, [memoryview(data)])
     if digest(memoryview(data)) != own:
-        raise Refused(f"{where}: its trailer is not what its digest says")
+        raise Unusable(f"{where}: its trailer is not what its digest says")
     try:
         trailer = _trailer_decoder.decode(data)
     except msgspec.DecodeError as error:
-        raise Refused(f"{where}: its trailer cannot be read: {error}") from None
+        raise Unusable(f"{where}: its trailer cannot be read: {error}") from None
     if trailer.size + size != end or len(trailer.digests) != DIGEST_BYTES * blocks_of(trailer.size):
-        raise Refused(f"{where}: its trailer is of a file of another size")
+        raise Unusable(f"{where}: its trailer is of a file of another size")
     return trailer, own
 
 

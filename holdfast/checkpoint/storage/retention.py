@@ -33,7 +33,7 @@ from holdfast.checkpoint.storage.backends import (
 from holdfast.checkpoint.storage.commit import leftovers, metadata_refusals, tidy
 from holdfast.checkpoint.storage.manifest import Manifest, StepFound, load_manifest, steps
 from holdfast.checkpoint.storage.rank_file import open_file
-from holdfast.errors import NotThere, Refused, StorageError, UsageError
+from holdfast.errors import NotThere, StorageError, Unusable, UsageError
 
 # ---- policies -----------------------------------------------------------------------------------
 
@@ -203,7 +203,7 @@ def _set_aside(storage: Storage, step: int, present: list[str]) -> list[Manifest
     found = []
     for name in present:
         if is_aside(name, DELETED):
-            with suppress(Refused):  # Then rank files are recognised by name and footer.
+            with suppress(Unusable):  # Then rank files are recognised by name and footer.
                 found.append(load_manifest(storage, step, name))
     return found
 
@@ -212,7 +212,7 @@ def _unchanged(storage: Storage, directory: str, record: FileRecord) -> bool:
     try:
         with open_file(storage, f"{directory}/{record.name}") as file:
             return file.trailer_digest == record.trailer
-    except (NotThere, Refused):
+    except (NotThere, Unusable):
         return False
 
 

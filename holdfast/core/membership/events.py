@@ -139,6 +139,10 @@ class MembershipMachine(Membership, Machine):
         rounds.dissolve(self, now)
         return NONE
 
+    def round_stopped(self, job: View, fault: faults.Fault, now: Time) -> Effects:
+        self.dissolved_at = None  # How long stragglers take after this is not learnt from.
+        return NONE
+
     def node_resumed(self, job: View, event: NodeResumed, now: Time) -> Effects:
         if event.round > self.round:
             return self._relearn(job, event, now)
