@@ -5,6 +5,7 @@ the short tests below each say the same in the core's own words.
 """
 
 import pytest
+from msgspec.structs import replace
 
 from holdfast.core import job as jobs
 from holdfast.core.commits.state import Commits
@@ -175,6 +176,16 @@ def test_nor_does_one_that_died_while_the_coordinator_was_away():
     take(job, NodeLeaving(at=4.0, node="n1", reason="preempted", code=75), 4.0)
     take(job, CoordinatorRestarted(at=5.0), 5.0)
     assert job.of(Commits).books["c"].writing is None
+
+
+def test_the_images_of_a_node_that_was_sent_off_and_died_are_not_counted_on():
+    job = a_job(2, min_nodes=1, max_nodes=2)
+    for i in range(2):
+        take(job, replace(sealed(i), wish="never"), 2.0)
+    take(job, NodeLeaving(at=4.0, node="n1", reason="preempted", code=75), 4.0)
+    take(job, StreamEnded(at=5.0, node="n1"), 5.0)
+    (snapshot,) = job.of(Commits).books["c"].snapshots
+    assert not any("n1" in holders for holders in snapshot.holders.values())
 
 
 SNAPSHOT = SnapshotId("c", 10, 1)

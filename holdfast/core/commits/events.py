@@ -40,7 +40,7 @@ from holdfast.messages.units import NodeId, Rank, Time
 ESCALATES_AFTER = 3
 """Checkpoints in a row that could not be written, after which the incident says so with emphasis."""
 
-NOTHING_TO_WRITE = Refused(reason="the node is a member, or has nothing to write")
+NOT_CONCERNED = Refused(reason="the node is a member, or has no images")
 NOT_A_MEMBER = Refused(reason="the node is not a member")
 OTHER_ROUND = Refused(reason="the snapshot is of another round")
 
@@ -55,9 +55,9 @@ class CommitsMachine(Commits, Machine):
 
     @on(StreamEnded, *ALWAYS)
     def on_stream_ended(self, job: View, event: StreamEnded, now: Time) -> Effects | Refused:
-        """Have others write what a node was to write that was sent away and is gone now."""
-        if job.membership.has(event.node) or event.node not in rules.writers(self):
-            return NOTHING_TO_WRITE
+        """Note that a node which was sent away is gone, with its images and what it was to write."""
+        if job.membership.has(event.node) or event.node not in rules.nodes(self):
+            return NOT_CONCERNED
         return self._take_in(job, rules.node_gone(self, event.node))
 
     @on(SnapshotsSealed, *ALWAYS)
@@ -155,7 +155,7 @@ class CommitsMachine(Commits, Machine):
         return self._take_in(job, rules.node_gone(self, node), may_finish=not placed)
 
     def coordinator_restarted(self, job: View, now: Time) -> Effects:
-        gone = [node for node in rules.writers(self) if not job.membership.has(node)]
+        gone = [node for node in rules.nodes(self) if not job.membership.has(node)]
         return [e for node in gone for e in self._take_in(job, rules.node_gone(self, node))]
 
     def node_resumed(self, job: View, event: NodeResumed, now: Time) -> Effects:

@@ -339,11 +339,14 @@ def node_gone(commits: Commits, node: NodeId) -> CommitEffects:
     return taken
 
 
-def writers(commits: Commits) -> list[NodeId]:
-    """Return the nodes that are waited for on the way to storage."""
-    writing = [book.writing for book in commits.books.values() if book.writing is not None]
-    committers = [one.committer for one in writing if one.committer is not None]
-    return sorted({*committers, *(node for one in writing for node in one.pending)})
+def nodes(commits: Commits) -> list[NodeId]:
+    """Return the nodes that have images, or have to write some of them to storage."""
+    found: set[NodeId] = set()
+    for book in commits.books.values():
+        found.update(node for s in book.snapshots for some in s.holders.values() for node in some)
+        if book.writing is not None:
+            found.update(book.writing.pending, book.writing.nodes)
+    return sorted(found)
 
 
 def _replace_writer(book: Book, writing: Writing, node: NodeId, taken: CommitEffects) -> None:
