@@ -2,8 +2,8 @@
 
 A request goes over the worker's control socket to the agent, which adds node, round and rank and
 forwards it as the event `Asked`; the action `Answered` carries the answer back. Each request occupies
-one *channel* of its rank, which is used again only after its last answer has arrived. So a receiver that
-keeps the last answer of each channel can repeat a lost answer, and each request takes effect once.
+one *channel* of its rank, which is used again only after its last answer has arrived. So a receiver
+that keeps the last answer of each channel can repeat a lost answer, and each request takes effect once.
 
 The size limits hold everywhere: a message within them fits into one frame.
 """
