@@ -31,7 +31,7 @@ from holdfast.messages.requests import (
 from holdfast.messages.units import NodeId, Rank, RoundNumber
 
 Place = tuple[Rank, int]
-"""A rank and its lane, on which one request at a time waits for its answer."""
+"""A rank and its channel, on which one request at a time waits for its answer."""
 
 
 @dataclass
@@ -53,13 +53,13 @@ class ScriptRequests:
         if isinstance(request, ExcludeNode):
             reason = request.reason
             self.report(ExcludeAsked(at=at, node=node, round=round, rank=rank, reason=reason))
-            self._reply(rank, message.lane, message.number, Granted())
+            self._reply(rank, message.channel, message.number, Granted())
             return
         if isinstance(request, StopJob):
             reason, code = request.reason, request.code
             event = StopAsked(at=at, node=node, round=round, rank=rank, reason=reason, code=code)
             self.report(event)
-            self._reply(rank, message.lane, message.number, Granted())
+            self._reply(rank, message.channel, message.number, Granted())
             return
         assert not isinstance(request, LocateImage), "the agent answers it itself"
         asked = Asked(
@@ -67,11 +67,11 @@ class ScriptRequests:
             node=node,
             round=round,
             rank=rank,
-            lane=message.lane,
+            channel=message.channel,
             number=message.number,
             request=request,
         )
-        self._open[rank, message.lane] = asked
+        self._open[rank, message.channel] = asked
         if is_large(request):
             self._queue.append(asked)
             self._send_large()
@@ -80,12 +80,12 @@ class ScriptRequests:
 
     def answered(self, action: Answered) -> None:
         """Pass on an answer; a repeated one, or one to another round, is ignored."""
-        place = (action.rank, action.lane)
+        place = (action.rank, action.channel)
         asked = self._open.get(place)
         if asked is None or (asked.round, asked.number) != (action.round, action.number):
             return
         self._close(place)
-        self._reply(action.rank, action.lane, action.number, action.answer)
+        self._reply(action.rank, action.channel, action.number, action.answer)
         self._send_large()
 
     def ask_again(self, sent: Collection[AnyEvent]) -> None:
@@ -108,10 +108,10 @@ class ScriptRequests:
     def _send_large(self) -> None:
         while self._queue and len(self._large) < LARGE_AT_ONCE:
             asked = self._queue.popleft()
-            place = (asked.rank, asked.lane)
+            place = (asked.rank, asked.channel)
             if self._open.get(place) is asked:
                 self._large.add(place)
                 self.report(asked)
 
-    def _reply(self, rank: Rank, lane: int, number: int, answer: AnyAnswer) -> None:
-        self.reply(rank, ScriptReply(lane=lane, number=number, answer=answer))
+    def _reply(self, rank: Rank, channel: int, number: int, answer: AnyAnswer) -> None:
+        self.reply(rank, ScriptReply(channel=channel, number=number, answer=answer))

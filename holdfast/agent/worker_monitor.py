@@ -264,7 +264,7 @@ class WorkerMonitor:
 
         def reply(answer: AnyAnswer) -> None:
             self.workers.reply(
-                rank, ScriptReply(lane=message.lane, number=message.number, answer=answer)
+                rank, ScriptReply(channel=message.channel, number=message.number, answer=answer)
             )
 
         def forward() -> None:

@@ -58,7 +58,7 @@ class Answered(Action, frozen=True, kw_only=True):
     node: NodeId
     round: RoundNumber
     rank: Rank
-    lane: int
+    channel: int
     number: int
     answer: AnyAnswer
 

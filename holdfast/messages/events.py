@@ -24,7 +24,7 @@ from holdfast.messages.hangs import Paces, Stall
 from holdfast.messages.health import HealthResult
 from holdfast.messages.nodecheck import TestResult
 from holdfast.messages.records import NodeSpec, Raised, RankProgress, Terms
-from holdfast.messages.requests import AnyRequest, Lane, Number
+from holdfast.messages.requests import AnyRequest, ChannelNumber, Number
 from holdfast.messages.timings import RankTimings
 from holdfast.messages.units import CauseId, NodeId, Rank, RoundNumber, Seconds, StepNumber, Time
 
@@ -130,9 +130,9 @@ class Asked(Event, frozen=True, kw_only=True):
     node: NodeId
     round: RoundNumber
     rank: Rank
-    lane: Lane
+    channel: ChannelNumber
     number: Number
-    """Counts the requests of this rank's lane; the next comes only when this one is answered."""
+    """Counts the requests of this rank's channel; the next comes only when this one is answered."""
     request: AnyRequest
 
 

@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 
 from holdfast.messages.checkpoints import Attempt, CheckpointerId, Missed, Wish
 from holdfast.messages.records import Raised
-from holdfast.messages.requests import AnyAnswer, Lane, Number, ScriptRequest
+from holdfast.messages.requests import AnyAnswer, ChannelNumber, Number, ScriptRequest
 
 Entry = Literal["script", "module", "path", "command"]
 """How to start the user's code: as a file, with `-m`, `--run-path` or `--no-python`."""
@@ -153,7 +153,7 @@ class ImageMissed(Local, frozen=True, kw_only=True):
 class Ask(Local, frozen=True, kw_only=True):
     """Worker to agent: a script's request."""
 
-    lane: Lane
+    channel: ChannelNumber
     number: Number
     request: ScriptRequest
 
@@ -161,7 +161,7 @@ class Ask(Local, frozen=True, kw_only=True):
 class ScriptReply(Local, frozen=True, kw_only=True):
     """Agent to worker: the answer to a script's request."""
 
-    lane: int
+    channel: int
     number: int
     answer: AnyAnswer
 

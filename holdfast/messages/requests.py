@@ -2,8 +2,8 @@
 
 A request goes over the worker's control socket to the agent, which adds node, round and rank and
 forwards it as the event `Asked`; the action `Answered` carries the answer back. Each request occupies
-one *lane* of its rank, and a lane is used again only after its last answer has arrived. So a receiver
-that keeps the last answer of each lane can repeat a lost answer, and each request takes effect once.
+one *channel* of its rank, which is used again only after its last answer has arrived. So a receiver
+that keeps the last answer of each channel can repeat a lost answer, and each request takes effect once.
 
 The size limits hold everywhere: a message within them fits into one frame.
 """
@@ -29,7 +29,7 @@ MAX_NAME_CHARS = 256
 MAX_BALLOT_CHARS = 128
 MAX_LISTED = 16
 """Distinct ballots that a tally lists; without a limit each rank's answer would grow with the world."""
-MAX_LANES = 1024
+MAX_CHANNELS = 1024
 """Requests that one rank may have open."""
 
 Key = Annotated[str, Meta(max_length=4096)]
@@ -37,7 +37,7 @@ MAX_KEYS = 256
 Keys = Annotated[tuple[Key, ...], Meta(min_length=1, max_length=MAX_KEYS)]
 Value = Annotated[bytes, Meta(max_length=MAX_VALUE_BYTES)]
 Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
-Lane = Annotated[int, Meta(ge=0, lt=MAX_LANES)]
+ChannelNumber = Annotated[int, Meta(ge=0, lt=MAX_CHANNELS)]
 Number = Annotated[int, Meta(ge=1, le=1 << 53)]
 Int64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Ballot = bool | Int64 | Annotated[str, Meta(max_length=MAX_BALLOT_CHARS)]

@@ -20,7 +20,7 @@ from holdfast.messages.evidence import RankEvidence, Verdict
 from holdfast.messages.records import Terms
 from holdfast.messages.units import NodeId, RoundNumber, Seconds, Time
 
-PROTOCOL = 3
+PROTOCOL = 2
 
 
 class Hello(Struct, frozen=True, kw_only=True, tag=True):

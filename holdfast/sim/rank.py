@@ -126,29 +126,29 @@ class SimRank:
 
     def ask(
         self,
-        lane: int,
+        channel: int,
         request: ScriptRequest,
         then: Callable[[AnyAnswer], None] = lambda answer: None,
     ) -> None:
         """Have a thread of the script ask; one that waits for an answer asks nothing else."""
         if self.stuck:
-            self._put_off.append((lane, request, then))
-        if lane in self._open or self.exit is not None or self.stuck:
+            self._put_off.append((channel, request, then))
+        if channel in self._open or self.exit is not None or self.stuck:
             return
-        self._open[lane] = (request, then)
-        number = self._numbers[lane] = self._numbers.get(lane, 0) + 1
+        self._open[channel] = (request, then)
+        number = self._numbers[channel] = self._numbers.get(channel, 0) + 1
         if isinstance(request, JoinBarrier):
             self.round.meetings.setdefault(request.name, {})[self.rank] = None
-        self.hear(local.Ask(lane=lane, number=number, request=request))
+        self.hear(local.Ask(channel=channel, number=number, request=request))
 
     def reply(self, message: ScriptReply) -> None:
         """Take the answer to a request in."""
         self.agent.later(0.0005, self._answered, message)
 
     def _answered(self, message: ScriptReply) -> None:
-        if self.exit is not None or message.number != self._numbers.get(message.lane):
+        if self.exit is not None or message.number != self._numbers.get(message.channel):
             return
-        request, then = self._open.pop(message.lane)
+        request, then = self._open.pop(message.channel)
         if isinstance(request, JoinBarrier) and isinstance(message.answer, requests.Granted):
             here, round = len(self.round.meetings[request.name]), self.round
             all_there = here + round.size - len(round.ranks) >= round.size

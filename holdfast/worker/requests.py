@@ -2,9 +2,9 @@
 
 Any thread may ask, and many at once. There is no thread of our own: one of those that wait for an
 answer reads the socket and hands each answer to its owner; when it has its own, another one reads. Each
-request occupies one lane, which is used again only after its answer has arrived, so that a lost answer
-can be requested again (see `holdfast.messages.requests`). An interrupted call leaves its lane occupied
-until the answer comes.
+request occupies one channel, which is used again only after its answer has arrived, so that a lost
+answer can be requested again (see `holdfast.messages.requests`). An interrupted call leaves its channel
+occupied until the answer comes.
 
 Values may be large and their reader slow, so only a few large requests are in flight at a time. That
 bounds what the agent must buffer for a script, however many threads it has.
@@ -27,7 +27,7 @@ from holdfast import errors
 from holdfast.messages.local import Ask, ScriptReply, ToScript
 from holdfast.messages.requests import (
     LARGE_AT_ONCE,
-    MAX_LANES,
+    MAX_CHANNELS,
     MAX_MESSAGE_BYTES,
     AnyAnswer,
     Denied,
@@ -60,7 +60,7 @@ class RequestClient:
         self._lost = False
         self._joiner = Joiner()
         self._numbers: list[int] = []
-        """Number of the newest request on each lane."""
+        """Number of the newest request on each channel."""
         self._free: list[int] = []
         self._waited_for: set[int] = set()
         """Lanes with a thread that waits for the answer."""
@@ -82,28 +82,28 @@ class RequestClient:
         return answer
 
     def _exchange(self, request: ScriptRequest, deadline: float | None) -> AnyAnswer:
-        lane, number = self._take_lane()
+        channel, number = self._take_channel()
         try:
-            self._send(Ask(lane=lane, number=number, request=request))
-            return self._await(lane, deadline)
+            self._send(Ask(channel=channel, number=number, request=request))
+            return self._await(channel, deadline)
         finally:
             with self._changed:
-                self._waited_for.discard(lane)
-                if self._answers.pop(lane, None) is not None:
-                    heapq.heappush(self._free, lane)
+                self._waited_for.discard(channel)
+                if self._answers.pop(channel, None) is not None:
+                    heapq.heappush(self._free, channel)
 
-    def _take_lane(self) -> tuple[int, int]:
+    def _take_channel(self) -> tuple[int, int]:
         with self._changed:
             if self._free:
-                lane = heapq.heappop(self._free)
-            elif len(self._numbers) < MAX_LANES:
-                lane = len(self._numbers)
+                channel = heapq.heappop(self._free)
+            elif len(self._numbers) < MAX_CHANNELS:
+                channel = len(self._numbers)
                 self._numbers.append(0)
             else:
-                raise errors.RequestDenied(f"this process already has {MAX_LANES} open requests")
-            self._numbers[lane] += 1
-            self._waited_for.add(lane)
-            return lane, self._numbers[lane]
+                raise errors.RequestDenied(f"this process already has {MAX_CHANNELS} open requests")
+            self._numbers[channel] += 1
+            self._waited_for.add(channel)
+            return channel, self._numbers[channel]
 
     def _send(self, message: Ask) -> None:
         with self._sending:  # Pieces of two messages must not mix.
@@ -112,9 +112,9 @@ class RequestClient:
 
     # ---- waiting ----
 
-    def _await(self, lane: int, deadline: float | None) -> AnyAnswer:
+    def _await(self, channel: int, deadline: float | None) -> AnyAnswer:
         with self._changed:
-            while lane not in self._answers:
+            while channel not in self._answers:
                 if self._lost:
                     raise errors.RequestError("the agent of this worker does not answer any more")
                 left_s = None if deadline is None else deadline - time.monotonic()
@@ -124,7 +124,7 @@ class RequestClient:
                     self._changed.wait(left_s)
                 else:
                     self._read(left_s)
-            return self._answers[lane]
+            return self._answers[channel]
 
     def _read(self, limit_s: float | None) -> None:
         """Read one packet without holding the lock, which is held on entry and on return."""
@@ -148,12 +148,12 @@ class RequestClient:
         if message is None:
             return
         assert isinstance(message, ScriptReply)
-        if message.number != self._numbers[message.lane]:
+        if message.number != self._numbers[message.channel]:
             return
-        if message.lane in self._waited_for:
-            self._answers[message.lane] = message.answer
+        if message.channel in self._waited_for:
+            self._answers[message.channel] = message.answer
         else:
-            heapq.heappush(self._free, message.lane)
+            heapq.heappush(self._free, message.channel)
 
 
 def _check(request: ScriptRequest) -> None:

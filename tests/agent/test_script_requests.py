@@ -38,18 +38,23 @@ class Scene:
             lambda rank, reply: self.replies.append((rank, reply)),
         )
 
-    def ask(self, request: ScriptRequest, rank: int = 0, lane: int = 0, number: int = 1) -> None:
-        self.requests.ask(ROUND, Rank(rank), Ask(lane=lane, number=number, request=request))
+    def ask(self, request: ScriptRequest, rank: int = 0, channel: int = 0, number: int = 1) -> None:
+        self.requests.ask(ROUND, Rank(rank), Ask(channel=channel, number=number, request=request))
 
     def answer(
-        self, answer: AnyAnswer, rank: int = 0, lane: int = 0, number: int = 1, round: int = ROUND
+        self,
+        answer: AnyAnswer,
+        rank: int = 0,
+        channel: int = 0,
+        number: int = 1,
+        round: int = ROUND,
     ) -> None:
         self.requests.answered(
             Answered(
                 node=NodeId("n"),
                 round=RoundNumber(round),
                 rank=Rank(rank),
-                lane=lane,
+                channel=channel,
                 number=number,
                 answer=answer,
             )
@@ -62,12 +67,12 @@ def scene() -> Scene:
 
 
 def test_a_request_is_asked_in_the_name_of_its_rank(scene: Scene) -> None:
-    scene.ask(Add(key="k", amount=1), rank=2, lane=1, number=5)
+    scene.ask(Add(key="k", amount=1), rank=2, channel=1, number=5)
     (event,) = scene.events
     assert isinstance(event, Asked)
-    assert (event.node, event.round, event.rank, event.lane, event.number) == ("n", 3, 2, 1, 5)
-    scene.answer(Total(number=1), rank=2, lane=1, number=5)
-    assert scene.replies == [(2, ScriptReply(lane=1, number=5, answer=Total(number=1)))]
+    assert (event.node, event.round, event.rank, event.channel, event.number) == ("n", 3, 2, 1, 5)
+    scene.answer(Total(number=1), rank=2, channel=1, number=5)
+    assert scene.replies == [(2, ScriptReply(channel=1, number=5, answer=Total(number=1)))]
 
 
 def test_an_answer_that_comes_twice_or_to_another_round_is_dropped(scene: Scene) -> None:
@@ -82,33 +87,33 @@ def test_an_answer_that_comes_twice_or_to_another_round_is_dropped(scene: Scene)
 
 
 def test_on_a_new_stream_what_was_heard_but_not_answered_is_asked_again(scene: Scene) -> None:
-    for lane in range(3):
-        scene.ask(Add(key="k", amount=1), lane=lane)
-    scene.answer(Total(number=1), lane=0)
+    for channel in range(3):
+        scene.ask(Add(key="k", amount=1), channel=channel)
+    scene.answer(Total(number=1), channel=0)
     heard, unheard = scene.events[1], scene.events[2]
     scene.requests.ask_again([unheard])
     assert scene.events[3:] == [heard]
 
 
 def test_only_a_few_large_requests_are_on_their_way_at_a_time(scene: Scene) -> None:
-    for lane in range(LARGE_AT_ONCE + 2):
-        scene.ask(Get(keys=("k",)), lane=lane)
+    for channel in range(LARGE_AT_ONCE + 2):
+        scene.ask(Get(keys=("k",)), channel=channel)
     scene.ask(Set(items=(("k", b"x" * 100_000),)), rank=1)
-    scene.ask(Set(items=(("k", b"x"),)), rank=1, lane=1)
+    scene.ask(Set(items=(("k", b"x"),)), rank=1, channel=1)
     assert len(scene.events) == LARGE_AT_ONCE + 1, "small ones do not wait"
     scene.requests.ask_again([])
     assert len(scene.events) == 2 * (LARGE_AT_ONCE + 1), "what waits here is not asked again"
-    scene.answer(Values(values=(None,)), lane=1)
-    assert scene.events[-1].lane == LARGE_AT_ONCE  # type: ignore[union-attr]
+    scene.answer(Values(values=(None,)), channel=1)
+    assert scene.events[-1].channel == LARGE_AT_ONCE  # type: ignore[union-attr]
 
 
 def test_a_worker_that_is_gone_leaves_its_place_to_others(scene: Scene) -> None:
-    for lane in range(LARGE_AT_ONCE + 1):
-        scene.ask(Get(keys=("k",)), lane=lane)
+    for channel in range(LARGE_AT_ONCE + 1):
+        scene.ask(Get(keys=("k",)), channel=channel)
     scene.ask(Get(keys=("k",)), rank=1)
     scene.requests.forget(Rank(0))
     assert scene.events[-1].rank == 1  # type: ignore[union-attr]
-    scene.answer(Values(values=(None,)), lane=0)
+    scene.answer(Values(values=(None,)), channel=0)
     assert scene.replies == []
 
 

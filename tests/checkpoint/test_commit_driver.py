@@ -105,7 +105,9 @@ class Member:
         request = FindState(checkpointer="c", tried=tried)
         rank = self.rank
         self.post(
-            Asked(at=NOW, node=self.node, round=ROUND, rank=rank, lane=0, number=1, request=request)
+            Asked(
+                at=NOW, node=self.node, round=ROUND, rank=rank, channel=0, number=1, request=request
+            )
         )
 
     def found(self) -> StateFound:

@@ -19,6 +19,8 @@ from holdfast.coordinator.diagnosis import Examinations
 from holdfast.coordinator.journal import Journal, replay
 from holdfast.coordinator.server import Coordinator
 from holdfast.core.job import Job
+from holdfast.core.ranks.events import RanksMachine
+from holdfast.core.replay import TRIES
 from holdfast.messages.actions import Finish, StartWorkers, StopWorkers
 from holdfast.messages.events import (
     AnyEvent,
@@ -517,3 +519,48 @@ def test_an_error_of_the_coordinators_own_ends_it_so_that_it_is_started_again(
                 await asyncio.wait_for(asyncio.shield(here.serving), 3.0)
 
     run(scenario())
+
+
+# ---- errors of our own ---------------------------------------------------------------------------
+
+
+def break_progress(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    """Have the next reports of progress raise in the middle of being handled."""
+    handle, calls = RanksMachine.on_progress, [0]
+
+    def raising(self: RanksMachine, *arguments: Any) -> Any:
+        handle(self, *arguments)
+        calls[0] += 1
+        if calls[0] <= times:
+            raise ZeroDivisionError("a bug of our own")
+        return handle(self, *arguments)
+
+    raising.rule = handle.rule  # type: ignore[attr-defined]
+    monkeypatch.setattr(RanksMachine, "on_progress", raising)
+
+
+@pytest.mark.parametrize("times", [1, TRIES])
+def test_a_handler_that_raises_costs_neither_the_job_nor_its_agents(
+    times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "journal.db"
+
+    async def scenario() -> None:
+        async with served(path) as here:
+            good = await here.join()
+            break_progress(monkeypatch, times)
+            here.job.__dict__.clear()  # Who hears what was looked up before.
+            good.send(Sent(number=2, event=stepped(5)))
+            assert await good.hear_a(Ack) == Ack(number=2)
+            assert here.job.highest == (5 if times < TRIES else 0), "dropped when it always fails"
+            good.send(Sent(number=3, event=stepped(6)))
+            await good.hear_a(Ack)
+            assert here.job.highest == 6
+            assert [one.kind for one in here.job.incidents] == ["internal"] * times
+            monkeypatch.undo()
+            again = replay(path)
+            assert again is not None
+            assert msgspec.json.encode(again.job) == msgspec.json.encode(here.job)
+            assert again.acked == {"good": 3}
+
+    asyncio.run(scenario())

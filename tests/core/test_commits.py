@@ -982,7 +982,7 @@ class Saver(Driver):
         return self.take(CheckpointWritten(at=self.at, node=NodeId(node), snapshot=id, error=error))
 
     def ask(
-        self, rank: int, request: AnyRequest, number: int = 1, lane: int = 0
+        self, rank: int, request: AnyRequest, number: int = 1, channel: int = 0
     ) -> list[AnyAction]:
         return self.take(
             Asked(
@@ -990,7 +990,7 @@ class Saver(Driver):
                 node=self.node_of(rank),
                 round=self.round,
                 rank=Rank(rank),
-                lane=lane,
+                channel=channel,
                 number=number,
                 request=request,
             )
@@ -1117,7 +1117,7 @@ def test_a_new_round_after_all_ranks_had_ended_is_not_ended_by_its_first_save() 
 
 
 def test_who_waited_in_vain_is_not_answered_for_what_it_asks_next(job: Saver) -> None:
-    """Its lane is in use again; the answer to the old question must not be taken for the new one's."""
+    """Its channel is in use again; the old question's answer must not be taken for the new one's."""
     (denied,) = told(job.ask(0, await_save(10, timeout_s=0.0)))
     assert denied.reason == "timeout"
     job.ask(0, FindState(checkpointer=C), number=2)

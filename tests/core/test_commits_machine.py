@@ -662,8 +662,8 @@ class SavingMachine(JobMachine):
         for _ in range(20):
             self.carry_out(0, "", False)
 
-    @rule(number=picks, lane=st.integers(0, 1), count=st.integers(1, 6), what=picks)
-    def ask_for_state(self, number: int, lane: int, count: int, what: int) -> None:
+    @rule(number=picks, channel=st.integers(0, 1), count=st.integers(1, 6), what=picks)
+    def ask_for_state(self, number: int, channel: int, count: int, what: int) -> None:
         picked = self.pick(number)
         if picked is not None:
             node, agent, rank = picked
@@ -673,16 +673,16 @@ class SavingMachine(JobMachine):
                     node=node,
                     round=agent.round,
                     rank=rank,
-                    lane=lane,
+                    channel=channel,
                     number=count,
                     request=REQUESTS[what % len(REQUESTS)],
                 )
             )
 
-    @rule(lane=st.integers(0, 1), count=st.integers(1, 6), what=picks)
-    def everybody_asks_for_state(self, lane: int, count: int, what: int) -> None:
+    @rule(channel=st.integers(0, 1), count=st.integers(1, 6), what=picks)
+    def everybody_asks_for_state(self, channel: int, count: int, what: int) -> None:
         for number in range(sum(len(agent.steps) for agent in self.agents.values())):
-            self.ask_for_state(number, lane, count, what)
+            self.ask_for_state(number, channel, count, what)
 
     @precondition(lambda self: hasattr(self, "driver"))
     @invariant()

@@ -403,7 +403,7 @@ class JobMachine(RuleBasedStateMachine):
                 node=node,
                 round=agent.round,
                 rank=rank,
-                lane=0,
+                channel=0,
                 number=1 if last is None else last.number + (not again),
                 request=AwaitStragglers(
                     after=self.job.of(StragglersMachine).findings.total if again else 0

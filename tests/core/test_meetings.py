@@ -58,8 +58,8 @@ def test_names_and_kinds_do_not_mix(job: Askers) -> None:
     job.ask(0, barrier("x"))
     job.ask(1, barrier("y"))
     assert job.ask(2, vote(True, "x")) == []
-    assert answers(job.ask(2, barrier("y"), lane=1)) == {}
-    assert set(answers(job.ask(0, barrier("y"), lane=1))) == {0, 1, 2}
+    assert answers(job.ask(2, barrier("y"), channel=1)) == {}
+    assert set(answers(job.ask(0, barrier("y"), channel=1))) == {0, 1, 2}
 
 
 def test_an_answer_that_was_lost_is_given_again(job: Askers) -> None:
@@ -79,7 +79,7 @@ def test_a_rank_that_ended_counts_as_arrived(job: Askers) -> None:
 
 def test_a_rank_that_ended_while_a_thread_of_it_waited_is_not_told(job: Askers) -> None:
     job.ask(2, barrier())
-    job.ask(2, wait("k"), lane=1)
+    job.ask(2, wait("k"), channel=1)
     assert job.exit(2, code=0) == []
     job.ask(0, barrier())
     assert set(answers(job.ask(1, barrier()))) == {0, 1}
@@ -122,10 +122,10 @@ def test_who_gave_up_waiting_is_not_there(job: Askers) -> None:
 
 def test_a_later_call_takes_the_place_of_an_earlier_one(job: Askers) -> None:
     job.ask(0, barrier())
-    (again,) = job.ask(0, barrier(), lane=1)
-    assert (again.lane, again.answer.reason) == (0, "joined again")
+    (again,) = job.ask(0, barrier(), channel=1)
+    assert (again.channel, again.answer.reason) == (0, "joined again")
     job.ask(1, barrier())
-    assert [(a.rank, a.lane) for a in job.ask(2, barrier())] == [(0, 1), (1, 0), (2, 0)]
+    assert [(a.rank, a.channel) for a in job.ask(2, barrier())] == [(0, 1), (1, 0), (2, 0)]
 
 
 def test_all_get_the_same_tally(job: Askers) -> None:
@@ -169,7 +169,7 @@ def test_a_restarted_coordinator_knows_who_came(job: Askers) -> None:
     job.ask(0, barrier(timeout_s=50))
     job.ask(1, vote("x"))
     job.job = revived(job.job)
-    job.ask(1, barrier(), lane=1)
+    job.ask(1, barrier(), channel=1)
     assert set(answers(job.ask(2, barrier()))) == {0, 1, 2}
     assert encoded(replayed(job.history)) == encoded(job.job)
 
@@ -189,7 +189,7 @@ def test_the_machine_by_itself_never_keeps_an_empty_meeting() -> None:
 class MeetingMachine(RuleBasedStateMachine):
     """Any order of asking, repeating, timing out, ending, dying and replaying.
 
-    Every request of a lane is answered exactly once, not counting answers that were asked for again.
+    Every request of a channel is answered exactly once, not counting answers that were asked for again.
     """
 
     @initialize(slots=st.integers(1, 4))
@@ -202,10 +202,10 @@ class MeetingMachine(RuleBasedStateMachine):
 
     def hear(self, actions: list[Any]) -> None:
         told = [a for a in actions if type(a).__name__ == "Answered"]
-        places = [(a.rank, a.lane) for a in told]
+        places = [(a.rank, a.channel) for a in told]
         assert len(set(places)) == len(places), "told twice"
         for answer in told:
-            place = (answer.rank, answer.lane)
+            place = (answer.rank, answer.channel)
             assert answer.number == self.numbers[place]
             assert place in self.open_, "an answer that nobody waits for"
             del self.open_[place]
@@ -218,7 +218,7 @@ class MeetingMachine(RuleBasedStateMachine):
 
     @rule(
         pick=st.integers(0, 3),
-        lane=st.integers(0, 1),
+        channel=st.integers(0, 1),
         request=st.sampled_from(
             [
                 barrier("x"),
@@ -230,16 +230,16 @@ class MeetingMachine(RuleBasedStateMachine):
             ]
         ),
     )
-    def ask(self, pick: int, lane: int, request: AnyRequest) -> None:
+    def ask(self, pick: int, channel: int, request: AnyRequest) -> None:
         if not self.living:
             return
         rank = self.living[pick % len(self.living)]
-        if (rank, lane) in self.open_:
+        if (rank, channel) in self.open_:
             return
-        number = self.numbers[rank, lane] = self.numbers.get((rank, lane), 0) + 1
-        self.open_[rank, lane] = request
-        self.last[rank, lane] = (number, request)
-        self.hear(self.job.ask(rank, request, number, lane))
+        number = self.numbers[rank, channel] = self.numbers.get((rank, channel), 0) + 1
+        self.open_[rank, channel] = request
+        self.last[rank, channel] = (number, request)
+        self.hear(self.job.ask(rank, request, number, channel))
 
     @rule(pick=st.integers(0, 9))
     def ask_again(self, pick: int) -> None:
@@ -252,7 +252,7 @@ class MeetingMachine(RuleBasedStateMachine):
         if place in self.open_:
             assert actions == [], "it still waits"
         else:
-            assert [(a.rank, a.lane, a.number) for a in actions] == [(*place, number)]
+            assert [(a.rank, a.channel, a.number) for a in actions] == [(*place, number)]
 
     @rule(seconds=st.sampled_from([0.5, 1.0, 2.0, 20.0]))
     def wait(self, seconds: float) -> None:
@@ -288,7 +288,7 @@ class MeetingMachine(RuleBasedStateMachine):
         if not hasattr(self, "job") or self.job.job.state.name != "running":
             return
         desk = self.job.job.requests
-        assert {(h.asked.rank, h.asked.lane) for h in desk.open.values()} == set(self.open_)
+        assert {(h.asked.rank, h.asked.channel) for h in desk.open.values()} == set(self.open_)
 
     def teardown(self) -> None:
         if hasattr(self, "job"):

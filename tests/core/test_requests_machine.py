@@ -40,11 +40,11 @@ class AskingMachine(JobMachine):
 
     @rule(
         number=picks,
-        lane=st.integers(0, 2),
+        channel=st.integers(0, 2),
         count=st.integers(1, 4),
         request=st.sampled_from(REQUESTS),
     )
-    def ask_coordinator(self, number: int, lane: int, count: int, request: AnyRequest) -> None:
+    def ask_coordinator(self, number: int, channel: int, count: int, request: AnyRequest) -> None:
         picked = self.pick(number)
         if picked is None:
             return
@@ -56,7 +56,7 @@ class AskingMachine(JobMachine):
             node=node,
             round=agent.round,
             rank=rank,
-            lane=lane,
+            channel=channel,
             number=count,
             request=request,
         )
@@ -69,10 +69,10 @@ class AskingMachine(JobMachine):
             assert answer.answer.reason == "fenced"
             assert encoded(self.job) == before, "a request of another round changed something"
 
-    @rule(lane=st.integers(0, 2), count=st.integers(1, 4), request=st.sampled_from(REQUESTS))
-    def everybody_asks(self, lane: int, count: int, request: AnyRequest) -> None:
+    @rule(channel=st.integers(0, 2), count=st.integers(1, 4), request=st.sampled_from(REQUESTS))
+    def everybody_asks(self, channel: int, count: int, request: AnyRequest) -> None:
         for number in range(sum(len(agent.steps) for agent in self.agents.values())):
-            self.ask_coordinator(number, lane, count, request)
+            self.ask_coordinator(number, channel, count, request)
 
     @precondition(lambda self: hasattr(self, "driver"))
     @invariant()

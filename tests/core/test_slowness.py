@@ -66,7 +66,7 @@ def ask(driver: Driver, rank: int, after: int = 0, number: int = 1) -> list[AnyA
             node=driver.node_of(rank),
             round=driver.round,
             rank=Rank(rank),
-            lane=0,
+            channel=0,
             number=number,
             request=AwaitStragglers(after=after),
         )

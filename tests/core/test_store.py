@@ -159,11 +159,11 @@ class Askers(Driver):
     """A job whose scripts ask."""
 
     def ask(
-        self, rank: int, request: AnyRequest, number: int = 1, lane: int = 0, **more: Any
+        self, rank: int, request: AnyRequest, number: int = 1, channel: int = 0, **more: Any
     ) -> list[Any]:
         more = {"round": self.round, "node": self.node_of(rank), **more}
         event = Asked(
-            at=self.at, rank=Rank(rank), lane=lane, number=number, request=request, **more
+            at=self.at, rank=Rank(rank), channel=channel, number=number, request=request, **more
         )
         return self.take(event)
 
@@ -191,7 +191,7 @@ def test_a_request_that_is_repeated_is_answered_again_and_not_done_again(job: As
         assert answers(job.ask(0, Add(key="n", amount=1), 1)) == {0: Total(number=1)}
     assert answers(job.ask(0, Add(key="n", amount=1), 2)) == {0: Total(number=2)}
     assert job.ask(0, Add(key="n", amount=1), 1) == [], "it had its answer long ago"
-    assert answers(job.ask(0, Add(key="n", amount=1), 1, lane=1)) == {0: Total(number=3)}
+    assert answers(job.ask(0, Add(key="n", amount=1), 1, channel=1)) == {0: Total(number=3)}
 
 
 def test_a_repeated_compare_set_that_won_has_won(job: Askers) -> None:

@@ -14,7 +14,7 @@ decoder = msgspec.msgpack.Decoder(ScriptReply | Piece)
 
 
 def reply(size: int) -> ScriptReply:
-    return ScriptReply(lane=0, number=1, answer=Values(values=(b"x" * size,)))
+    return ScriptReply(channel=0, number=1, answer=Values(values=(b"x" * size,)))
 
 
 def received(packets: list[bytes], joiner: Joiner) -> list[ScriptReply]:

@@ -75,7 +75,9 @@ class FakeAgent:
                 self.reply(message, answer)
 
     def reply(self, ask: Ask, answer: AnyAnswer) -> None:
-        for packet in packets_of(ScriptReply(lane=ask.lane, number=ask.number, answer=answer)):
+        for packet in packets_of(
+            ScriptReply(channel=ask.channel, number=ask.number, answer=answer)
+        ):
             self.socket.send(packet)
 
     def until_asked(self, count: int) -> None:
@@ -125,9 +127,9 @@ def test_each_thread_gets_its_own_answer(agent: FakeAgent) -> None:
     assert len(agent.asked) == 1000
     numbers: dict[int, int] = {}
     for ask in agent.asked:
-        assert ask.number == numbers.get(ask.lane, 0) + 1, "a lane was skipped or used twice"
-        numbers[ask.lane] = ask.number
-    assert len(numbers) <= 20, "no more lanes than threads"
+        assert ask.number == numbers.get(ask.channel, 0) + 1, "a channel was skipped or used twice"
+        numbers[ask.channel] = ask.number
+    assert len(numbers) <= 20, "no more channels than threads"
 
 
 def test_answers_may_come_in_any_order(agent: FakeAgent) -> None:
@@ -210,7 +212,7 @@ def test_an_answer_that_never_comes_is_not_waited_for_for_ever(agent: FakeAgent)
     agent.react = lambda ask: Total(number=1)
     for _ in range(3):
         assert agent.requests.ask(Add(key="k", amount=1)) == Total(number=1)
-    assert {ask.lane for ask in agent.asked[2:]} <= {0, 1}
+    assert {ask.channel for ask in agent.asked[2:]} <= {0, 1}
 
 
 def test_an_interrupted_call_does_no_harm_to_the_next(agent: FakeAgent) -> None:

@@ -242,9 +242,11 @@ class CommitDriver:
 
 
 def _answered(asked: Asked, answer: AnyAnswer) -> Answered:
-    node, round, rank, lane = asked.node, asked.round, asked.rank, asked.lane
+    node, round, rank, channel = asked.node, asked.round, asked.rank, asked.channel
     number = asked.number
-    return Answered(node=node, round=round, rank=rank, lane=lane, number=number, answer=answer)
+    return Answered(
+        node=node, round=round, rank=rank, channel=channel, number=number, answer=answer
+    )
 
 
 def _unreachable(node: NodeId) -> None:

@@ -333,7 +333,7 @@ class ScriptLink:
             node=self._node,
             round=round,
             rank=Rank(self.rank),
-            lane=0,
+            channel=0,
             number=1,
             request=FindState(checkpointer=checkpointer, step=step, tried=tried),
         )

@@ -9,7 +9,7 @@ asked, who still waits and until when, and what was answered last.
                    └── denied: the round is over
 
 An answer can be lost with a stream, or with a coordinator that died between writing and sending; then
-the agent asks again. The last answer of each lane is kept for that, and given again, so nothing is
+the agent asks again. The last answer of each channel is kept for that, and given again, so nothing is
 ever done twice. What only reads is done again instead: its answer may be large, and who has not got
 it cannot mind a newer one.
 
@@ -45,7 +45,7 @@ from holdfast.messages.units import Rank, Time
 
 
 class LastAnswer(Struct):
-    """The newest request of a lane."""
+    """The newest request of a channel."""
 
     number: int
     answer: AnyAnswer | None = None
@@ -61,7 +61,7 @@ class Requests(Struct):
     store: Store = field(default_factory=Store)
     meetings: Meetings = field(default_factory=Meetings)
     last: dict[Rank, dict[int, LastAnswer]] = field(default_factory=dict)
-    """By rank and lane."""
+    """By rank and channel."""
     open: dict[Asker, OpenRequest] = field(default_factory=dict)
     until: Time | None = None
     """No open request's time is up before this; it may be earlier than need be, never later."""
@@ -69,7 +69,7 @@ class Requests(Struct):
 
 def take(state: Requests, event: Asked, attendance: Attendance, now: Time) -> list[Answered]:
     """Take a request of the round in force."""
-    asker = _asker(event.rank, event.lane)
+    asker = _asker(event.rank, event.channel)
     before = _before(state, event, asker)
     if before is not None:
         return before
@@ -81,13 +81,13 @@ def take(state: Requests, event: Asked, attendance: Attendance, now: Time) -> li
     if taken.answer is None:
         _keep_open(state, event, asker, now)
         return _in_time(state, now)
-    state.last[event.rank][event.lane].answer = _kept(taken.answer, event)
+    state.last[event.rank][event.channel].answer = _kept(taken.answer, event)
     return [_to(event, taken.answer), *_answer(state, taken.woken, Granted())]
 
 
 def hold(state: Requests, event: Asked, now: Time) -> tuple[Asker | None, list[Answered]]:
     """Keep a request open that others will `answer`; None: it was asked before."""
-    asker = _asker(event.rank, event.lane)
+    asker = _asker(event.rank, event.channel)
     before = _before(state, event, asker)
     if before is not None:
         return None, before
@@ -105,9 +105,9 @@ def answer(state: Requests, answers: Iterable[tuple[Asker, AnyAnswer]]) -> list[
 
 
 def _before(state: Requests, event: Asked, asker: Asker) -> list[Answered] | None:
-    """What to say to a request that came before; None: it is new, and its lane's newest now."""
-    lanes = state.last.setdefault(event.rank, {})
-    last = lanes.get(event.lane)
+    """What to say to a request that came before; None: it is new, and its channel's newest now."""
+    channels = state.last.setdefault(event.rank, {})
+    last = channels.get(event.channel)
     if last is not None and event.number <= last.number:
         if event.number < last.number or asker in state.open:
             return []  # It had its answer, or waits for it.
@@ -115,7 +115,7 @@ def _before(state: Requests, event: Asked, asker: Asker) -> list[Answered] | Non
             return [_to(event, _again(last.answer, event))]
     if asker in state.open:
         _drop(state, asker)
-    lanes[event.lane] = LastAnswer(event.number)
+    channels[event.channel] = LastAnswer(event.number)
     return None
 
 
@@ -134,9 +134,9 @@ def _meet(
 
 def rank_ended(state: Requests, rank: Rank, attendance: Attendance) -> list[Answered]:
     """A rank ended with 0: nobody has to wait for it."""
-    for lane in state.last.pop(rank, {}):
-        if _asker(rank, lane) in state.open:
-            _drop(state, _asker(rank, lane))
+    for channel in state.last.pop(rank, {}):
+        if _asker(rank, channel) in state.open:
+            _drop(state, _asker(rank, channel))
     return _all_over(state, meeting.ended(state.meetings, attendance))
 
 
@@ -175,8 +175,8 @@ def fenced(event: Asked, why: str) -> Answered:
 # ---- answers -----------------------------------------------------------------------------------
 
 
-def _asker(rank: Rank, lane: int) -> Asker:
-    return f"{rank}/{lane}"
+def _asker(rank: Rank, channel: int) -> Asker:
+    return f"{rank}/{channel}"
 
 
 def _to(event: Asked, answer: AnyAnswer) -> Answered:
@@ -184,7 +184,7 @@ def _to(event: Asked, answer: AnyAnswer) -> Answered:
         node=event.node,
         round=event.round,
         rank=event.rank,
-        lane=event.lane,
+        channel=event.channel,
         number=event.number,
         answer=answer,
     )
@@ -210,7 +210,7 @@ def _answer(state: Requests, askers: Iterable[Asker], answer: AnyAnswer) -> list
     answers = []
     for asker in askers:
         held = state.open.pop(asker)
-        state.last[held.asked.rank][held.asked.lane].answer = answer
+        state.last[held.asked.rank][held.asked.channel].answer = answer
         answers.append(_to(held.asked, answer))
     return answers
 
@@ -279,9 +279,9 @@ def validate(state: Requests, attendance: Attendance) -> None:
     ]
     assert sorted(waiting) == sorted(state.open), "open requests are not those that wait"
     for asker, held in state.open.items():
-        assert asker == _asker(held.asked.rank, held.asked.lane)
-        last = state.last[held.asked.rank][held.asked.lane]
-        assert last.number == held.asked.number, "an open request is not its lane's newest"
+        assert asker == _asker(held.asked.rank, held.asked.channel)
+        last = state.last[held.asked.rank][held.asked.channel]
+        assert last.number == held.asked.number, "an open request is not its channel's newest"
         assert last.answer is None, "an open request was answered"
         if held.until is not None:
             assert state.until is not None, "nobody minds the time"

@@ -27,7 +27,7 @@ _LONGEST_NUMBER = 20
 _INT64 = 1 << 63
 
 Asker = str
-"""One lane of one rank."""
+"""One channel of one rank."""
 
 
 class KeyWait(Struct):
