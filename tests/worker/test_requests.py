@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -215,12 +216,24 @@ def test_an_answer_that_never_comes_is_not_waited_for_for_ever(agent: FakeAgent)
     assert {ask.channel for ask in agent.asked[2:]} <= {0, 1}
 
 
+POLLS = {"7", "271", "73"}
+"""Numbers of poll and ppoll, on x86-64 and ARM."""
+
+
+def until_it_polls(task: int) -> None:
+    """Wait until a thread of this process is in the kernel, waiting for a socket."""
+    path = Path(f"/proc/self/task/{task}/syscall")
+    while path.read_text().split()[0] not in POLLS:
+        os.sched_yield()
+
+
 def test_an_interrupted_call_does_no_harm_to_the_next(agent: FakeAgent) -> None:
     agent.react = lambda ask: None
-    main = threading.get_ident()
+    main, task = threading.get_ident(), threading.get_native_id()
 
     def interrupt() -> None:
         agent.until_asked(1)
+        until_it_polls(task)  # A signal right before a system call does not interrupt it.
         signal.pthread_kill(main, signal.SIGINT)
 
     thread = in_thread(interrupt)
