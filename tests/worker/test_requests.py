@@ -227,7 +227,19 @@ def until_it_polls(task: int) -> None:
         os.sched_yield()
 
 
-def test_an_interrupted_call_does_no_harm_to_the_next(agent: FakeAgent) -> None:
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT as a script has it, whatever ran in this process before."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    signal.signal(signal.SIGINT, before or signal.default_int_handler)
+
+
+def test_an_interrupted_call_does_no_harm_to_the_next(
+    agent: FakeAgent, interruptible: None
+) -> None:
     agent.react = lambda ask: None
     main, task = threading.get_ident(), threading.get_native_id()
 
