@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("words", nargs="*", metavar="[JOB] [N]", help="job, and number of incident")
     parser.add_argument("--story", action="store_true", help="print the chain of causes")
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     job, number = _understood(arguments.words)
     if arguments.story:
         if number is None:

@@ -99,6 +99,26 @@ def test_status_tells_of_a_job_whose_launcher_was_killed(run: Run) -> None:
     assert run.ask("status")["state"] == "lost"
 
 
+def test_the_story_of_an_incident_is_one_chain_of_causes(run: Run) -> None:
+    run.train()
+    run.until_stepping()
+    run.kill_rank(0)
+    run.until_stepping(round=2)
+    first, *others = run.ask("incidents", "1", "--story")
+    assert first["what"] == "WorkerExited"
+    known = {first["id"]}
+    for step in others:
+        assert step["cause"] in known, step
+        known.add(step["id"])
+    kinds = [step["what"] for step in others]
+    assert kinds[0] == "StopWorkers"
+    assert kinds.index("NodeReady") < kinds.index("StartWorkers") < kinds.index("WorkerStarted")
+    assert kinds[-1] == "Progress", "the first step after it"
+    assert run.ask("incidents", "1")[0]["cause"] == first["id"]
+    run.end()
+    assert run.code() == 0
+
+
 def test_incidents_have_the_keys_that_tools_rely_on(run: Run) -> None:
     run.train()
     run.until_stepping()
