@@ -112,6 +112,8 @@ class Refused(Decision, frozen=True, kw_only=True):
     reason: str
 
 
+NOT_A_MEMBER = Refused(reason="the node is not a member")
+
 AnyDecision = (
     Tell
     | Settle

@@ -281,7 +281,7 @@ def _end(job: Job, decision: EndJob, now: Time) -> list[AnyAction]:
     enter(job, Ending(result))
     actions = announce(job, Machine.job_ended, result, decision.secure, now=now)
     m = job.membership
-    return actions + [m.goodbye(node, result.code, result.reason) for node in m.nodes()]
+    return actions + [m.dismiss(node, result) for node in m.nodes()]
 
 
 def _close(job: Job, ended: JobResult, now: Time) -> list[AnyAction]:

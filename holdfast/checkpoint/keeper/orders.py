@@ -27,9 +27,8 @@ from holdfast.checkpoint.replicas.server import ReplicaServer
 from holdfast.checkpoint.state.layout import Contents, digest
 from holdfast.clock import machine_time
 from holdfast.errors import HoldfastError
-from holdfast.messages.actions import Action
 from holdfast.messages.checkpoints import ImageId, Sealed
-from holdfast.messages.events import Event, ImagesHeld, SnapshotMissed, SnapshotsSealed
+from holdfast.messages.events import ImagesHeld, SnapshotMissed, SnapshotsSealed
 from holdfast.messages.keeper import (
     BeginRound,
     FailWrites,
@@ -152,8 +151,6 @@ class Keeper:
             # The edge of a thread: whatever it was, the order is answered and the log shows it.
             log.exception("order %r failed", order)
             why = f"{type(error).__name__}: {error}"
-        if isinstance(event, Event) and isinstance(action, Action):
-            event = msgspec.structs.replace(event, cause=action.id)
         if self._progress.ended(order):
             self.send(KeeperReply(order.number, event, why))
 

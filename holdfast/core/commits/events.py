@@ -14,7 +14,15 @@ from msgspec import field
 from holdfast.core.commits import restoring, rules, waiting
 from holdfast.core.commits.replica_placement import placement
 from holdfast.core.commits.state import Address, CommitEffects, Commits, Reach
-from holdfast.core.decisions import AnswerRequest, Asker, Effect, EndJob, Note, Refused
+from holdfast.core.decisions import (
+    NOT_A_MEMBER,
+    AnswerRequest,
+    Asker,
+    Effect,
+    EndJob,
+    Note,
+    Refused,
+)
 from holdfast.core.faults import Fault
 from holdfast.core.machine import NONE, Effects, Machine, on
 from holdfast.core.states import ALWAYS, OVER, Running
@@ -41,7 +49,6 @@ ESCALATES_AFTER = 3
 """Checkpoints in a row that could not be written, after which the incident says so with emphasis."""
 
 NOT_CONCERNED = Refused(reason="the node is a member, or has no images")
-NOT_A_MEMBER = Refused(reason="the node is not a member")
 OTHER_ROUND = Refused(reason="the snapshot is of another round")
 
 

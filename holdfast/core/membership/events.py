@@ -9,7 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from holdfast.core import faults
-from holdfast.core.decisions import BreakRound, EndJob, LoseNode, Refused, Repeat, SendAway, Settle
+from holdfast.core.decisions import (
+    NOT_A_MEMBER,
+    BreakRound,
+    EndJob,
+    LoseNode,
+    Refused,
+    Repeat,
+    SendAway,
+    Settle,
+)
 from holdfast.core.machine import NONE, Effects, Machine, on, tell
 from holdfast.core.membership import rounds, seating
 from holdfast.core.membership.state import Absence, Membership
@@ -32,10 +41,8 @@ from holdfast.messages.events import (
     StreamEnded,
 )
 from holdfast.messages.exits import EXIT_DO_NOT_REQUEUE, EXIT_TRY_AGAIN
-from holdfast.messages.records import Terms, World
+from holdfast.messages.records import JobResult, Terms, World
 from holdfast.messages.units import NodeId, Time
-
-NOT_A_MEMBER = Refused(reason="the node is not a member")
 
 
 class MembershipMachine(Membership, Machine):
@@ -48,8 +55,7 @@ class MembershipMachine(Membership, Machine):
     @on(NodeJoined, *ALWAYS)
     def on_joined(self, job: View, event: NodeJoined, now: Time) -> Effects:
         if isinstance(job.state, OVER):
-            result = job.state.result
-            return [self.goodbye(event.node, result.code, result.reason)]
+            return [self.dismiss(event.node, job.state.result)]
         host = event.spec.host
         if host in self.excluded:
             why = f"host {host} is excluded: {self.excluded[host]}"
@@ -61,8 +67,7 @@ class MembershipMachine(Membership, Machine):
 
     def node_joined(self, job: View, event: NodeJoined, now: Time) -> Effects:
         if isinstance(job.state, OVER):
-            result = job.state.result
-            return [self.goodbye(event.node, result.code, result.reason)]
+            return [self.dismiss(event.node, job.state.result)]
         rounds.join(self, event.node, event.spec, event.store_port, now)
         return [Prepare(node=event.node)] if job.world is not None else NONE
 
@@ -112,8 +117,7 @@ class MembershipMachine(Membership, Machine):
         self.absent.pop(event.node, None)
         reminders = tell(Machine.node_resumed, event)
         if isinstance(job.state, OVER):
-            result = job.state.result
-            return [reminders, self.goodbye(event.node, result.code, result.reason)]
+            return [reminders, self.dismiss(event.node, job.state.result)]
         if not self.has(event.node):
             return [_fence(event.node)]
         if event.round > self.round:
@@ -194,6 +198,10 @@ class MembershipMachine(Membership, Machine):
         return rounds.may_close(self, now)
 
     # ---- for the job, which carries decisions out ----
+
+    def dismiss(self, node: NodeId, result: JobResult) -> Finish:
+        """Tell a node how the job ended."""
+        return self.goodbye(node, result.code, result.reason)
 
     def goodbye(self, node: NodeId, code: int, reason: str) -> Finish:
         return Finish(node=node, code=code, reason=reason, grace_s=self.grace.limit_s())

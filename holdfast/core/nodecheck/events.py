@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from holdfast.core.decisions import Effect, EndJob, Exclude, Note, Refused, SendAway, Settle
+from holdfast.core.decisions import (
+    NOT_A_MEMBER,
+    Effect,
+    EndJob,
+    Exclude,
+    Note,
+    Refused,
+    SendAway,
+    Settle,
+)
 from holdfast.core.faults import Fault
 from holdfast.core.machine import NONE, Effects, Machine, on, tell
 from holdfast.core.nodecheck import schedule
@@ -41,7 +50,7 @@ class NodecheckMachine(Checking, Machine):
     def on_health(self, job: View, event: HealthFound, now: Time) -> Effects | Refused:
         """A node's own checks failed: it goes if the job can do without it, now or later."""
         if not job.membership.has(event.node):
-            return Refused(reason="the node is not a member")
+            return NOT_A_MEMBER
         failed = [result for result in event.results if result.verdict == "fail"]
         if not failed:
             return NONE

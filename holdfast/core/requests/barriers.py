@@ -15,7 +15,7 @@ from collections import Counter
 
 from msgspec import Struct, field
 
-from holdfast.core.requests.store import Asker
+from holdfast.core.decisions import Asker
 from holdfast.messages.requests import MAX_LISTED, Ballot, CastVote, Granted, JoinBarrier, Tally
 from holdfast.messages.units import Rank
 

@@ -22,10 +22,11 @@ from collections.abc import Iterable
 
 from msgspec import Struct, field
 
+from holdfast.core.decisions import Asker
 from holdfast.core.requests import barriers as meeting
 from holdfast.core.requests import store as keys
 from holdfast.core.requests.barriers import Attendance, Meetings, Over
-from holdfast.core.requests.store import Asker, Store
+from holdfast.core.requests.store import Store
 from holdfast.messages.actions import Answered
 from holdfast.messages.events import Asked
 from holdfast.messages.requests import (

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from msgspec import Struct, field
 
+from holdfast.core.decisions import Asker
 from holdfast.messages import requests as messages
 from holdfast.messages.requests import MAX_VALUE_BYTES, AnyAnswer, Denied, Granted, Total, Truth
 
@@ -25,9 +26,6 @@ KEY_COST_BYTES = 64
 """Cost of an entry beside the lengths of its key and value."""
 _LONGEST_NUMBER = 20
 _INT64 = 1 << 63
-
-Asker = str
-"""One channel of one rank."""
 
 
 class KeyWait(Struct):
