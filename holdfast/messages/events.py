@@ -20,7 +20,7 @@ from holdfast.messages.checkpoints import (
     StoredStep,
     Wish,
 )
-from holdfast.messages.hangs import Paces, Stall
+from holdfast.messages.hangs import Name, Paces, Pause, PlaceName, Proof, Stall
 from holdfast.messages.health import HealthResult
 from holdfast.messages.nodecheck import TestResult
 from holdfast.messages.records import NodeSpec, Raised, RankProgress, Terms
@@ -175,19 +175,34 @@ class Progress(Event, frozen=True, kw_only=True):
 
 
 class RanksStalled(Event, frozen=True, kw_only=True):
-    """Which of the node's ranks are past their deadlines now: all of them, none when they moved on."""
+    """Which of the node's ranks are late now: all of them, none when they moved on."""
 
     node: NodeId
     round: RoundNumber
     stalls: tuple[Stall, ...]
+    pauses: tuple[Pause, ...] = ()
+    """Pauses that ended by themselves since the last report."""
 
 
 class VerdictReached(Event, frozen=True, kw_only=True):
-    """Somebody looked at all ranks of a round that stood still, and knows more."""
+    """The ranks of a round with a suspicion were examined."""
 
-    incident: int
+    examination: int
+    round: RoundNumber
     guilty: tuple[Rank, ...]
     sentence: str
+    proof: Proof | None = None
+    waiting: tuple[Rank, ...] = ()
+    place: PlaceName = ""
+    pause: Name = ""
+    left_s: Seconds | None = None
+
+
+class HangDecided(Event, frozen=True, kw_only=True):
+    """A person decides about a rank that others wait for: end it now, or never."""
+
+    rank: Rank
+    act: bool
 
 
 class NodeTested(Event, frozen=True, kw_only=True):
@@ -320,6 +335,7 @@ AnyEvent = (
     | Progress
     | RanksStalled
     | VerdictReached
+    | HangDecided
     | NodeTested
     | HealthFound
     | SnapshotsSealed

@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from holdfast.messages.hangs import Name, PlaceName, Proof
 from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, StepNumber
 
 MAX_EVIDENCE_BYTES = 256 << 10
@@ -71,6 +72,10 @@ class Collective(Struct, frozen=True, kw_only=True):
     """The group's members, listed only with its newest operation; empty if unknown, and for the
     group of all ranks, "0"."""
     sizes: str = ""
+    age_s: Seconds | None = None
+    """Time since the rank called it; None if unknown."""
+    timeout_s: Seconds | None = None
+    """The group's own timeout, after which its backend ends the waiting ranks; None if unknown."""
 
 
 class RankEvidence(Struct, frozen=True, kw_only=True):
@@ -87,6 +92,12 @@ class RankEvidence(Struct, frozen=True, kw_only=True):
     beat_age_s: Seconds | None = None
     """Time since its last heartbeat: large if another thread keeps the GIL."""
     since_step_s: Seconds | None = None
+    ended: bool = False
+    """Whether its script has ended, and only its process is left."""
+    locked: bool = False
+    """Whether every thread waits for a lock that only this process could release."""
+    idle_s: Seconds | None = None
+    """How long nothing of it has moved; None if unknown."""
     stacks: Annotated[tuple[ThreadStack, ...], Meta(max_length=MAX_THREADS)] = ()
     stack_source: StackSource = "none"
     collectives: Annotated[tuple[Collective, ...], Meta(max_length=MAX_COLLECTIVES)] | None = None
@@ -113,6 +124,17 @@ class Verdict(Struct, frozen=True, kw_only=True):
     sentence: str
     groups: tuple[StackGroup, ...] = ()
     """Largest first."""
+    proof: Proof | None = None
+    """What proves that the job cannot continue; None if it may."""
+    waiting: tuple[Rank, ...] = ()
+    """Ranks that wait for others."""
+    place: PlaceName = ""
+    """Where the first guilty rank is, as a line of the user's code."""
+    pause: Name = ""
+    """The section that names what it does there, open or known by the frameworks' own names
+    ("checkpoint", "evaluation"); empty if none does."""
+    left_s: Seconds | None = None
+    """Time until the first waiting rank's process group would end it; None if unknown."""
 
 
 def cut(frames: Sequence[Frame], limit: int = MAX_FRAMES) -> tuple[Frame, ...]:
