@@ -41,6 +41,8 @@ class Fault(Struct, frozen=True, kw_only=True):
     """Looks like the consequence of another rank's death."""
     doubtful: bool = False
     """May be no fault at all: a script that is only slow."""
+    examination: int = 0
+    """Number of the examination that found it; 0 if none did."""
 
     @property
     def wanted(self) -> bool:
@@ -107,6 +109,8 @@ def culprit(one: Fault, other: Fault) -> Fault:
 
 def subject(fault: Fault | Incident) -> str:
     """Name the rank or node that the fault befell."""
+    if fault.rank is None and not fault.node:
+        return "the job"
     return f"node {fault.node}" if fault.rank is None else f"rank {fault.rank}"
 
 

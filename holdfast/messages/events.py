@@ -20,7 +20,7 @@ from holdfast.messages.checkpoints import (
     StoredStep,
     Wish,
 )
-from holdfast.messages.hangs import Name, Paces, Pause, PlaceName, Proof, Stall
+from holdfast.messages.hangs import Memory, Name, Paces, Pause, PlaceName, Proof, Stall
 from holdfast.messages.health import HealthResult
 from holdfast.messages.nodecheck import TestResult
 from holdfast.messages.records import NodeSpec, Raised, RankProgress, Terms
@@ -205,6 +205,12 @@ class HangDecided(Event, frozen=True, kw_only=True):
     act: bool
 
 
+class HangsRemembered(Event, frozen=True, kw_only=True):
+    """What an earlier run of the job remembered of places where ranks pause."""
+
+    memory: Memory
+
+
 class NodeTested(Event, frozen=True, kw_only=True):
     """How a test that was ordered went."""
 
@@ -336,6 +342,7 @@ AnyEvent = (
     | RanksStalled
     | VerdictReached
     | HangDecided
+    | HangsRemembered
     | NodeTested
     | HealthFound
     | SnapshotsSealed

@@ -156,8 +156,6 @@ class Part(Struct, frozen=True, kw_only=True):
     """Nodes that keep copies of this one's images."""
     paces: Paces = Paces()
     """How long things took in earlier rounds."""
-    alarms: dict[str, int] = {}
-    """Where a rank seemed to hang before, and how often."""
     fetch: tuple[tuple[ImageId, Holder], ...] = ()
     """Images that this node's ranks will want, and others have."""
     traps: tuple[Trap, ...] = ()

@@ -51,6 +51,8 @@ def print_status(status: StatusReport) -> None:
         for cells in [_rank(rank) for rank in node.ranks] or [("-", "-", "-", "-")]
     ]
     print_table(title, ("node", "state", "rank", "pid", "step", "speed"), rows)
+    if status.suspicion is not None:
+        print(status.suspicion.line)
     for one in status.checkpoints:
         print(_checkpoints(one))
     for host, why in status.excluded.items():
