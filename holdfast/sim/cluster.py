@@ -24,7 +24,7 @@ from holdfast.messages.checkpoints import ImageId
 from holdfast.messages.events import VerdictReached
 from holdfast.messages.hangs import Proof
 from holdfast.messages.records import Terms
-from holdfast.messages.units import NodeId, Rank, Seconds, Time
+from holdfast.messages.units import NodeId, Seconds, Time
 from holdfast.sim import look
 from holdfast.sim.agent import LightAgent, SimAgent
 from holdfast.sim.clock import START, SimClock

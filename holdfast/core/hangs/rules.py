@@ -78,7 +78,7 @@ class Outlook(Struct, frozen=True):
     """Why then: completes "left alone until"; empty if `act_at` is None."""
     proof: Proof | None = None
     sure: bool = False
-    """Whether no fresh verdict is needed first."""
+    """Whether no other look is needed first; doubt needs a fresh one, a proof a second one."""
 
 
 def is_suspicious(hangs: Hangs, scene: Scene) -> bool:
@@ -204,8 +204,10 @@ def acts_at(suspicion: Suspicion, ahead: Outlook) -> Time | None:
 def is_due(suspicion: Suspicion, ahead: Outlook, now: Time) -> bool:
     """Return whether the round is to be broken now."""
     at = acts_at(suspicion, ahead)
-    fresh = now - suspicion.reached_at <= FRESH_S and suspicion.verdict is not None
-    return at is not None and now >= at and (ahead.sure or fresh)
+    if at is None or now < at:
+        return False
+    fresh = suspicion.verdict is not None and now - suspicion.reached_at <= FRESH_S
+    return ahead.sure or (ahead.proof is None and fresh)
 
 
 # ---- saying it ----

@@ -8,22 +8,20 @@ finished a step, and is marked on its way there, so that the time it cost can be
 from __future__ import annotations
 
 from msgspec import Struct, field
-from msgspec.structs import replace
 
 from holdfast.core import faults, ladder
-from holdfast.core.decisions import Blame, BreakRound, Note, Refused
+from holdfast.core.decisions import BreakRound, Note
 from holdfast.core.faults import Fault
 from holdfast.core.ladder import Resources, Rung, Stop
 from holdfast.core.machine import NONE, Effects, Machine, on
 from holdfast.core.recovery import incidents as book
 from holdfast.core.recovery import rules
 from holdfast.core.recovery.rules import FaultHistory
-from holdfast.core.states import ALWAYS, Gathering, Stopping
+from holdfast.core.states import ALWAYS, Gathering
 from holdfast.core.view import View
 from holdfast.messages.events import (
     EventSetAside,
     Tick,
-    VerdictReached,
     WorkerExited,
     WorkerStarted,
 )
@@ -100,24 +98,6 @@ class RecoveryMachine(Recovery, Machine):
         return self.incidents[-1]
 
     # ---- events ----
-
-    @on(VerdictReached, *ALWAYS)
-    def on_verdict(self, job: View, event: VerdictReached, now: Time) -> Effects | Refused:
-        """Learn more about a hang: by whom, and where it stood."""
-        if not 1 <= event.incident <= len(self.incidents):
-            return Refused(reason="there is no such incident")
-        incident = self.incidents[event.incident - 1]
-        if incident.kind != "hang":
-            return Refused(reason="a death of the same round turned out to be the cause")
-        incident.detail = event.sentence
-        if event.guilty and event.guilty[0] in job.ranks:
-            incident.rank = event.guilty[0]
-            if incident.round == job.membership.round:
-                incident.node = job.ranks[incident.rank].node
-        fault = job.state.fault if isinstance(job.state, Stopping) else None
-        if fault is None or self.last_fault is not incident or fault.kind != "hang":
-            return NONE
-        return [Blame(fault=replace(fault, rank=incident.rank, detail=incident.detail))]
 
     @on(EventSetAside, *ALWAYS)
     def on_set_aside(self, job: View, event: EventSetAside, now: Time) -> Effects:
