@@ -258,7 +258,8 @@ class Supervisor:
     async def _examine(self, number: int, limit_s: Seconds) -> None:
         """Examine the workers and send what was seen."""
         workers = self._workers.examined()
-        seen = await evidence.examine(self.node, self.round, workers, limit_s)
+        with self._detector.disturbing():
+            seen = await evidence.examine(self.node, self.round, workers, limit_s)
         for message in evidence.messages(number, seen):
             self.stream.tell(message)
 
