@@ -122,6 +122,7 @@ OF_SHELLS = {
     "cli": {"holdfast.coordinator.journal", "holdfast.coordinator.main"},
     "sim": {
         "holdfast.coordinator.journal",
+        "holdfast.agent.life",
         "holdfast.agent.processes",
         "holdfast.agent.requests",
         "holdfast.agent.supervisor",

@@ -89,7 +89,7 @@ class Counters:
     """Read and written; None if that could not be told from what our own threads moved."""
     children: Mapping[int, Descendant] | None = None
     connections: Mapping[int, int] | None = None
-    """Descendant processes, and a number for each connection that changes with its bytes; None if they were
+    """Child processes, and a number for each connection that changes with its bytes; None if they were
     not looked at this time."""
     locked: bool = False
     """Whether every thread waits for a lock of this process."""

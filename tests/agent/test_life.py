@@ -26,11 +26,11 @@ from holdfast.agent.life import (
     IDLE_NS,
     LOCKED_LOOKS,
     RECENT_S,
+    Counters,
     Descendant,
     Life,
     Look,
     Observer,
-    Counters,
 )
 from holdfast.shm.vital_signs import (
     BETWEEN,
