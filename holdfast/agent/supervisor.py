@@ -247,9 +247,10 @@ class Supervisor:
     async def _examine(self, order: Examine) -> None:
         """Examine the workers and send what was seen."""
         workers = self._workers.examined()
-        seen = await evidence.examine(
-            self.node, self.round, workers, order.limit_s, native=order.native
-        )
+        with self._detector.disturbing():
+            seen = await evidence.examine(
+                self.node, self.round, workers, order.limit_s, native=order.native
+            )
         for message in evidence.messages(order.examination, seen):
             self.stream.tell(message)
 

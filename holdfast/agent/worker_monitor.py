@@ -4,7 +4,8 @@ What a worker says is passed on to the part that it concerns:
 
     it began, it took its first step    the reporter and the stall detector
     a fault was triggered               the fault injector
-    its script ended, or raised         it is not watched any more, it has only to exit
+    its script ended                    the stall detector: its process may still work, or hang
+    its script raised                   it is not watched any more, it has only to exit
     a request                           the coordinator; the keeper answers what is about images
     a checkpointer, a complete image    the keeper
 
@@ -29,7 +30,7 @@ from holdfast.agent.stall_detector import StallDetector
 from holdfast.agent.worker import RankEnding, Worker, Workers
 from holdfast.clock import JobClock
 from holdfast.messages.events import AnyEvent, Progress, RanksStalled, WorkerExited, WorkerStarted
-from holdfast.messages.hangs import Stall
+from holdfast.messages.hangs import Pause, Stall
 from holdfast.messages.local import (
     Ask,
     Began,
@@ -147,9 +148,10 @@ class Reporter:
         self._durations_at = now + max(NEWS_EVERY_S, self._nodes / NEWS_PER_S)
         return True
 
-    def stalled(self, stalls: tuple[Stall, ...]) -> None:
+    def stalled(self, stalls: tuple[Stall, ...], pauses: tuple[Pause, ...]) -> None:
         at, node, round = self.clock.now(), self.node, self._round
-        self.report(RanksStalled(at=at, node=node, round=round, stalls=stalls))
+        report = RanksStalled(at=at, node=node, round=round, stalls=stalls, pauses=pauses)
+        self.report(report)
 
     def not_started(self, part: Part, error: BaseException) -> None:
         """Report that there are no processes for a part, as the death of its first rank."""
@@ -256,7 +258,7 @@ class WorkerMonitor:
         worker.script_raised(message.raised)
 
     def _done(self, worker: Worker, message: ScriptFinished) -> None:
-        self.detector.remove(worker.rank)
+        self.detector.script_ended(worker.rank)
         worker.script_ended()
 
     def _asked(self, worker: Worker, message: Ask) -> None:
