@@ -66,6 +66,20 @@ def process_state(pid: int) -> str:
     return "?" if os.path.exists(f"/proc/{pid}") else "X"
 
 
+def threads(pid: int) -> list[int]:
+    """Return the thread ids of a process; none if it is gone."""
+    try:
+        return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
+    except OSError:
+        return []
+
+
+def children(pid: int) -> list[int]:
+    """Return the child processes of a process, whichever of its threads started them."""
+    found = [_read(f"/proc/{pid}/task/{thread}/children").split() for thread in threads(pid)]
+    return [int(child) for some in found for child in some]
+
+
 def system_calls(pid: int) -> dict[int, str]:
     """Return the system call that each thread is in, by thread id (see `system_call`)."""
     try:

@@ -253,13 +253,14 @@ class Supervisor:
             self.tester.act(order)
 
     def _look(self, order: Examine) -> None:
-        self._spawn(self._examine(order.examination, order.limit_s))
+        self._spawn(self._examine(order))
 
-    async def _examine(self, number: int, limit_s: Seconds) -> None:
+    async def _examine(self, order: Examine) -> None:
         """Examine the workers and send what was seen."""
-        workers = self._workers.examined()
-        seen = await evidence.examine(self.node, self.round, workers, limit_s)
-        for message in evidence.messages(number, seen):
+        workers, round = self._workers.examined(), self.round
+        gone = evidence.of_departed(self.node, round, self._workers.departed)
+        seen = await evidence.examine(self.node, round, workers, order.limit_s, order.native)
+        for message in evidence.messages(order.examination, [*gone, *seen]):
             self.stream.tell(message)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
