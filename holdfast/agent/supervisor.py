@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
 from holdfast.agent import evidence
+from holdfast.agent.evidence import Examined
 from holdfast.agent.fault_injector import Injector
 from holdfast.agent.requests import ScriptRequests
 from holdfast.agent.snapshots import Snapshots
@@ -246,13 +247,19 @@ class Supervisor:
 
     async def _examine(self, order: Examine) -> None:
         """Examine the workers and send what was seen."""
-        workers = self._workers.examined()
+        workers, round = [self._in_condition(one) for one in self._workers.examined()], self.round
+        gone = evidence.of_departed(self.node, round, self._workers.departed)
         with self._detector.disturbing():
-            seen = await evidence.examine(
-                self.node, self.round, workers, order.limit_s, native=order.native
-            )
-        for message in evidence.messages(order.examination, seen):
+            seen = await evidence.examine(self.node, round, workers, order.limit_s, order.native)
+        for message in evidence.messages(order.examination, [*gone, *seen]):
             self.stream.tell(message)
+
+    def _in_condition(self, worker: Examined) -> Examined:
+        """Add what the stall detector knows of a worker."""
+        known = self._detector.condition(worker.rank)
+        if known is None:
+            return worker
+        return replace(worker, ended=known.ended, locked=known.locked, idle_s=known.still_s)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)

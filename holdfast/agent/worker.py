@@ -20,11 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from holdfast import cgroups
-from holdfast.agent.evidence import Examined
+from holdfast.agent.evidence import Departed, Examined
 from holdfast.agent.fault_injector import FaultTarget
 from holdfast.agent.output import Output
 from holdfast.agent.processes import Exit, Process, WorkerProcess
 from holdfast.clock import JobClock
+from holdfast.diagnosis import faulthandling
+from holdfast.diagnosis.frames import user_frame
 from holdfast.messages.local import ScriptReply
 from holdfast.messages.records import Raised, RankProgress
 from holdfast.messages.units import Rank, RoundNumber, Seconds, StepNumber
@@ -121,7 +123,12 @@ class Worker:
             flight=self.flight,
             stacks_fd=self.stacks_fd,
             log_tail=self.output.tail(),
+            ended=self._done,
         )
+
+    def departed(self, step: StepNumber) -> Departed:
+        """Return what an examination can still know of it once its process is gone."""
+        return Departed(self.rank, self.process.pid, step, self.flight)
 
     # ---- its end ----
 
@@ -187,7 +194,18 @@ class Worker:
 
     def raised(self) -> Raised | None:
         """Return what its script failed with, as far as it said so."""
-        return self._raised or recorded_failure(self.error_file)
+        return self._raised or recorded_failure(self.error_file) or self._crash()
+
+    def _crash(self) -> Raised | None:
+        """Return where its script was when its process crashed."""
+        text = faulthandling.crash(self.stacks_fd) if self.stacks_fd is not None else ""
+        if not text:
+            return None
+        frames = [frame for thread in faulthandling.parse(text) for frame in thread.frames]
+        frame = user_frame(frames)
+        where = f"{Path(frame.file).name}:{frame.line}" if frame is not None else ""
+        kind = text.partition("\n")[0].rpartition(": ")[2]
+        return Raised(type=kind, message="", where=where, traceback=text[:TRACEBACK_CHARS])
 
     def memory_ran_out(self) -> bool:
         """Return whether the kernel has killed a process for memory since this one began."""
@@ -229,11 +247,14 @@ class Workers:
 
     running: dict[Rank, Worker] = field(default_factory=dict)
     ended: list[RankProgress] = field(default_factory=list)
+    departed: list[Departed] = field(default_factory=list)
+    """Those that are gone and whose scripts had ended."""
     slowest_stop_s: Seconds | None = None
     """Longest time that a worker of the round took to exit after it was asked to stop."""
 
     def begin_round(self) -> None:
         self.ended = []
+        self.departed = []
         self.slowest_stop_s = None
 
     def note_end(self, progress: RankProgress, stop_took_s: Seconds | None) -> None:

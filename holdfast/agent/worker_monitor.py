@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from holdfast.agent.evidence import last_collectives
 from holdfast.agent.fault_injector import Injector
 from holdfast.agent.processes import Exit
 from holdfast.agent.requests import ScriptRequests
@@ -184,6 +185,7 @@ class Reporter:
             oom=killed and worker.memory_ran_out(),
             progress=progress,
             raised=worker.raised(),
+            last=last_collectives(worker.flight) if ending.exit.code != 0 else (),
             log_tail=worker.output.tail(),
         )
         self.after_seals(worker.rank, ending.exit.code == 0, lambda: self.report(event))
@@ -301,6 +303,8 @@ class WorkerMonitor:
         self.requests.forget(worker.rank)
         progress, ending = worker.progress(self.clock), worker.ending(end)
         self.workers.note_end(progress, ending.stop_took_s)
+        if ending.exit.code == 0:
+            self.workers.departed.append(worker.departed(progress.step))
         if ending.by_itself:
             self.reporter.exited(worker, ending, progress)
         self.injector.gone(worker.process.pid)

@@ -20,6 +20,7 @@ from holdfast.messages.checkpoints import (
     StoredStep,
     Wish,
 )
+from holdfast.messages.evidence import Collective
 from holdfast.messages.hangs import Memory, Name, Paces, Pause, PlaceName, Proof, Stall
 from holdfast.messages.health import HealthResult
 from holdfast.messages.nodecheck import TestResult
@@ -159,6 +160,8 @@ class WorkerExited(Event, frozen=True, kw_only=True):
     """The kernel's out-of-memory killer was seen at work while this worker died of SIGKILL."""
     progress: RankProgress
     raised: Raised | None = None
+    last: tuple[Collective, ...] = ()
+    """The newest collectives that it had entered, newest first, if its script failed and said so."""
     log_tail: str = ""
 
 
