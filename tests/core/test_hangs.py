@@ -146,11 +146,6 @@ def stopped() -> tuple[Suspect, float | None]:
     return three_wait(Suspect()).late(1, "stopped").finds(1, proof="stopped"), 1.3
 
 
-def gil() -> tuple[Suspect, float | None]:
-    job = three_wait(Suspect()).late(1, "gil")
-    return job.finds(1, proof="gil", waiting=(0, 2, 3)), 4.0
-
-
 def silent() -> tuple[Suspect, float | None]:
     return three_wait(Suspect()).late(1).finds(1, waiting=(0, 2, 3)), 61.0
 
@@ -208,7 +203,7 @@ ROWS: dict[str, tuple[str, Row]] = {
     "left": ("proven", proven("left", kind="ended", where="exit")),
     "circle": ("proven", proven("circle", kind="waits")),
     "locked": ("proven", proven("locked", kind="locked")),
-    "gil": ("proven", gil),
+    "gil": ("proven", proven("gil", kind="gil")),
     "silent": ("no sign of life", silent),
     "silent in a section": ("no sign of life", silent_in_a_section),
     "all silent": ("no sign of life", all_silent),
@@ -244,7 +239,7 @@ def test_what_is_done_about_each_kind_of_evidence(name: str) -> None:
     assert incident.rank == (None if name == "all silent" else 1)
     assert job.job.recovery.history.same == 0
     if kind == "proven":
-        assert took <= (4.5 if name == "gil" else 2.0)
+        assert took <= 2.0
 
 
 # ---- proof -------------------------------------------------------------------------------------

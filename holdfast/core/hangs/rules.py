@@ -36,8 +36,6 @@ STOPPED_S: Seconds = 1.2
 """A stopped process is given this long to be continued by the one who stopped it."""
 CONFIRM_S: Seconds = 0.25
 """A proof is given twice, at least this far apart."""
-CONFIRM_GIL_S: Seconds = 3.0
-"""A native call that keeps the GIL may only sleep for a moment."""
 SILENT_S: Seconds = 5.0
 """An agent reports at once when nothing of a rank has moved for this long, and when something does."""
 FRESH_S: Seconds = 3.0
@@ -137,11 +135,10 @@ def _proven(hangs: Hangs, guilty: Iterable[Rank]) -> Iterable[Outlook]:
     if suspicion is None or suspicion.proven_at is None or suspicion.verdict is None:
         return
     proof = suspicion.verdict.proof
-    wait_s = CONFIRM_GIL_S if proof == "gil" else CONFIRM_S
-    confirmed = suspicion.reached_at - suspicion.proven_at >= wait_s
+    confirmed = suspicion.reached_at - suspicion.proven_at >= CONFIRM_S
     if proof != "stopped":
         first = next(iter(guilty), None)
-        at = suspicion.reached_at if confirmed else Time(suspicion.proven_at + wait_s)
+        at = suspicion.reached_at if confirmed else Time(suspicion.proven_at + CONFIRM_S)
         yield Outlook(first, at, "another look confirms the proof", proof, sure=confirmed)
 
 
