@@ -44,7 +44,7 @@ class RankState(Struct):
     steps: int = 0
     """Steps finished by the present process."""
     base: StepNumber | None = None
-    """The step that the process went on from."""
+    """The step that the process went on from; None if unknown."""
 
     @property
     def stepped(self) -> bool:
@@ -111,7 +111,11 @@ class View(Protocol):
 
     @property
     def resumed_at(self) -> StepNumber | None:
-        """The lowest step that the ranks of the newest round went on from."""
+        """The lowest step that the ranks of the newest round went on from; None if unknown."""
+
+    @property
+    def comparable(self) -> bool:
+        """Whether the newest round's steps can be compared with those of earlier rounds."""
 
     @property
     def steps_per_s(self) -> float | None: ...

@@ -102,6 +102,8 @@ class RankProgress(Struct, frozen=True, kw_only=True):
     step: StepNumber = StepNumber(0)
     steps: int = 0
     """Steps finished by this very process; 0 means that it has not finished one."""
+    base_known: bool = True
+    """Whether it is known where this process resumed; if not, `step` counts from there."""
     first_at: Time | None = None
     last_at: Time | None = None
     checkpoint_s: Seconds = 0.0

@@ -2,11 +2,16 @@
 
 Reports arrive now and then and tell of the past, in any order between nodes. A report that is older
 than what is known already changes nothing.
+
+Steps count from the job's first one. A process that does not know where its script resumed counts from
+there. All ranks of a job resume alike: as soon as one of them knows, the steps of all are known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+
+from msgspec.structs import replace
 
 from holdfast.core.decisions import Effect, Refused
 from holdfast.core.machine import Effects, Machine, on, tell
@@ -95,12 +100,15 @@ class RanksMachine(Ranks, Machine):
             return ()
         first = not rank.stepped
         self.unstepped -= first
+        if not progress.base_known and self.resumed_at is not None:
+            progress = replace(progress, step=StepNumber(self.resumed_at + progress.steps))
         rank.step, rank.steps = progress.step, progress.steps
+        if progress.base_known:
+            self._note_base(rank, StepNumber(max(0, progress.step - progress.steps)))
         self.highest = max(self.highest, progress.step)
         if progress.rank == 0:
             self.saves = progress.saves
             self._note_pace(progress.step, last_at)
-        self._note_base(rank, StepNumber(max(0, progress.step - progress.steps)))
         return [tell(Machine.rank_stepped, progress, first)]
 
     def _note_base(self, rank: RankState, base: StepNumber) -> None:
@@ -111,10 +119,20 @@ class RanksMachine(Ranks, Machine):
         if rank.base == base:
             return
         first, rank.base = rank.base is None, base
-        if first and self.resumed_at is not None:
-            self.resumed_at = min(self.resumed_at, base)
+        before = self.resumed_at
+        if first and before is not None:
+            self.resumed_at = min(before, base)
         else:
             self.resumed_at = min(r.base for r in self.all.values() if r.base is not None)
+        if self.resumed_at != before:
+            self._place_others(self.resumed_at)
+
+    def _place_others(self, resumed_at: StepNumber) -> None:
+        """Count the steps of ranks that do not know where they resumed from where the others did."""
+        for rank in self.all.values():
+            if rank.base is None and rank.stepped:
+                rank.step = StepNumber(resumed_at + rank.steps)
+                self.highest = max(self.highest, rank.step)
 
     def _note_pace(self, step: StepNumber, at: Time) -> None:
         last = self.pace

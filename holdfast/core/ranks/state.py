@@ -27,7 +27,13 @@ class Ranks(Struct):
     highest: StepNumber = StepNumber(0)
     """The highest step that any rank ever finished, in this round or before."""
     resumed_at: StepNumber | None = None
-    """The lowest step that the ranks went on from."""
+    """The lowest step that the ranks went on from; None while no rank knows."""
     pace: Pace | None = None
     saves: int = 0
     """Checkpoints that rank 0 has finished in this round."""
+
+    @property
+    def comparable(self) -> bool:
+        """Whether the steps of this round can be compared with those of earlier rounds: some rank
+        knows where it resumed, or none has finished a step."""
+        return self.resumed_at is not None or not any(rank.stepped for rank in self.all.values())
