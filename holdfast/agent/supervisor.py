@@ -30,6 +30,7 @@ from holdfast.messages.actions import (
     Answered,
     CheckpointSettled,
     CommitCheckpoint,
+    EndProcess,
     Examine,
     Finish,
     Inject,
@@ -255,6 +256,10 @@ class Supervisor:
     def _look(self, order: Examine) -> None:
         self._spawn(self._examine(order.examination, order.limit_s))
 
+    def _end_process(self, order: EndProcess) -> None:
+        if order.round == self.round:
+            self._workers.end_process(order.rank)
+
     async def _examine(self, number: int, limit_s: Seconds) -> None:
         """Examine the workers and send what was seen."""
         workers = self._workers.examined()
@@ -274,6 +279,7 @@ _ORDERS: dict[type[NodeAction], Callable[[Supervisor, Any], None]] = {
     Finish: Supervisor._finish,
     TestNode: Supervisor._test,
     Examine: Supervisor._look,
+    EndProcess: Supervisor._end_process,
     Prepare: lambda agent, order: agent.pool.refill(),
     Answered: lambda agent, order: agent.requests.answered(order),
     WriteShards: lambda agent, order: agent.snapshots.act(order),
