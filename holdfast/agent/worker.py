@@ -31,7 +31,7 @@ from holdfast.agent.processes import Exit, Process, WorkerProcess
 from holdfast.agent.teardown import Teardown
 from holdfast.clock import JobClock
 from holdfast.messages.local import ScriptReply
-from holdfast.messages.records import Raised, RankProgress
+from holdfast.messages.records import RESUMED, Raised, RankProgress
 from holdfast.messages.units import Rank, RoundNumber, Seconds, StepNumber
 
 log = logging.getLogger("holdfast.agent")
@@ -101,6 +101,7 @@ class Worker:
             checkpoint_s=page.checkpoint_s,
             restore_s=page.restore_s,
             saves=page.saves,
+            resumed=RESUMED[page.resumed],
         )
 
     def target(self) -> FaultTarget:

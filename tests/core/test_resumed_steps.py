@@ -6,6 +6,7 @@ from driver import Driver, raised
 from msgspec.structs import replace
 
 from holdfast.messages.events import Progress
+from holdfast.messages.records import Resumed
 from holdfast.messages.units import NodeId
 
 
@@ -24,8 +25,11 @@ def fail(job: Driver, rank: int, steps: int, known: bool) -> None:
         job.start_all()
 
 
-def unsure(job: Driver, rank: int, steps: int, known: bool = False) -> None:
-    progress = replace(job.progress(rank, steps, steps), base_known=known)
+def unsure(
+    job: Driver, rank: int, steps: int, known: bool = False, resumed: Resumed = "unknown"
+) -> None:
+    progress = job.progress(rank, steps, steps)
+    progress = replace(progress, resumed="known" if known else resumed)
     node = job.node_of(rank)
     job.take(Progress(at=job.at, node=node, round=job.round, ranks=(progress,)))
 
@@ -64,6 +68,52 @@ def test_what_one_rank_knows_all_know() -> None:
     assert steps(job)[3] == 60
     assert job.job.highest == 60
     assert job.job.incidents[0].lost_steps == 10
+
+
+def test_ranks_that_read_nothing_resume_where_the_one_that_read_does() -> None:
+    """Rank 0 loads, and the others get the weights from it."""
+    job = training()
+    job.exit(1, 50, signal=9)
+    job.all_ready()
+    job.start_all()
+    job.after(1)
+    for rank in (1, 2, 3):
+        unsure(job, rank, 1, resumed="none")
+    assert job.job.resumed_at == 0
+    job.step(0, 51, steps=1)
+    assert steps(job) == [51, 51, 51, 51]
+    assert job.job.resumed_at == 50
+
+
+def test_ranks_that_read_nothing_do_not_know_what_another_read() -> None:
+    job = training()
+    for _ in range(10):
+        job.exit(1, 0, signal=9)
+        job.all_ready()
+        job.start_all()
+        job.after(1)
+        for rank in (1, 2, 3):
+            unsure(job, rank, 50, resumed="none")
+        unsure(job, 0, 50)
+        job.exit(1, 0, code=1, raised=raised())
+        job.all_ready()
+        job.start_all()
+    assert job.job.result is None
+
+
+def test_a_job_whose_ranks_read_nothing_begins_at_0_each_time() -> None:
+    job = training()
+    job.exit(1, 0, signal=9)
+    job.all_ready()
+    for _ in range(3):
+        job.start_all()
+        job.after(1)
+        for rank in job.job.ranks:
+            unsure(job, rank, 60, resumed="none")
+        job.exit(1, 0, code=1, raised=raised())
+        job.all_ready()
+    assert job.job.result is not None
+    assert job.job.result.code == 93
 
 
 def test_an_unknown_start_is_no_loss_of_steps() -> None:

@@ -96,3 +96,57 @@ def test_a_rank_that_exits_early_is_named_and_not_those_that_fail_of_it(run: Run
         " rank 0 failed in a collective that needed it"
     )
     assert "rank 1: exit code 0 while others still trained at step 5, 3 times in a row" in run.err
+
+
+ADVANCING = """
+    import os, sys
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    done = 0
+    if os.path.exists("state.pt") and (rank == 0 or sys.argv[1] == "all"):
+        state = torch.load("state.pt")
+        model.load_state_dict(state["model"])
+        done = state["done"]
+    done = torch.tensor(done)
+    dist.broadcast(done, 0)
+    for step in range(int(done) + 1, 31):
+        model(torch.ones(2)).sum().backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+        if step % 6 == 0:
+            if rank == 0:
+                torch.save({"model": model.state_dict(), "done": step}, "state.new")
+                os.replace("state.new", "state.pt")
+            dist.barrier()
+            if rank == 1 and step < 30:
+                raise ValueError("again")
+"""
+
+
+@pytest.mark.parametrize("who", ["all", "rank 0"])
+def test_a_job_that_advances_is_not_given_up_although_its_optimizer_keeps_no_count(
+    run: Run, who: str
+) -> None:
+    """It fails in the same way after the same number of steps of each process, four times."""
+    run.start("--standby", "2", run.write(ADVANCING), who)
+    assert run.code(patience_s=120) == 0
+    incidents = run.ask("incidents")
+    assert [one["signature"] for one in incidents] == ["ValueError at train.py:28"] * 4
+    assert [one["step"] for one in incidents] == [6, 12, 18, 24]
+    assert [one["lost_steps"] for one in incidents] == [0, 0, 0, 0]
+    job = run.peek()
+    assert job is not None
+    assert [rank.step for rank in job.ranks.values()] == [30, 30]
+
+
+def test_a_job_that_begins_at_0_each_time_is_given_up(run: Run) -> None:
+    never = ADVANCING.replace('if os.path.exists("state.pt")', 'if False and os.path.exists("")')
+    run.start("--standby", "2", run.write(never), "all")
+    assert run.code(patience_s=120) == 93
+    assert "ValueError at train.py:28 at step 6, 3 times in a row" in run.err
