@@ -31,6 +31,7 @@ from holdfast.messages.actions import (
     Answered,
     CheckpointSettled,
     CommitCheckpoint,
+    EndProcess,
     Examine,
     Finish,
     Inject,
@@ -245,6 +246,10 @@ class Supervisor:
     def _look(self, order: Examine) -> None:
         self._spawn(self._examine(order))
 
+    def _end_process(self, order: EndProcess) -> None:
+        if order.round == self.round:
+            self._workers.end_process(order.rank)
+
     async def _examine(self, order: Examine) -> None:
         """Examine the workers and send what was seen."""
         workers, round = [self._in_condition(one) for one in self._workers.examined()], self.round
@@ -273,6 +278,7 @@ _ORDERS: dict[type[NodeAction], Callable[[Supervisor, Any], None]] = {
     Finish: Supervisor._finish,
     TestNode: Supervisor._test,
     Examine: Supervisor._look,
+    EndProcess: Supervisor._end_process,
     Prepare: lambda agent, order: agent.pool.refill(),
     Answered: lambda agent, order: agent.requests.answered(order),
     WriteShards: lambda agent, order: agent.snapshots.act(order),

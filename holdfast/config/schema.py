@@ -266,8 +266,6 @@ class OfTheMachine:
     stopped_limit = Setting(values.seconds, 15.0, "SECONDS",
         "how long an agent or coordinator may stay stopped (SIGSTOP) before it is killed; for "
         "tests")
-    ending_limit = Setting(values.seconds, None, "SECONDS",
-        "how long a rank may take to exit after its script ended; for tests", otherwise="built in")
     fake_node = Setting(values.any_text, None, "DIR",
         "directory with sys/, proc/, dev/ and nvml.json that health checks read instead of this "
         "machine's; for tests", otherwise="none")

@@ -41,6 +41,8 @@ class PageState(Struct, frozen=True):
     restore_s: float
     saves: int = 0
     """Number of checkpoints that this process finished."""
+    resumed: int = 0
+    """What it knows of the step that it resumed at: an index of `messages.records.RESUMED`."""
 
 
 class RankPage:
@@ -65,6 +67,7 @@ class RankPage:
         checkpoint_s: float,
         restore_s: float,
         saves: int = 0,
+        resumed: int = 0,
     ) -> None:
         ints, floats = self._ints, self._floats
         sequence = ints[0] + 1
@@ -76,15 +79,18 @@ class RankPage:
         floats[slot + 4] = checkpoint_s
         floats[slot + 5] = restore_s
         ints[slot + 6] = saves
+        ints[slot + 7] = resumed
         ints[0] = sequence
 
     def read(self) -> PageState:
         while True:
             sequence = self._ints[0]
             slot = _FIRST_SLOT + _SLOT_WORDS * (sequence % _SLOTS)
-            step, steps, *_, saves = self._ints[slot : slot + 7]
+            step, steps, *_, saves, resumed = self._ints[slot : slot + 8]
             first_at, last_at, checkpoint_s, restore_s = self._floats[slot + 2 : slot + 6]
-            state = PageState(step, steps, first_at, last_at, checkpoint_s, restore_s, saves)
+            state = PageState(
+                step, steps, first_at, last_at, checkpoint_s, restore_s, saves, resumed
+            )
             # The slot just read is overwritten _SLOTS writes later, which begins one earlier.
             if self._ints[0] - sequence < _SLOTS - 1:
                 return state

@@ -79,12 +79,14 @@ def become_worker(control_fd: int, page_fd: int, rehearse: bool) -> int:
 
 def _install(assign: Assign, channel: Channel, page: RankPage) -> Runtime:
     """Install the runtime, its hooks and its heartbeat."""
-    worker = Runtime(channel, page, assign.round, assign.images)
+    worker = Runtime(channel, page, assign.round, assign.images, assign.opened_at)
     runtime.install(worker)
     os.register_at_fork(after_in_child=page.detach)
     phases = Phases(page.vitals)
     phases.install()
     patches.book_saves(worker)
+    patches.note_loads(worker)
+    worker.resumption.observe()
     patches.count_steps(worker)
     when_imported("torch", flight.turn_on)
     look_for_traps = _trap_finder(worker, page, phases)

@@ -28,6 +28,7 @@ def opened(number: int, fault: Fault, cause: CauseId, now: Time) -> Incident:
         cause=cause,
         fault_at=min(fault.at, now),
         opened_at=now,
+        also=[fault.victim] if fault.victim else [],
     )
 
 
@@ -52,13 +53,9 @@ def noted(number: int, note: Note, cause: CauseId, now: Time) -> Incident:
 
 def mention(incident: Incident, other: Fault) -> None:
     """List a death that was not the cause."""
-    if len(incident.also) < ALSO_AT_MOST:
-        incident.also.append(f"{subject(other)} {other.signature}")
-
-
-def last_fault(incidents: Sequence[Incident]) -> Incident | None:
-    """Find the newest incident that broke a round."""
-    return next((i for i in reversed(incidents) if i.kind not in QUIET), None)
+    told = other.victim or f"{subject(other)} {other.signature}"
+    if len(incident.also) < ALSO_AT_MOST and told not in incident.also:
+        incident.also.append(told)
 
 
 def validate(incidents: Sequence[Incident]) -> None:
