@@ -170,7 +170,7 @@ class Reporter:
         )
 
     def exited(self, worker: Worker, ending: RankEnding, progress: RankProgress) -> None:
-        killed = ending.exit.signal == signal.SIGKILL
+        killed, raised_at = ending.exit.signal == signal.SIGKILL, worker.raised_at
         event = WorkerExited(
             at=self.clock.now(),
             cause=self._cause,
@@ -182,6 +182,7 @@ class Reporter:
             oom=killed and worker.memory_ran_out(),
             progress=progress,
             raised=worker.raised(),
+            raised_at=None if raised_at is None else self.clock.at(raised_at),
             log_tail=worker.output.tail(),
         )
         self.after_seals(worker.rank, ending.exit.code == 0, lambda: self.report(event))
@@ -253,6 +254,7 @@ class WorkerMonitor:
 
     def _died(self, worker: Worker, message: Died) -> None:
         self.detector.remove(worker.rank)
+        worker.raised_at = message.at
         worker.script_raised(message.raised)
 
     def _done(self, worker: Worker, message: ScriptFinished) -> None:

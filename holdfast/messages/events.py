@@ -159,6 +159,8 @@ class WorkerExited(Event, frozen=True, kw_only=True):
     """The kernel's out-of-memory killer was seen at work while this worker died of SIGKILL."""
     progress: RankProgress
     raised: Raised | None = None
+    raised_at: Time | None = None
+    """When the exception left the script; the process ended later, by the time of its teardown."""
     log_tail: str = ""
 
 

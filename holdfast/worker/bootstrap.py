@@ -58,7 +58,9 @@ def become_worker(control_fd: int, page_fd: int, rehearse: bool) -> int:
     channel.send(local.Began(at=time.monotonic()))
     try:
         code = script.run(
-            assign.entry, sys.argv[1:], lambda raised: channel.send(local.Died(raised=raised))
+            assign.entry,
+            sys.argv[1:],
+            lambda raised: channel.send(local.Died(raised=raised, at=time.monotonic())),
         )
     except SystemExit as leaving:
         if leaving.code in (None, 0):
