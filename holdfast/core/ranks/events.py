@@ -66,7 +66,7 @@ class RanksMachine(Ranks, Machine):
             for rank in range(place.first_rank, place.first_rank + place.slots)
         }
         self.unstarted = self.unstepped = self.unfinished = world.size
-        self.resumed_at = self.pace = None
+        self.resumed_at = self.pace = self.stepped_at = None
         self.saves = 0
         return ()
 
@@ -97,6 +97,7 @@ class RanksMachine(Ranks, Machine):
         self.unstepped -= first
         rank.step, rank.steps = progress.step, progress.steps
         self.highest = max(self.highest, progress.step)
+        self.stepped_at = max(last_at, self.stepped_at or last_at)
         if progress.rank == 0:
             self.saves = progress.saves
             self._note_pace(progress.step, last_at)

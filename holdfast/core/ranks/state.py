@@ -29,5 +29,7 @@ class Ranks(Struct):
     resumed_at: StepNumber | None = None
     """The lowest step that the ranks went on from."""
     pace: Pace | None = None
+    stepped_at: Time | None = None
+    """When a rank last finished a step of this round."""
     saves: int = 0
     """Checkpoints that rank 0 has finished in this round."""
