@@ -70,6 +70,8 @@ class Worker:
     """Whether it has finished its first step."""
     _oom_kills: int = field(default_factory=cgroups.kill_count)
     """The kernel's count of OOM kills when it began."""
+    raised_at: float | None = None
+    """When its script raised, on the machine's monotonic clock."""
     _raised: Raised | None = None
     _failed: bool = False
     """Whether its script raised before it was stopped."""
@@ -102,6 +104,8 @@ class Worker:
             last_at=clock.at(page.last_at),
             checkpoint_s=page.checkpoint_s,
             restore_s=page.restore_s,
+            pause_s=page.pause_s,
+            step_s=page.step_s or None,
             saves=page.saves,
             resumed=RESUMED[page.resumed],
         )

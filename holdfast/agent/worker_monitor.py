@@ -173,7 +173,7 @@ class Reporter:
         )
 
     def exited(self, worker: Worker, ending: RankEnding, progress: RankProgress) -> None:
-        killed = ending.exit.signal == signal.SIGKILL
+        killed, raised_at = ending.exit.signal == signal.SIGKILL, worker.raised_at
         event = WorkerExited(
             at=self.clock.now(),
             cause=self._cause,
@@ -186,6 +186,7 @@ class Reporter:
             progress=progress,
             raised=worker.raised(),
             last=last_collectives(worker.flight) if ending.exit.code != 0 else (),
+            raised_at=None if raised_at is None else self.clock.at(raised_at),
             log_tail=worker.output.tail(),
         )
         self.after_seals(worker.rank, ending.exit.code == 0, lambda: self.report(event))
@@ -257,6 +258,7 @@ class WorkerMonitor:
 
     def _died(self, worker: Worker, message: Died) -> None:
         self.detector.remove(worker.rank)
+        worker.raised_at = message.at
         worker.script_raised(message.raised)
 
     def _done(self, worker: Worker, message: ScriptFinished) -> None:

@@ -41,6 +41,8 @@ class Fault(Struct, frozen=True, kw_only=True):
     signature: str
     detail: str = ""
     at: Time
+    gone_at: Time | None = None
+    """When the process of a script that had raised was gone; None for other faults."""
     outside: bool = False
     """The fault came from outside and says nothing about the script."""
     wake: bool = False
@@ -66,6 +68,7 @@ def death(event: WorkerExited, step: StepNumber) -> Fault:
     """Read a worker's death: of which kind it was, and its signature."""
     kind: FaultKind = "exit"
     signature, detail, outside, wake = f"exit code {event.code}", "", False, False
+    at, gone_at = event.at, None
     if event.signal is not None:
         kind = "oom" if event.oom else "signal"
         name = signal_name(event.signal)
@@ -77,6 +80,8 @@ def death(event: WorkerExited, step: StepNumber) -> Fault:
         kind, detail = "exception", raised.traceback
         signature = f"{raised.type} at {raised.where}"
         wake = _is_broken_collective(raised)
+        if event.raised_at is not None:
+            at, gone_at = min(event.raised_at, event.at), event.at
     return Fault(
         kind=kind,
         node=event.node,
@@ -85,7 +90,8 @@ def death(event: WorkerExited, step: StepNumber) -> Fault:
         step=step,
         signature=signature,
         detail=detail or event.log_tail,
-        at=event.at,
+        at=at,
+        gone_at=gone_at,
         outside=outside,
         wake=wake,
     )

@@ -134,6 +134,11 @@ class Job(Struct, dict=True):
         return pace.per_s if pace is not None else None
 
     @property
+    def stepped_at(self) -> Time | None:
+        """When a rank last finished a step of the newest round."""
+        return self._ranks.stepped_at
+
+    @property
     def saves(self) -> int:
         return self._ranks.saves
 

@@ -38,18 +38,25 @@ from holdfast.messages.reports import (
 )
 from holdfast.messages.units import NodeId, Seconds, Time
 
+REPORTED_WITHIN_S: Seconds = 3.0
+"""Agents report finished steps every second, and a journal is read a little later."""
+
 
 def status(job: Job, now: Time, alive: bool) -> StatusReport:
     """Report where the job stands. `alive` says whether a process still runs it."""
     state = _state(job, alive)
     end = job.result
+    no_step_s = _no_step_s(job, now) if state == "running" else None
+    steps_per_s = job.steps_per_s if state == "running" else None
+    if steps_per_s is not None and no_step_s is not None:
+        steps_per_s = min(steps_per_s, 1.0 / no_step_s)
     return StatusReport(
         job=job.name,
         state=state,
         round=job.membership.round,
         world_size=_world_size(job),
         step=job.highest,
-        steps_per_s=_rounded(job.steps_per_s, 3) if state == "running" else None,
+        steps_per_s=_rounded(steps_per_s, 3),
         wall_s=round(_until(job, now) - job.opened_at, 3),
         restarts=job.recovery.history.restarts,
         nodes=_nodes(job),
@@ -62,6 +69,7 @@ def status(job: Job, now: Time, alive: bool) -> StatusReport:
         opened_at=job.opened_at,
         suspicion=suspicion(job, now),
         refused=job.refused,
+        no_step_s=_rounded(no_step_s, 3),
     )
 
 
@@ -79,6 +87,7 @@ def goodput(job: Job, now: Time) -> GoodputReport:
         ranks=whole if abs(ranks - whole) < 0.005 else round(ranks, 3),
         seconds={cause: round(seconds.get(cause, 0.0), 6) for cause in CAUSES},
         goodput=round(seconds.get("productive", 0.0) / total, 6) if total > 0 else 0.0,
+        unknown_since=books.unknown_since(job.of(Ledger), until),
     )
 
 
@@ -116,7 +125,9 @@ def phases(incident: Incident) -> dict[str, Seconds]:
     """Split the repair into its phases, in order, as far as it has come; together they are `lost_s`.
 
     The marks come from the clocks of several nodes, which need not agree to the millisecond."""
+    torn_down = [] if incident.gone_at is None else [("teardown", incident.gone_at)]
     marks = [
+        *torn_down,
         ("detect", incident.opened_at),
         ("stop", incident.stopped_at),
         ("rendezvous", incident.frozen_at),
@@ -153,7 +164,7 @@ def incident_line(job: Job, incident: Incident) -> str:
     shown = ", ".join(
         f"{name.replace('_', ' ')} {took:.2f}"
         for name, took in phases(incident).items()
-        if name != "rendezvous" or took >= 0.005
+        if name not in ("teardown", "rendezvous") or took >= 0.005
     )
     return f"{line}: back in {lost_s(incident):.2f} s ({shown}), {incident.lost_steps} steps redone"
 
@@ -223,6 +234,15 @@ def suspicion(job: Job, now: Time) -> SuspicionReport | None:
 def _state(job: Job, alive: bool) -> JobState:
     state = job.state.name
     return state if alive or state == "ended" else "lost"
+
+
+def _no_step_s(job: Job, now: Time) -> Seconds | None:
+    """Time since the last finished step, once it is longer than a step and its report usually take."""
+    if job.stepped_at is None or job.unfinished == 0:
+        return None
+    since_s = now - job.stepped_at
+    usual_s = 1.0 / job.steps_per_s if job.steps_per_s else 0.0
+    return since_s if since_s > max(REPORTED_WITHIN_S, usual_s) else None
 
 
 def _until(job: Job, now: Time) -> Time:

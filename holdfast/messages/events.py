@@ -162,6 +162,8 @@ class WorkerExited(Event, frozen=True, kw_only=True):
     raised: Raised | None = None
     last: tuple[Collective, ...] = ()
     """The newest collectives that it had entered, newest first, if its script failed and said so."""
+    raised_at: Time | None = None
+    """When the exception left the script; the process ended later, by the time of its teardown."""
     log_tail: str = ""
 
 

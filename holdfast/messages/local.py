@@ -113,6 +113,7 @@ class Died(Local, frozen=True, kw_only=True):
     """Worker to agent: the script raised an unhandled exception."""
 
     raised: Raised
+    at: float
 
 
 class ScriptFinished(Local, frozen=True, kw_only=True):

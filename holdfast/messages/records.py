@@ -23,6 +23,9 @@ Cause = Literal[
     "restore",
     "wait",
     "idle",
+    "other",
+    "finish",
+    "unknown",
 ]
 """What a second of a rank was spent on. Every second has exactly one."""
 
@@ -114,6 +117,10 @@ class RankProgress(Struct, frozen=True, kw_only=True):
     last_at: Time | None = None
     checkpoint_s: Seconds = 0.0
     restore_s: Seconds = 0.0
+    pause_s: Seconds = 0.0
+    """Time between finished steps that was neither a step nor booked above: see `StepTimes`."""
+    step_s: Seconds | None = None
+    """Usual time from one finished step to the next; None while it is unknown."""
     saves: int = 0
     """Checkpoints this process has finished: after each is a good moment to change the world."""
 
@@ -189,6 +196,8 @@ class Incident(Struct, kw_only=True):
     cause: CauseId = ""
     """The event that opened it."""
     fault_at: Time
+    gone_at: Time | None = None
+    """When the process was gone whose script had raised at `fault_at`; None for other faults."""
     opened_at: Time
     stopped_at: Time | None = None
     frozen_at: Time | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 
 from holdfast.messages.evidence import StackGroup
@@ -40,10 +41,11 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 def print_status(status: StatusReport) -> None:
     """Print where a job stands."""
-    speed = "" if status.steps_per_s is None else f", {status.steps_per_s:.1f} steps/s"
+    speed = "" if status.steps_per_s is None else f", {_speed(status.steps_per_s)} steps/s"
+    still = "" if status.no_step_s is None else f", no step for {status.no_step_s:.0f} s"
     title = (
         f"job {status.job}: {status.state}, round {status.round},"
-        f" {status.world_size} ranks, step {status.step}{speed}"
+        f" {status.world_size} ranks, step {status.step}{speed}{still}"
     )
     rows = [
         (node.node, node.state, *cells)
@@ -65,6 +67,10 @@ def print_status(status: StatusReport) -> None:
         print(f"last incident: {status.last_incident}")
     if status.reason:
         print(f"ended with {status.exit_code}: {status.reason}")
+
+
+def _speed(per_s: float) -> str:
+    return f"{per_s:.1f}" if per_s >= 1 else f"{per_s:.2g}"
 
 
 def print_story(incident: IncidentReport, steps: Sequence[StoryStep]) -> None:
@@ -113,6 +119,9 @@ def print_goodput(report: GoodputReport) -> None:
         f"job {report.job}: goodput {report.goodput:.1%}"
         f" of {report.wall_s:.1f} s × {report.ranks} ranks"
     )
+    since = report.unknown_since
+    if since is not None:
+        title += f", unknown since {time.strftime('%H:%M:%S', time.localtime(since))}"
     rows = [
         (cause, f"{seconds:.2f}", f"{seconds / total:.1%}", CAUSES[cause])
         for cause, seconds in sorted(report.seconds.items(), key=lambda item: -item[1])

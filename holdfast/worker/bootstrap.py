@@ -61,8 +61,9 @@ def become_worker(control_fd: int, page_fd: int, rehearse: bool) -> int:
     recorder = FlightFile(assign, page.vitals)
 
     def died(raised: Raised) -> None:
+        at = time.monotonic()
         recorder.write()
-        channel.send(local.Died(raised=raised))
+        channel.send(local.Died(raised=raised, at=at))
 
     try:
         code = script.run(assign.entry, sys.argv[1:], died)

@@ -24,6 +24,7 @@ from holdfast.worker.channel import Channel
 from holdfast.worker.heartbeat import uses_device
 from holdfast.worker.requests import RequestClient
 from holdfast.worker.resumption import Resumption
+from holdfast.worker.step_times import StepTimes
 
 if TYPE_CHECKING:
     from holdfast.worker.injected_faults import Traps
@@ -76,6 +77,9 @@ class Runtime:
         """Whether the script counts steps itself."""
         self._first_at = self._last_at = 0.0
         self._booked_s = {"checkpoint": 0.0, "restore": 0.0}
+        self._booked_before = 0.0
+        """Sum of the booked seconds at the last step."""
+        self._step_times = StepTimes()
         self._saves = 0
 
     # ---- steps ----
@@ -115,6 +119,10 @@ class Runtime:
         now = time.monotonic()
         first = self._steps == 0
         self.vitals.stepped(now, None if first else now - self._last_at)
+        booked = sum(self._booked_s.values())
+        if not first:
+            self._step_times.took(max(0.0, now - self._last_at - (booked - self._booked_before)))
+        self._booked_before = booked
         before, self._step = self._step, step
         self._steps = max(1, step - self._before)
         self._last_at = now
@@ -197,6 +205,8 @@ class Runtime:
             self._booked_s["checkpoint"],
             self._booked_s["restore"],
             self._saves,
+            self._step_times.pause_s,
+            self._step_times.usual_s or 0.0,
             RESUMED.index(self._base),
         )
 

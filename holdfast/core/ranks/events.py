@@ -77,7 +77,7 @@ class RanksMachine(Ranks, Machine):
             for rank in range(place.first_rank, place.first_rank + place.slots)
         }
         self.unstarted = self.unstepped = self.unfinished = world.size
-        self.known_at = self.pace = None
+        self.known_at = self.pace = self.stepped_at = None
         self.saves = self.unsure = 0
         return ()
 
@@ -119,6 +119,7 @@ class RanksMachine(Ranks, Machine):
         if progress.resumed == "known":
             self._note_base(rank, StepNumber(max(0, progress.step - progress.steps)))
         self.highest = max(self.highest, progress.step)
+        self.stepped_at = max(last_at, self.stepped_at or last_at)
         if progress.rank == 0:
             self.saves = progress.saves
             self._note_pace(progress.step, last_at)

@@ -33,6 +33,8 @@ class Ranks(Struct):
     unsure: int = 0
     """Ranks that have finished a step and do not know where they went on from."""
     pace: Pace | None = None
+    stepped_at: Time | None = None
+    """When a rank last finished a step of this round."""
     saves: int = 0
     """Checkpoints that rank 0 has finished in this round."""
 

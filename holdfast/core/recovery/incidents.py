@@ -27,6 +27,7 @@ def opened(number: int, fault: Fault, cause: CauseId, now: Time) -> Incident:
         detail=fault.detail,
         cause=cause,
         fault_at=min(fault.at, now),
+        gone_at=fault.gone_at,
         opened_at=now,
         also=[fault.victim] if fault.victim else [],
     )
