@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -33,17 +33,12 @@ from holdfast import proc
 from holdfast.core.hangs.deadlines import HANG_BASE_S, OLD_BEAT_S, Deadline, HangLimits
 from holdfast.messages.hangs import FIRST_STEP, LINES, HangTerms, Paces, Stall, StallKind
 from holdfast.messages.records import Part
-from holdfast.messages.timings import RankTimings, Timing
 from holdfast.messages.units import Rank
 from holdfast.proc import Effort
 from holdfast.shm.vital_signs import (
-    ALSO_IN_FORWARD,
-    LEFT_OUT,
     PHASES,
-    WITH_GRADIENTS,
     OpenSection,
     Signs,
-    Times,
     Vitals,
     section_name,
 )
@@ -64,12 +59,6 @@ BUSY_CODES: Final = 3
 BUSY_SHARE: Final = 0.5
 ROOTED_S: Final = 1.0
 """A thread seen at one line for this long stands there."""
-WAITING = {
-    LEFT_OUT: frozenset({"step", "between"}),
-    WITH_GRADIENTS: frozenset({"step", "between", "backward", "optimizer"}),
-    ALSO_IN_FORWARD: frozenset({"step", "between", "backward", "optimizer", "forward"}),
-}
-"""Phases whose durations may include waits for other ranks."""
 
 
 class System(Protocol):
@@ -153,10 +142,6 @@ class WatchedRank:
     """What it had done at the last look."""
     moved_at: float = 0.0
     """When it was last seen to read or write between two marks."""
-    reported: dict[str, int] = field(default_factory=dict)
-    """Count of each phase when its timings were last reported."""
-    own_reported: dict[str, int] = field(default_factory=dict)
-    """The same for the own work of phases."""
 
     def activity(self, signs: Signs, effort: Effort, now: float) -> Activity:
         """Return what the training thread did since the last look, which this is from now on."""
@@ -167,38 +152,6 @@ class WatchedRank:
         if moved and since >= signs.mark_at:
             self.moved_at = now
         return Activity(share, moved or self.moved_at > (signs.mark_at + now) / 2)
-
-    def timings(self) -> tuple[Timing, ...]:
-        """Return what its steps consisted of since the last call: counts and median durations; of
-        own work where that is timed, which on a GPU happens only now and then."""
-        found = []
-        own = self.vitals.own_times()
-        fresh_own = _fresh(own, self.own_reported)
-        times = self.vitals.times()
-        waiting = WAITING[self.vitals.waiting]
-        for name, count in _fresh(times, self.reported).items():
-            latest = times[name].latest_s[-count:]
-            if name in own:
-                timed = fresh_own.get(name, 0)
-                latest = own[name].latest_s[-timed:] if timed else ()
-            if latest and name != "start":
-                median_s = statistics.median(latest)
-                timing = Timing(
-                    section=name,
-                    count=count,
-                    median_s=median_s,
-                    total_s=median_s * count,
-                    waits=name in waiting,
-                )
-                found.append(timing)
-        return tuple(found)
-
-
-def _fresh(times: Mapping[str, Times], reported: dict[str, int]) -> dict[str, int]:
-    """Return how many durations of each name are new, and count them as reported."""
-    fresh = {name: one.count - reported.get(name, 0) for name, one in times.items()}
-    reported.update({name: one.count for name, one in times.items()})
-    return {name: count for name, count in fresh.items() if count > 0}
 
 
 @dataclass(frozen=True)
@@ -385,15 +338,6 @@ class StallDetector:
             return None
         self._reported_longest |= fresh
         return Paces(paces.step_s, fresh)
-
-    def timings(self) -> tuple[RankTimings, ...]:
-        """Return what the steps of warm ranks consisted of since the last call."""
-        found = [(one.rank, one.vitals.warm, one.timings()) for one in self._watched.values()]
-        return tuple(
-            RankTimings(rank=rank, timings=timings)
-            for rank, warm, timings in found
-            if warm and timings
-        )
 
 
 def _gist(stalls: Iterable[Stall]) -> list[tuple[Rank, str, bool]]:
