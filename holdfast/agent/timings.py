@@ -1,28 +1,43 @@
-"""Reports what the steps of this node's ranks consist of, for the straggler findings.
+"""Reports what the steps of this node's ranks consist of, and whether there were CPUs for them.
 
 Each rank's vital signs hold the latest durations of its phases. A report has those since the last
 report: how many, and their median; of a phase's own work where that is timed, which on a GPU happens
 only now and then. The first few steps of a process are not reported: they take long for reasons of
-their own.
+their own. A script's own sections are reported only if it has no phases: sections lie within or
+around phases, and may contain waits for other ranks.
+
+How long a rank had no CPU is read with each report: a rank is not slow if its node had no time for it.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-from holdfast.messages.timings import RankTimings, Timing
+from holdfast.agent import contention
+from holdfast.agent.contention import Reading
+from holdfast.messages.timings import BETWEEN, OPTIMIZER, STEP, CpuShortage, RankTimings, Timing
 from holdfast.messages.units import Rank
-from holdfast.shm.vital_signs import ALSO_IN_FORWARD, LEFT_OUT, WITH_GRADIENTS, Times, Vitals
+from holdfast.shm.vital_signs import (
+    ALSO_IN_FORWARD,
+    LEFT_OUT,
+    PHASES,
+    WITH_GRADIENTS,
+    Times,
+    Vitals,
+)
 
-WAITING = {
-    LEFT_OUT: frozenset({"step", "between"}),
-    WITH_GRADIENTS: frozenset({"step", "between", "backward", "optimizer"}),
-    ALSO_IN_FORWARD: frozenset({"step", "between", "backward", "optimizer", "forward"}),
+WAITING: Final = {
+    LEFT_OUT: frozenset({STEP}),
+    WITH_GRADIENTS: frozenset({STEP, "backward", "optimizer"}),
+    ALSO_IN_FORWARD: frozenset({STEP, "backward", "optimizer", "forward", BETWEEN}),
 }
 """Phases whose durations may include waits for other ranks."""
+
+Read = Callable[[int, float], Reading]
+"""Reads a process's CPU counters, with the time."""
 
 
 class TrainingProcess(NamedTuple):
@@ -38,6 +53,8 @@ class TimedRank:
     """One worker's durations, and how many of them were reported."""
 
     vitals: Vitals
+    counters: Reading
+    """The CPU counters at the last report."""
     reported: dict[str, int] = field(default_factory=dict)
     """Count of each phase when its timings were last reported."""
     own_reported: dict[str, int] = field(default_factory=dict)
@@ -45,17 +62,19 @@ class TimedRank:
 
     def timings(self) -> tuple[Timing, ...]:
         """Return what its steps consisted of since the last call."""
-        found = []
-        own = self.vitals.own_times()
-        fresh_own = _fresh(own, self.own_reported)
-        times = self.vitals.times()
+        own, times = self.vitals.own_times(), self.vitals.times()
+        fresh_own, fresh = _fresh(own, self.own_reported), _fresh(times, self.reported)
+        counts = {
+            name: fresh_own.get(name, 0) if name == BETWEEN else count
+            for name, count in fresh.items()
+            if name != "start" and (name in PHASES or OPTIMIZER not in times)
+        }
         waiting = WAITING[self.vitals.waiting]
-        for name, count in _fresh(times, self.reported).items():
-            latest = times[name].latest_s[-count:]
-            if name in own:
-                timed = fresh_own.get(name, 0)
-                latest = own[name].latest_s[-timed:] if timed else ()
-            if latest and name != "start":
+        found = []
+        for name, count in counts.items():
+            timed = fresh_own.get(name, 0) if name in own else count
+            latest = (own if name in own else times)[name].latest_s[-timed:] if timed else ()
+            if latest and count:
                 median_s = statistics.median(latest)
                 timing = Timing(
                     section=name,
@@ -66,6 +85,11 @@ class TimedRank:
                 )
                 found.append(timing)
         return tuple(found)
+
+    def shortage(self, counters: Reading) -> CpuShortage:
+        """Return how long it had no CPU since the last call."""
+        before, self.counters = self.counters, counters
+        return contention.shortage(before, counters)
 
 
 def _fresh(times: Mapping[str, Times], reported: dict[str, int]) -> dict[str, int]:
@@ -78,18 +102,24 @@ def _fresh(times: Mapping[str, Times], reported: dict[str, int]) -> dict[str, in
 class StepTimings:
     """The durations of one round's workers on this node."""
 
-    def __init__(self) -> None:
+    def __init__(self, read: Read = contention.read) -> None:
+        self._read = read
         self._ranks: dict[int, TimedRank] = {}
         """By process id."""
 
     def begin_round(self) -> None:
         self._ranks.clear()
 
-    def read(self, processes: Iterable[TrainingProcess]) -> tuple[RankTimings, ...]:
+    def read(self, processes: Iterable[TrainingProcess], now: float) -> tuple[RankTimings, ...]:
         """Return what the steps of warm ranks consisted of since the last call."""
         found = []
         for rank, pid, vitals in processes:
-            timings = self._ranks.setdefault(pid, TimedRank(vitals)).timings()
-            if timings and vitals.warm:
-                found.append(RankTimings(rank=rank, timings=timings))
+            counters = self._read(pid, now)
+            timed = self._ranks.setdefault(pid, TimedRank(vitals, counters))
+            timings = timed.timings()
+            if not timings:
+                continue  # It is in a long step, whose shortage is reported with it.
+            shortage = timed.shortage(counters)
+            if vitals.warm:
+                found.append(RankTimings(rank=rank, timings=timings, shortage=shortage))
         return tuple(found)

@@ -123,7 +123,8 @@ class Reporter:
         moved = [progress for worker in workers if (progress := self._news_of(worker)) is not None]
         if not moved:
             return
-        if detector is not None and not self._durations_due():
+        now = asyncio.get_running_loop().time()
+        if detector is not None and not self._durations_due(now):
             detector = None
         self.report(
             Progress(
@@ -133,7 +134,7 @@ class Reporter:
                 round=self._round,
                 ranks=tuple(moved),
                 paces=detector.news() if detector is not None else None,
-                timings=self._timings.read(_training(workers)) if detector is not None else (),
+                timings=self._timings.read(_training(workers), now) if detector is not None else (),
             )
         )
 
@@ -144,8 +145,7 @@ class Reporter:
         self._told_steps[worker.rank] = progress.steps
         return progress
 
-    def _durations_due(self) -> bool:
-        now = asyncio.get_running_loop().time()
+    def _durations_due(self, now: float) -> bool:
         if now < self._durations_at:
             return False
         self._durations_at = now + max(NEWS_EVERY_S, self._nodes / NEWS_PER_S)
