@@ -41,7 +41,7 @@ EXAMPLES = """\
   detect.py --only hangs       just these, separated by commas:
       localise   sick nodes, singly and in pairs, in simulated clusters of 3 to 64
       stacks     where eight ranks are: `holdfast why`
-      slow       one of four ranks at half speed
+      slow       one of four ranks at half speed; healthy ranks beside six busy processes
       cost       5 ms steps, watched and not, by turns
       hangs      SIGSTOP, sleep, GIL, skipped collective; steps of 20 ms, 0.2 s and 1 s
       calm       10,000 steps with pauses, slow saves and evaluations, and nobody hangs

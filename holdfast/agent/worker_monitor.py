@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -28,6 +28,7 @@ from holdfast.agent.fault_injector import Injector
 from holdfast.agent.processes import Exit
 from holdfast.agent.requests import ScriptRequests
 from holdfast.agent.stall_detector import StallDetector
+from holdfast.agent.timings import StepTimings, TrainingProcess
 from holdfast.agent.worker import RankEnding, Worker, Workers
 from holdfast.clock import JobClock
 from holdfast.messages.events import AnyEvent, Progress, RanksStalled, WorkerExited, WorkerStarted
@@ -96,12 +97,14 @@ class Reporter:
     _told_steps: dict[Rank, int] = field(default_factory=dict)
     _durations_at: float = 0.0
     """When durations are reported next."""
+    _timings: StepTimings = field(default_factory=StepTimings)
 
     def begin_round(self, part: Part, cause: CauseId) -> None:
         self._round = part.round
         self._cause = cause
         self._nodes = part.group_world_size
         self._told_steps = {}
+        self._timings.begin_round()
 
     def began(self, worker: Worker, at: float) -> None:
         self.report(
@@ -117,11 +120,13 @@ class Reporter:
         )
 
     def progressed(self, workers: Iterable[Worker], detector: StallDetector | None = None) -> None:
-        """Report the workers that took steps, and the detector's durations if they are due."""
+        """Report the workers that took steps; with a detector, also durations if they are due."""
+        workers = list(workers)
         moved = [progress for worker in workers if (progress := self._news_of(worker)) is not None]
         if not moved:
             return
-        if detector is not None and not self._durations_due():
+        now = asyncio.get_running_loop().time()
+        if detector is not None and not self._durations_due(now):
             detector = None
         self.report(
             Progress(
@@ -131,7 +136,7 @@ class Reporter:
                 round=self._round,
                 ranks=tuple(moved),
                 paces=detector.news() if detector is not None else None,
-                timings=detector.timings() if detector is not None else (),
+                timings=self._timings.read(_training(workers), now) if detector is not None else (),
             )
         )
 
@@ -142,8 +147,7 @@ class Reporter:
         self._told_steps[worker.rank] = progress.steps
         return progress
 
-    def _durations_due(self) -> bool:
-        now = asyncio.get_running_loop().time()
+    def _durations_due(self, now: float) -> bool:
         if now < self._durations_at:
             return False
         self._durations_at = now + max(NEWS_EVERY_S, self._nodes / NEWS_PER_S)
@@ -190,6 +194,14 @@ class Reporter:
             log_tail=worker.output.tail(),
         )
         self.after_seals(worker.rank, ending.exit.code == 0, lambda: self.report(event))
+
+
+def _training(workers: Iterable[Worker]) -> Iterator[TrainingProcess]:
+    """Yield the workers whose steps are seen; those of a command are not."""
+    for worker in workers:
+        if worker.runtime is not None:
+            vitals = worker.runtime.page.vitals
+            yield TrainingProcess(worker.rank, worker.process.pid, vitals)
 
 
 @dataclass

@@ -261,12 +261,14 @@ def _nodes(job: Job) -> list[NodeReport]:
     for node in m.nodes():
         candidate = m.find(node)
         assert candidate is not None
+        overload = stragglers.overload(job.of(Stragglers), candidate.spec.host)
         found.append(
             NodeReport(
                 node=node,
                 host=candidate.spec.host,
                 state=_node_state(job, node),
                 ranks=ranks.get(node, []),
+                overload=str(overload) if overload is not None and node in ranks else None,
             )
         )
     return found

@@ -81,6 +81,8 @@ class NodeReport(Struct, frozen=True, kw_only=True):
     """What the node is doing for the job."""
     ranks: list[RankReport]
     """Ranks of the round in force that run on the node."""
+    overload: str | None = None
+    """What keeps the CPUs from the node's ranks, in words; null for a node that is not overloaded."""
 
 
 class CheckpointerReport(Struct, frozen=True, kw_only=True):
