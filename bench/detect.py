@@ -132,8 +132,7 @@ def _report(args: argparse.Namespace, folder: Path) -> Report:
     found: dict[str, list[Line]] = {}
     for name in args.names:
         found[name] = MEASURES[name](setting)
-        for line in found[name]:
-            say(f"{name}: {'  '.join(line.row())}  ({line.told()})")
+        say(f"{name}: {sum(line.met is False for line in found[name])} goals missed")
     return report("detect", found, load)
 
 

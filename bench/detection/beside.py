@@ -33,13 +33,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Beside:
-    """Made before the job is: `address` tells its script where to turn to. `start` it with the job."""
+    """Made before the job is: `address` tells its script where to turn to. `start` it with the job.
+    `failed` says what did not happen; it is empty in the end."""
 
     def __init__(self, what: str, lasts_s: Seconds, signs: Path) -> None:
         self._signs, self._lasts_s = signs, lasts_s
         self._rate = FAST if lasts_s <= 60 else SLOW
         self.address = ""
-        self.failed = ""
+        self.failed = "what should have happened beside the job did not"
         self._act: Callable[[], None] = getattr(self, f"_{what.replace(' ', '_')}")
         prepare: Callable[[], None] | None = getattr(self, f"_make_{what.replace(' ', '_')}", None)
         if prepare is not None:
@@ -53,6 +54,9 @@ class Beside:
             self._act()
         except OSError as error:
             self.failed = f"beside the job: {error}"
+
+    def _done(self) -> None:
+        self.failed = ""
 
     def _began(self, rank: int | None = None) -> None:
         """Wait until a rank, or any of them, says that it is time."""
@@ -79,6 +83,7 @@ class Beside:
                 while connection.recv(self._rate // PIECES_A_S, socket.MSG_WAITALL):
                     time.sleep(1 / PIECES_A_S)
                 connection.sendall(b"ok")
+            self._done()
 
     def _source(self) -> None:
         """Answer each request with a file, at a low rate."""
@@ -92,6 +97,7 @@ class Beside:
                 for at in range(0, size, piece):
                     connection.sendall(bytes(min(piece, size - at)))
                     time.sleep(1 / PIECES_A_S)
+            self._done()
 
     def _make_fifo_reader(self) -> None:
         self.address = str(self._signs / "fifo")
@@ -102,6 +108,7 @@ class Beside:
             with open(self.address, "rb", buffering=0) as fifo:
                 while fifo.read(self._rate // PIECES_A_S):
                     time.sleep(1 / PIECES_A_S)
+            self._done()
 
     def _make_late_word(self) -> None:
         self.address = str(self._signs / "word")
@@ -114,6 +121,7 @@ class Beside:
         """A file, a byte in a pipe, an answer from a service: after as long as the row says."""
         self._began()
         time.sleep(self._lasts_s)
+        self._done()
         Path(self.address).touch()
         threading.Thread(target=self._answer, daemon=True).start()
         Path(f"{self.address}.pipe").write_text("x")
@@ -133,6 +141,7 @@ class Beside:
         time.sleep(self._lasts_s)
         for pid in stopped:
             _kill(pid, signal.SIGCONT)
+        self._done()
 
     def _debugger(self) -> None:
         """Hold every thread of rank 0, as a debugger does."""
@@ -147,10 +156,12 @@ class Beside:
         time.sleep(self._lasts_s)
         for thread in threads:
             _ptrace(PTRACE_DETACH, thread)
+        self._done()
 
     def _busy(self) -> None:
         self._began()
         with busy():
+            self._done()
             time.sleep(self._lasts_s)
 
 

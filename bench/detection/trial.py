@@ -23,6 +23,7 @@ from detection.patterns import ROWS, Pattern
 from holdfast.messages.records import Incident
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+SENTENCE_CHARS = 300
 VERDICT_S: Seconds = 15.0
 """How long a restarted job's incident is given to say why."""
 
@@ -94,7 +95,8 @@ class Outcome:
 
     @property
     def why(self) -> str:
-        return "; ".join([*self.incidents, *([self.note] if self.note else [])])
+        ended = [f"exit code {self.exit_code}"] if self.exit_code else []
+        return "; ".join([*self.incidents, *ended, *([self.note] if self.note else [])])
 
     def sample(self) -> dict[str, Any]:
         return asdict(self)
@@ -133,7 +135,7 @@ def run(setting: Setting, one: Try) -> Outcome:
                 _settle(job, outcome)
     except (JobError, OSError) as failure:
         outcome.note = str(failure)
-    if beside and beside.failed:
+    if beside and beside.failed and not outcome.why:
         outcome.note = beside.failed
     return outcome
 
@@ -145,8 +147,14 @@ def _settle(job: Job, outcome: Outcome) -> None:
     outcome.exit_code = job.exit_code()
     now = jobs.state(job)
     for incident in now.incidents if now is not None else []:
-        told = f"{incident.kind}: {incident.detail or incident.signature}"
+        told = f"{incident.kind} of rank {incident.rank}: {_sentence(incident)}"
         (outcome.findings if incident.kind in UNBROKEN else outcome.incidents).append(told)
+
+
+def _sentence(incident: Incident) -> str:
+    """What a verdict says; of an exception its last line."""
+    lines = (incident.detail or incident.signature).strip().splitlines()
+    return lines[-1][:SENTENCE_CHARS] if lines else ""
 
 
 def _watch(job: Job, outcome: Outcome) -> None:
@@ -184,13 +192,8 @@ def _hang(job: Job, outcome: Outcome, signs: Path) -> None:
     incident = jobs.first_incident(job, LIMIT_S + 2 * (one.hang_after or 60.0))
     noticed = jobs.monotonic(incident.opened_at)
     outcome.named, outcome.detect_s = incident.rank, noticed - began
-    outcome.placed = _is_placed(one.row, incident)
+    places = one.row.places
+    outcome.placed = not places or any(place in f"{incident.detail} " for place in places)
     if incident.kind != "hang":
         outcome.note = f"taken for {incident.kind}"
     outcome.back_s = job.wait_for_steps(LIMIT_S, after=began) - noticed - step_s
-
-
-def _is_placed(row: Pattern, incident: Incident) -> bool:
-    """Whether the sentence has one of the lines, where the row has any."""
-    lines = row.here
-    return not lines or any(f"train.py:{line} " in f"{incident.detail} " for line in lines)

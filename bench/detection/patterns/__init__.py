@@ -14,10 +14,7 @@ from detection.patterns import (
 )
 from detection.patterns.pattern import KINDS, STEPS_MS, Pattern
 
-__all__ = ["KINDS", "ROWS", "STEPS_MS", "Pattern"]
+__all__ = ["KINDS", "MODULES", "ROWS", "STEPS_MS", "Pattern"]
 
-ROWS: dict[str, Pattern] = {
-    row.name: row
-    for module in (alone, transfers, loading, uneven, machine, ending, proven, silent)
-    for row in module.ROWS
-}
+MODULES = (alone, transfers, loading, uneven, machine, ending, proven, silent)
+ROWS: dict[str, Pattern] = {row.name: row for module in MODULES for row in module.ROWS}

@@ -146,11 +146,10 @@ ROWS: list[Pattern] = [
         between("""
             if rank == 0:
                 with torch.profiler.profile(record_shapes=True) as profile:
-                    for _ in range(400):
+                    for _ in range(500):
                         run.net(run.batch).sum().backward()
-                for _ in range(4):
-                    profile.export_chrome_trace("trace.json")
-                    profile.key_averages().table()
+                profile.export_chrome_trace("trace.json")
+                profile.key_averages().table()
             dist.barrier()
         """),
         lasts_s=10,

@@ -73,10 +73,16 @@ class Pattern:
         return f'"""{self.story}"""\n\n{_HEAD}\n{self.body}'
 
     @property
-    def here(self) -> list[int]:
-        """Lines of the script at which the guilty rank is to be found."""
-        lines = self.script.splitlines()
-        return [number for number, line in enumerate(lines, 1) if line.endswith(HERE)]
+    def places(self) -> list[str]:
+        """Where the guilty rank is to be found, as sentences say it; empty if that is left open."""
+        marked = [
+            (number, line)
+            for number, line in enumerate(self.script.splitlines(), 1)
+            if line.endswith(HERE)
+        ]
+        # Within a call of the kit it is the kit's line that is told.
+        kit = ["training.py:"] if any("run." in line for _, line in marked) else []
+        return [f"train.py:{number} " for number, _ in marked] + kit
 
 
 def between(body: str) -> str:

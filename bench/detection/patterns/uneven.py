@@ -39,7 +39,7 @@ ROWS: list[Pattern] = [
                 run.sync_gradients(False)
                 with run.no_sync():
                     for _ in range(8 if rank else 12):
-                        run.gradients_alone(seconds=min(run.step_s, 0.5))
+                        run.gradients_alone(seconds=min(run.step_s, 0.25))
                 run.sync_gradients(True)
                 run.gradients()
                 run.optimizer.step()
