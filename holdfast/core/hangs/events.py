@@ -19,7 +19,7 @@ from holdfast.core.decisions import BreakRound, Effect, Note, Refused
 from holdfast.core.faults import Fault
 from holdfast.core.hangs import limits, rules
 from holdfast.core.hangs.rules import Outlook, Scene
-from holdfast.core.hangs.state import Hangs, Standing, Suspicion, remembered
+from holdfast.core.hangs.state import Hangs, LateRank, Suspicion, remembered
 from holdfast.core.machine import NONE, Effects, Machine, on
 from holdfast.core.states import ALWAYS, Running
 from holdfast.core.view import View, earliest
@@ -76,7 +76,7 @@ class HangsMachine(Hangs, Machine):
         for stall in event.stalls:
             one = job.ranks.get(stall.rank)
             if one is not None and one.node == event.node and not one.finished:
-                self.late[stall.rank] = Standing(event.node, stall, event.at, not one.stepped)
+                self.late[stall.rank] = LateRank(event.node, stall, event.at, not one.stepped)
         return self._follow(job, now)
 
     @on(VerdictReached, Running, refusal="no round is in force")

@@ -28,7 +28,7 @@ from collections.abc import Iterable
 from msgspec import Struct
 
 from holdfast.core.hangs import limits
-from holdfast.core.hangs.state import Hangs, Standing, Suspicion
+from holdfast.core.hangs.state import Hangs, LateRank, Suspicion
 from holdfast.messages.hangs import Proof
 from holdfast.messages.units import Rank, Seconds, StepNumber, Time
 
@@ -170,11 +170,11 @@ def _silent(hangs: Hangs, scene: Scene, guilty: list[Rank]) -> Iterable[Outlook]
             yield Outlook(None, at, f"no rank has shown a sign of life for {limit_s:g} s")
 
 
-def _shows_nothing(standing: Standing) -> bool:
+def _shows_nothing(standing: LateRank) -> bool:
     return standing.stall.still_s >= SILENT_S
 
 
-def _named_pause(hangs: Hangs, standing: Standing) -> str:
+def _named_pause(hangs: Hangs, standing: LateRank) -> str:
     """Return the section that names what a rank does; empty if none does."""
     verdict = hangs.suspicion.verdict if hangs.suspicion is not None else None
     if verdict is not None and verdict.pause and standing.stall.rank in verdict.guilty:
@@ -232,7 +232,7 @@ def sentence(hangs: Hangs, ahead: Outlook) -> str:
     return "; ".join(filter(None, (said, f"{ahead.reason}{busy}")))
 
 
-def life(standing: Standing | None) -> str:
+def life(standing: LateRank | None) -> str:
     """Say what of a rank moves."""
     if standing is None:
         return "it makes progress"

@@ -19,7 +19,7 @@ PLACES_AT_MOST = 256
 """Places that are remembered; the ones that paused for the shortest time are forgotten first."""
 
 
-class Standing(Struct, frozen=True):
+class LateRank(Struct, frozen=True):
     """A late rank, as its agent saw it last."""
 
     node: NodeId
@@ -76,7 +76,7 @@ class Hangs(Struct):
     """Late ranks, the suspicion, and what is remembered."""
 
     terms: HangTerms = HangTerms()
-    late: dict[Rank, Standing] = field(default_factory=dict)
+    late: dict[Rank, LateRank] = field(default_factory=dict)
     """Late ranks of the round in force."""
     suspicion: Suspicion | None = None
     spared: list[Rank] = field(default_factory=list)
