@@ -24,7 +24,7 @@ import asyncio
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
 from msgspec.structs import replace
@@ -41,13 +41,9 @@ from holdfast.core.hangs.deadlines import (
 )
 from holdfast.messages.hangs import FIRST_STEP, HangTerms, Paces, Pause, Stall, StallKind
 from holdfast.messages.records import Part
-from holdfast.messages.timings import RankTimings, Timing
 from holdfast.messages.units import Rank, Seconds
 from holdfast.shm.vital_signs import (
-    ALSO_IN_FORWARD,
-    LEFT_OUT,
     PHASES,
-    WITH_GRADIENTS,
     OpenSection,
     Signs,
     Times,
@@ -82,12 +78,6 @@ AFTER_END = "exit"
 """Where a rank is whose script has ended."""
 LEARNS: Final = frozenset({"gil", "locked", "elsewhere"})
 """Kinds of stalls in which a pause is the rank's own."""
-WAITING = {
-    LEFT_OUT: frozenset({"step", "between"}),
-    WITH_GRADIENTS: frozenset({"step", "between", "backward", "optimizer"}),
-    ALSO_IN_FORWARD: frozenset({"step", "between", "backward", "optimizer", "forward"}),
-}
-"""Phases whose durations may include waits for other ranks."""
 
 Report = Callable[[tuple[Stall, ...], tuple[Pause, ...]], None]
 
@@ -170,10 +160,6 @@ class WatchedRank:
     settled: str = ""
     """The last place at which it stayed for a while: one that moves between two lines is not new each
     time."""
-    reported: dict[str, int] = field(default_factory=dict)
-    """Count of each phase when its timings were last reported."""
-    own_reported: dict[str, int] = field(default_factory=dict)
-    """The same for the own work of phases."""
 
     def look_away(self) -> None:
         """Forget what was seen to move."""
@@ -185,38 +171,6 @@ class WatchedRank:
         if self.look is None or self.kind not in LEARNS or self.look.still_s < PAUSE_S:
             return None
         return Pause(self.place, self.look.still_s + now - self.looked_at)
-
-    def timings(self) -> tuple[Timing, ...]:
-        """Return what its steps consisted of since the last call: counts and median durations; of
-        own work where that is timed, which on a GPU happens only now and then."""
-        found = []
-        own = self.vitals.own_times()
-        fresh_own = _fresh(own, self.own_reported)
-        times = self.vitals.times()
-        waiting = WAITING[self.vitals.waiting]
-        for name, count in _fresh(times, self.reported).items():
-            latest = times[name].latest_s[-count:]
-            if name in own:
-                timed = fresh_own.get(name, 0)
-                latest = own[name].latest_s[-timed:] if timed else ()
-            if latest and name != "start":
-                median_s = statistics.median(latest)
-                timing = Timing(
-                    section=name,
-                    count=count,
-                    median_s=median_s,
-                    total_s=median_s * count,
-                    waits=name in waiting,
-                )
-                found.append(timing)
-        return tuple(found)
-
-
-def _fresh(times: Mapping[str, Times], reported: dict[str, int]) -> dict[str, int]:
-    """Return how many durations of each name are new, and count them as reported."""
-    fresh = {name: one.count - reported.get(name, 0) for name, one in times.items()}
-    reported.update({name: one.count for name, one in times.items()})
-    return {name: count for name, count in fresh.items() if count > 0}
 
 
 @dataclass(frozen=True)
@@ -377,7 +331,10 @@ class StallDetector:
         ended, for_s = one.ended_at is not None, now - due.since
         silent = signs.beat_at > 0.0 and now - signs.beat_at > OLD_BEAT_S
         look, took_s = self._see(one, signs, ended or silent, now)
-        one.kind = "ended" if ended else late_kind(state, signs, look, now, for_s)
+        if ended:
+            one.kind = "locked" if look.locked else "ended"
+        else:
+            one.kind = late_kind(state, signs, look, now, for_s)
         one.place = "" if ended else signs.place
         if now - signs.line_at >= ROOTED_S or not one.settled:
             one.settled = one.place
@@ -511,15 +468,6 @@ class StallDetector:
         self._reported_longest |= fresh
         self._reported_step_s = paces.step_s
         return Paces(paces.step_s, fresh)
-
-    def timings(self) -> tuple[RankTimings, ...]:
-        """Return what the steps of warm ranks consisted of since the last call."""
-        found = [(one.rank, one.vitals.warm, one.timings()) for one in self._watched.values()]
-        return tuple(
-            RankTimings(rank=rank, timings=timings)
-            for rank, warm, timings in found
-            if warm and timings
-        )
 
 
 def _usual_s(times: Mapping[str, Times], *names: str) -> float | None:

@@ -20,7 +20,8 @@ from holdfast.messages.checkpoints import (
     StoredStep,
     Wish,
 )
-from holdfast.messages.hangs import Name, Paces, Pause, PlaceName, Proof, Stall
+from holdfast.messages.evidence import Collective
+from holdfast.messages.hangs import Memory, Name, Paces, Pause, PlaceName, Proof, Stall
 from holdfast.messages.health import HealthResult
 from holdfast.messages.nodecheck import TestResult
 from holdfast.messages.records import NodeSpec, Raised, RankProgress, Terms
@@ -159,6 +160,10 @@ class WorkerExited(Event, frozen=True, kw_only=True):
     """The kernel's out-of-memory killer was seen at work while this worker died of SIGKILL."""
     progress: RankProgress
     raised: Raised | None = None
+    last: tuple[Collective, ...] = ()
+    """The newest collectives that it had entered, newest first, if its script failed and said so."""
+    raised_at: Time | None = None
+    """When the exception left the script; the process ended later, by the time of its teardown."""
     log_tail: str = ""
 
 
@@ -203,6 +208,12 @@ class HangDecided(Event, frozen=True, kw_only=True):
 
     rank: Rank
     act: bool
+
+
+class HangsRemembered(Event, frozen=True, kw_only=True):
+    """What an earlier run of the job remembered of places where ranks pause."""
+
+    memory: Memory
 
 
 class NodeTested(Event, frozen=True, kw_only=True):
@@ -336,6 +347,7 @@ AnyEvent = (
     | RanksStalled
     | VerdictReached
     | HangDecided
+    | HangsRemembered
     | NodeTested
     | HealthFound
     | SnapshotsSealed

@@ -35,9 +35,9 @@ VITALS_BYTES: Final = 16 << 10
 START, DATA, FORWARD, BACKWARD, OPTIMIZER, BETWEEN, STEP = range(7)
 PHASES: Final = ("start", "data", "forward", "backward", "optimizer", "between", "step")
 """Phases between two marks; "step" is the time from one finished step to the next."""
-OWN_WORK: Final = (FORWARD, BACKWARD, OPTIMIZER)
+OWN_WORK: Final = (FORWARD, BACKWARD, OPTIMIZER, BETWEEN)
 """Phases whose own work is also timed: on the GPU if there is one, and without visible waits for
-other ranks."""
+other ranks. Of the time between phases there is one duration for each step, and none with a GPU."""
 NO, IN_COLLECTIVE, IN_BACKWARD, IN_LOADER = range(4)
 """Whether the training thread waits for other ranks, or for the workers of its data loader."""
 WITH_GRADIENTS, ALSO_IN_FORWARD, LEFT_OUT = range(3)

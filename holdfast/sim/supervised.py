@@ -227,8 +227,9 @@ class SimPage:
         if steps == 0:
             return PageState(0, 0, 0.0, 0.0, 0.0, 0.0)
         saves, restore_s = training.saves(round, steps), training.restore_s(round)
-        times = (round.first_at, round.time_of(steps), training.saving_s(saves), restore_s)
-        return PageState(round.base + steps, steps, *times, saves)
+        times = (round.first_at, round.finished_at(steps), training.saving_s(saves), restore_s)
+        pause_s = round.pause_s(steps)
+        return PageState(round.base + steps, steps, *times, saves, pause_s, round.pace_s)
 
 
 class SimVitals:

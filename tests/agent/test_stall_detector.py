@@ -29,13 +29,11 @@ from holdfast.messages.hangs import FIRST_STEP, HangTerms, Pause, Stall
 from holdfast.messages.records import Part
 from holdfast.messages.units import Rank, RoundNumber
 from holdfast.shm.vital_signs import (
-    ALSO_IN_FORWARD,
     BETWEEN,
     DATA,
     FORWARD,
     IN_BACKWARD,
     IN_COLLECTIVE,
-    LEFT_OUT,
     NO,
     PHASES,
     VITALS_BYTES,
@@ -816,48 +814,3 @@ def test_a_step_time_that_has_changed_is_told_again() -> None:
     assert news is not None
     assert news.step_s == pytest.approx(0.1)
     assert news.longest_s == {}
-
-
-def test_timings_are_those_since_the_last_time() -> None:
-    scene = Scene(ranks=2)
-    scene.train()
-    scene.detector.timings()
-    assert scene.detector.timings() == ()
-    scene.vitals[1].mark(FORWARD, scene.now)
-    scene.run(0.5)
-    scene.vitals[1].mark(BETWEEN, scene.now)
-    ((told),) = scene.detector.timings()
-    assert told.rank == 1
-    timings = {timing.section: timing for timing in told.timings}
-    assert timings["forward"].median_s == pytest.approx(0.5)
-    assert (timings["forward"].count, timings["forward"].waits) == (1, False)
-    assert timings["between"].waits
-
-
-def test_on_a_gpu_the_times_there_are_told() -> None:
-    scene = Scene(ranks=1)
-    vitals = scene.vitals[0]
-    scene.train()
-    scene.detector.timings()
-    for _ in range(3):
-        scene.train()
-        vitals.took_itself(FORWARD, 0.25)
-    timings = {timing.section: timing for timing in scene.detector.timings()[0].timings}
-    assert timings["forward"].median_s == pytest.approx(0.25)
-    assert timings["forward"].count > 3, "for all steps, though only some were looked at"
-    scene.train()
-    (told,) = scene.detector.timings()
-    assert "forward" not in {timing.section for timing in told.timings}, "nothing was looked at"
-
-
-def test_with_a_sharded_model_ranks_wait_in_forward_too() -> None:
-    scene = Scene(ranks=1)
-    scene.vitals[0].waiting = ALSO_IN_FORWARD
-    scene.train()
-    timings = {timing.section: timing for timing in scene.detector.timings()[0].timings}
-    assert timings["forward"].waits
-    assert not timings["data"].waits
-    scene.vitals[0].waiting = LEFT_OUT
-    scene.train()
-    timings = {timing.section: timing for timing in scene.detector.timings()[0].timings}
-    assert {name for name, timing in timings.items() if timing.waits} == {"between", "step"}
