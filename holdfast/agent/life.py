@@ -14,7 +14,7 @@ them is not theirs.
 
 It cannot move if every thread waits, without a timeout, for a lock that only this process could
 release. That is a proof, so everything that might still come from outside rules it out: a thread in any
-other system call, a timer that sends a signal, a collective.
+other system call, a signal that the script handles, a collective.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from holdfast import proc, sockets
+from holdfast.diagnosis import faulthandling
 from holdfast.messages.hangs import Sign
 from holdfast.shm.vital_signs import Signs
 
@@ -201,7 +202,7 @@ class Observer:
             for one in suspects
             if one == thread or not names[one].startswith(CANNOT_RELEASE)
         )
-        return all(held) and not proc.has_timers(pid)
+        return all(held) and not proc.may_be_signalled(pid, except_for=faulthandling.SIGNAL)
 
 
 def _child(pid: int, traffic: int) -> Descendant:
