@@ -87,7 +87,7 @@ def difference(
     by_number: dict[int, dict[int, list[Collective]]] = defaultdict(lambda: defaultdict(list))
     for rank, own in noted.items():
         for each in own:
-            if not is_pair(each) and not each.over and (up_to is None or each.number <= up_to):
+            if not is_pair(each) and (up_to is None or each.number <= up_to):
                 by_number[each.number][rank].append(each)
     for number in sorted(by_number):
         called = by_number[number]

@@ -87,6 +87,7 @@ def _install(assign: Assign, channel: Channel, page: RankPage) -> Runtime:
     patches.book_saves(worker)
     patches.count_steps(worker)
     when_imported("torch", flight.turn_on)
+    when_imported("torch.distributed.distributed_c10d", flight.count_worlds)
     look_for_traps = _trap_finder(worker, page, phases)
     look_for_traps()
 
