@@ -75,9 +75,7 @@ async def examine(
     now = asyncio.get_running_loop().time()
     signs = {worker.rank: worker.vitals.read() for worker in workers}
     for worker in workers:
-        if (
-            not worker.ended
-        ):  # Its last dump may be the only one: its heartbeat may have ended, too.
+        if not worker.ended:  # Its last dump may be the only one: its heartbeat may have ended.
             _remove(worker.flight)
         worker.vitals.want_dump()
     with contextlib.ExitStack() as files:
@@ -168,6 +166,7 @@ def _evidence(
         ended=worker.ended,
         locked=worker.locked,
         idle_s=worker.idle_s,
+        left_s=_left_s(signs, now),
         stacks=seen.threads,
         stack_source=seen.source,
         collectives=None if recorded is None else recorded.collectives,
@@ -178,6 +177,13 @@ def _evidence(
         log_tail=worker.log_tail,
         missing=(*seen.missing, *missing),
     )
+
+
+def _left_s(signs: Signs, now: float) -> Seconds | None:
+    """Return how long the process group lets a waiting rank wait; None if that is unknown."""
+    if not signs.waits or not signs.group_timeout_s:
+        return None
+    return max(0.0, signs.group_timeout_s - (now - signs.line_at))
 
 
 def _recorded(path: Path) -> tuple[Recorded | None, tuple[str, ...]]:

@@ -4,9 +4,13 @@ Stopping: a worker that dies of SIGTERM or ignores it is gone at once. One that 
 grace period, then SIGKILL.
 
 How a process ended and how its rank ended are two things. A script that ran to its end has
-succeeded and one that raised has failed, whatever its interpreter dies of afterwards; the
-interpreter only has a limited time to follow. And a worker that was stopped did not end by itself,
-unless its script raised.
+succeeded and one that raised has failed, whatever its interpreter dies of afterwards. And a worker
+that was stopped did not end by itself, unless its script raised.
+
+After a script's end its process may still have work to do: threads that upload, exit handlers. A
+process whose script has succeeded is left alone for as long as it lives; only the coordinator ends it,
+once it is proven that it hangs. One whose script has failed is left alone while something of it moves,
+for a limited time, because the other ranks wait for the repair: see `Teardown`.
 """
 
 from __future__ import annotations
@@ -24,21 +28,16 @@ from holdfast.agent.evidence import Departed, Examined
 from holdfast.agent.fault_injector import FaultTarget
 from holdfast.agent.output import Output
 from holdfast.agent.processes import Exit, Process, WorkerProcess
+from holdfast.agent.teardown import Teardown
 from holdfast.clock import JobClock
 from holdfast.diagnosis import faulthandling
 from holdfast.diagnosis.frames import user_frame
 from holdfast.messages.local import ScriptReply
-from holdfast.messages.records import Raised, RankProgress
+from holdfast.messages.records import RESUMED, Raised, RankProgress
 from holdfast.messages.units import Rank, RoundNumber, Seconds, StepNumber
 
 log = logging.getLogger("holdfast.agent")
 
-ENDING_LIMIT_S = 30.0
-"""Time for an interpreter to exit after its script has ended."""
-DYING_LIMIT_S = 10.0
-"""The same after its script raised: other ranks wait for the repair."""
-ENDING_LIMIT = "HOLDFAST_ENDING_LIMIT"
-"""Environment variable that overrides both limits, in seconds, for tests."""
 MESSAGE_CHARS = 2000
 TRACEBACK_CHARS = 16000
 
@@ -71,6 +70,8 @@ class Worker:
     """Whether it has finished its first step."""
     _oom_kills: int = field(default_factory=cgroups.kill_count)
     """The kernel's count of OOM kills when it began."""
+    raised_at: float | None = None
+    """When its script raised, on the machine's monotonic clock."""
     _raised: Raised | None = None
     _failed: bool = False
     """Whether its script raised before it was stopped."""
@@ -78,7 +79,9 @@ class Worker:
     """Whether its script ran to the end."""
     _stop_sent: float | None = None
     _timer: asyncio.TimerHandle | None = None
-    """Kills it when its time is up."""
+    """Kills it when its grace period is over."""
+    _teardown: Teardown | None = None
+    """Kills it when it does not end after its script raised."""
 
     # ---- what is known of it ----
 
@@ -101,7 +104,10 @@ class Worker:
             last_at=clock.at(page.last_at),
             checkpoint_s=page.checkpoint_s,
             restore_s=page.restore_s,
+            pause_s=page.pause_s,
+            step_s=page.step_s or None,
             saves=page.saves,
+            resumed=RESUMED[page.resumed],
         )
 
     def target(self) -> FaultTarget:
@@ -135,21 +141,22 @@ class Worker:
     def script_ended(self) -> None:
         """Note that its script ran to the end."""
         self._done = True
-        self._await_exit(ENDING_LIMIT_S)
 
     def script_raised(self, raised: Raised) -> None:
         """Note that its script ended with an exception."""
         self._raised, self._failed = raised, self._stop_sent is None
-        self._await_exit(DYING_LIMIT_S)
+        if self._teardown is None and self.process.exit is None:
+            self._teardown = Teardown(self.process.pid, self._end)
 
-    def _await_exit(self, limit_s: float) -> None:
-        """Kill it if a thread of it, or its interpreter, does not end in time."""
-        if self._timer is None and self.process.exit is None:
-            limit_s = float(os.environ.get(ENDING_LIMIT, limit_s))
-            self._timer = asyncio.get_running_loop().call_later(limit_s, self._end)
+    def _end(self, why: str) -> None:
+        log.warning(
+            "rank %d has not exited since its script raised: %s; killing it", self.rank, why
+        )
+        self.kill()
 
-    def _end(self) -> None:
-        if self.process.exit is None:
+    def end_process(self) -> None:
+        """Kill a process that hangs after its script has ended well."""
+        if self._done:
             log.warning("rank %d hangs after its script has ended; killing it", self.rank)
             self.kill()
 
@@ -173,6 +180,8 @@ class Worker:
         """Take what it still said and printed before its process ended."""
         if self._timer is not None:
             self._timer.cancel()
+        if self._teardown is not None:
+            self._teardown.close()
         if self.runtime is not None:
             self.runtime.read_all()
         self.output.drain()
@@ -281,6 +290,12 @@ class Workers:
     def ask_to_stop(self, grace_s: Seconds) -> None:
         for worker in self.running.values():
             worker.ask_to_stop(grace_s)
+
+    def end_process(self, rank: Rank) -> None:
+        """Kill the process of a rank whose script has ended, if it is still there."""
+        worker = self.running.get(rank)
+        if worker is not None:
+            worker.end_process()
 
     def kill(self) -> None:
         for worker in self.running.values():

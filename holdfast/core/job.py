@@ -125,9 +125,18 @@ class Job(Struct, dict=True):
         return self._ranks.resumed_at
 
     @property
+    def comparable(self) -> bool:
+        return self._ranks.comparable
+
+    @property
     def steps_per_s(self) -> float | None:
         pace = self._ranks.pace
         return pace.per_s if pace is not None else None
+
+    @property
+    def stepped_at(self) -> Time | None:
+        """When a rank last finished a step of the newest round."""
+        return self._ranks.stepped_at
 
     @property
     def saves(self) -> int:

@@ -12,7 +12,9 @@ from holdfast.core.chaos.plans import Chaos, Plan
 from holdfast.core.commits.state import Commits
 from holdfast.core.faults import subject
 from holdfast.core.hangs import rules as hangs
-from holdfast.core.hangs.rules import Hangs
+from holdfast.core.hangs.events import paces
+from holdfast.core.hangs.events import scene as hang_scene
+from holdfast.core.hangs.state import Hangs
 from holdfast.core.job import Job
 from holdfast.core.ledger import books
 from holdfast.core.ledger.books import Ledger
@@ -32,21 +34,29 @@ from holdfast.messages.reports import (
     NodeState,
     RankReport,
     StatusReport,
+    SuspicionReport,
 )
 from holdfast.messages.units import NodeId, Seconds, Time
+
+REPORTED_WITHIN_S: Seconds = 3.0
+"""Agents report finished steps every second, and a journal is read a little later."""
 
 
 def status(job: Job, now: Time, alive: bool) -> StatusReport:
     """Report where the job stands. `alive` says whether a process still runs it."""
     state = _state(job, alive)
     end = job.result
+    no_step_s = _no_step_s(job, now) if state == "running" else None
+    steps_per_s = job.steps_per_s if state == "running" else None
+    if steps_per_s is not None and no_step_s is not None:
+        steps_per_s = min(steps_per_s, 1.0 / no_step_s)
     return StatusReport(
         job=job.name,
         state=state,
         round=job.membership.round,
         world_size=_world_size(job),
         step=job.highest,
-        steps_per_s=_rounded(job.steps_per_s, 3) if state == "running" else None,
+        steps_per_s=_rounded(steps_per_s, 3),
         wall_s=round(_until(job, now) - job.opened_at, 3),
         restarts=job.recovery.history.restarts,
         nodes=_nodes(job),
@@ -57,7 +67,9 @@ def status(job: Job, now: Time, alive: bool) -> StatusReport:
         exit_code=end.code if end is not None else None,
         reason=end.reason if end is not None else None,
         opened_at=job.opened_at,
+        suspicion=suspicion(job, now),
         refused=job.refused,
+        no_step_s=_rounded(no_step_s, 3),
     )
 
 
@@ -75,6 +87,7 @@ def goodput(job: Job, now: Time) -> GoodputReport:
         ranks=whole if abs(ranks - whole) < 0.005 else round(ranks, 3),
         seconds={cause: round(seconds.get(cause, 0.0), 6) for cause in CAUSES},
         goodput=round(seconds.get("productive", 0.0) / total, 6) if total > 0 else 0.0,
+        unknown_since=books.unknown_since(job.of(Ledger), until),
     )
 
 
@@ -112,7 +125,9 @@ def phases(incident: Incident) -> dict[str, Seconds]:
     """Split the repair into its phases, in order, as far as it has come; together they are `lost_s`.
 
     The marks come from the clocks of several nodes, which need not agree to the millisecond."""
+    torn_down = [] if incident.gone_at is None else [("teardown", incident.gone_at)]
     marks = [
+        *torn_down,
         ("detect", incident.opened_at),
         ("stop", incident.stopped_at),
         ("rendezvous", incident.frozen_at),
@@ -149,7 +164,7 @@ def incident_line(job: Job, incident: Incident) -> str:
     shown = ", ".join(
         f"{name.replace('_', ' ')} {took:.2f}"
         for name, took in phases(incident).items()
-        if name != "rendezvous" or took >= 0.005
+        if name not in ("teardown", "rendezvous") or took >= 0.005
     )
     return f"{line}: back in {lost_s(incident):.2f} s ({shown}), {incident.lost_steps} steps redone"
 
@@ -165,7 +180,7 @@ def _what(incident: Incident) -> str:
 
 def injected_by(job: Job, incident: Incident) -> str:
     """Name the injected fault that caused an incident; empty if none did."""
-    step_s = hangs.paces(job.of(Hangs)).step_s or 0.0
+    step_s = paces(job.of(Hangs)).step_s or 0.0
     return chaos.injected_by(job.of(Chaos), incident, step_s)
 
 
@@ -185,12 +200,49 @@ def _faults(job: Job) -> FaultsReport:
     )
 
 
+# ---- what may be a hang --------------------------------------------------------------------------
+
+
+def suspicion(job: Job, now: Time) -> SuspicionReport | None:
+    """Report what may be a hang; None while the job moves."""
+    known, open = job.of(Hangs), job.of(Hangs).suspicion
+    if open is None:
+        return None
+    scene = hang_scene(job)
+    ahead = hangs.outlook(known, scene)
+    standing = known.late.get(ahead.rank) if ahead.rank is not None else None
+    place = known.place_of(ahead.rank) if ahead.rank is not None else ""
+    still_s = now - standing.still_since if standing is not None else 0.0
+    return SuspicionReport(
+        rank=ahead.rank,
+        place=place or (open.verdict.place if open.verdict is not None else ""),
+        for_s=round(max(0.0, now - open.since), 3),
+        waiting=sorted(hangs.waiting(known) - set(hangs.suspects(known))),
+        signs=list(standing.stall.signs) if standing is not None else [],
+        still_s=round(max(0.0, still_s), 3),
+        proof=ahead.proof,
+        acts_in_s=None if ahead.act_at is None else round(max(0.0, ahead.act_at - now), 3),
+        until=ahead.reason,
+        sentence=open.verdict.sentence if open.verdict is not None else "",
+        line=hangs.line(known, scene, now),
+    )
+
+
 # ---- pieces of the status ------------------------------------------------------------------------
 
 
 def _state(job: Job, alive: bool) -> JobState:
     state = job.state.name
     return state if alive or state == "ended" else "lost"
+
+
+def _no_step_s(job: Job, now: Time) -> Seconds | None:
+    """Time since the last finished step, once it is longer than a step and its report usually take."""
+    if job.stepped_at is None or job.unfinished == 0:
+        return None
+    since_s = now - job.stepped_at
+    usual_s = 1.0 / job.steps_per_s if job.steps_per_s else 0.0
+    return since_s if since_s > max(REPORTED_WITHIN_S, usual_s) else None
 
 
 def _until(job: Job, now: Time) -> Time:
@@ -209,12 +261,14 @@ def _nodes(job: Job) -> list[NodeReport]:
     for node in m.nodes():
         candidate = m.find(node)
         assert candidate is not None
+        overload = stragglers.overload(job.of(Stragglers), candidate.spec.host)
         found.append(
             NodeReport(
                 node=node,
                 host=candidate.spec.host,
                 state=_node_state(job, node),
                 ranks=ranks.get(node, []),
+                overload=str(overload) if overload is not None and node in ranks else None,
             )
         )
     return found

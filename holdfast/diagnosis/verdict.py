@@ -137,10 +137,11 @@ class RoundEvidence:
 
     def left_s(self, waiting: Collection[int]) -> float | None:
         """Return the time until a process group ends the first of the waiting ranks."""
-        times = [
-            f.left_s for f in self.fronts if f.left_s is not None and {*f.waiting} & {*waiting}
-        ]
-        return min(times, default=None)
+        fronts = [front for front in self.fronts if front.left_s is not None]
+        recorded = {rank for front in fronts for rank in front.waiting}
+        others = (self.seen[rank].left_s for rank in waiting if rank in self.seen.keys() - recorded)
+        times = [front.left_s for front in fronts if {*front.waiting} & {*waiting}]
+        return min((left_s for left_s in (*times, *others) if left_s is not None), default=None)
 
     def defect(self, rank: int) -> str:
         """Return what keeps a rank from continuing by itself; empty if nothing was seen to."""

@@ -21,7 +21,7 @@ from holdfast.messages.checkpoints import (
     Wish,
 )
 from holdfast.messages.evidence import Collective
-from holdfast.messages.hangs import Name, Paces, Pause, PlaceName, Proof, Stall
+from holdfast.messages.hangs import Memory, Name, Paces, Pause, PlaceName, Proof, Stall
 from holdfast.messages.health import HealthResult
 from holdfast.messages.nodecheck import TestResult
 from holdfast.messages.records import NodeSpec, Raised, RankProgress, Terms
@@ -162,6 +162,8 @@ class WorkerExited(Event, frozen=True, kw_only=True):
     raised: Raised | None = None
     last: tuple[Collective, ...] = ()
     """The newest collectives that it had entered, newest first, if its script failed and said so."""
+    raised_at: Time | None = None
+    """When the exception left the script; the process ended later, by the time of its teardown."""
     log_tail: str = ""
 
 
@@ -206,6 +208,12 @@ class HangDecided(Event, frozen=True, kw_only=True):
 
     rank: Rank
     act: bool
+
+
+class HangsRemembered(Event, frozen=True, kw_only=True):
+    """What an earlier run of the job remembered of places where ranks pause."""
+
+    memory: Memory
 
 
 class NodeTested(Event, frozen=True, kw_only=True):
@@ -339,6 +347,7 @@ AnyEvent = (
     | RanksStalled
     | VerdictReached
     | HangDecided
+    | HangsRemembered
     | NodeTested
     | HealthFound
     | SnapshotsSealed

@@ -110,6 +110,8 @@ class RankEvidence(Struct, frozen=True, kw_only=True):
     """Whether every thread waits for a lock that only this process could release."""
     idle_s: Seconds | None = None
     """How long nothing of it has moved; None if unknown."""
+    left_s: Seconds | None = None
+    """If it waits for others: time until its process group would end it; None if unknown."""
     stacks: Annotated[tuple[ThreadStack, ...], Meta(max_length=MAX_THREADS)] = ()
     stack_source: StackSource = "none"
     collectives: Annotated[tuple[Collective, ...], Meta(max_length=MAX_COLLECTIVES)] | None = None

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from holdfast.messages.units import Rank, Seconds
+from holdfast.messages.units import Rank, Seconds, StepNumber
 
 StallKind = Literal["stopped", "gil", "locked", "waits", "ended", "elsewhere"]
 """How a late rank stands: its process is stopped by a signal or frozen; a thread keeps the GIL; every
@@ -51,6 +51,29 @@ class Pause(Struct, frozen=True):
 
     place: PlaceName
     still_s: Seconds
+
+
+class PlaceMemory(Struct, frozen=True):
+    """What is remembered of one place of the user's code."""
+
+    seen: int = 0
+    """Pauses there that ended by themselves."""
+    still_s: Seconds = 0.0
+    """Longest of them."""
+    waited_s: Seconds = 0.0
+    """Longest time that other ranks waited for a rank there, until it went on by itself."""
+    grant_s: Seconds = 0.0
+    """Deadline that it was given after it was taken for a hang; 0 for none."""
+    grant_step: StepNumber = StepNumber(0)
+    """The grant holds until the job has got past this step."""
+    trusted: bool = False
+    """Whether a person wants ranks there left alone."""
+
+
+class Memory(Struct, frozen=True):
+    """What is remembered of all places, over rounds and requeues."""
+
+    places: dict[PlaceName, PlaceMemory] = {}
 
 
 class Paces(Struct, frozen=True):

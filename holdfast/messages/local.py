@@ -66,6 +66,8 @@ class Assign(Local, frozen=True, kw_only=True):
     """Directory for this node's images."""
     flight: str = ""
     """File for a dump of the flight recorder."""
+    opened_at: float = 0.0
+    """When the job began, by the wall clock."""
 
 
 class Test(Local, frozen=True, kw_only=True):
@@ -111,6 +113,7 @@ class Died(Local, frozen=True, kw_only=True):
     """Worker to agent: the script raised an unhandled exception."""
 
     raised: Raised
+    at: float
 
 
 class ScriptFinished(Local, frozen=True, kw_only=True):

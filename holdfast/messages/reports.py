@@ -13,6 +13,7 @@ from typing import Literal
 from msgspec import Struct, field
 
 from holdfast.messages.chaos import FaultsReport
+from holdfast.messages.hangs import Proof, Sign
 from holdfast.messages.records import Cause, FaultKind
 from holdfast.messages.timings import Kind
 from holdfast.messages.units import (
@@ -33,16 +34,19 @@ NodeState = Literal["placed", "busy", "waiting", "testing"]
 
 CAUSES: dict[Cause, str] = {
     "productive": "steps finished for the first time",
-    "redo": "steps that a fault threw away and that had to be taken again",
+    "redo": "steps that a fault threw away: the one under way, and those taken again",
     "start": "from the launch, or from the round's freezing, until the script ran",
     "init": "imports and process group, until the first step",
     "checkpoint": "saving",
-    "detect": "from the fault until it was known",
+    "detect": "from the fault until it was known, with the failed process's own teardown",
     "stop": "ending the other ranks",
     "rendezvous": "agreeing on the next round",
     "restore": "loading state",
     "wait": "for nodes",
     "idle": "finished before the others",
+    "other": "between steps, no training: evaluation, uploads, loading, or waiting for a rank in it",
+    "finish": "from the last step to the script's end",
+    "unknown": "since the last step: not known yet, or never known",
 }
 """Every cause of the ledger and what it covers, in the order of reports."""
 
@@ -77,6 +81,8 @@ class NodeReport(Struct, frozen=True, kw_only=True):
     """What the node is doing for the job."""
     ranks: list[RankReport]
     """Ranks of the round in force that run on the node."""
+    overload: str | None = None
+    """What keeps the CPUs from the node's ranks, in words; null for a node that is not overloaded."""
 
 
 class CheckpointerReport(Struct, frozen=True, kw_only=True):
@@ -94,6 +100,33 @@ class CheckpointerReport(Struct, frozen=True, kw_only=True):
     """Failed writes in a row."""
 
 
+class SuspicionReport(Struct, frozen=True, kw_only=True):
+    """A job that may stand still, before anything is done about it."""
+
+    rank: Rank | None
+    """Rank that the others wait for; null if that is not known."""
+    place: str
+    """Line of the script that the rank is at; empty if unknown."""
+    for_s: Seconds
+    """Time since the first of the ranks concerned made progress."""
+    waiting: list[Rank]
+    """Ranks that wait for it."""
+    signs: list[Sign]
+    """What of the rank was seen to move."""
+    still_s: Seconds
+    """How long nothing of it has moved."""
+    proof: Proof | None
+    """What proves that it cannot continue; null if it may."""
+    acts_in_s: Seconds | None
+    """Time until the round is broken if nothing changes; null if only a person ends it."""
+    until: str
+    """What that time waits for; empty if `acts_in_s` is null."""
+    sentence: str
+    """What the examination of all ranks found."""
+    line: str
+    """All of it in one line."""
+
+
 class StatusReport(Struct, frozen=True, kw_only=True):
     """Where a job stands: what `holdfast status --json` prints."""
 
@@ -108,7 +141,8 @@ class StatusReport(Struct, frozen=True, kw_only=True):
     step: StepNumber
     """Highest step that was ever finished."""
     steps_per_s: float | None
-    """Training speed; null while the job is not running or its speed is unknown."""
+    """Training speed; null while the job is not running or its speed is unknown. It falls while no
+    step is finished."""
     wall_s: Seconds
     """Time since the job opened, or until it ended."""
     restarts: int
@@ -129,8 +163,13 @@ class StatusReport(Struct, frozen=True, kw_only=True):
     """Why the job ended, in one line; null until it is ending."""
     opened_at: Time
     """When the job opened, in seconds since 1970."""
+    suspicion: SuspicionReport | None = None
+    """What may be a hang; null while the job moves."""
     refused: dict[str, int] = field(default_factory=dict)
     """Events that did not fit the job's state and were refused: how many, by reason."""
+    no_step_s: Seconds | None = None
+    """Time since a rank last finished a step, if that is longer than a step usually takes; null while
+    steps are finished, before the first one, and while the job is not running."""
 
 
 class GoodputReport(Struct, frozen=True, kw_only=True):
@@ -146,6 +185,8 @@ class GoodputReport(Struct, frozen=True, kw_only=True):
     """Rank-seconds by cause; they add up to `wall_s` × `ranks`."""
     goodput: float
     """Share of productive seconds, 0 to 1."""
+    unknown_since: Time | None = None
+    """Begin of the oldest time that has no cause yet, in seconds since 1970; null if all of it has."""
 
 
 class IncidentReport(Struct, frozen=True, kw_only=True):
@@ -170,8 +211,9 @@ class IncidentReport(Struct, frozen=True, kw_only=True):
     action: str
     """What Holdfast did about it."""
     phases: dict[str, Seconds]
-    """Seconds by phase of the repair (detect, stop, rendezvous, start, first_step), in order, as far
-    as the repair has come; together `lost_s`."""
+    """Seconds by phase of the repair (teardown, detect, stop, rendezvous, start, first_step), in order,
+    as far as the repair has come; together `lost_s`. Only a script that raised has a teardown: the time
+    until its process was gone."""
     lost_s: Seconds | None
     """From the fault to the first good step after it, or to what ended the incident instead; null
     while the incident is open."""

@@ -24,7 +24,7 @@ PROGRESS_BYTES = 4096
 _TRAPS_AT = PROGRESS_BYTES + VITALS_BYTES
 _SPRUNG_AT = _TRAPS_AT + TRAP_LOG_BYTES
 PAGE_BYTES = _SPRUNG_AT + TRAP_LOG_BYTES
-_SLOT_WORDS = 8
+_SLOT_WORDS = 10
 _FIRST_SLOT = 8
 _SLOTS = 32
 
@@ -41,6 +41,12 @@ class PageState(Struct, frozen=True):
     restore_s: float
     saves: int = 0
     """Number of checkpoints that this process finished."""
+    pause_s: float = 0.0
+    """Time between steps that was neither a step nor booked above."""
+    step_s: float = 0.0
+    """Usual time from one finished step to the next; 0 while it is unknown."""
+    resumed: int = 0
+    """What it knows of the step that it resumed at: an index of `messages.records.RESUMED`."""
 
 
 class RankPage:
@@ -65,6 +71,9 @@ class RankPage:
         checkpoint_s: float,
         restore_s: float,
         saves: int = 0,
+        pause_s: float = 0.0,
+        step_s: float = 0.0,
+        resumed: int = 0,
     ) -> None:
         ints, floats = self._ints, self._floats
         sequence = ints[0] + 1
@@ -76,6 +85,9 @@ class RankPage:
         floats[slot + 4] = checkpoint_s
         floats[slot + 5] = restore_s
         ints[slot + 6] = saves
+        floats[slot + 7] = pause_s
+        floats[slot + 8] = step_s
+        ints[slot + 9] = resumed
         ints[0] = sequence
 
     def read(self) -> PageState:
@@ -83,8 +95,10 @@ class RankPage:
             sequence = self._ints[0]
             slot = _FIRST_SLOT + _SLOT_WORDS * (sequence % _SLOTS)
             step, steps, *_, saves = self._ints[slot : slot + 7]
-            first_at, last_at, checkpoint_s, restore_s = self._floats[slot + 2 : slot + 6]
-            state = PageState(step, steps, first_at, last_at, checkpoint_s, restore_s, saves)
+            first_at, last_at, *asides_s = self._floats[slot + 2 : slot + 9]
+            checkpoint_s, restore_s, _, pause_s, step_s = asides_s
+            asides = checkpoint_s, restore_s, saves, pause_s, step_s
+            state = PageState(step, steps, first_at, last_at, *asides, self._ints[slot + 9])
             # The slot just read is overwritten _SLOTS writes later, which begins one earlier.
             if self._ints[0] - sequence < _SLOTS - 1:
                 return state

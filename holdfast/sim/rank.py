@@ -220,7 +220,7 @@ class SimRank:
         if self.exit is not None or self.agent.dead:
             return
         if raised is not None:
-            self.agent.later(0.0, self.hear, local.Died(raised=raised))
+            self.agent.later(0.0, self.hear, local.Died(raised=raised, at=self.agent.clock.now))
         if done:
             self.agent.later(0.0, self.hear, local.ScriptFinished())
         else:

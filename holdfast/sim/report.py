@@ -11,7 +11,7 @@ from holdfast.sim import look
 from holdfast.sim.clock import START
 from holdfast.sim.cluster import Cluster
 
-PHASES = ("detect", "stop", "rendezvous", "start", "first_step")
+PHASES = ("teardown", "detect", "stop", "rendezvous", "start", "first_step")
 
 
 def numbers(cluster: Cluster) -> dict[str, Any]:

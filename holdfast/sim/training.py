@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 NEVER = float("inf")
 SAVE_SHARE = 0.2
 """Of the time of a step, what a save takes the script."""
+STANDING_STEPS = 4.0
+"""A worker takes what is longer than so many steps for a pause."""
 
 
 @dataclass(eq=False)
@@ -58,6 +60,9 @@ class SimRound:
     held_at: float = NEVER
     longest_s: Seconds = 0.0
     """The longest that a step took."""
+    stands: list[tuple[int, Seconds, Seconds]] = field(default_factory=list)
+    """Times that it stood still and went on: the last step finished before, how long it stood, and
+    how much of it a worker takes for a pause."""
     broken_at: float = NEVER
     version: int = 0
     """Number of changes of pace; what was planned under an older one is void."""
@@ -77,10 +82,20 @@ class SimRound:
         return self.base + self.steps(now) if self.first_at <= now else 0
 
     def time_of(self, steps: int) -> float:
-        """Return when a step of this round is finished, counted from its first."""
+        """Return when a step of this round is finished, counted from its first; of the last one
+        before the round stood still, when it went on."""
         if steps <= 1:
             return self.first_at
         return self.anchor_at + (steps - self.anchor) * self.pace_s
+
+    def finished_at(self, steps: int) -> float:
+        """Return when a step was really finished, as the workers' pages say."""
+        stood_s = sum(seconds for done, seconds, _ in self.stands if done >= steps)
+        return self.time_of(steps) - (stood_s if steps > 1 else 0.0)
+
+    def pause_s(self, steps: int | None = None) -> Seconds:
+        """Return how long workers had paused by the end of that step, or by now."""
+        return sum((s for done, _, s in self.stands if steps is None or done < steps), 0.0)
 
     @property
     def stands_since(self) -> float:
@@ -258,8 +273,7 @@ class Training:
         now = self.clock.now
         self._note(round, now)
         if round.first_at <= now:
-            until = max(round.first_at, min(now, round.held_at))
-            self.stepped_s += round.size * (until - round.first_at)
+            self.stepped_s += round.size * self._stepping_s(round, min(now, round.held_at))
         round.broken_at = min(now, round.held_at)
         round.version += 1
 
@@ -286,7 +300,10 @@ class Training:
                 self.clock.at(round.first_at, self._first_step, round, round.version)
         else:
             done = round.steps(round.held_at)
-            round.longest_s = max(round.longest_s, now - round.time_of(done))
+            stood_s = now - round.time_of(done)
+            round.longest_s = max(round.longest_s, stood_s)
+            is_pause = stood_s > STANDING_STEPS * round.pace_s
+            round.stands.append((done, stood_s, stood_s if is_pause else 0.0))
             round.anchor, round.anchor_at = done, max(now, round.time_of(done))
             self._plan(round)
         round.held_at = NEVER
@@ -331,7 +348,15 @@ class Training:
         now = self.clock.now
         alive = [r for r in self.rounds.values() if r.broken_at == NEVER and r.first_at <= now]
         # The first step counts from its beginning; a worker's page tells only of its end.
-        return self.stepped_s + sum(round.size * (now - round.first_at) for round in alive)
+        return self.stepped_s + sum(
+            round.size * self._stepping_s(round, min(now, round.held_at)) for round in alive
+        )
+
+    @staticmethod
+    def _stepping_s(round: SimRound, until: float) -> Seconds:
+        """Return how long a round has stepped by then, without the times that it stood still."""
+        whole_s = max(round.first_at, until) - round.first_at
+        return whole_s - round.pause_s()
 
     # ---- what a worker's page says ----
 
@@ -341,7 +366,7 @@ class Training:
         steps = round.steps(self.clock.now if until is None else until)
         if steps == 0:
             return tuple(RankProgress(rank=rank) for rank in ranks)
-        last_at = Time(round.time_of(steps) + skew)
+        last_at = Time(round.finished_at(steps) + skew)
         first_at = Time(round.first_at + skew)
         saves, restore_s = self.saves(round, steps), self.restore_s(round)
         return tuple(
@@ -354,6 +379,8 @@ class Training:
                     last_at=last_at,
                     checkpoint_s=self.saving_s(saves),
                     restore_s=restore_s,
+                    pause_s=round.pause_s(steps),
+                    step_s=round.pace_s,
                     saves=saves,
                 )
                 for rank in ranks

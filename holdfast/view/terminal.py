@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 
 from holdfast.messages.evidence import StackGroup
@@ -40,10 +41,11 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 def print_status(status: StatusReport) -> None:
     """Print where a job stands."""
-    speed = "" if status.steps_per_s is None else f", {status.steps_per_s:.1f} steps/s"
+    speed = "" if status.steps_per_s is None else f", {_speed(status.steps_per_s)} steps/s"
+    still = "" if status.no_step_s is None else f", no step for {status.no_step_s:.0f} s"
     title = (
         f"job {status.job}: {status.state}, round {status.round},"
-        f" {status.world_size} ranks, step {status.step}{speed}"
+        f" {status.world_size} ranks, step {status.step}{speed}{still}"
     )
     rows = [
         (node.node, node.state, *cells)
@@ -51,18 +53,29 @@ def print_status(status: StatusReport) -> None:
         for cells in [_rank(rank) for rank in node.ranks] or [("-", "-", "-", "-")]
     ]
     print_table(title, ("node", "state", "rank", "pid", "step", "speed"), rows)
+    if status.suspicion is not None:
+        print(status.suspicion.line)
     for one in status.checkpoints:
         print(_checkpoints(one))
+    for node in status.nodes:
+        if node.overload is not None:
+            print(f"overloaded: node {node.node}: {node.overload}")
     for host, why in status.excluded.items():
         print(f"excluded: host {host}: {why}")
     for fault in status.faults.pending:
         print(f"fault to come: {fault.line}")
+    for fault in status.faults.refused:
+        print(f"fault not injected: {fault.line}: {fault.why}")
     for reason, count in status.refused.items():
         print(f"refused: {count} events: {reason}")
     if status.last_incident:
         print(f"last incident: {status.last_incident}")
     if status.reason:
         print(f"ended with {status.exit_code}: {status.reason}")
+
+
+def _speed(per_s: float) -> str:
+    return f"{per_s:.1f}" if per_s >= 1 else f"{per_s:.2g}"
 
 
 def print_story(incident: IncidentReport, steps: Sequence[StoryStep]) -> None:
@@ -111,6 +124,9 @@ def print_goodput(report: GoodputReport) -> None:
         f"job {report.job}: goodput {report.goodput:.1%}"
         f" of {report.wall_s:.1f} s × {report.ranks} ranks"
     )
+    since = report.unknown_since
+    if since is not None:
+        title += f", unknown since {time.strftime('%H:%M:%S', time.localtime(since))}"
     rows = [
         (cause, f"{seconds:.2f}", f"{seconds / total:.1%}", CAUSES[cause])
         for cause, seconds in sorted(report.seconds.items(), key=lambda item: -item[1])

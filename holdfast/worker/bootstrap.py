@@ -61,8 +61,9 @@ def become_worker(control_fd: int, page_fd: int, rehearse: bool) -> int:
     recorder = FlightFile(assign, page.vitals)
 
     def died(raised: Raised) -> None:
+        at = time.monotonic()
         recorder.write()
-        channel.send(local.Died(raised=raised))
+        channel.send(local.Died(raised=raised, at=at))
 
     try:
         code = script.run(assign.entry, sys.argv[1:], died)
@@ -79,12 +80,14 @@ def become_worker(control_fd: int, page_fd: int, rehearse: bool) -> int:
 
 def _install(assign: Assign, channel: Channel, page: RankPage) -> Runtime:
     """Install the runtime, its hooks and its heartbeat."""
-    worker = Runtime(channel, page, assign.round, assign.images)
+    worker = Runtime(channel, page, assign.round, assign.images, assign.opened_at)
     runtime.install(worker)
     os.register_at_fork(after_in_child=page.detach)
     phases = Phases(page.vitals)
     phases.install()
     patches.book_saves(worker)
+    patches.note_loads(worker)
+    worker.resumption.observe()
     patches.count_steps(worker)
     when_imported("torch", flight.turn_on)
     when_imported("torch.distributed.distributed_c10d", flight.count_worlds)

@@ -66,6 +66,7 @@ def progress(rank: Rank, at: float, step: int) -> RankProgress:
         steps=5,
         first_at=Time(at + 3),
         last_at=Time(at + 7),
+        step_s=1.0,
     )
 
 

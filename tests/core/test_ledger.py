@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,7 +25,13 @@ def opened(ranks: int = 1) -> Ledger:
 
 
 def report(
-    ledger: Ledger, step: int, steps: int, first_at: float, last_at: float, **aside: float
+    ledger: Ledger,
+    step: int,
+    steps: int,
+    first_at: float,
+    last_at: float,
+    step_s: float | None = 1.0,
+    **aside: float,
 ) -> None:
     progress = RankProgress(
         rank=Rank(0),
@@ -31,10 +39,16 @@ def report(
         steps=steps,
         first_at=Time(first_at),
         last_at=Time(last_at),
+        step_s=step_s,
         **aside,
     )
     books.progressed(ledger, progress)
     books.validate(ledger)
+
+
+def fault(ledger: Ledger, at: float, noticed_at: float, stopped_at: float) -> None:
+    books.broke(ledger, Time(at), Time(noticed_at))
+    books.stopped(ledger, Time(stopped_at))
 
 
 def spent(ledger: Ledger, now: float) -> dict[Cause, float]:
@@ -60,8 +74,64 @@ def test_the_first_round_is_on_the_books_from_the_opening_on() -> None:
     assert books.rank_seconds(opened(3), Time(OPEN + 2)) == 6
 
 
-def test_time_since_the_last_step_counts_as_training_until_more_is_known() -> None:
-    assert spent(trained(), OPEN + 20)["productive"] == 15
+def test_time_since_the_last_step_is_unknown_until_more_is_known() -> None:
+    ledger = trained()
+    assert books.unknown_since(ledger, Time(OPEN + 14)) is None
+    seconds = spent(ledger, OPEN + 114)
+    assert (seconds["productive"], seconds["unknown"]) == (9, 100)
+    assert books.unknown_since(ledger, Time(OPEN + 114)) == OPEN + 14
+
+
+def test_a_pause_between_two_steps_is_no_training() -> None:
+    ledger = trained()
+    report(ledger, 12, 12, OPEN + 5, OPEN + 116, pause_s=100.0)
+    assert spent(ledger, OPEN + 116) == {"start": 3, "init": 2, "productive": 11, "other": 100}
+
+
+def test_first_steps_are_undecided_until_their_usual_time_is_known() -> None:
+    ledger = opened()
+    books.script_began(ledger, Rank(0), Time(OPEN + 3))
+    report(ledger, 2, 2, OPEN + 5, OPEN + 65, step_s=None)
+    assert spent(ledger, OPEN + 66) == {"start": 3, "init": 2, "unknown": 61}
+    report(ledger, 8, 8, OPEN + 5, OPEN + 71, pause_s=59.0)
+    assert spent(ledger, OPEN + 71) == {"start": 3, "init": 2, "other": 59, "productive": 7}
+
+
+@pytest.mark.parametrize("ends", ["finished", "stopped"])
+def test_steps_too_few_to_have_a_usual_time_are_training_all_the_same(ends: str) -> None:
+    ledger = opened()
+    books.script_began(ledger, Rank(0), Time(OPEN + 3))
+    report(ledger, 3, 3, OPEN + 5, OPEN + 7, step_s=None)
+    if ends == "finished":
+        books.finished(ledger, Rank(0), Time(OPEN + 10))
+        rest: Cause = "finish"
+    else:
+        fault(ledger, OPEN + 10, OPEN + 10, OPEN + 10)
+        rest = "unknown"
+    assert spent(ledger, OPEN + 10) == {"start": 3, "init": 2, "productive": 2, rest: 3}
+
+
+def test_from_the_last_step_to_its_end_a_rank_finishes_then_it_is_idle() -> None:
+    ledger = trained()
+    books.finished(ledger, Rank(0), Time(OPEN + 44))
+    seconds = spent(ledger, OPEN + 50)
+    assert (seconds["productive"], seconds["finish"], seconds["idle"]) == (9, 30, 6)
+
+
+def test_a_script_without_steps_has_no_finish() -> None:
+    ledger = opened()
+    books.script_began(ledger, Rank(0), Time(OPEN + 3))
+    books.finished(ledger, Rank(0), Time(OPEN + 10))
+    assert spent(ledger, OPEN + 10) == {"start": 3, "init": 7}
+
+
+def test_the_last_save_after_the_last_step_is_booked_as_such() -> None:
+    ledger = trained()
+    ledger.now = Time(OPEN + 20)
+    report(ledger, 10, 10, OPEN + 5, OPEN + 14, checkpoint_s=4.0)
+    books.finished(ledger, Rank(0), Time(OPEN + 20))
+    seconds = spent(ledger, OPEN + 20)
+    assert (seconds["checkpoint"], seconds["finish"]) == (4, 2)
 
 
 def test_the_same_report_twice_books_nothing_twice() -> None:
@@ -85,6 +155,52 @@ def test_a_fault_books_the_step_under_way_as_redo_then_detect_then_stop() -> Non
         "stop": 1.5,
         "rendezvous": 1,
     }
+
+
+def test_a_fault_discards_one_usual_step_and_not_an_evaluation() -> None:
+    ledger = trained()
+    fault(ledger, OPEN + 114, OPEN + 114.5, OPEN + 115)
+    seconds = spent(ledger, OPEN + 115)
+    assert (seconds["redo"], seconds["other"]) == (1, 99)
+    assert (seconds["detect"], seconds["stop"]) == (0.5, 0.5)
+
+
+def test_a_save_before_the_fault_stays_a_save() -> None:
+    ledger = trained()
+    books.broke(ledger, Time(OPEN + 24), Time(OPEN + 24))
+    ledger.now = Time(OPEN + 25)
+    report(ledger, 10, 10, OPEN + 5, OPEN + 14, checkpoint_s=9.5)
+    books.stopped(ledger, Time(OPEN + 25))
+    seconds = spent(ledger, OPEN + 25)
+    assert (seconds["checkpoint"], seconds["redo"], seconds["stop"]) == (9.5, 0.5, 1)
+    assert "other" not in seconds
+
+
+def test_a_hang_is_time_to_detect_from_the_culprits_last_mark_on() -> None:
+    ledger = trained()
+    fault(ledger, OPEN + 14.5, OPEN + 74.5, OPEN + 75)
+    seconds = spent(ledger, OPEN + 75)
+    assert (seconds["redo"], seconds["detect"], seconds["stop"]) == (0.5, 60, 0.5)
+
+
+def test_the_fault_that_turned_out_to_be_the_cause_counts() -> None:
+    ledger = trained()
+    books.broke(ledger, Time(OPEN + 16), Time(OPEN + 16))
+    books.blamed(ledger, Time(OPEN + 14.5))
+    books.stopped(ledger, Time(OPEN + 17))
+    seconds = spent(ledger, OPEN + 17)
+    assert (seconds["redo"], seconds["detect"], seconds["stop"]) == (0.5, 1.5, 1)
+
+
+def test_the_usual_step_of_the_last_round_bounds_what_the_next_may_throw_away() -> None:
+    ledger = trained()
+    fault(ledger, OPEN + 14, OPEN + 14, OPEN + 14)
+    books.begin_round(ledger, RoundNumber(2), StepNumber(10), Time(OPEN + 14))
+    books.script_began(ledger, Rank(0), Time(OPEN + 14))
+    report(ledger, 11, 1, OPEN + 15, OPEN + 15, step_s=None)
+    fault(ledger, OPEN + 45, OPEN + 45, OPEN + 45)
+    seconds = spent(ledger, OPEN + 45)
+    assert (seconds["redo"], seconds["other"]) == (1, 29)
 
 
 def test_progress_heard_of_after_the_fault_is_still_productive() -> None:
@@ -175,47 +291,105 @@ happenings = st.one_of(
     st.tuples(st.just("began"), st.integers(0, 4), times),
     st.tuples(st.just("broke"), times, times),
     st.tuples(st.just("stopped"), st.just(0), times),
+    st.tuples(st.just("blamed"), st.just(0), times),
+    st.tuples(st.just("finished"), st.integers(0, 4), times),
+    st.tuples(st.just("passed"), st.just(0), times),
     st.tuples(st.just("enter"), st.sampled_from(["wait", "idle", "stop"]), times),
     st.tuples(
         st.just("report"),
         st.tuples(st.integers(0, 4), st.integers(0, 50), st.integers(0, 50), times, times),
-        st.tuples(st.floats(0, 100), st.floats(0, 100)),
+        st.tuples(
+            st.floats(0, 100),
+            st.floats(0, 100),
+            st.floats(0, 100),
+            st.none() | st.floats(0.001, 100),
+        ),
     ),
 )
 
 
+def told(ledger: Ledger, what: str, one: Any, other: Any) -> None:
+    """Have the ledger hear one of the above."""
+    if what == "size":
+        books.size(ledger, one, Time(other))
+    elif what == "round":
+        books.begin_round(ledger, RoundNumber(ledger.round + 1), StepNumber(one), Time(other))
+    elif what == "broke":
+        books.broke(ledger, Time(one), Time(other))
+    elif what == "blamed":
+        books.blamed(ledger, Time(other))
+    elif what == "stopped":
+        books.stopped(ledger, Time(other))
+    elif what == "enter":
+        books.enter(ledger, one, Time(other))
+    elif what == "passed":
+        ledger.now = Time(other)
+    elif what == "began" and one in ledger.accounts:
+        books.script_began(ledger, Rank(one), Time(other))
+    elif what == "finished" and one in ledger.accounts:
+        books.finished(ledger, Rank(one), Time(other))
+    elif what == "report" and one[0] in ledger.accounts:
+        rank, step, steps, first_at, last_at = one
+        checkpoint_s, restore_s, pause_s, step_s = other
+        progress = RankProgress(
+            rank=Rank(rank),
+            step=StepNumber(step),
+            steps=steps,
+            first_at=Time(first_at),
+            last_at=Time(last_at),
+            checkpoint_s=checkpoint_s,
+            restore_s=restore_s,
+            pause_s=pause_s,
+            step_s=step_s,
+        )
+        books.progressed(ledger, progress)
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.lists(happenings, max_size=40))
-def test_nothing_that_is_told_in_any_order_loses_or_invents_time(told: list[tuple]) -> None:  # type: ignore[type-arg]
+def test_nothing_that_is_told_in_any_order_loses_or_invents_time(
+    story: list[tuple[str, Any, Any]],
+) -> None:
     ledger = opened(3)
     due = books.rank_seconds(ledger, Time(OPEN + 2000))
-    for what, one, other in told:
-        if what == "size":
-            books.size(ledger, one, Time(other))
-        elif what == "round":
-            books.begin_round(ledger, RoundNumber(ledger.round + 1), StepNumber(one), Time(other))
-        elif what == "broke":
-            books.broke(ledger, Time(one), Time(other))
-        elif what == "stopped":
-            books.stopped(ledger, Time(other))
-        elif what == "enter":
-            books.enter(ledger, one, Time(other))
-        elif what == "began" and one in ledger.accounts:
-            books.script_began(ledger, Rank(one), Time(other))
-        elif what == "report" and one[0] in ledger.accounts:
-            rank, step, steps, first_at, last_at = one
-            books.progressed(
-                ledger,
-                RankProgress(
-                    rank=Rank(rank),
-                    step=StepNumber(step),
-                    steps=steps,
-                    first_at=Time(first_at),
-                    last_at=Time(last_at),
-                    checkpoint_s=other[0],
-                    restore_s=other[1],
-                ),
-            )
+    for what, one, other in story:
+        told(ledger, what, one, other)
         spent(ledger, OPEN + 2000)
-    if not any(what == "size" for what, _, _ in told):
+    if not any(what == "size" for what, _, _ in story):
         assert books.rank_seconds(ledger, Time(OPEN + 2000)) == pytest.approx(due)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(happenings, max_size=40), st.floats(0, 100), st.floats(0, 100))
+def test_goodput_never_rises_while_time_merely_passes(
+    story: list[tuple[str, Any, Any]], first_s: float, then_s: float
+) -> None:
+    ledger = opened(3)
+    for what, one, other in story:
+        told(ledger, what, one, other)
+
+    def goodput(at: float) -> float:
+        now = Time(max([at, *(a.cursor for a in ledger.accounts.values())]))
+        total = books.rank_seconds(ledger, now)
+        productive = books.seconds_until(ledger, now).get("productive", 0.0)
+        return productive / total if total else 0.0
+
+    at = OPEN + 1000 + first_s
+    assert goodput(at + then_s) <= goodput(at) + 1e-12
+    assert goodput(at) <= goodput(OPEN + 1000) + 1e-12
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(happenings, max_size=40), times, times)
+def test_a_fault_throws_away_at_most_one_usual_step_of_each_rank(
+    story: list[tuple[str, Any, Any]], fault_at: float, stopped_at: float
+) -> None:
+    ledger = opened(3)
+    for what, one, other in story:
+        told(ledger, what, one, other)
+    for account in ledger.accounts.values():
+        account.undecided = None  # What was finished before may be redo as well.
+    before = ledger.seconds.get("redo", 0.0)
+    fault(ledger, fault_at, fault_at, stopped_at)
+    most = sum(account.step_s or 0.0 for account in ledger.accounts.values())
+    assert ledger.seconds.get("redo", 0.0) - before <= most + 1e-6

@@ -28,11 +28,14 @@ CAUSES = [
     "restore",
     "wait",
     "idle",
+    "other",
+    "finish",
+    "unknown",
 ]
 
 
 def assert_adds_up(books: dict[str, Any], ranks: int) -> None:
-    assert set(books) == {"job", "wall_s", "ranks", "seconds", "goodput"}
+    assert set(books) == {"job", "wall_s", "ranks", "seconds", "goodput", "unknown_since"}
     assert list(books["seconds"]) == CAUSES
     assert books["ranks"] == ranks
     assert all(seconds >= 0 for seconds in books["seconds"].values())
@@ -193,6 +196,71 @@ def test_a_checkpoint_section_is_booked_as_such(run: Run) -> None:
     seconds = run.ask("goodput")["seconds"]
     assert 0.45 < seconds["checkpoint"] < 0.9
     assert seconds["productive"] < 5
+
+
+EVALUATING = (
+    TRAINER
+    + """
+        if step in (100, 200) and not os.path.exists(f"evaluated_{step}"):
+            open(f"evaluating_{step}", "w").close()
+            while not os.path.exists(f"evaluated_{step}"):
+                time.sleep(0.01)
+"""
+)
+
+
+def test_an_evaluation_between_steps_is_never_training(run: Run) -> None:
+    run.train(script=EVALUATING, nproc=1)
+    wait_for((run.folder / "evaluating_100").exists, "the first evaluation")
+    wait_for(lambda: run.ask("status")["no_step_s"], "the time without a step")
+    status, first, later = run.ask("status"), run.ask("goodput"), run.ask("goodput")
+    assert status["steps_per_s"] == pytest.approx(1 / status["no_step_s"], abs=0.01)
+    assert later["goodput"] < first["goodput"]
+    assert later["seconds"]["productive"] == first["seconds"]["productive"] < 3
+    assert later["seconds"]["unknown"] >= 3
+    assert first["unknown_since"] == later["unknown_since"]
+    (run.folder / "evaluated_100").touch()
+    wait_for((run.folder / "evaluating_200").exists, "the second evaluation")
+    wait_for(lambda: run.ask("status")["no_step_s"], "the time without a step")
+    run.kill_rank(0)
+    (run.folder / "evaluated_200").touch()
+    run.until_stepping(round=2)
+    run.end()
+    assert run.code() == 0
+    books = run.ask("goodput")
+    assert_adds_up(books, 1)
+    assert books["seconds"]["other"] >= 2 * 2.5, "both evaluations"
+    assert books["seconds"]["redo"] < 0.5, "the killed one threw no training away"
+    assert books["seconds"]["unknown"] == 0
+
+
+TEARDOWN = (
+    """
+    import atexit, os, time
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "0":
+        atexit.register(time.sleep, 2)
+"""
+    + TRAINER
+    + """
+        if step == 50 and rank == 0 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            raise ValueError("loss is nan")
+"""
+)
+
+
+def test_an_incident_costs_the_failed_processs_teardown_too(run: Run) -> None:
+    run.train(script=TEARDOWN)
+    run.until_stepping(round=2)
+    run.end()
+    assert run.code() == 0
+    (incident,) = run.ask("incidents")
+    assert incident["signature"].startswith("ValueError at ")
+    assert 2 <= incident["phases"]["teardown"] < 4
+    assert incident["lost_s"] == pytest.approx(sum(incident["phases"].values()), abs=1e-3)
+    assert "(teardown 2." in incident["line"]
+    books = run.ask("goodput")
+    assert_adds_up(books, 2)
+    assert books["seconds"]["detect"] >= 2, "rank 0's teardown"
 
 
 # ---- steps of scripts with torch ---------------------------------------------------------------

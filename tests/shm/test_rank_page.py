@@ -9,16 +9,24 @@ import time
 
 import pytest
 
-from holdfast.shm.rank_page import PAGE_BYTES, PageState, RankPage, create_page
+from holdfast.shm.rank_page import (
+    _FIRST_SLOT,
+    _SLOT_WORDS,
+    _SLOTS,
+    PAGE_BYTES,
+    PageState,
+    RankPage,
+    create_page,
+)
 
 
 def whole(n: int) -> PageState:
     """A state in which every field says the same."""
-    return PageState(n, n, float(n), float(n), float(n), float(n))
+    return PageState(n, n, float(n), float(n), float(n), float(n), n, float(n), float(n))
 
 
 def write(page: RankPage, n: int) -> None:
-    page.write(n, n, float(n), float(n), float(n), float(n))
+    page.write(n, n, float(n), float(n), float(n), float(n), n, float(n), float(n))
 
 
 def scribbler(fd: int) -> int:
@@ -112,7 +120,7 @@ def test_a_slot_half_written_is_not_yet_pointed_at(fd: int) -> None:
     page = RankPage(fd)
     write(page, 1)
     # A writer that dies in the next slot has changed its words and not the sequence.
-    following = 8 + 8 * 2
+    following = _FIRST_SLOT + _SLOT_WORDS * 2
     page._ints[following] = 999
     page._floats[following + 3] = 1e9
     assert page.read() == whole(1)
@@ -136,7 +144,7 @@ def test_a_reader_overtaken_while_it_reads_sees_nothing_half_written(
                 self.done = True
                 for n in range(2, writes + 2):
                     write(writer, n)
-                begun = 8 + 8 * ((writes + 2) % 32)
+                begun = _FIRST_SLOT + _SLOT_WORDS * ((writes + 2) % _SLOTS)
                 writer._floats[begun + 3] = 1e9
             return list(writer._floats[key])
 

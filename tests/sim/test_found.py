@@ -229,11 +229,12 @@ def test_time_since_the_last_step_is_not_productive_when_the_job_is_told_to_stop
     step = RankProgress(rank=0, step=1, steps=1, first_at=10.0, last_at=10.0)
     take(job, Progress(at=10.0, node="n0", round=1, ranks=(step,)), 10.0)
     take(job, NodeLeaving(at=100.0, node="n0", reason="stopped", code=75), 100.0)
-    last = RankProgress(rank=0, step=3, steps=3, first_at=10.0, last_at=30.0)
+    last = RankProgress(rank=0, step=3, steps=3, first_at=10.0, last_at=30.0, step_s=10.0)
     take(job, NodeLeft(at=101.0, node="n0", round=1, ranks=(last,)), 101.0)
     assert isinstance(job.state, Ended)
     assert job.of(Ledger).seconds["productive"] == pytest.approx(20.0)
-    assert job.of(Ledger).seconds["redo"] == pytest.approx(70.0)
+    assert job.of(Ledger).seconds["redo"] == pytest.approx(10.0)
+    assert job.of(Ledger).seconds["other"] == pytest.approx(60.0)
     assert job.of(Ledger).seconds["stop"] == pytest.approx(1.0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +41,11 @@ def test_nothing_is_said_about_what_is_not_known(shown: Shown) -> None:
     assert title.startswith("job j: running, round 1, 2 ranks, step 0")
     assert columns.split("\t")[-1] == "speed"
     assert [row.split("\t")[-1] for row in rows] == ["-", "-"]
+
+
+def test_a_job_that_stands_is_shown_so(shown: Shown) -> None:
+    title, *_ = shown(step=7, steps_per_s=0.024, no_step_s=42.3)
+    assert title.endswith("step 7, 0.024 steps/s, no step for 42 s")
 
 
 def test_slow_ranks_are_marked(shown: Shown) -> None:
@@ -117,6 +123,18 @@ def test_goodput_is_told_by_cause_the_largest_first(capsys: pytest.CaptureFixtur
         ["productive", "19.00", "95.0%"],
         ["start", "1.00", "5.0%"],
     ]
+
+
+def test_time_without_a_cause_is_told_with_its_begin(capsys: pytest.CaptureFixture[str]) -> None:
+    seconds = {"productive": 19.0, "unknown": 1.0}
+    since = time.mktime((2026, 3, 1, 14, 3, 12, 0, 0, -1))
+    print_goodput(
+        GoodputReport(
+            job="j", wall_s=10.0, ranks=2, seconds=seconds, goodput=0.95, unknown_since=since
+        )
+    )
+    title = capsys.readouterr().out.splitlines()[0]
+    assert title == "job j: goodput 95.0% of 10.0 s × 2 ranks, unknown since 14:03:12"
 
 
 def test_an_incident_is_a_line_and_the_end_of_what_else_is_known(

@@ -136,3 +136,33 @@ def test_one_section_too_many_is_not_watched_and_does_no_harm(worker: Worker) ->
     with worker.runtime.section("checkpoint"):
         assert worker.vitals == []
     assert worker.page.read().saves == 1
+
+
+def test_a_pause_between_steps_is_on_the_page_without_what_was_saved_in_it(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    for step in range(1, 8):
+        now += 1.0
+        worker.runtime.stepped(step)
+    now += 20.0
+    with worker.runtime.section("checkpoint"):
+        now += 10.0
+    worker.runtime.stepped(8)
+    page = worker.page.read()
+    assert (page.step_s, page.checkpoint_s, page.pause_s) == (1.0, 10.0, 19.0)
+
+
+def test_an_ordinary_step_with_a_save_has_no_pause(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    for step in range(1, 40):
+        now += 1.0
+        with worker.runtime.section("checkpoint"):
+            now += 10.0
+        worker.runtime.stepped(step)
+    page = worker.page.read()
+    assert (page.step_s, page.pause_s) == (1.0, 0.0)

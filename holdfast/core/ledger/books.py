@@ -4,10 +4,17 @@ Each rank has a cursor in time and a current cause. Booking moves the cursor for
 distance to one cause, so the causes of a rank add up to the time that its account was open: not by
 care, but because there is no other way to add.
 
-Workers report the past from time to time (n steps until time t). So the time since a rank's last
-finished step is open until its fate is known: productive if the step finishes, redo if the round breaks
-first. Training time is redo if its steps had been finished once before, and so is the unfinished step
-that a fault discarded.
+Workers report the past from time to time (n steps until time t, so much of it saving, restoring or
+pausing). What a rank does after its last finished step is unknown until something decides it:
+
+- Its next steps finish. Their time is productive, or redo if they had been finished once before; what
+  the worker found to be no step (`RankProgress.pause_s`) is other. While the worker does not know yet
+  how long its steps usually take, its first steps stay undecided too.
+- The round breaks. A fault discards the step under way, which is at most one usual step: redo. All
+  before the fault that was not saving or that step is other; after it comes the time to detect it.
+- The rank's script ends. It had finished its last step: finish.
+
+So the productive seconds grow when a step was finished, and never while time merely passes.
 """
 
 from __future__ import annotations
@@ -18,7 +25,7 @@ from holdfast.messages.records import Cause, RankProgress
 from holdfast.messages.reports import Booking
 from holdfast.messages.units import Rank, RoundNumber, Seconds, StepNumber, Time
 
-_UNDER_WAY = ("start", "init", "productive")
+_UNDER_WAY = ("start", "init", "unknown")
 """Causes of a rank whose script runs; a late report does not bring a rank back from another one."""
 
 
@@ -28,11 +35,16 @@ class Account(Struct):
     opened_at: Time
     cursor: Time
     cause: Cause
-    """Cause of the time after the cursor, unless a report says otherwise."""
+    """Cause of the time after the cursor, unless a report says otherwise; unknown once it steps."""
     step: StepNumber = StepNumber(0)
     steps: int = 0
     checkpoint_s: Seconds = 0.0
     restore_s: Seconds = 0.0
+    pause_s: Seconds = 0.0
+    step_s: Seconds | None = None
+    """Usual time of a step, in this round or before."""
+    undecided: RankProgress | None = None
+    """Newest report of steps that are not booked, because their usual time is unknown."""
 
 
 class Ledger(Struct):
@@ -107,7 +119,8 @@ def begin_round(ledger: Ledger, round: RoundNumber, highest: StepNumber, now: Ti
         book(ledger, rank, now)
         account.cause = "start"
         account.step, account.steps = StepNumber(0), 0
-        account.checkpoint_s = account.restore_s = 0.0
+        account.checkpoint_s = account.restore_s = account.pause_s = 0.0
+        account.undecided = None
 
 
 def script_began(ledger: Ledger, rank: Rank, at: Time) -> None:
@@ -119,28 +132,48 @@ def script_began(ledger: Ledger, rank: Rank, at: Time) -> None:
 def progressed(ledger: Ledger, progress: RankProgress) -> None:
     """Book what a rank's page says about its past."""
     account = ledger.accounts[progress.rank]
-    if progress.steps <= account.steps or progress.last_at is None:
+    if progress.steps < account.steps or progress.steps == 0 or progress.last_at is None:
         return
+    if progress.step_s is not None:
+        account.step_s = progress.step_s
     if account.steps == 0 and progress.first_at is not None:
-        _book_aside(ledger, progress, "restore", progress.restore_s - account.restore_s)
+        _book_aside(ledger, progress.rank, "restore", progress.restore_s, progress.first_at)
+        account.restore_s = progress.restore_s
         book(ledger, progress.rank, progress.first_at)
         # The first step ends here; the steps before it were another process's.
         account.step = StepNumber(progress.step - progress.steps + 1)
         account.steps = 1
-    _book_aside(ledger, progress, "checkpoint", progress.checkpoint_s - account.checkpoint_s)
-    _book_steps(ledger, account, progress, progress.last_at)
-    if account.cause in _UNDER_WAY:
-        account.cause = "productive"
+        if account.cause in _UNDER_WAY:
+            account.cause = "unknown"
+    if progress.step_s is None:
+        account.undecided = progress
+    else:
+        _decide(ledger, progress, progress.last_at)
+
+
+def _decide(ledger: Ledger, progress: RankProgress, last_at: Time) -> None:
+    """Book the time of finished steps, and of what was saved or restored after the last of them."""
+    account = ledger.accounts[progress.rank]
+    account.undecided = None
+    stepped = progress.steps > account.steps
+    until = last_at if stepped else ledger.fault_at or ledger.now
+    if until is None or not (stepped or account.cause == "unknown"):
+        return
+    rank = progress.rank
+    _book_aside(ledger, rank, "restore", progress.restore_s - account.restore_s, until)
+    _book_aside(ledger, rank, "checkpoint", progress.checkpoint_s - account.checkpoint_s, until)
+    _book_aside(ledger, rank, "other", progress.pause_s - account.pause_s, until)
+    if stepped:
+        _book_steps(ledger, account, progress, last_at)
     account.step, account.steps = progress.step, progress.steps
     account.checkpoint_s, account.restore_s = progress.checkpoint_s, progress.restore_s
+    account.pause_s = progress.pause_s
 
 
-def _book_aside(ledger: Ledger, progress: RankProgress, cause: Cause, took_s: Seconds) -> None:
-    """Book time that a step or the start spent on another cause, at most as much as there is."""
-    account = ledger.accounts[progress.rank]
-    last = progress.first_at if account.steps == 0 else progress.last_at
-    if took_s > 0 and last is not None:
-        book(ledger, progress.rank, Time(min(account.cursor + took_s, last)), cause)
+def _book_aside(ledger: Ledger, rank: Rank, cause: Cause, took_s: Seconds, until: Time) -> None:
+    """Book what a rank spent on another cause than steps, at most as much as there is until then."""
+    if took_s > 0:
+        book(ledger, rank, Time(min(ledger.accounts[rank].cursor + took_s, until)), cause)
 
 
 def _book_steps(ledger: Ledger, account: Account, progress: RankProgress, last_at: Time) -> None:
@@ -156,9 +189,30 @@ def _book_steps(ledger: Ledger, account: Account, progress: RankProgress, last_a
     book(ledger, progress.rank, last_at, "productive")
 
 
+def finished(ledger: Ledger, rank: Rank, at: Time) -> None:
+    """Book a rank whose script has ended: what followed its last step was its finish."""
+    account = ledger.accounts[rank]
+    _decide_rest(ledger, account)
+    book(ledger, rank, at, "finish" if account.cause == "unknown" else None)
+    account.cause = "idle"
+
+
+def _decide_rest(ledger: Ledger, account: Account) -> None:
+    """Book steps that will never be compared with usual ones: there were too few of them."""
+    progress = account.undecided
+    if progress is not None and progress.last_at is not None:
+        _decide(ledger, progress, progress.last_at)
+
+
 def broke(ledger: Ledger, fault_at: Time, now: Time) -> None:
     """Note a fault and when it was noticed; `stopped` books both once all workers are gone."""
     ledger.fault_at, ledger.noticed_at = fault_at, now
+
+
+def blamed(ledger: Ledger, fault_at: Time) -> None:
+    """Note when the fault happened that turned out to be the cause."""
+    if ledger.noticed_at is not None:
+        ledger.fault_at = min(fault_at, ledger.noticed_at)
 
 
 def stopped(ledger: Ledger, now: Time) -> None:
@@ -168,7 +222,11 @@ def stopped(ledger: Ledger, now: Time) -> None:
     """
     fault_at, noticed_at = ledger.fault_at or now, ledger.noticed_at or now
     for rank, account in ledger.accounts.items():
-        book(ledger, rank, fault_at, "redo" if account.cause == "productive" else None)
+        _decide_rest(ledger, account)
+        if account.cause == "unknown" and account.step_s is not None:
+            book(ledger, rank, Time(min(account.cursor + account.step_s, fault_at)), "redo")
+            book(ledger, rank, fault_at, "other")
+        book(ledger, rank, fault_at)
         book(ledger, rank, noticed_at, "detect")
         book(ledger, rank, now, "stop")
         account.cause = "rendezvous"
@@ -182,6 +240,14 @@ def seconds_until(ledger: Ledger, now: Time) -> dict[Cause, Seconds]:
         if now > account.cursor:
             seconds[account.cause] = seconds.get(account.cause, 0.0) + (now - account.cursor)
     return seconds
+
+
+def unknown_since(ledger: Ledger, now: Time) -> Time | None:
+    """Return since when the causes of all ranks' time are not known; None if they are."""
+    open_at = [
+        a.cursor for a in ledger.accounts.values() if a.cause == "unknown" and a.cursor < now
+    ]
+    return min(open_at, default=None)
 
 
 def rank_seconds(ledger: Ledger, now: Time) -> Seconds:

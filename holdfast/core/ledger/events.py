@@ -36,6 +36,7 @@ class LedgerMachine(Ledger, Machine):
 
     def round_stopped(self, job: View, fault: Fault, now: Time) -> Effects:
         self.now = now
+        books.blamed(self, fault.at)
         books.stopped(self, now)
         return NONE
 
@@ -52,18 +53,13 @@ class LedgerMachine(Ledger, Machine):
     def rank_exited(self, job: View, event: WorkerExited, now: Time) -> Effects:
         self.now = now
         if event.code == 0 and isinstance(job.state, Running):
-            books.enter(self, "idle", event.at, event.rank)
+            books.finished(self, event.rank, event.at)
         return NONE
 
     def job_ended(self, job: View, result: JobResult, secure: bool, now: Time) -> Effects:
         self.now = now
-        if result.code != 0:
-            if self.fault_at is None:
-                books.broke(self, now, now)  # Booked when the nodes have told how far they came.
-            return NONE
-        if self.fault_at is not None:
-            books.stopped(self, now)
-        books.enter(self, "idle", now)
+        if self.fault_at is None and (result.code != 0 or job.unfinished):
+            books.broke(self, now, now)  # Booked when the nodes have told how far they came.
         return NONE
 
     def job_closed(self, job: View, result: JobResult, now: Time) -> Effects:
