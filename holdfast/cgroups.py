@@ -1,4 +1,5 @@
-"""Reads and creates memory cgroups: whether the kernel ran out of memory, and a limit for one process.
+"""Reads and creates cgroups: whether the kernel ran out of memory, a limit for one process, and whether
+one is frozen.
 
 A process that the kernel's out-of-memory (OOM) killer killed looks like any other that got SIGKILL;
 only the kernel's counters tell. The counter of our own cgroup comes first, because it counts no other
@@ -32,13 +33,35 @@ def kill_count(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
     return 0
 
 
-def _kills(path: Path) -> int | None:
+def _text(path: Path) -> str:
     try:
-        lines = path.read_text().splitlines()
+        return path.read_text()
     except OSError:
-        return None
+        return ""
+
+
+def _kills(path: Path) -> int | None:
+    lines = _text(path).splitlines()
     counts = [int(line.split()[1]) for line in lines if line.startswith("oom_kill ")]
     return counts[0] if counts else None
+
+
+def is_frozen(pid: int, proc: Path = PROC, cgroups: Path = CGROUPS) -> bool:
+    """Return whether a process is frozen by its cgroup, as far as can be seen from here."""
+    try:
+        lines = [line.split(":", 2) for line in (proc / f"{pid}/cgroup").read_text().splitlines()]
+    except OSError:
+        return False
+    for _, controllers, path in lines:
+        inner = path.lstrip("/")
+        if "freezer" in controllers.split(","):
+            if _text(cgroups / "freezer" / inner / "freezer.state").strip() == "FROZEN":
+                return True
+        elif not controllers:
+            roots = (cgroups, cgroups / "unified")
+            if any("frozen 1" in _text(root / inner / "cgroup.events") for root in roots):
+                return True
+    return False
 
 
 def enter(limit_bytes: int) -> bool:

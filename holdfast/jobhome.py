@@ -6,6 +6,7 @@
         logs/         round_<n>/rank_<r>.log
         incidents/    stacks and other evidence on hung ranks
         trace.json    opens in Perfetto, written when the job ends
+        pauses.json   where its ranks were seen to pause; a new job of the same name inherits it
         lock          held by the launcher or coordinator while the job runs
 
 A home is never overwritten: a new job of the same name first renames the old one's home.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,6 +38,7 @@ class JobHome:
         self.logs = path / "logs"
         self.incidents = path / "incidents"
         self.trace = path / "trace.json"
+        self.memories = path / "pauses.json"
         self._job_file = path / "job.json"
         self._lock_file = path / "lock"
         self._lock_fd = -1
@@ -89,6 +92,7 @@ def create(name: str | None, script: str) -> JobHome:
     safe = "".join(c if c.isalnum() or c in "._-" else "-" for c in stem).lstrip(".") or "job"
     chosen = name or f"{safe[:60]}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     home = JobHome(jobs / chosen)
+    before: JobHome | None = None
     try:
         jobs.mkdir(parents=True, exist_ok=True)
         with _one_at_a_time(jobs):
@@ -97,8 +101,10 @@ def create(name: str | None, script: str) -> JobHome:
                     raise JobHomeError(
                         f"job {chosen} is running already ({home.path}); choose another --job name"
                     )
-                _set_aside(home.path)
+                before = JobHome(_set_aside(home.path))
             home.logs.mkdir(parents=True, mode=0o700)
+            if before is not None and before.memories.exists():
+                shutil.copyfile(before.memories, home.memories)
             if not home.lock():
                 raise JobHomeError(f"job {chosen} was started twice at the same time; try again")
     except OSError as error:
@@ -123,11 +129,11 @@ def _one_at_a_time(directory: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def _set_aside(path: Path) -> None:
+def _set_aside(path: Path) -> Path:
     number = 1
     while (aside := path.with_name(f"{path.name}.{number}")).exists():
         number += 1
-    path.rename(aside)
+    return path.rename(aside)
 
 
 def share(name: str) -> JobHome:

@@ -1,17 +1,28 @@
-"""OOM kills are read from the kernel's counters."""
+"""OOM kills are read from the kernel's counters, and who is frozen from its files."""
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from pathlib import Path
 
-from holdfast.cgroups import kill_count
+import pytest
+
+from holdfast.cgroups import is_frozen, kill_count
+
+PATIENCE_S = 10.0
 
 
-def machine(tmp_path: Path, files: dict[str, str]) -> int:
+def write(tmp_path: Path, files: dict[str, str]) -> None:
     for name, text in files.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+
+
+def machine(tmp_path: Path, files: dict[str, str]) -> int:
+    write(tmp_path, files)
     return kill_count(tmp_path / "proc", tmp_path / "cg")
 
 
@@ -43,3 +54,55 @@ def test_a_machine_that_does_not_tell_has_killed_nobody(tmp_path: Path) -> None:
 
 def test_this_machine_can_be_asked() -> None:
     assert kill_count() >= 0
+
+
+# ---- frozen ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "file", "text", "frozen"),
+    [
+        ("0::/a", "cg/a/cgroup.events", "populated 1\nfrozen 1\n", True),
+        ("0::/a", "cg/a/cgroup.events", "populated 1\nfrozen 0\n", False),
+        ("1:name=systemd:/\n0::/a", "cg/unified/a/cgroup.events", "frozen 1\n", True),
+        ("6:freezer:/b\n0::/", "cg/freezer/b/freezer.state", "FROZEN\n", True),
+        ("6:freezer:/b\n0::/", "cg/freezer/b/freezer.state", "FREEZING\n", False),
+        ("6:freezer:/b\n0::/", "cg/freezer/b/freezer.state", "THAWED\n", False),
+        ("5:cpu:/b", "cg/freezer/b/freezer.state", "FROZEN\n", False),
+        ("0::/../elsewhere", "cg/a/cgroup.events", "frozen 1\n", False),
+    ],
+)
+def test_who_is_frozen_is_read_from_either_kind_of_cgroup(
+    tmp_path: Path, cgroup: str, file: str, text: str, frozen: bool
+) -> None:
+    write(tmp_path, {"proc/7/cgroup": cgroup + "\n", file: text})
+    assert is_frozen(7, tmp_path / "proc", tmp_path / "cg") == frozen
+
+
+def test_a_process_that_is_gone_is_not_frozen(tmp_path: Path) -> None:
+    assert not is_frozen(7, tmp_path, tmp_path)
+
+
+def test_a_real_process_that_is_frozen_is_seen_to_be() -> None:
+    group = Path("/sys/fs/cgroup/freezer") / f"holdfast-test-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError:
+        pytest.skip("no cgroup can be created here")
+    pid = os.fork()
+    if pid == 0:
+        while True:
+            signal.pause()
+    try:
+        (group / "cgroup.procs").write_text(str(pid))
+        assert not is_frozen(pid)
+        (group / "freezer.state").write_text("FROZEN")
+        deadline = time.monotonic() + PATIENCE_S
+        while not is_frozen(pid):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        (group / "freezer.state").write_text("THAWED")
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        group.rmdir()

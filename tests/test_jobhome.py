@@ -141,7 +141,7 @@ def test_a_job_that_starts_while_another_sets_the_old_home_aside_does_not_lose_i
     real = jobhome._set_aside
     others: list[subprocess.Popen[str]] = []
 
-    def with_another_at_the_door(path: Path) -> None:
+    def with_another_at_the_door(path: Path) -> Path:
         other = subprocess.Popen(
             [sys.executable, "-c", code],
             text=True,
@@ -155,7 +155,7 @@ def test_a_job_that_starts_while_another_sets_the_old_home_aside_does_not_lose_i
         while not _waits_for_a_lock(other.pid) and not select.select([other.stdout], [], [], 0)[0]:
             assert time.monotonic() < deadline
             time.sleep(0.005)
-        real(path)
+        return real(path)
 
     monkeypatch.setattr(jobhome, "_set_aside", with_another_at_the_door)
     jobhome.create("llm", "train.py")

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
+import pytest
+
 from holdfast import kernel, proc
-from holdfast.proc import Effort, effort, process_state
+from holdfast.proc import CpuTime, cpu_time, moved_bytes, process_state
 
 PATIENCE_S = 10.0
 
@@ -19,24 +23,25 @@ def test_processor_time_is_that_of_the_one_thread() -> None:
     stop = threading.Event()
     other = threading.Thread(target=lambda: all(not stop.is_set() for _ in iter(int, 1)))
     other.start()
+    pid, busy = os.getpid(), other.native_id or 0
     try:
-        before = effort(os.getpid(), 0)
-        busy = effort(os.getpid(), other.native_id or 0)
+        before, began = cpu_time(pid, pid), cpu_time(pid, busy)
         deadline = time.monotonic() + PATIENCE_S
-        while effort(os.getpid(), other.native_id or 0).cpu_s < busy.cpu_s + 0.1:
+        while cpu_time(pid, busy).ran_ns < began.ran_ns + 100_000_000:
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        assert effort(os.getpid(), 0).cpu_s < before.cpu_s + 0.09
+        assert cpu_time(pid, pid).ran_ns < before.ran_ns + 90_000_000
     finally:
         stop.set()
         other.join()
 
 
-def test_bytes_that_a_thread_writes_are_counted(tmp_path: Path) -> None:
-    before = effort(os.getpid(), 0)
+def test_bytes_that_a_process_and_a_thread_write_are_counted(tmp_path: Path) -> None:
+    pid = os.getpid()
+    before = moved_bytes(pid), moved_bytes(pid, pid)
     (tmp_path / "saved").write_bytes(bytes(1 << 20))
-    after = effort(os.getpid(), 0)
-    assert after.moved_bytes >= before.moved_bytes + (1 << 20)
+    assert moved_bytes(pid) >= before[0] + (1 << 20)
+    assert moved_bytes(pid, pid) >= before[1] + (1 << 20)
 
 
 def test_of_a_process_that_is_gone_nothing_is_known() -> None:
@@ -44,8 +49,54 @@ def test_of_a_process_that_is_gone_nothing_is_known() -> None:
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
-    assert effort(pid, 0) == Effort()
+    assert cpu_time(pid, pid) == CpuTime()
     assert process_state(pid) == "X"
+    assert (proc.threads(pid), proc.thread_name(pid, pid), proc.thread_state(pid, pid)) == (
+        [],
+        "",
+        "",
+    )
+    assert (moved_bytes(pid), proc.descendants(pid), proc.call(pid, pid).name) == (0, [], "")
+
+
+def test_descendants_are_found_whichever_thread_started_them() -> None:
+    text = """
+import subprocess, threading
+def start():
+    subprocess.run(["sh", "-c", "sleep 100 & wait"])
+threading.Thread(target=start).start()
+"""
+    command = [sys.executable, "-c", text]
+    with subprocess.Popen(command, start_new_session=True) as process:
+        try:
+            deadline = time.monotonic() + PATIENCE_S
+            while len(found := proc.descendants(process.pid)) < 2:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            assert proc.children(process.pid) == found[:1]
+            assert proc.children(found[0]) == found[1:]
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("operation", "timeout", "own", "for_a_while"),
+    [
+        (0x189, 0, True, False),
+        (0x80, 0, True, False),
+        (0x189, 0x7F00, False, True),
+        (0x109, 0, False, False),
+        (0x81, 0, False, False),
+    ],
+    ids=["Python's lock", "pthread's lock", "with a timeout", "shared", "a wake, not a wait"],
+)
+def test_a_wait_for_an_own_lock_is_told_by_its_arguments(
+    operation: int, timeout: int, own: bool, for_a_while: bool
+) -> None:
+    call = proc.Call("futex", (0x1000, operation, 0, timeout, 0, 0))
+    assert (call.waits_for_own_lock, call.waits_for_a_while) == (own, for_a_while)
+    assert not proc.Call("read", (0x1000, operation, 0, 0, 0, 0)).waits_for_own_lock
+    assert not proc.Call("futex").waits_for_own_lock
 
 
 def test_a_stopped_process_is_seen_to_be_stopped() -> None:

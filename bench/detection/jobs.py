@@ -1,7 +1,8 @@
-"""Jobs for the measures: four ranks on two nodes of this machine, and what their journals say."""
+"""Jobs for the measures, on nodes of this machine, and what their journals say."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,9 @@ RANKS, NODES = 4, 2
 WARM_STEPS = 12
 """After so many steps of its own a process's deadlines are learnt."""
 
+UNBROKEN = ("straggler", "unfit", "storage")
+"""Incidents of which training knows nothing."""
+
 _numbers = count(1)
 
 
@@ -34,6 +38,17 @@ class Setting:
     tries: int
     quick: bool
     folder: Path
+    jobs: int = 1
+    """Tries that may run side by side."""
+    patterns: tuple[str, ...] = ()
+    """Only these rows; all of them if empty."""
+    kinds: tuple[str, ...] = ()
+    steps_ms: tuple[int, ...] = ()
+    """Only these; as a measure finds best if empty."""
+    unwatched: bool = False
+    """Whether hangs are not looked for: a healthy row that fails then is not healthy."""
+    keep: bool = False
+    """Whether jobs' folders stay for a person to look at."""
 
 
 def launcher(nodes: int, *flags: str, env: dict[str, str] | None = None) -> Launcher:
@@ -56,14 +71,16 @@ def running(
     setting: Setting, using: Launcher, ranks: int, script: Sequence[str], program: Path = SCRIPT
 ) -> Iterator[Job]:
     """A started job; ended and cleaned up on the way out."""
-    name = f"job-{next(_numbers)}"
+    # Tries side by side have a process each.
+    name = f"job-{os.getpid()}-{next(_numbers)}"
     job = Job(name, using, ranks, setting.folder / name, list(script), program)
     (job.folder / "orders").mkdir()
     try:
         with job:
             yield job
     finally:
-        job.discard()
+        if not setting.keep:
+            job.discard()
 
 
 def state(job: Job) -> JobState | None:

@@ -30,6 +30,7 @@ def arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--steps", type=int, default=1_000_000, help="steps to train in all")
     add("--step-ms", type=float, default=20.0, help="about how long a step takes")
+    add("--between-ms", type=float, default=0.0, help="work of the script between its passes")
     add("--pauses", type=float, default=0.0, help="chance of a pause of ten steps, at each step")
     add("--save-every", type=int, default=0, metavar="STEPS")
     add("--save-s", type=float, default=0.0, help="how long rank 0 takes to save")
@@ -154,6 +155,7 @@ def main() -> None:
         model(inputs).sum().backward()
         optimizer.step()
         step += 1
+        time.sleep(args.between_ms / 1000)
         if chance.random() < args.pauses:
             time.sleep(PAUSE_STEPS * own_s)
         between_steps(args, step, rank, model, net)

@@ -16,15 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.diagnosis import flight, stacks
+from holdfast.diagnosis.flight import Recorded
 from holdfast.diagnosis.stacks import Stacks, Subject
 from holdfast.errors import HoldfastError
 from holdfast.messages.evidence import Collective, RankEvidence, fit
-from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber
+from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, StepNumber
 from holdfast.messages.wire import EvidenceTaken
 from holdfast.shm.vital_signs import Signs, Vitals
 
 DUMP_LIMIT_S = 0.3
 LOOK_AGAIN_S = 0.02
+MOST_LAST = 8
+"""Most collectives that are told of a worker that failed."""
 
 
 @dataclass(frozen=True)
@@ -40,30 +43,81 @@ class Examined:
     log_tail: str
     stacks_fd: int | None = None
     """The file it writes its stacks to on request; None if it cannot."""
+    ended: bool = False
+    """Whether its script has ended."""
+    locked: bool = False
+    """Whether every thread waits for a lock that only this process could release."""
+    idle_s: Seconds | None = None
+    """How long nothing of it has moved; None if unknown."""
+
+
+@dataclass(frozen=True)
+class Departed:
+    """A worker whose process is gone, and whose script had ended."""
+
+    rank: Rank
+    pid: int
+    step: StepNumber
+    flight: Path
 
 
 async def examine(
-    node: NodeId, round: RoundNumber, workers: Sequence[Examined], limit_s: float
+    node: NodeId,
+    round: RoundNumber,
+    workers: Sequence[Examined],
+    limit_s: float,
+    native: bool = True,
 ) -> list[RankEvidence]:
-    """Return all that can be seen of these workers within the limit."""
+    """Return all that can be seen of these workers within the limit; without native stacks none of
+    them is paused."""
     if not workers:
         return []
     now = asyncio.get_running_loop().time()
     signs = {worker.rank: worker.vitals.read() for worker in workers}
     for worker in workers:
-        with contextlib.suppress(OSError):
-            worker.flight.unlink(missing_ok=True)
+        if not worker.ended:  # Its last dump may be the only one: its heartbeat may have ended.
+            _remove(worker.flight)
         worker.vitals.want_dump()
     with contextlib.ExitStack() as files:
         subjects = [_subject(worker, signs[worker.rank], files) for worker in workers]
         found, _ = await asyncio.gather(
-            stacks.collect(subjects, limit_s),
+            stacks.collect(subjects, limit_s, native),
             _await_dumps(workers, now + min(DUMP_LIMIT_S, limit_s)),
         )
-    return [
+    evidence = [
         fit(_evidence(node, round, worker, signs[worker.rank], now, found[worker.pid]))
         for worker in workers
     ]
+    for worker in workers:
+        if not worker.ended:  # A dump that is there when it ends is its last.
+            _remove(worker.flight)
+    return evidence
+
+
+def of_departed(node: NodeId, round: RoundNumber, gone: Sequence[Departed]) -> list[RankEvidence]:
+    """Return what is left of workers that have ended: the collectives that they had entered."""
+    found = []
+    for one in gone:
+        recorded, missing = _recorded(one.flight)
+        evidence = RankEvidence(
+            node=node,
+            round=round,
+            rank=one.rank,
+            pid=one.pid,
+            process_state="X",
+            step=one.step,
+            ended=True,
+            collectives=None if recorded is None else recorded.collectives,
+            missing=missing,
+        )
+        found.append(fit(evidence))
+    return found
+
+
+def last_collectives(path: Path) -> tuple[Collective, ...]:
+    """Return the newest collectives that a worker entered before its script failed, if it said so."""
+    recorded, _ = _recorded(path)
+    return () if recorded is None else recorded.collectives[:MOST_LAST]
 
 
 def messages(number: int, evidence: Sequence[RankEvidence]) -> list[EvidenceTaken]:
@@ -96,7 +150,7 @@ def _evidence(
     node: NodeId, round: RoundNumber, worker: Examined, signs: Signs, now: float, seen: Stacks
 ) -> RankEvidence:
     """Put together what was seen; the vital signs are from before py-spy paused the worker."""
-    collectives, missing = _collectives(worker.flight)
+    recorded, missing = _recorded(worker.flight)
     return RankEvidence(
         node=node,
         round=round,
@@ -107,18 +161,36 @@ def _evidence(
         sections=tuple(section.name for section in signs.sections if section.own),
         beat_age_s=max(0.0, now - signs.beat_at) if signs.beat_at else None,
         since_step_s=max(0.0, now - worker.stepped_at) if worker.stepped_at else None,
+        ended=worker.ended,
+        locked=worker.locked,
+        idle_s=worker.idle_s,
+        left_s=_left_s(signs, now),
         stacks=seen.threads,
         stack_source=seen.source,
-        collectives=collectives,
+        collectives=None if recorded is None else recorded.collectives,
+        blocked=recorded is not None and recorded.blocked,
+        loaders=seen.loaders,
         log_tail=worker.log_tail,
         missing=(*seen.missing, *missing),
     )
 
 
-def _collectives(path: Path) -> tuple[tuple[Collective, ...] | None, tuple[str, ...]]:
+def _left_s(signs: Signs, now: float) -> Seconds | None:
+    """Return how long the process group lets a waiting rank wait; None if that is unknown."""
+    if not signs.waits or not signs.group_timeout_s:
+        return None
+    return max(0.0, signs.group_timeout_s - (now - signs.line_at))
+
+
+def _recorded(path: Path) -> tuple[Recorded | None, tuple[str, ...]]:
     try:
         return flight.read(path.read_bytes()), ()
     except FileNotFoundError:
         return None, ("the flight recorder was not dumped in time",)
     except (OSError, HoldfastError) as error:
         return None, (f"the flight recorder cannot be read: {error}",)
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)

@@ -1,46 +1,49 @@
-"""Detects ranks that show no progress for longer than they should.
+"""Detects ranks that are late, and looks at what of them still moves.
 
-The detector reads each worker's vital signs shortly after the moment its deadline would pass, and
-at least once a second; nothing is asked of the worker, which may be unable to answer.
-`core.hangs.deadlines` sets the deadlines, from what ranks of this and earlier rounds were seen to
-do. What a stall means for the job is for the coordinator to decide.
+The detector reads each worker's vital signs shortly after the moment at which it would be late, and at
+least four times a second; nothing is asked of the worker, which may be unable to answer. Late
+(`core.hangs.deadlines`) is only a suspicion. The coordinator decides what it means for the job, from
+what the detector reports: how the rank stands (`StallKind`), where, which signs of life there are and
+for how long there were none. All that is read only while a rank is late, or waits for a lock.
 
-A rank is in one or more of: its first step, a phase of a step, sections. Each has a deadline, and
-the one that passes first decides. A section of the training thread replaces the phase, unless steps
-finish within it: then it surrounds the training.
+A rank is in one or more of: its first step, a phase of a step, sections. It is late in the one whose
+limit passes first. A section of the training thread replaces the phase, unless steps finish within it:
+then it surrounds the training. A limit that the user set makes a rank late too.
 
-How a stalled rank stands (`StallKind`) is seen from within, by its vital signs, and from outside:
-the kernel knows whether the process is stopped, and what its training thread did since the last
-look. So a backward pass that computes is told from one that waits for the others' gradients, and a
-save to slow storage from a rank that does nothing: it moves bytes now and then, or it waits in
-state D.
+A rank whose script has ended is watched until its process is gone. A pause in which nothing moved, and
+that ended by itself, is reported, so that the next one at that place is known for what it is. A rank
+that waited for others says nothing of that kind.
 
 When the agent itself did not run (the machine was suspended, or starved), nothing that it sees then
-says anything about its ranks: their deadlines start again.
+says anything about its ranks: they have their time again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Final, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final, NamedTuple, Protocol
 
 from msgspec.structs import replace
 
-from holdfast import proc
-from holdfast.core.hangs.deadlines import HANG_BASE_S, OLD_BEAT_S, Deadline, HangLimits
-from holdfast.messages.hangs import FIRST_STEP, LINES, HangTerms, Paces, Stall, StallKind
+from holdfast import cgroups, proc
+from holdfast.agent.life import Life, Look, Observer, Observes
+from holdfast.core.hangs.deadlines import (
+    ENDED_LATE_S,
+    LATE_UNKNOWN_S,
+    OLD_BEAT_S,
+    late_between_marks,
+    late_in_collective,
+    late_in_section,
+)
+from holdfast.messages.hangs import FIRST_STEP, HangTerms, Paces, Pause, Stall, StallKind
 from holdfast.messages.records import Part
-from holdfast.messages.timings import RankTimings, Timing
-from holdfast.messages.units import Rank
-from holdfast.proc import Effort
+from holdfast.messages.units import Rank, Seconds
 from holdfast.shm.vital_signs import (
-    ALSO_IN_FORWARD,
-    LEFT_OUT,
     PHASES,
-    WITH_GRADIENTS,
     OpenSection,
     Signs,
     Times,
@@ -48,28 +51,35 @@ from holdfast.shm.vital_signs import (
     section_name,
 )
 
-LOOK_EVERY_S = 1.0
+LOOK_EVERY_S = 0.25
 LOOK_SOONEST_S = 0.05
-LOOK_AGAIN_S = 0.25
-"""Interval between looks at a stalled rank."""
-LATE_S = 1.0
+LOOK_COST = 0.01
+"""Share of the agent's time that looks at one rank may take; with more, they come less often."""
+AGENT_LATE_S = 1.0
 """A timer this late means that the agent was not running."""
 REPEAT_S = 2.0
-REPEAT_MOST_S = 60.0
+REPEAT_MOST_S = 15.0
 """Unchanged stalls are reported again at growing intervals: other ranks may have ended since."""
 NEWS_FACTOR = 1.2
-"""A longest duration is reported again when it has grown by this factor."""
-BUSY_CODES: Final = 3
-"""A thread seen in this many code objects since its last mark is not stuck in one."""
+"""A duration is reported again when it has changed by this factor."""
+SILENT_S: Final = 0.4
+"""A heartbeat this old is a reason to ask whether the process is frozen."""
+AT_LOCK_S: Final = 0.25
+"""A thread that waits for a lock this long is looked at, so that a proof is there when it is late."""
 BUSY_SHARE: Final = 0.5
-ROOTED_S: Final = 1.0
+ROOTED_S: Final = 0.95
 """A thread seen at one line for this long stands there."""
-WAITING = {
-    LEFT_OUT: frozenset({"step", "between"}),
-    WITH_GRADIENTS: frozenset({"step", "between", "backward", "optimizer"}),
-    ALSO_IN_FORWARD: frozenset({"step", "between", "backward", "optimizer", "forward"}),
-}
-"""Phases whose durations may include waits for other ranks."""
+STILL_S: Final = 5.0
+"""Time without a sign of life that is worth a report."""
+PAUSE_S: Final = 1.0
+"""Shortest pause that is reported."""
+PAUSES_AT_ONCE: Final = 32
+AFTER_END = "exit"
+"""Where a rank is whose script has ended."""
+LEARNS: Final = frozenset({"gil", "locked", "elsewhere"})
+"""Kinds of stalls in which a pause is the rank's own."""
+
+Report = Callable[[tuple[Stall, ...], tuple[Pause, ...]], None]
 
 
 class System(Protocol):
@@ -79,7 +89,8 @@ class System(Protocol):
     def now(self) -> float: ...
     def call_later(self, delay_s: float, act: Callable[[], None]) -> asyncio.TimerHandle: ...
     def process_state(self, pid: int) -> str: ...
-    def effort(self, pid: int, thread: int) -> Effort: ...
+    def is_frozen(self, pid: int) -> bool: ...
+    def observer(self, pid: int, store_port: int) -> Observes: ...
 
 
 class KernelSystem:
@@ -92,46 +103,34 @@ class KernelSystem:
         return asyncio.get_running_loop().call_later(delay_s, act)
 
     process_state = staticmethod(proc.process_state)
-    effort = staticmethod(proc.effort)
+    is_frozen = staticmethod(cgroups.is_frozen)
+    observer = Observer
 
 
-# ---- how a rank stands still ----
+# ---- how a late rank stands ----
 
 
-@dataclass(frozen=True)
-class Activity:
-    """What a thread did since the last look at it."""
+class Condition(NamedTuple):
+    """What is known of a rank beyond its vital signs."""
 
-    cpu_share: float = 0.0
-    moved: bool = False
-    """Whether it read or wrote since the last look, or in the later half of its silence."""
+    ended: bool
+    """Whether its script has ended."""
+    locked: bool
+    """Whether every thread waits for a lock that only this process could release."""
+    still_s: Seconds | None
+    """How long nothing of it has moved; None if it was not looked at, because it is not late."""
 
 
-def stall_kind(state: str, signs: Signs, did: Activity, now: float, for_s: float) -> StallKind:
-    """Classify a rank that made no progress for `for_s` seconds."""
-    if state == "T":
-        return "stopped"
-    if state in ("t", "D"):
-        return "busy"  # A debugger holds it, or storage does not answer.
-    if now - signs.beat_at > max(OLD_BEAT_S, for_s / 2):
+def late_kind(state: str, signs: Signs, look: Look, now: float, for_s: float) -> StallKind:
+    """Classify a rank without a mark for `for_s` seconds, whose process runs and whose script too."""
+    storage_or_debugger = state in ("t", "D")
+    silent_s = now - signs.beat_at if signs.beat_at else 0.0
+    if not storage_or_debugger and silent_s > max(OLD_BEAT_S, for_s / 2):
         return "gil"
-    computes = signs.in_backward and did.cpu_share > BUSY_SHARE
-    if signs.waits and not computes and _is_rooted(signs, now):
+    computes = signs.in_backward and look.cpu_share > BUSY_SHARE
+    if signs.waits and not computes and now - signs.line_at >= ROOTED_S:
         return "waits"
-    busy = signs.waits or did.moved or signs.codes >= BUSY_CODES
-    return "busy" if busy else "still"
-
-
-def _place(signs: Signs, now: float) -> int:
-    """Return where a still rank stands (see `Stall.place`)."""
-    if _is_rooted(signs, now):
-        return signs.place
-    return signs.place // LINES * LINES if signs.codes == 1 else 0
-
-
-def _is_rooted(signs: Signs, now: float) -> bool:
-    """Return whether the training thread was seen at one and the same line for a while."""
-    return now - signs.place_at > ROOTED_S
+    return "locked" if look.locked else "elsewhere"
 
 
 # ---- what is watched ----
@@ -145,108 +144,81 @@ class WatchedRank:
     pid: int
     vitals: Vitals
     began_at: float
+    observer: Observes
     stepped: bool = False
+    ended_at: float | None = None
+    """When its script ended."""
     stopped_at: float | None = None
-    """When it was first seen stopped, if it still is."""
+    """When it was first seen stopped or frozen, if it still is."""
+    life: Life | None = None
+    """What moves of it, while it is looked at."""
+    kind: StallKind | None = None
+    """How it stood at the last look, if it was late."""
+    place: str = ""
+    look: Look | None = None
     looked_at: float = 0.0
-    effort: Effort = field(default_factory=Effort)
-    """What it had done at the last look."""
-    moved_at: float = 0.0
-    """When it was last seen to read or write between two marks."""
-    reported: dict[str, int] = field(default_factory=dict)
-    """Count of each phase when its timings were last reported."""
-    own_reported: dict[str, int] = field(default_factory=dict)
-    """The same for the own work of phases."""
+    settled: str = ""
+    """The last place at which it stayed for a while: one that moves between two lines is not new each
+    time."""
 
-    def activity(self, signs: Signs, effort: Effort, now: float) -> Activity:
-        """Return what the training thread did since the last look, which this is from now on."""
-        before, since = self.effort, self.looked_at
-        self.effort, self.looked_at = effort, now
-        share = (effort.cpu_s - before.cpu_s) / (now - since) if now > since else 0.0
-        moved = effort.moved_bytes > before.moved_bytes
-        if moved and since >= signs.mark_at:
-            self.moved_at = now
-        return Activity(share, moved or self.moved_at > (signs.mark_at + now) / 2)
+    def look_away(self) -> None:
+        """Forget what was seen to move."""
+        self.life = self.look = self.kind = None
+        self.place = self.settled = ""
 
-    def timings(self) -> tuple[Timing, ...]:
-        """Return what its steps consisted of since the last call: counts and median durations; of
-        own work where that is timed, which on a GPU happens only now and then."""
-        found = []
-        own = self.vitals.own_times()
-        fresh_own = _fresh(own, self.own_reported)
-        times = self.vitals.times()
-        waiting = WAITING[self.vitals.waiting]
-        for name, count in _fresh(times, self.reported).items():
-            latest = times[name].latest_s[-count:]
-            if name in own:
-                timed = fresh_own.get(name, 0)
-                latest = own[name].latest_s[-timed:] if timed else ()
-            if latest and name != "start":
-                median_s = statistics.median(latest)
-                timing = Timing(
-                    section=name,
-                    count=count,
-                    median_s=median_s,
-                    total_s=median_s * count,
-                    waits=name in waiting,
-                )
-                found.append(timing)
-        return tuple(found)
-
-
-def _fresh(times: Mapping[str, Times], reported: dict[str, int]) -> dict[str, int]:
-    """Return how many durations of each name are new, and count them as reported."""
-    fresh = {name: one.count - reported.get(name, 0) for name, one in times.items()}
-    reported.update({name: one.count for name, one in times.items()})
-    return {name: count for name, count in fresh.items() if count > 0}
+    def pause(self, now: float) -> Pause | None:
+        """Return the pause that ends now, if there was one."""
+        if self.look is None or self.kind not in LEARNS or self.look.still_s < PAUSE_S:
+            return None
+        return Pause(self.place, self.look.still_s + now - self.looked_at)
 
 
 @dataclass(frozen=True)
 class Due:
-    """Something that a rank is in, and its deadline."""
+    """Something that a rank is in, and when it is late there."""
 
     where: str
     since: float
-    deadline: Deadline
+    late_at: float
     own: bool = True
     """Whether the training thread is in it."""
 
 
 class StallDetector:
-    """Watches the ranks of one node; `report` gets the stalled ones whenever that changes."""
+    """Watches the ranks of one node; `report` gets the late ones whenever that changes."""
 
-    def __init__(
-        self,
-        terms: HangTerms,
-        report: Callable[[tuple[Stall, ...]], None],
-        system: System | None = None,
-    ) -> None:
+    def __init__(self, terms: HangTerms, report: Report, system: System | None = None) -> None:
         named = {section_name(name): s for name, s in terms.rank_section_timeouts.items()}
         self._terms = replace(terms, rank_section_timeouts=named)
         self._report = report
         self._system = system or KernelSystem()
-        self._limits = HangLimits(self._terms, Paces(), {})
+        self._store_port = 0
         self._watched: dict[Rank, WatchedRank] = {}
         self._reported: tuple[Stall, ...] = ()
+        self._gist: object = ()
         self._reported_at = 0.0
         self._repeat_s = REPEAT_S
+        self._pauses: list[Pause] = []
+        """Pauses to report."""
         self._reported_longest: dict[str, float] = {}
-        self._first_step_s = 0.0
-        """Longest time that a rank took to its first step."""
+        self._reported_step_s: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._due_at = 0.0
         self._not_before = 0.0
         """Signs count as not older than this."""
+        self._examinations = 0
+        self._examined_at = float("-inf")
 
     def begin_round(self, part: Part) -> None:
-        """Take over what earlier rounds have learnt."""
+        """Prepare for the ranks of a round."""
         self.stop()
-        self._limits = HangLimits(self._terms, part.paces, part.alarms)
+        self._store_port = part.store_port
 
     def add(self, rank: Rank, pid: int, vitals: Vitals) -> None:
         """Watch a rank from now on."""
         now = self._system.now()
-        self._watched[rank] = WatchedRank(rank, pid, vitals, now, looked_at=now)
+        observer = self._system.observer(pid, self._store_port)
+        self._watched[rank] = WatchedRank(rank, pid, vitals, now, observer)
         if self._terms.detect and self._timer is None:
             self._look_at(now + LOOK_EVERY_S)
 
@@ -254,7 +226,14 @@ class StallDetector:
         """Note that a rank finished its first step."""
         if one := self._watched.get(rank):
             one.stepped = True
-            self._first_step_s = max(self._first_step_s, self._system.now() - one.began_at)
+
+    def script_ended(self, rank: Rank) -> None:
+        """Note that a rank's script has ended. Its process is watched until it is gone."""
+        if one := self._watched.get(rank):
+            now = self._system.now()
+            self._note_pause(one, now)
+            one.look_away()
+            one.ended_at = now
 
     def remove(self, rank: Rank) -> None:
         """Watch a rank no longer."""
@@ -263,10 +242,29 @@ class StallDetector:
     def stop(self) -> None:
         """Watch nothing until the next round."""
         self._watched.clear()
-        self._reported = ()
+        self._pauses.clear()
+        self._reported, self._gist = (), ()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    @contextmanager
+    def disturbing(self) -> Iterator[None]:
+        """Do not take for signs of life what an examination does to the ranks meanwhile."""
+        self._examinations += 1
+        try:
+            yield
+        finally:
+            self._examinations -= 1
+            self._examined_at = self._system.now()
+
+    def condition(self, rank: Rank) -> Condition | None:
+        """Return what is known of a rank, for an examination; None if it is not watched."""
+        one = self._watched.get(rank)
+        if one is None:
+            return None
+        locked = one.look is not None and one.look.locked
+        return Condition(one.ended_at is not None, locked, one.look.still_s if one.look else None)
 
     # ---- looking ----
 
@@ -279,122 +277,200 @@ class StallDetector:
         if not self._watched:
             return
         now = self._system.now()
-        if now - self._due_at > LATE_S:
+        if now - self._due_at > AGENT_LATE_S:
             self._not_before = now
-        paces = self._paces()
-        looks = [self._judge(one, paces, now) for one in self._watched.values()]
+            for one in self._watched.values():
+                one.look_away()
+                one.stopped_at = None
+        looks = [self._judge(one, now) for one in self._watched.values()]
         self._tell(tuple(stall for stall, _ in looks if stall is not None), now)
         if self._watched:
-            soonest = min([now + LOOK_EVERY_S, *(due_at for _, due_at in looks)])
-            self._look_at(max(soonest, now + LOOK_SOONEST_S))
+            self._look_at(max(min(at for _, at in looks), now + LOOK_SOONEST_S))
 
-    def _judge(self, one: WatchedRank, paces: Paces, now: float) -> tuple[Stall | None, float]:
-        """Return the rank's stall, if it is stalled, and when to look again."""
-        signs = one.vitals.read()
-        state = self._system.process_state(one.pid)
-        did = one.activity(signs, self._system.effort(one.pid, signs.thread), now)
-        dues = self._dues(one, signs, paces)
-        due = min(dues, key=lambda due: due.since + due.deadline.limit_s)
-        since, limit_s = max(due.since, self._not_before), due.deadline.limit_s
-        for_s = now - since
-        if for_s > limit_s:
-            kind = stall_kind(state, signs, did, now, for_s) if due.own else "busy"
-            overdue = for_s > due.deadline.overdue_s
-            place = _place(signs, now) if kind == "still" else 0
-            stall = Stall(one.rank, kind, due.where, for_s, limit_s, overdue, place)
-            return stall, now + LOOK_AGAIN_S
-        if state != "T":
-            one.stopped_at = None
-            return None, since + limit_s
-        # A stopped process has no use for the rest of its deadline.
-        one.stopped_at = max(one.stopped_at or now, self._not_before)
-        for_s = now - one.stopped_at
-        if for_s <= HANG_BASE_S:
-            return None, min(since + limit_s, one.stopped_at + HANG_BASE_S)
-        return Stall(one.rank, "stopped", due.where, for_s, HANG_BASE_S), now + LOOK_AGAIN_S
+    def _judge(self, one: WatchedRank, now: float) -> tuple[Stall | None, float]:
+        """Return the rank's stall, if it is late, and when to look again."""
+        signs, state = one.vitals.read(), self._system.process_state(one.pid)
+        if now == self._not_before:
+            return None, now + LOOK_EVERY_S
+        due = self._due(one, signs)
+        if one.ended_at is None and self._is_stopped(one, signs, state, now):
+            one.look_away()
+            stopped_at = one.stopped_at = one.stopped_at or now
+            for_s = now - stopped_at
+            stall = Stall(one.rank, "stopped", due.where, for_s, signs.place, for_s)
+            return stall, now + LOOK_EVERY_S
+        one.stopped_at = None
+        if now < due.late_at:
+            return None, self._not_late(one, signs, due, now)
+        if not due.own:
+            stall = Stall(one.rank, "elsewhere", due.where, now - due.since)
+            return stall, now + LOOK_EVERY_S
+        return self._late(one, signs, state, due, now)
+
+    def _is_stopped(self, one: WatchedRank, signs: Signs, state: str, now: float) -> bool:
+        if state == "T":
+            return True
+        silent = signs.beat_at > 0.0 and now - signs.beat_at > SILENT_S
+        return silent and self._system.is_frozen(one.pid)
+
+    def _not_late(self, one: WatchedRank, signs: Signs, due: Due, now: float) -> float:
+        """Look at a rank that is not late yet, if it may be at a lock; return when to look again."""
+        if one.kind is not None:
+            self._note_pause(one, now)
+            one.look_away()
+        stands = now - max(signs.line_at, signs.mark_at) >= AT_LOCK_S
+        if stands and not signs.waits and one.observer.is_at_lock(signs.thread):
+            self._see(one, signs, False, now)
+        else:
+            one.look_away()
+        return min(due.late_at, now + LOOK_EVERY_S)
+
+    def _late(
+        self, one: WatchedRank, signs: Signs, state: str, due: Due, now: float
+    ) -> tuple[Stall, float]:
+        ended, for_s = one.ended_at is not None, now - due.since
+        silent = signs.beat_at > 0.0 and now - signs.beat_at > OLD_BEAT_S
+        look, took_s = self._see(one, signs, ended or silent, now)
+        if ended:
+            one.kind = "locked" if look.locked else "ended"
+        else:
+            one.kind = late_kind(state, signs, look, now, for_s)
+        one.place = "" if ended else signs.place
+        if now - signs.line_at >= ROOTED_S or not one.settled:
+            one.settled = one.place
+        stall = Stall(one.rank, one.kind, due.where, for_s, one.place, look.still_s, look.recent)
+        return stall, now + max(LOOK_EVERY_S, took_s / LOOK_COST)
+
+    def _see(
+        self, one: WatchedRank, signs: Signs, strictly: bool, now: float
+    ) -> tuple[Look, Seconds]:
+        """Look at what moves of a rank; note the pause that ends with that."""
+        if one.life is None:
+            one.life = Life()
+        sample = one.observer.sample(signs.thread, now, strictly, not signs.waits)
+        disturbed = self._examinations > 0 or self._examined_at >= one.looked_at
+        look = one.life.look(signs, sample, now, strictly, disturbed)
+        if look.moved:
+            self._note_pause(one, now)
+        one.look, one.looked_at = look, now
+        return look, sample.took_s
+
+    def _note_pause(self, one: WatchedRank, now: float) -> None:
+        pause = one.pause(now)
+        if pause is not None and len(self._pauses) < PAUSES_AT_ONCE:
+            self._pauses.append(pause)
 
     def _tell(self, stalls: tuple[Stall, ...], now: float) -> None:
         """Report stalls when they have changed, and unchanged ones at growing intervals."""
-        if _gist(stalls) != _gist(self._reported):
+        gist = [self._gist_of(stall) for stall in stalls]
+        if gist != self._gist and (gist or self._reported):
             self._repeat_s = REPEAT_S
         elif not stalls or now - self._reported_at < self._repeat_s:
             return
         else:
             self._repeat_s = min(REPEAT_MOST_S, 2 * self._repeat_s)
-        self._reported, self._reported_at = stalls, now
-        self._report(stalls)
+        pauses, self._pauses = tuple(self._pauses), []
+        self._reported, self._gist, self._reported_at = stalls, gist, now
+        self._report(stalls, pauses)
 
-    # ---- deadlines ----
+    def _gist_of(self, stall: Stall) -> tuple[object, ...]:
+        settled = self._watched[stall.rank].settled
+        return stall.rank, stall.kind, settled, stall.still_s >= STILL_S, bool(stall.signs)
 
-    def _dues(self, one: WatchedRank, signs: Signs, paces: Paces) -> Iterator[Due]:
+    # ---- when it is late ----
+
+    def _due(self, one: WatchedRank, signs: Signs) -> Due:
+        """Return that of everything the rank is in which it is late in first."""
+        if one.ended_at is not None:
+            return self._at(AFTER_END, one.ended_at, ENDED_LATE_S)
+        return min(self._dues(one, signs), key=lambda due: due.late_at)
+
+    def _dues(self, one: WatchedRank, signs: Signs) -> Iterator[Due]:
         """Yield everything that the rank is in: at least one thing."""
+        times = one.vitals.times()
         for section in signs.sections:
-            yield self._section(section, signs, paces)
+            yield from self._section(section, signs, _usual_s(times, section.name))
         own = [section for section in signs.sections if section.own]
-        if not one.stepped and not own:
-            yield self._first_step(one, signs)
-        elif one.stepped and (not own or signs.step_at > own[-1].entered_at):
-            yield self._phase(one, signs, paces)
+        if not one.stepped:
+            yield from self._first_step(one, signs, bool(own))
+        elif not own or signs.step_at > own[-1].entered_at:
+            usual_s = _usual_s(times, signs.phase, "step")
+            yield from self._phase(one, signs, usual_s, bool(own))
 
-    def _section(self, section: OpenSection, signs: Signs, paces: Paces) -> Due:
-        name, entered_at = section.name, section.entered_at
-        longest_s = paces.longest_s.get(name, 0.0)
-        deadline = self._limits.in_section(name, paces.step_s, longest_s)
-        # While its usual duration is unknown, marks within it count as progress.
-        since = entered_at if deadline.known else max(entered_at, signs.mark_at)
-        return Due(name, since, deadline, section.own)
+    def _section(self, section: OpenSection, signs: Signs, usual_s: float | None) -> Iterator[Due]:
+        name, entered_at, own = section.name, section.entered_at, section.own
+        said_s = self._terms.rank_section_timeouts.get(name)
+        if said_s is not None:
+            yield self._at(name, entered_at, said_s, own=own)
+        if own:
+            # While its usual duration is unknown, marks within it count as progress.
+            since = entered_at if usual_s is not None else max(entered_at, signs.mark_at)
+            yield self._at(name, since, late_in_section(usual_s))
 
-    def _first_step(self, one: WatchedRank, signs: Signs) -> Due:
-        deadline, since = self._limits.until_first_step(), one.began_at
-        if self._terms.initial_rank_heartbeat_timeout is None:
-            since = max(since, signs.mark_at)
-        if not deadline.known:  # It may be a script that takes no steps at all.
-            since = max(since, signs.place_at)
-        return Due(FIRST_STEP, since, deadline)
+    def _first_step(self, one: WatchedRank, signs: Signs, in_section: bool) -> Iterator[Due]:
+        said_s = self._terms.initial_rank_heartbeat_timeout
+        if said_s is not None:
+            yield self._at(FIRST_STEP, one.began_at, said_s)
+        if not in_section:
+            since = max(one.began_at, signs.mark_at, signs.line_at)
+            yield self._at(FIRST_STEP, since, LATE_UNKNOWN_S)
 
-    def _phase(self, one: WatchedRank, signs: Signs, paces: Paces) -> Due:
-        own = one.vitals.times().get(signs.phase)
-        longest_s = max(paces.longest_s.get(signs.phase, 0.0), own.longest_s if own else 0.0)
-        deadline = self._limits.between_marks(signs.phase, paces.step_s, longest_s, signs.warm)
-        return Due(signs.phase, max(signs.mark_at, one.began_at), deadline)
+    def _phase(
+        self, one: WatchedRank, signs: Signs, usual_s: float | None, in_section: bool
+    ) -> Iterator[Due]:
+        since = max(signs.mark_at, one.began_at)
+        terms = self._terms
+        outside_s = None if in_section else terms.rank_out_of_section_timeout
+        for limit_s in (late_between_marks(usual_s), terms.rank_heartbeat_timeout, outside_s):
+            if limit_s is not None:
+                yield self._at(signs.phase, since, limit_s)
+        if signs.waits:
+            waits_since = max(since, signs.line_at)
+            yield self._at(signs.phase, since, late_in_collective(usual_s), waits_since)
+
+    def _at(
+        self,
+        where: str,
+        since: float,
+        limit_s: Seconds,
+        counted_from: float | None = None,
+        own: bool = True,
+    ) -> Due:
+        begins = max(since if counted_from is None else counted_from, self._not_before)
+        return Due(where, max(since, self._not_before), begins + limit_s, own)
 
     # ---- how long things take ----
 
     def _paces(self) -> Paces:
-        """Return the durations on this node, without those of warming up."""
+        """Return the median step time on this node, and the longest durations of sections."""
         longest: dict[str, float] = {}
         steps: list[float] = []
         for one in self._watched.values():
-            warm = one.vitals.read().warm
             for name, taken in one.vitals.times().items():
-                if warm or name not in PHASES:
+                if name not in PHASES:
                     longest[name] = max(taken.longest_s, longest.get(name, 0.0))
                 if name == "step":
                     steps += taken.latest_s
         return Paces(statistics.median(steps) if steps else None, longest)
 
     def news(self) -> Paces | None:
-        """Return the durations that have grown since they were last reported."""
+        """Return the median step time, and the longest durations that have grown since they were last
+        reported; None if nothing is new."""
         paces = self._paces()
         fresh = {
             name: longest
-            for name, longest in {**paces.longest_s, FIRST_STEP: self._first_step_s}.items()
+            for name, longest in paces.longest_s.items()
             if longest > NEWS_FACTOR * self._reported_longest.get(name, 0.0)
         }
-        if not fresh:
+        before_s = self._reported_step_s or 0.0
+        if not fresh and abs((paces.step_s or 0.0) - before_s) <= (NEWS_FACTOR - 1.0) * before_s:
             return None
         self._reported_longest |= fresh
+        self._reported_step_s = paces.step_s
         return Paces(paces.step_s, fresh)
 
-    def timings(self) -> tuple[RankTimings, ...]:
-        """Return what the steps of warm ranks consisted of since the last call."""
-        found = [(one.rank, one.vitals.warm, one.timings()) for one in self._watched.values()]
-        return tuple(
-            RankTimings(rank=rank, timings=timings)
-            for rank, warm, timings in found
-            if warm and timings
-        )
 
-
-def _gist(stalls: Iterable[Stall]) -> list[tuple[Rank, str, bool]]:
-    return [(stall.rank, stall.kind, stall.overdue) for stall in stalls]
+def _usual_s(times: Mapping[str, Times], *names: str) -> float | None:
+    """Return the median of the latest durations of the first of these that has any."""
+    known = (times[name].latest_s for name in names if name in times)
+    return next((statistics.median(latest) for latest in known if latest), None)

@@ -30,7 +30,7 @@ from holdfast.config.settings import RunSettings
 from holdfast.errors import JobError
 from holdfast.messages.local import Assign
 from holdfast.messages.records import Part
-from holdfast.messages.units import Rank
+from holdfast.messages.units import Rank, Time
 
 log = logging.getLogger("holdfast.agent")
 
@@ -122,7 +122,7 @@ class Starter:
         worker = Worker(part.round, rank, process, standby, output, error_file, flight)
         monitor.expect(worker)
         if standby is not None:
-            self._assign(worker, standby, env, output)
+            self._assign(worker, standby, env, output, part.opened_at)
         output.handed_over()
         monitor.follow(worker)
 
@@ -132,7 +132,12 @@ class Starter:
         return self.table.watch(spawn(command, {**self.env, **env}, stdio=stdio))
 
     def _assign(
-        self, worker: Worker, standby: WorkerProcess, env: dict[str, str], output: Output
+        self,
+        worker: Worker,
+        standby: WorkerProcess,
+        env: dict[str, str],
+        output: Output,
+        opened_at: Time,
     ) -> None:
         worker.stacks_fd = os.memfd_create("holdfast-stacks", os.MFD_CLOEXEC)
         assign = Assign(
@@ -142,6 +147,7 @@ class Starter:
             round=worker.round,
             images=str(self.orders.images),
             flight=str(worker.flight),
+            opened_at=opened_at,
         )
         store = [self.port.fileno()] if worker.rank == 0 else []
         standby.order(assign, [STDIN, *output.writers(), worker.stacks_fd, *store])

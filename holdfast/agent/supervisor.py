@@ -4,7 +4,7 @@ It reports when that is done and decides nothing. Orders carry their round, so o
 or late, does no harm. Other orders go to the part of the agent that they concern.
 
     StartWorkers ──▶ the starter assigns the ranks, the monitor follows their workers
-    StopWorkers  ──▶ the workers are examined if ordered, then stopped ──▶ NodeReady
+    StopWorkers  ──▶ the workers are stopped ──▶ NodeReady
     Finish       ──▶ they are stopped, and what was saved reaches storage ──▶ NodeLeft
 
 After the last worker, all processes that scripts left behind on the node are ended too, so that the
@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
 from holdfast.agent import evidence
+from holdfast.agent.evidence import Examined
 from holdfast.agent.fault_injector import Injector
 from holdfast.agent.requests import ScriptRequests
 from holdfast.agent.snapshots import Snapshots
@@ -30,6 +31,7 @@ from holdfast.messages.actions import (
     Answered,
     CheckpointSettled,
     CommitCheckpoint,
+    EndProcess,
     Examine,
     Finish,
     Inject,
@@ -46,7 +48,6 @@ from holdfast.messages.records import Part, RankProgress
 from holdfast.messages.units import NodeId, RoundNumber, Seconds
 from holdfast.messages.wire import EvidenceTaken
 
-EXAMINE_LIMIT_S = 0.7
 NO_ROUND = RoundNumber(0)
 
 
@@ -180,10 +181,7 @@ class Supervisor:
     def _stop(self, order: StopWorkers) -> None:
         if order.round == self.round and self._stopping is None:
             self._end_round(order)
-            if order.examine and self._workers.running:
-                self._spawn(self._examine_then_stop(order))
-            else:
-                self._stop_workers(order)
+            self._stop_workers(order)
 
     def _finish(self, order: Finish) -> None:
         if not isinstance(self._stopping, Finish):
@@ -196,13 +194,6 @@ class Supervisor:
         self._detector.stop()
         if self._starting is not None:
             self._starting.cancel()
-
-    async def _examine_then_stop(self, order: StopWorkers) -> None:
-        try:
-            await self._examine(order.examine, EXAMINE_LIMIT_S)
-        finally:
-            if self._stopping is order:
-                self._stop_workers(order)
 
     def _stop_workers(self, order: StopWorkers | Finish) -> None:
         self._workers.ask_to_stop(order.grace_s)
@@ -253,14 +244,27 @@ class Supervisor:
             self.tester.act(order)
 
     def _look(self, order: Examine) -> None:
-        self._spawn(self._examine(order.examination, order.limit_s))
+        self._spawn(self._examine(order))
 
-    async def _examine(self, number: int, limit_s: Seconds) -> None:
+    def _end_process(self, order: EndProcess) -> None:
+        if order.round == self.round:
+            self._workers.end_process(order.rank)
+
+    async def _examine(self, order: Examine) -> None:
         """Examine the workers and send what was seen."""
-        workers = self._workers.examined()
-        seen = await evidence.examine(self.node, self.round, workers, limit_s)
-        for message in evidence.messages(number, seen):
+        workers, round = [self._in_condition(one) for one in self._workers.examined()], self.round
+        gone = evidence.of_departed(self.node, round, self._workers.departed)
+        with self._detector.disturbing():
+            seen = await evidence.examine(self.node, round, workers, order.limit_s, order.native)
+        for message in evidence.messages(order.examination, [*gone, *seen]):
             self.stream.tell(message)
+
+    def _in_condition(self, worker: Examined) -> Examined:
+        """Add what the stall detector knows of a worker."""
+        known = self._detector.condition(worker.rank)
+        if known is None:
+            return worker
+        return replace(worker, ended=known.ended, locked=known.locked, idle_s=known.still_s)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -274,6 +278,7 @@ _ORDERS: dict[type[NodeAction], Callable[[Supervisor, Any], None]] = {
     Finish: Supervisor._finish,
     TestNode: Supervisor._test,
     Examine: Supervisor._look,
+    EndProcess: Supervisor._end_process,
     Prepare: lambda agent, order: agent.pool.refill(),
     Answered: lambda agent, order: agent.requests.answered(order),
     WriteShards: lambda agent, order: agent.snapshots.act(order),

@@ -4,9 +4,13 @@ Stopping: a worker that dies of SIGTERM or ignores it is gone at once. One that 
 grace period, then SIGKILL.
 
 How a process ended and how its rank ended are two things. A script that ran to its end has
-succeeded and one that raised has failed, whatever its interpreter dies of afterwards; the
-interpreter only has a limited time to follow. And a worker that was stopped did not end by itself,
-unless its script raised.
+succeeded and one that raised has failed, whatever its interpreter dies of afterwards. And a worker
+that was stopped did not end by itself, unless its script raised.
+
+After a script's end its process may still have work to do: threads that upload, exit handlers. A
+process whose script has succeeded is left alone for as long as it lives; only the coordinator ends it,
+once it is proven that it hangs. One whose script has failed is left alone while something of it moves,
+for a limited time, because the other ranks wait for the repair: see `Teardown`.
 """
 
 from __future__ import annotations
@@ -20,23 +24,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from holdfast import cgroups
-from holdfast.agent.evidence import Examined
+from holdfast.agent.evidence import Departed, Examined
 from holdfast.agent.fault_injector import FaultTarget
 from holdfast.agent.output import Output
 from holdfast.agent.processes import Exit, Process, WorkerProcess
+from holdfast.agent.teardown import Teardown
 from holdfast.clock import JobClock
+from holdfast.diagnosis import faulthandling
+from holdfast.diagnosis.frames import user_frame
 from holdfast.messages.local import ScriptReply
-from holdfast.messages.records import Raised, RankProgress
+from holdfast.messages.records import RESUMED, Raised, RankProgress
 from holdfast.messages.units import Rank, RoundNumber, Seconds, StepNumber
 
 log = logging.getLogger("holdfast.agent")
 
-ENDING_LIMIT_S = 30.0
-"""Time for an interpreter to exit after its script has ended."""
-DYING_LIMIT_S = 10.0
-"""The same after its script raised: other ranks wait for the repair."""
-ENDING_LIMIT = "HOLDFAST_ENDING_LIMIT"
-"""Environment variable that overrides both limits, in seconds, for tests."""
 MESSAGE_CHARS = 2000
 TRACEBACK_CHARS = 16000
 
@@ -78,7 +79,9 @@ class Worker:
     """Whether its script ran to the end."""
     _stop_sent: float | None = None
     _timer: asyncio.TimerHandle | None = None
-    """Kills it when its time is up."""
+    """Kills it when its grace period is over."""
+    _teardown: Teardown | None = None
+    """Kills it when it does not end after its script raised."""
 
     # ---- what is known of it ----
 
@@ -104,6 +107,7 @@ class Worker:
             pause_s=page.pause_s,
             step_s=page.step_s or None,
             saves=page.saves,
+            resumed=RESUMED[page.resumed],
         )
 
     def target(self) -> FaultTarget:
@@ -125,28 +129,34 @@ class Worker:
             flight=self.flight,
             stacks_fd=self.stacks_fd,
             log_tail=self.output.tail(),
+            ended=self._done,
         )
+
+    def departed(self, step: StepNumber) -> Departed:
+        """Return what an examination can still know of it once its process is gone."""
+        return Departed(self.rank, self.process.pid, step, self.flight)
 
     # ---- its end ----
 
     def script_ended(self) -> None:
         """Note that its script ran to the end."""
         self._done = True
-        self._await_exit(ENDING_LIMIT_S)
 
     def script_raised(self, raised: Raised) -> None:
         """Note that its script ended with an exception."""
         self._raised, self._failed = raised, self._stop_sent is None
-        self._await_exit(DYING_LIMIT_S)
+        if self._teardown is None and self.process.exit is None:
+            self._teardown = Teardown(self.process.pid, self._end)
 
-    def _await_exit(self, limit_s: float) -> None:
-        """Kill it if a thread of it, or its interpreter, does not end in time."""
-        if self._timer is None and self.process.exit is None:
-            limit_s = float(os.environ.get(ENDING_LIMIT, limit_s))
-            self._timer = asyncio.get_running_loop().call_later(limit_s, self._end)
+    def _end(self, why: str) -> None:
+        log.warning(
+            "rank %d has not exited since its script raised: %s; killing it", self.rank, why
+        )
+        self.kill()
 
-    def _end(self) -> None:
-        if self.process.exit is None:
+    def end_process(self) -> None:
+        """Kill a process that hangs after its script has ended well."""
+        if self._done:
             log.warning("rank %d hangs after its script has ended; killing it", self.rank)
             self.kill()
 
@@ -170,6 +180,8 @@ class Worker:
         """Take what it still said and printed before its process ended."""
         if self._timer is not None:
             self._timer.cancel()
+        if self._teardown is not None:
+            self._teardown.close()
         if self.runtime is not None:
             self.runtime.read_all()
         self.output.drain()
@@ -191,7 +203,18 @@ class Worker:
 
     def raised(self) -> Raised | None:
         """Return what its script failed with, as far as it said so."""
-        return self._raised or recorded_failure(self.error_file)
+        return self._raised or recorded_failure(self.error_file) or self._crash()
+
+    def _crash(self) -> Raised | None:
+        """Return where its script was when its process crashed."""
+        text = faulthandling.crash(self.stacks_fd) if self.stacks_fd is not None else ""
+        if not text:
+            return None
+        frames = [frame for thread in faulthandling.parse(text) for frame in thread.frames]
+        frame = user_frame(frames)
+        where = f"{Path(frame.file).name}:{frame.line}" if frame is not None else ""
+        kind = text.partition("\n")[0].rpartition(": ")[2]
+        return Raised(type=kind, message="", where=where, traceback=text[:TRACEBACK_CHARS])
 
     def memory_ran_out(self) -> bool:
         """Return whether the kernel has killed a process for memory since this one began."""
@@ -233,11 +256,14 @@ class Workers:
 
     running: dict[Rank, Worker] = field(default_factory=dict)
     ended: list[RankProgress] = field(default_factory=list)
+    departed: list[Departed] = field(default_factory=list)
+    """Those that are gone and whose scripts had ended."""
     slowest_stop_s: Seconds | None = None
     """Longest time that a worker of the round took to exit after it was asked to stop."""
 
     def begin_round(self) -> None:
         self.ended = []
+        self.departed = []
         self.slowest_stop_s = None
 
     def note_end(self, progress: RankProgress, stop_took_s: Seconds | None) -> None:
@@ -264,6 +290,12 @@ class Workers:
     def ask_to_stop(self, grace_s: Seconds) -> None:
         for worker in self.running.values():
             worker.ask_to_stop(grace_s)
+
+    def end_process(self, rank: Rank) -> None:
+        """Kill the process of a rank whose script has ended, if it is still there."""
+        worker = self.running.get(rank)
+        if worker is not None:
+            worker.end_process()
 
     def kill(self) -> None:
         for worker in self.running.values():

@@ -4,7 +4,8 @@ What a worker says is passed on to the part that it concerns:
 
     it began, it took its first step    the reporter and the stall detector
     a fault was triggered               the fault injector
-    its script ended, or raised         it is not watched any more, it has only to exit
+    its script ended                    the stall detector: its process may still work, or hang
+    its script raised                   it is not watched any more, it has only to exit
     a request                           the coordinator; the keeper answers what is about images
     a checkpointer, a complete image    the keeper
 
@@ -18,18 +19,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from holdfast.agent.evidence import last_collectives
 from holdfast.agent.fault_injector import Injector
 from holdfast.agent.processes import Exit
 from holdfast.agent.requests import ScriptRequests
 from holdfast.agent.stall_detector import StallDetector
+from holdfast.agent.timings import StepTimings, TrainingProcess
 from holdfast.agent.worker import RankEnding, Worker, Workers
 from holdfast.clock import JobClock
 from holdfast.messages.events import AnyEvent, Progress, RanksStalled, WorkerExited, WorkerStarted
-from holdfast.messages.hangs import Stall
+from holdfast.messages.hangs import Pause, Stall
 from holdfast.messages.local import (
     Ask,
     Began,
@@ -94,12 +97,14 @@ class Reporter:
     _told_steps: dict[Rank, int] = field(default_factory=dict)
     _durations_at: float = 0.0
     """When durations are reported next."""
+    _timings: StepTimings = field(default_factory=StepTimings)
 
     def begin_round(self, part: Part, cause: CauseId) -> None:
         self._round = part.round
         self._cause = cause
         self._nodes = part.group_world_size
         self._told_steps = {}
+        self._timings.begin_round()
 
     def began(self, worker: Worker, at: float) -> None:
         self.report(
@@ -115,11 +120,13 @@ class Reporter:
         )
 
     def progressed(self, workers: Iterable[Worker], detector: StallDetector | None = None) -> None:
-        """Report the workers that took steps, and the detector's durations if they are due."""
+        """Report the workers that took steps; with a detector, also durations if they are due."""
+        workers = list(workers)
         moved = [progress for worker in workers if (progress := self._news_of(worker)) is not None]
         if not moved:
             return
-        if detector is not None and not self._durations_due():
+        now = asyncio.get_running_loop().time()
+        if detector is not None and not self._durations_due(now):
             detector = None
         self.report(
             Progress(
@@ -129,7 +136,7 @@ class Reporter:
                 round=self._round,
                 ranks=tuple(moved),
                 paces=detector.news() if detector is not None else None,
-                timings=detector.timings() if detector is not None else (),
+                timings=self._timings.read(_training(workers), now) if detector is not None else (),
             )
         )
 
@@ -140,16 +147,16 @@ class Reporter:
         self._told_steps[worker.rank] = progress.steps
         return progress
 
-    def _durations_due(self) -> bool:
-        now = asyncio.get_running_loop().time()
+    def _durations_due(self, now: float) -> bool:
         if now < self._durations_at:
             return False
         self._durations_at = now + max(NEWS_EVERY_S, self._nodes / NEWS_PER_S)
         return True
 
-    def stalled(self, stalls: tuple[Stall, ...]) -> None:
+    def stalled(self, stalls: tuple[Stall, ...], pauses: tuple[Pause, ...]) -> None:
         at, node, round = self.clock.now(), self.node, self._round
-        self.report(RanksStalled(at=at, node=node, round=round, stalls=stalls))
+        report = RanksStalled(at=at, node=node, round=round, stalls=stalls, pauses=pauses)
+        self.report(report)
 
     def not_started(self, part: Part, error: BaseException) -> None:
         """Report that there are no processes for a part, as the death of its first rank."""
@@ -182,10 +189,19 @@ class Reporter:
             oom=killed and worker.memory_ran_out(),
             progress=progress,
             raised=worker.raised(),
+            last=last_collectives(worker.flight) if ending.exit.code != 0 else (),
             raised_at=None if raised_at is None else self.clock.at(raised_at),
             log_tail=worker.output.tail(),
         )
         self.after_seals(worker.rank, ending.exit.code == 0, lambda: self.report(event))
+
+
+def _training(workers: Iterable[Worker]) -> Iterator[TrainingProcess]:
+    """Yield the workers whose steps are seen; those of a command are not."""
+    for worker in workers:
+        if worker.runtime is not None:
+            vitals = worker.runtime.page.vitals
+            yield TrainingProcess(worker.rank, worker.process.pid, vitals)
 
 
 @dataclass
@@ -258,7 +274,7 @@ class WorkerMonitor:
         worker.script_raised(message.raised)
 
     def _done(self, worker: Worker, message: ScriptFinished) -> None:
-        self.detector.remove(worker.rank)
+        self.detector.script_ended(worker.rank)
         worker.script_ended()
 
     def _asked(self, worker: Worker, message: Ask) -> None:
@@ -301,6 +317,8 @@ class WorkerMonitor:
         self.requests.forget(worker.rank)
         progress, ending = worker.progress(self.clock), worker.ending(end)
         self.workers.note_end(progress, ending.stop_took_s)
+        if ending.exit.code == 0:
+            self.workers.departed.append(worker.departed(progress.step))
         if ending.by_itself:
             self.reporter.exited(worker, ending, progress)
         self.injector.gone(worker.process.pid)

@@ -18,6 +18,7 @@ COMMANDS = {
     "check": "health checks of this node: processors, memory, disks, GPUs, network",
     "ckpt": "list, verify and export checkpoints",
     "why": "where every rank is now, and which ranks wait for which",
+    "hang": "decide about a rank that others wait for: end it now, or never",
     "chaos": "inject a fault into a running job",
     "sim": "simulate a cluster over the real core: faults, invariants, goodput",
 }

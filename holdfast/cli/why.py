@@ -33,8 +33,12 @@ def main(argv: Sequence[str]) -> int:
     if arguments.json:
         print_json(why)
         return 0
-    if why.standing == 0:
-        print("no rank is past its deadline; this is where the ranks were a moment ago")
+    if why.suspicion is not None:
+        print(why.suspicion.line)
+    elif not why.detects:
+        print("hang detection is off; this is where the ranks were a moment ago")
+    else:
+        print("no rank holds the others up; this is where the ranks were a moment ago")
     print(why.verdict.sentence)
     print_stacks(why.verdict.groups)
     return 0

@@ -134,18 +134,22 @@ class MostUsed:
         "address of the job's coordinator", otherwise="embedded in this process, on loopback")
     spares = Setting(values.whole_number, 0, "N",
         "nodes beyond --nnodes that join and wait for a place")
+    hang_after = Setting(values.time_limit, None, "SECONDS",
+        "how long a rank that others wait for may show no sign of life: its line, CPU time, I/O, "
+        "sockets, children and loader workers all unmoved. A place that was seen to pause for longer "
+        "gets more; a proven hang is repaired at once", otherwise="60")
     rank_heartbeat_timeout = Setting(values.time_limit, None, "SECONDS",
-        "how long a rank may show no progress between two marks of a step", otherwise="learnt")
+        "hard limit between two marks of a step, whatever the rank does", otherwise="none")
     initial_rank_heartbeat_timeout = Setting(values.time_limit, None, "SECONDS",
-        "the same, before its first step", otherwise="learnt")
+        "the same, before its first step", otherwise="none")
     rank_out_of_section_timeout = Setting(values.time_limit, None, "SECONDS",
-        "the same, outside of holdfast.section()", otherwise="learnt")
+        "the same, outside of holdfast.section()", otherwise="none")
     rank_section_timeouts: Setting[dict[str, float]] = Setting(
         values.section_timeouts, {}, "NAME:SECONDS,...",
-        "the same, within these sections", otherwise="learnt", separator=",", pair=":")
+        "the same, within these sections", otherwise="none", separator=",", pair=":")
     safety_factor = Setting(values.factor, None, "X",
-        "learnt timeouts are this many times the longest duration seen",
-        otherwise="3, for sections 5")
+        "a place is left alone for this many times the longest pause seen there",
+        otherwise="5")
     no_hang_detection = _switch("never end a rank because it makes no progress")
     exclude_stragglers = _switch(
         "replace the node of a rank that slows the others down with a spare")
@@ -262,8 +266,6 @@ class OfTheMachine:
     stopped_limit = Setting(values.seconds, 15.0, "SECONDS",
         "how long an agent or coordinator may stay stopped (SIGSTOP) before it is killed; for "
         "tests")
-    ending_limit = Setting(values.seconds, None, "SECONDS",
-        "how long a rank may take to exit after its script ended; for tests", otherwise="built in")
     fake_node = Setting(values.any_text, None, "DIR",
         "directory with sys/, proc/, dev/ and nvml.json that health checks read instead of this "
         "machine's; for tests", otherwise="none")

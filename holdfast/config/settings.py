@@ -120,6 +120,7 @@ def job_terms(given: Settings) -> Terms:
         exclude_stragglers=given.exclude_stragglers,
         hangs=HangTerms(
             detect=not given.no_hang_detection,
+            hang_after=given.hang_after,
             initial_rank_heartbeat_timeout=given.initial_rank_heartbeat_timeout,
             rank_heartbeat_timeout=given.rank_heartbeat_timeout,
             rank_out_of_section_timeout=given.rank_out_of_section_timeout,

@@ -1,18 +1,15 @@
-"""Finds out why the job makes no progress, from what all agents saw.
+"""Finds out why the job makes no progress, from what all agents see.
 
-An examination is opened for an incident, or because a visitor asks. It is closed when every node that
-was asked has answered, or when its time is up; then there is a verdict, from as much evidence as there
-is. Repair never waits for it. The evidence is kept with the incident.
-
-A node that comes back on a new stream gets the order to stop again, and with it the order to examine
-its workers before. Each node's evidence counts once: if the examination is over, that changes nothing.
+An examination is opened because the core suspects a hang, or because a visitor asks. It is closed when
+every node that was asked has answered, or when its time is up; then there is a verdict, from as much
+evidence as there is. What the newest examination saw is kept with the incident if the core acts on it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +17,7 @@ import msgspec
 
 from holdfast.diagnosis.verdict import judge
 from holdfast.messages.evidence import RankEvidence, Verdict
-from holdfast.messages.units import NodeId
+from holdfast.messages.units import NodeId, Rank
 from holdfast.messages.wire import EvidenceTaken, Why
 from holdfast.wire.framing import MAX_FRAME_BYTES
 
@@ -35,39 +32,37 @@ class _Examination:
 
     waiting: set[NodeId]
     world_size: int
+    finished: Collection[Rank]
     done: Callable[[Verdict, list[RankEvidence]], None]
     timer: asyncio.TimerHandle
     evidence: list[RankEvidence] = field(default_factory=list)
-    heard: set[NodeId] = field(default_factory=set)
+    incident: int = 0
+    """The incident that it is to be kept with; 0 for none."""
 
 
 class Examinations:
-    """The open examinations, by the number of an incident, or a negative one for a visitor's."""
+    """The open examinations, by their numbers; those of visitors are negative."""
 
     def __init__(self, incidents: Path) -> None:
         self._incidents = incidents
         self._open: dict[int, _Examination] = {}
-        self._newest = 0
-        """The newest incident that was examined."""
+        self._newest: tuple[int, Verdict, list[RankEvidence]] | None = None
+        """The core's newest examination that is closed."""
 
     def open(
         self,
         number: int,
         nodes: Iterable[NodeId],
         world_size: int,
+        finished: Collection[Rank],
         done: Callable[[Verdict, list[RankEvidence]], None],
     ) -> None:
-        """Wait for the evidence of these nodes, then call `done` once with the verdict; not for an
-        incident without evidence, nor for one that was examined before."""
-        if number in self._open:
-            self._open[number].waiting |= set(nodes) - self._open[number].heard
-            return
-        if 0 < number <= self._newest:
-            return
-        self._newest = max(self._newest, number)
+        """Wait for the evidence of these nodes, then call `done` once with the verdict."""
         loop = asyncio.get_running_loop()
         timer = loop.call_later(LIMIT_S, self._close, number)
-        self._open[number] = _Examination(set(nodes), world_size, done, timer)
+        self._open[number] = _Examination(set(nodes), world_size, finished, done, timer)
+        if not self._open[number].waiting:
+            loop.call_soon(self._close, number)
 
     def add(self, node: NodeId, message: EvidenceTaken) -> None:
         """Add a node's evidence."""
@@ -77,23 +72,31 @@ class Examinations:
         one.evidence += [each for each in message.evidence if each.node == node]
         if not message.more:
             one.waiting.discard(node)
-            one.heard.add(node)
         if not one.waiting:
             self._close(message.examination)
 
+    def keep(self, number: int, incident: int) -> None:
+        """Keep what an examination saw, or will have seen, with an incident."""
+        if number in self._open:
+            self._open[number].incident = incident
+        elif self._newest is not None and self._newest[0] == number:
+            self._write(incident, *self._newest[1:])
+
     def _close(self, number: int) -> None:
-        one = self._open.pop(number)
-        one.timer.cancel()
-        if number > 0 and not one.evidence:
+        one = self._open.pop(number, None)
+        if one is None:
             return
+        one.timer.cancel()
         evidence = sorted(one.evidence, key=lambda each: each.rank)
-        verdict = judge(evidence, one.world_size)
+        verdict = judge(evidence, one.world_size, one.finished)
         if number > 0:
-            self._keep(number, verdict, evidence)
+            self._newest = (number, verdict, evidence)
+        if one.incident:
+            self._write(one.incident, verdict, evidence)
         one.done(verdict, evidence)
 
-    def _keep(self, number: int, verdict: Verdict, evidence: list[RankEvidence]) -> None:
-        folder = self._incidents / str(number)
+    def _write(self, incident: int, verdict: Verdict, evidence: list[RankEvidence]) -> None:
+        folder = self._incidents / str(incident)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "verdict.json").write_bytes(_pretty(verdict))

@@ -12,6 +12,7 @@ from holdfast import kernel
 from holdfast.clock import JobClock
 from holdfast.coordinator.diagnosis import Examinations
 from holdfast.coordinator.journal import Journal, replay
+from holdfast.coordinator.memories import Memories
 from holdfast.coordinator.server import Coordinator
 from holdfast.jobhome import JobHome
 from holdfast.messages.events import CoordinatorRestarted
@@ -54,7 +55,8 @@ async def _run(orders: CoordinatorOrders) -> int:
     try:
         clock = JobClock(not_before=before.at if before is not None else Time(0.0))
         examinations = Examinations(orders.home.incidents)
-        coordinator = Coordinator(name, None, journal, clock, orders.token, examinations)
+        memories = Memories(orders.home.memories)
+        coordinator = Coordinator(name, None, journal, clock, orders.token, examinations, memories)
         restarted = None
         if before is not None:
             coordinator.job, coordinator.acked = before.job, before.acked

@@ -18,7 +18,7 @@ import os
 import signal
 import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -28,20 +28,30 @@ from holdfast.clock import JobClock
 from holdfast.coordinator.diagnosis import Examinations, fitting
 from holdfast.coordinator.fault_requests import FaultRequests
 from holdfast.coordinator.journal import Journal
+from holdfast.coordinator.memories import Memories
 from holdfast.coordinator.stream import Stream
 from holdfast.core import job as jobs
 from holdfast.core import report
 from holdfast.core.chaos import plans as chaos
 from holdfast.core.chaos.plans import Chaos
-from holdfast.core.hangs.rules import Hangs
+from holdfast.core.hangs.state import Hangs
 from holdfast.core.job import Job
 from holdfast.core.patience import Silence
 from holdfast.core.replay import Entry, Intake, JobSnapshot
 from holdfast.kernel import keep_alive
-from holdfast.messages.actions import AnyAction, CloseJob, Diagnose, Examine
+from holdfast.messages.actions import (
+    Announce,
+    AnyAction,
+    CloseJob,
+    Diagnose,
+    Examine,
+    KeepEvidence,
+)
 from holdfast.messages.events import (
     AnyEvent,
     FaultAsked,
+    HangDecided,
+    HangsRemembered,
     JobOpened,
     NodeResumed,
     StreamEnded,
@@ -49,9 +59,21 @@ from holdfast.messages.events import (
     VerdictReached,
 )
 from holdfast.messages.evidence import RankEvidence, Verdict
+from holdfast.messages.hangs import Memory
 from holdfast.messages.records import Incident, Terms
 from holdfast.messages.units import NodeId, Time
-from holdfast.messages.wire import Ack, AskFault, Hello, Rejected, Sent, Visit, Welcome, Why
+from holdfast.messages.wire import (
+    Ack,
+    AskFault,
+    AskHang,
+    HangNoted,
+    Hello,
+    Rejected,
+    Sent,
+    Visit,
+    Welcome,
+    Why,
+)
 
 log = logging.getLogger("holdfast.coordinator")
 
@@ -76,6 +98,7 @@ class Coordinator:
     clock: JobClock
     token: str
     examinations: Examinations
+    memories: Memories
     acked: dict[NodeId, int] = field(default_factory=dict)
     _streams: dict[NodeId, Stream] = field(default_factory=dict)
     _strangers: set[Stream] = field(default_factory=set)
@@ -84,6 +107,8 @@ class Coordinator:
     _timer: asyncio.TimerHandle | None = None
     _journal_trouble: str | None = None
     _told: int = 0
+    _remembered: Memory | None = None
+    """What was last written of it."""
     _visits: int = 0
     """Examinations of visitors have negative numbers."""
     _fault_requests: FaultRequests = field(init=False)
@@ -149,12 +174,17 @@ class Coordinator:
         self._set_timer()
         self._tell_incidents()
         self._fault_requests.answer()
+        self._remember()
 
     def _carry_out(self, action: AnyAction) -> None:
         if isinstance(action, CloseJob):
             self._closed.set_result(action.code)
         elif isinstance(action, Diagnose):
             self._diagnose(action)
+        elif isinstance(action, KeepEvidence):
+            self.examinations.keep(action.examination, action.incident)
+        elif isinstance(action, Announce):
+            log.warning("%s", action.text)
         elif action.node:
             if action.node in self._streams:
                 self._streams[action.node].send(action)
@@ -186,26 +216,58 @@ class Coordinator:
     # ---- looking into it ----
 
     def _diagnose(self, action: Diagnose) -> None:
-        """Gather what the nodes of a hung round see of their ranks before they stop them."""
-        nodes = [node for node in action.nodes if node in self._streams]
+        """Have the nodes of a round look at their ranks, which go on meanwhile."""
 
         def closed(verdict: Verdict, evidence: list[RankEvidence]) -> None:
             reached = VerdictReached(
                 at=self.clock.now(),
                 cause=action.id,
-                incident=action.incident,
+                examination=action.examination,
+                round=action.round,
                 guilty=verdict.guilty,
                 sentence=verdict.sentence,
+                proof=verdict.proof,
+                waiting=verdict.waiting,
+                place=verdict.place,
+                pause=verdict.pause,
+                left_s=verdict.left_s,
             )
             self._post(Arrival(reached))
 
-        self.examinations.open(action.incident, nodes, action.world_size, closed)
+        nodes = self._ask(action.nodes, action.examination, action.native)
+        self.examinations.open(
+            action.examination, nodes, action.world_size, action.finished, closed
+        )
+
+    def _ask(self, nodes: Iterable[NodeId], examination: int, native: bool) -> list[NodeId]:
+        """Have nodes examine their ranks; those that are there."""
+        asked = [node for node in nodes if node in self._streams]
+        for node in asked:
+            order = Examine(node=node, examination=examination, limit_s=EXAMINE_S, native=native)
+            self._streams[node].send(order)
+        return asked
 
     def visited(self, stream: Stream, visit: Visit) -> None:
         if isinstance(visit.question, AskFault):
             self._asked_for_fault(stream, visit.question)
+        elif isinstance(visit.question, AskHang):
+            self._asked_about_hang(stream, visit.question)
         else:
             self._asked_why(stream)
+
+    def _asked_about_hang(self, stream: Stream, question: AskHang) -> None:
+        """A person decides about a rank that others wait for."""
+        job, rank = self.job, question.rank
+        if job is None or job.world is None:
+            answer: Struct = Rejected(reason="no round is in force now; see `holdfast status`")
+        elif rank not in job.ranks or job.ranks[rank].finished:
+            answer = Rejected(reason=f"rank {rank} is not running; see `holdfast status`")
+        else:
+            self._post(Arrival(HangDecided(at=self.clock.now(), rank=rank, act=question.act)))
+            what = "is ended now, and the round repaired" if question.act else "is left alone"
+            answer = HangNoted(text=f"rank {rank} {what}")
+        stream.send(answer)
+        stream.transport.close()
 
     def _asked_for_fault(self, stream: Stream, question: AskFault) -> None:
         """A user requests a fault."""
@@ -234,18 +296,28 @@ class Coordinator:
             stream.transport.close()
             return
         self._visits -= 1
-        nodes = [node for node in job.membership.placed if node in self._streams]
 
         def closed(verdict: Verdict, evidence: list[RankEvidence]) -> None:
-            standing = sum(map(len, job.of(Hangs).stalls.values()))
-            stream.send(fitting(Why(verdict=verdict, evidence=tuple(evidence), standing=standing)))
+            why = Why(
+                verdict=verdict,
+                evidence=tuple(evidence),
+                suspicion=report.suspicion(job, self.clock.now()),
+                detects=job.terms.hangs.detect,
+            )
+            stream.send(fitting(why))
             stream.transport.close()
 
-        self.examinations.open(self._visits, nodes, len(job.ranks), closed)
-        for node in nodes:
-            self._streams[node].send(
-                Examine(node=node, examination=self._visits, limit_s=EXAMINE_S)
-            )
+        finished = [rank for rank, one in job.ranks.items() if one.finished]
+        nodes = self._ask(job.membership.placed, self._visits, native=True)
+        self.examinations.open(self._visits, nodes, len(job.ranks), finished, closed)
+
+    def _remember(self) -> None:
+        """Keep what was learnt about places where ranks pause, for when the job is queued again."""
+        assert self.job is not None
+        memory = self.job.of(Hangs).memory
+        if memory is not self._remembered:
+            self._remembered = memory
+            self.memories.write(memory)
 
     # ---- telling people ----
 
@@ -296,6 +368,9 @@ class Coordinator:
         self.journal.append([Entry(opened.at, opened)])
         self._note_trouble(self.journal.trouble)
         self.job = jobs.opened(opened)
+        memory = self.memories.read()
+        if memory.places:
+            self._post(Arrival(HangsRemembered(at=at, memory=memory)))
 
     def arrived(self, node: NodeId, message: Sent) -> None:
         self._post(Arrival(message.event, node, message.number))

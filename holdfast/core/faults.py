@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Mapping
 
 from msgspec import Struct
+from msgspec.structs import replace
 
+from holdfast.core.view import RankState
 from holdfast.messages.events import WorkerExited
-from holdfast.messages.records import FaultKind, Incident
+from holdfast.messages.records import FaultKind, Incident, Raised
 from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber, Time
 
 WANTED = frozenset({"leave", "exclude", "resize"})
@@ -20,10 +23,13 @@ WANTED = frozenset({"leave", "exclude", "resize"})
 
 _OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 _BROKEN_COLLECTIVE = re.compile(
-    r"connection (reset|closed|refused)|broken pipe|\bgloo\b|\bnccl\b|socket timeout"
-    r"|^(Dist\w*Error|FencedError|RequestTimeout|StoreTimeout)\b",
+    r"connection (reset|closed|refused|timed out|was likely closed)|broken pipe|\bgloo\b|\bnccl\b"
+    r"|socket (timeout|has timed out)",
     re.IGNORECASE,
 )
+_COLLECTIVE_ERRORS = re.compile(r"(Dist\w*Error|FencedError|RequestTimeout|StoreTimeout)$")
+"""Exceptions that only collectives, stores and barriers raise."""
+_DISTRIBUTED = re.compile(r"torch[/.]distributed")
 
 
 class Fault(Struct, frozen=True, kw_only=True):
@@ -40,13 +46,22 @@ class Fault(Struct, frozen=True, kw_only=True):
     outside: bool = False
     """The fault came from outside and says nothing about the script."""
     wake: bool = False
-    """Looks like the consequence of another rank's death."""
+    """Looks like the consequence of another rank's end."""
+    victim: str = ""
+    """The failure that showed the fault, where another rank's early end was blamed for it."""
     doubtful: bool = False
     """May be no fault at all: a script that is only slow."""
+    examination: int = 0
+    """Number of the examination that found it; 0 if none did."""
 
     @property
     def wanted(self) -> bool:
         return self.kind in WANTED
+
+    @property
+    def unexplained(self) -> bool:
+        """The consequence of something that was not found: it says nothing about the script."""
+        return self.wake and not self.victim
 
 
 def death(event: WorkerExited, step: StepNumber) -> Fault:
@@ -64,7 +79,7 @@ def death(event: WorkerExited, step: StepNumber) -> Fault:
         raised = event.raised
         kind, detail = "exception", raised.traceback
         signature = f"{raised.type} at {raised.where}"
-        wake = bool(_BROKEN_COLLECTIVE.search(f"{raised.type}: {raised.message}"))
+        wake = _is_broken_collective(raised)
         if event.raised_at is not None:
             at, gone_at = min(event.raised_at, event.at), event.at
     return Fault(
@@ -79,6 +94,44 @@ def death(event: WorkerExited, step: StepNumber) -> Fault:
         gone_at=gone_at,
         outside=outside,
         wake=wake,
+    )
+
+
+def _is_broken_collective(raised: Raised) -> bool:
+    """Return whether a script failed in what it shares with other ranks.
+
+    Torch raises a RuntimeError there, or one of its own; a script whose data base refuses its
+    connection fails by itself.
+    """
+    if _COLLECTIVE_ERRORS.fullmatch(raised.type):
+        return True
+    shared = raised.type == "RuntimeError" or _DISTRIBUTED.search(raised.traceback)
+    return bool(shared and _BROKEN_COLLECTIVE.search(raised.message))
+
+
+def blame_early_exit(wake: Fault, ranks: Mapping[Rank, RankState]) -> Fault:
+    """Blame the rank that ended well before the others for what they failed in, if there is one.
+
+    A rank that waits for one that has gone fails in the collective they shared, and names itself.
+    """
+    finished = [(state.step, rank) for rank, state in ranks.items() if state.finished]
+    if not finished:
+        return wake
+    step, rank = min(finished)
+    others = f" (and {len(finished) - 1} more)" if len(finished) > 1 else ""
+    sentence = (
+        f"rank {rank}{others} ended with exit code 0 at step {step} while others still trained;"
+        f" {subject(wake)} failed in a collective that needed it"
+    )
+    return replace(
+        wake,
+        kind="exit",
+        node=ranks[rank].node,
+        rank=rank,
+        step=step,
+        signature="exit code 0 while others still trained",
+        detail=f"{sentence}\n{wake.detail}",
+        victim=f"{subject(wake)} {wake.signature}",
     )
 
 
@@ -113,6 +166,8 @@ def culprit(one: Fault, other: Fault) -> Fault:
 
 def subject(fault: Fault | Incident) -> str:
     """Name the rank or node that the fault befell."""
+    if fault.rank is None and not fault.node:
+        return "the job"
     return f"node {fault.node}" if fault.rank is None else f"rank {fault.rank}"
 
 

@@ -125,6 +125,10 @@ class Job(Struct, dict=True):
         return self._ranks.resumed_at
 
     @property
+    def comparable(self) -> bool:
+        return self._ranks.comparable
+
+    @property
     def steps_per_s(self) -> float | None:
         pace = self._ranks.pace
         return pace.per_s if pace is not None else None

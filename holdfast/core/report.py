@@ -12,7 +12,9 @@ from holdfast.core.chaos.plans import Chaos, Plan
 from holdfast.core.commits.state import Commits
 from holdfast.core.faults import subject
 from holdfast.core.hangs import rules as hangs
-from holdfast.core.hangs.rules import Hangs
+from holdfast.core.hangs.events import paces
+from holdfast.core.hangs.events import scene as hang_scene
+from holdfast.core.hangs.state import Hangs
 from holdfast.core.job import Job
 from holdfast.core.ledger import books
 from holdfast.core.ledger.books import Ledger
@@ -32,6 +34,7 @@ from holdfast.messages.reports import (
     NodeState,
     RankReport,
     StatusReport,
+    SuspicionReport,
 )
 from holdfast.messages.units import NodeId, Seconds, Time
 
@@ -64,6 +67,7 @@ def status(job: Job, now: Time, alive: bool) -> StatusReport:
         exit_code=end.code if end is not None else None,
         reason=end.reason if end is not None else None,
         opened_at=job.opened_at,
+        suspicion=suspicion(job, now),
         refused=job.refused,
         no_step_s=_rounded(no_step_s, 3),
     )
@@ -176,7 +180,7 @@ def _what(incident: Incident) -> str:
 
 def injected_by(job: Job, incident: Incident) -> str:
     """Name the injected fault that caused an incident; empty if none did."""
-    step_s = hangs.paces(job.of(Hangs)).step_s or 0.0
+    step_s = paces(job.of(Hangs)).step_s or 0.0
     return chaos.injected_by(job.of(Chaos), incident, step_s)
 
 
@@ -193,6 +197,34 @@ def _faults(job: Job) -> FaultsReport:
         pending=[injection(job, plan) for plan in plans if not plan.over and not ended],
         injected=job.of(Chaos).count,
         refused=[injection(job, plan) for plan in plans if plan.refused],
+    )
+
+
+# ---- what may be a hang --------------------------------------------------------------------------
+
+
+def suspicion(job: Job, now: Time) -> SuspicionReport | None:
+    """Report what may be a hang; None while the job moves."""
+    known, open = job.of(Hangs), job.of(Hangs).suspicion
+    if open is None:
+        return None
+    scene = hang_scene(job)
+    ahead = hangs.outlook(known, scene)
+    standing = known.late.get(ahead.rank) if ahead.rank is not None else None
+    place = known.place_of(ahead.rank) if ahead.rank is not None else ""
+    still_s = now - standing.still_since if standing is not None else 0.0
+    return SuspicionReport(
+        rank=ahead.rank,
+        place=place or (open.verdict.place if open.verdict is not None else ""),
+        for_s=round(max(0.0, now - open.since), 3),
+        waiting=sorted(hangs.waiting(known) - set(hangs.suspects(known))),
+        signs=list(standing.stall.signs) if standing is not None else [],
+        still_s=round(max(0.0, still_s), 3),
+        proof=ahead.proof,
+        acts_in_s=None if ahead.act_at is None else round(max(0.0, ahead.act_at - now), 3),
+        until=ahead.reason,
+        sentence=open.verdict.sentence if open.verdict is not None else "",
+        line=hangs.line(known, scene, now),
     )
 
 
@@ -229,12 +261,14 @@ def _nodes(job: Job) -> list[NodeReport]:
     for node in m.nodes():
         candidate = m.find(node)
         assert candidate is not None
+        overload = stragglers.overload(job.of(Stragglers), candidate.spec.host)
         found.append(
             NodeReport(
                 node=node,
                 host=candidate.spec.host,
                 state=_node_state(job, node),
                 ranks=ranks.get(node, []),
+                overload=str(overload) if overload is not None and node in ranks else None,
             )
         )
     return found

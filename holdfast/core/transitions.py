@@ -50,7 +50,7 @@ from holdfast.core.states import (
 from holdfast.messages.actions import (
     AnyAction,
     CloseJob,
-    Diagnose,
+    KeepEvidence,
     Prepare,
     StartWorkers,
     StopWorkers,
@@ -108,10 +108,8 @@ def _break_round(job: Job, decision: BreakRound, now: Time) -> list[AnyAction]:
     effects = heard(job, Machine.round_ended.__name__, (fault,), now)
     busy = job.membership.busy
     actions: list[AnyAction] = [_stop_node(job, node, held.round) for node, held in busy.items()]
-    if fault.kind == "hang":
-        nodes = tuple(node for node in busy if node not in job.membership.absent)
-        size = len(job.ranks)
-        actions.append(Diagnose(incident=incident.id, nodes=nodes, world_size=size))
+    if fault.examination:
+        actions.append(KeepEvidence(examination=fault.examination, incident=incident.id))
     return [*actions, *carry_out(job, effects, now)]
 
 
@@ -125,7 +123,6 @@ def _stop_node(job: Job, node: NodeId, round: RoundNumber) -> StopWorkers:
         # A rank that hangs does not end by itself, and the others wait for it.
         grace_s=0.0 if hangs else job.membership.grace.limit_s(),
         why=f"{faults.subject(incident)} {incident.signature}",
-        examine=incident.id if hangs else 0,
     )
 
 

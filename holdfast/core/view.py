@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct
 
-from holdfast.messages.records import NodeSpec, Terms, World
+from holdfast.messages.records import NodeSpec, Resumed, Terms, World
 from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber, Time
 
 if TYPE_CHECKING:
@@ -43,8 +43,10 @@ class RankState(Struct):
     step: StepNumber = StepNumber(0)
     steps: int = 0
     """Steps finished by the present process."""
+    resumed: Resumed = "none"
+    """Whether the process knows the step that it went on from."""
     base: StepNumber | None = None
-    """The step that the process went on from."""
+    """That step, if it is known."""
 
     @property
     def stepped(self) -> bool:
@@ -111,7 +113,11 @@ class View(Protocol):
 
     @property
     def resumed_at(self) -> StepNumber | None:
-        """The lowest step that the ranks of the newest round went on from."""
+        """The lowest step that the ranks of the newest round went on from; None if unknown."""
+
+    @property
+    def comparable(self) -> bool:
+        """Whether the newest round's steps can be compared with those of earlier rounds."""
 
     @property
     def steps_per_s(self) -> float | None: ...

@@ -10,6 +10,10 @@ runtimes of other languages take their real-time signals from the low end, and t
 high end are the usual choice of timers. An uncaught signal would end the process, so `ask` first
 makes sure that it is caught.
 
+The same handler writes when the process crashes (SIGABRT, SIGSEGV and the like), which is how the
+Python line of a native crash is known: gloo, for one, aborts a process that received more than it
+expected.
+
 The file is a memory file that agent and worker share. It is never read while it grows: the handler
 has finished when the kernel says that the signal is neither pending nor blocked.
 """
@@ -37,13 +41,16 @@ _THREAD = re.compile(
     r"^(?P<current>Current thread|Thread) 0x(?P<id>[0-9a-fA-F]+)(?: \[(?P<name>.*)\])?"
     r" \(most recent call first\):$"
 )
+_CRASH = "Fatal Python error: "
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?+) in (?P<function>.*)$')
 
 
 def arm(fd: int) -> None:
-    """In a worker: write all stacks to this file whenever the signal comes. The file stays open."""
+    """In a worker: write all stacks to this file when the signal comes, and when the process crashes.
+    The file stays open."""
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_APPEND)
     faulthandler.register(SIGNAL, file=fd, all_threads=True, chain=False)
+    faulthandler.enable(file=fd, all_threads=True)
 
 
 def allow_tracing(tracer: int) -> None:
@@ -70,6 +77,13 @@ async def ask(pid: int, fd: int, limit_s: float) -> str:
             break
         await asyncio.sleep(_LOOK_EVERY_S)
     return os.pread(fd, MAX_TEXT_BYTES, 0).decode("utf-8", "replace")
+
+
+def crash(fd: int) -> str:
+    """In the agent: return what a process wrote when it crashed; empty if it did not."""
+    text = os.pread(fd, MAX_TEXT_BYTES, 0).decode("utf-8", "replace")
+    _, found, told = text.rpartition(_CRASH)
+    return found + told if found else ""
 
 
 def parse(text: str) -> tuple[ThreadStack, ...]:

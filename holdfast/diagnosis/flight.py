@@ -8,8 +8,11 @@ backend (torch 2.8); both are asked. Recording costs 2 µs an operation (3 µs u
 older versions record as well.
 
 Backends differ: gloo never notes a start or an end and only marks a finished operation as retired,
-while NCCL also retires one that timed out, so that there only the state counts; and gloo does not
-record the members of a group, so the worker adds them to the dump.
+while NCCL also retires one that timed out, so that there only the state counts. Gloo does not record
+the members of a group, so the worker adds them to the dump, and it records no send and no recv: of
+those the worker tells the one that its training thread is in. Group names come back when a script
+destroys its groups and creates them again, so the worker also tells which groups live, and which of
+them have not been used yet.
 
 A recorder holds thousands of operations and a verdict needs few: the newest of each group, which
 shows who is behind, and the oldest unfinished one, which holds the group up.
@@ -18,10 +21,13 @@ shows who is behind, and the oldest unfinished one, which holds the group up.
 from __future__ import annotations
 
 import os
+import re
 import sys
+import time
 import zlib
-from collections.abc import Callable, Mapping
-from types import ModuleType
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import FrameType, ModuleType
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -40,11 +46,37 @@ _MAGIC = b"holdfast flight 1\n"
 _C10D = "torch._C._distributed_c10d"
 _DUMP_FUNCTIONS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 _MAX_SIZES_CHARS = 80
+_DISTRIBUTED = "/torch/distributed/distributed_c10d.py"
+_LEADS_TO_WAIT = re.compile(
+    r"/torch/distributed/(distributed_c10d|c10d_logger)\.py$|/holdfast/worker/torch_hooks/waits\.py$"
+    r"|/torch/(_ops|_compile)\.py$"
+)
+"""Python code between torch's function and the wait within it."""
+_MAX_DEPTH = 8
+_CALLS = frozenset(
+    {
+        "all_gather",
+        "all_gather_coalesced",
+        "all_gather_into_tensor",
+        "all_reduce",
+        "all_reduce_coalesced",
+        "all_to_all",
+        "all_to_all_single",
+        "barrier",
+        "broadcast",
+        "gather",
+        "recv",
+        "reduce",
+        "reduce_scatter",
+        "reduce_scatter_tensor",
+        "scatter",
+        "send",
+    }
+)
+"""Torch's functions that wait for the operation that they have just recorded."""
 _UNNAMED = {"", "undefined", "default_pg"}
 
 T = TypeVar("T")
-Members = Mapping[str, tuple[int, ...]]
-"""The ranks of each process group, by its name."""
 Series = tuple[str, str, bool]
 """What is numbered together: a group's collectives, or its point-to-point calls, on one backend."""
 Count = Annotated[int, Meta(ge=-1, le=(1 << 63) - 1)]
@@ -62,7 +94,9 @@ class RecordedOperation(Struct):
     p2p_seq_id: Count = -1
     op_id: Count = -1
     record_id: Count = -1
+    pg_id: Count = -1
     time_created_ns: Count = -1
+    timeout_ms: Count = -1
     is_p2p: bool = False
     input_sizes: list[list[int]] = []
     input_dtypes: list[Text] = []
@@ -108,13 +142,38 @@ class FlightTrace(Struct):
     entries: Annotated[list[RecordedOperation], Meta(max_length=100_000)] = []
 
 
-class FlightDump(Struct):
-    """What a worker writes: each recorder's dump as it is, and the members of its groups."""
+class LivingGroup(Struct):
+    """A process group that exists."""
 
-    groups: dict[str, tuple[int, ...]] = {}
+    ranks: tuple[int, ...] = ()
+    used: bool = True
+    """Whether it has had an operation; assumed if unknown."""
+
+
+class FlightDump(Struct):
+    """What a worker writes: each recorder's dump as it is, and what the recorders do not know."""
+
+    groups: dict[str, LivingGroup] | None = None
+    """None if unknown."""
     traces: list[msgspec.Raw] = []
+    at_ns: int = 0
+    """When it was written, by the clock that the recorders use."""
+    call: str = ""
+    """The function of torch's that the training thread waited in all the while; empty if none."""
+    pair: RecordedOperation | None = None
+    """If that is a send or a recv which the backend does not record: what it would have recorded."""
     missing: str = ""
     """Why there is no recorder."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What an agent reads from a dump."""
+
+    collectives: tuple[Collective, ...]
+    """Newest first."""
+    blocked: bool = False
+    """Whether the training thread waited in a call of one of them."""
 
 
 # ---- in a worker ----
@@ -137,19 +196,104 @@ def settings(torch_version: str, environment: Mapping[str, str]) -> dict[str, st
     return {new if numbers >= [2, 8] else old: str(ENTRIES)}
 
 
-def dump() -> bytes:
-    """Dump the recorders of this process, from any thread; or say why there are none."""
+def dump(trainer: int = 0, rank_and_size: tuple[int, int] | None = None) -> bytes:
+    """Dump the recorders of this process, from any thread; or say why there are none.
+
+    `trainer` is the identifier of the training thread. A script may give its processes ranks of its
+    own; then its groups cannot be compared with those of other ranks, and nothing is dumped.
+    """
     functions = _dump_functions()
     if "torch" not in sys.modules:
-        found = FlightDump(missing="the script has not imported torch")
+        found = FlightDump(at_ns=time.time_ns())
     elif not functions:
         version = getattr(sys.modules["torch"], "__version__", "of this version")
         found = FlightDump(missing=f"torch {version} has none in this build")
+    elif rank_and_size not in (None, _own_numbers()) and _own_numbers() is not None:
+        found = FlightDump(missing="the script gave its processes ranks of its own")
     else:
+        before = _call_of(trainer)
         answers = [dump_json() for dump_json in functions]
         traces = [one.encode() if isinstance(one, str) else one for one in answers]
-        found = FlightDump(groups=_groups(), traces=[msgspec.Raw(trace) for trace in traces])
+        groups, at_ns = _groups(), time.time_ns()
+        stayed = before is not None and _is_same(before, _call_of(trainer))
+        found = FlightDump(
+            groups=groups,
+            traces=[msgspec.Raw(trace) for trace in traces],
+            at_ns=at_ns,
+            call=before.frame.f_code.co_name if before is not None and stayed else "",
+            pair=_pair(before) if before is not None and stayed else None,
+        )
     return _MAGIC + zlib.compress(msgspec.json.encode(found), level=1)
+
+
+@dataclass(frozen=True)
+class _TorchCall:
+    """A call of a function of torch's that a thread is in."""
+
+    frame: FrameType
+    instruction: int
+    """How far it has come."""
+    since_ns: int
+    """When its wait began; 0 if unknown."""
+
+
+def _call_of(thread: int) -> _TorchCall | None:
+    """Return the collective or send that a thread waits in; None if it is anywhere else."""
+    inner = sys._current_frames().get(thread)
+    began = inner.f_locals.get("began") if inner is not None and _is_ours(inner) else None
+    since_ns = time.time_ns() - int((time.monotonic() - began) * 1e9) if began is not None else 0
+    for _ in range(_MAX_DEPTH):
+        if inner is None or not _LEADS_TO_WAIT.search(inner.f_code.co_filename):
+            return None
+        if inner.f_code.co_filename.endswith(_DISTRIBUTED):
+            named = inner.f_code.co_name in _CALLS
+            return _TorchCall(inner, inner.f_lasti, since_ns) if named else None
+        inner = inner.f_back
+    return None
+
+
+def _is_ours(frame: FrameType) -> bool:
+    """Return whether this frame is the wait that Holdfast measures, which knows when it began."""
+    return frame.f_code.co_filename.endswith("/holdfast/worker/torch_hooks/waits.py")
+
+
+def _is_same(before: _TorchCall, after: _TorchCall | None) -> bool:
+    return (
+        after is not None
+        and before.frame is after.frame
+        and before.instruction == after.instruction
+    )
+
+
+def _pair(call: _TorchCall) -> RecordedOperation | None:
+    """Return what a recorder would have noted of this call, if it is a send or a recv."""
+    c10d: Any = sys.modules["torch.distributed.distributed_c10d"]
+    op = call.frame.f_code.co_name
+    if op not in ("send", "recv"):
+        return None
+    local = call.frame.f_locals
+    group = local.get("group") or c10d.group.WORLD
+    peer = local.get("dst" if op == "send" else "src")
+    inner = local.get("group_dst" if op == "send" else "group_src")
+    if inner is None and peer is not None:
+        inner = c10d.get_group_rank(group, peer)
+    if inner is None or "gloo" not in group.name():
+        return None  # It takes from any rank; or the backend records it.
+    arrow = "->" if op == "send" else "<-"
+    return RecordedOperation(
+        profiling_name=f"gloo:{op} {group.rank()}{arrow}{inner}",
+        process_group=(group.group_name, group.group_desc),
+        is_p2p=True,
+        p2p_seq_id=0,
+        time_created_ns=call.since_ns,
+    )
+
+
+def _own_numbers() -> tuple[int, int] | None:
+    """Return the rank and size that the script gave torch; None if there is no process group."""
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    world = getattr(getattr(c10d, "group", None), "WORLD", None)
+    return (world.rank(), world.size()) if world is not None else None
 
 
 def _dump_functions() -> list[Callable[[], bytes | str]]:
@@ -157,18 +301,29 @@ def _dump_functions() -> list[Callable[[], bytes | str]]:
     return [getattr(c10d, name) for name in _DUMP_FUNCTIONS if hasattr(c10d, name)]
 
 
-def _groups() -> dict[str, tuple[int, ...]]:
+def _groups() -> dict[str, LivingGroup] | None:
     world: Any = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
-    names = getattr(world, "pg_names", None) or {}
-    ranks = getattr(world, "pg_group_ranks", None) or {}
-    return {str(name): tuple(ranks.get(group) or ()) for group, name in list(names.items())}
+    names, ranks = getattr(world, "pg_names", None), getattr(world, "pg_group_ranks", None)
+    if names is None or ranks is None:
+        return None
+    return {
+        str(name): LivingGroup(tuple(ranks.get(group) or ()), _is_used(group))
+        for group, name in list(names.items())
+    }
+
+
+def _is_used(group: Any) -> bool:
+    try:
+        return bool(group._get_sequence_number_for_group())
+    except (AttributeError, RuntimeError):  # Not every backend counts.
+        return True
 
 
 # ---- in an agent ----
 
 
-def read(data: bytes) -> tuple[Collective, ...]:
-    """Return the operations of a dump that matter, newest first."""
+def read(data: bytes) -> Recorded:
+    """Return the operations of a dump that matter."""
     if len(data) > MAX_DUMP_BYTES or not data.startswith(_MAGIC):
         raise BadFrame(f"not a flight recorder dump: {len(data)} bytes")
     found = _decode(_decompress(data[len(_MAGIC) :]), FlightDump)
@@ -177,12 +332,20 @@ def read(data: bytes) -> tuple[Collective, ...]:
     traces = [_decode(bytes(each), FlightTrace) for each in found.traces]
     # The two recorders of a process may share operations, which then have the same numbers.
     seen = {
-        (one.group, one.number, one.op_id, one.record_id, one.op): one
+        (one.group, one.pg_id, one.number, one.op_id, one.record_id, one.op): one
         for trace in traces
         for one in trace.entries
     }
+    living = found.groups or {}
+    if not seen and found.pair is None and any(group.used for group in living.values()):
+        raise BadFrame("it has recorded nothing of the process groups that are in use")
     by_age = sorted(seen.values(), key=lambda e: (e.time_created_ns, e.record_id), reverse=True)
-    return _selected(_of_living_groups(by_age), found.groups)
+    if found.pair is not None:
+        by_age.insert(0, found.pair)
+    collectives = _selected(_of_newest_groups(by_age, living), found)
+    # A call that has not recorded its operation yet, or whose operation has finished, is no wait.
+    blocked = bool(found.call and collectives and collectives[0].state != "completed")
+    return Recorded(collectives, blocked)
 
 
 def _decode(data: bytes, kind: type[T]) -> T:
@@ -203,20 +366,32 @@ def _decompress(data: bytes) -> bytes:
     return plain
 
 
-def _of_living_groups(newest_first: list[RecordedOperation]) -> list[RecordedOperation]:
-    """Drop the operations of a group that was destroyed and created again: its numbers restarted."""
+def _of_newest_groups(
+    newest_first: list[RecordedOperation], living: Mapping[str, LivingGroup]
+) -> list[RecordedOperation]:
+    """Drop the operations of a group whose name another has taken since."""
+    return [one for one in _of_last_numbering(newest_first) if _is_of(one, living)]
+
+
+def _is_of(one: RecordedOperation, living: Mapping[str, LivingGroup]) -> bool:
+    """Return whether an operation may be of the group that has its group's name now."""
+    return one.is_p2p or one.group not in living or living[one.group].used
+
+
+def _of_last_numbering(newest_first: list[RecordedOperation]) -> Iterator[RecordedOperation]:
+    """Skip what a group of the same name recorded before: the id was another, or numbers restarted."""
     lowest: dict[Series, int] = {}
-    kept = []
+    ids: dict[Series, int] = {}
     for one in newest_first:
-        if one.number > lowest.get(one.series, one.number):
+        same = ids.setdefault(one.series, one.pg_id) == one.pg_id
+        if not same or one.number > lowest.get(one.series, one.number):
             lowest[one.series] = -2  # Below every number: nothing older is kept.
         else:
             lowest[one.series] = one.number
-            kept.append(one)
-    return kept
+            yield one
 
 
-def _selected(newest_first: list[RecordedOperation], members: Members) -> tuple[Collective, ...]:
+def _selected(newest_first: list[RecordedOperation], dump: FlightDump) -> tuple[Collective, ...]:
     """Return at most MAX_COLLECTIVES: those that decide where a group stands, then the newest."""
     newest: dict[Series, int] = {}
     oldest_open: dict[Series, int] = {}
@@ -227,18 +402,21 @@ def _selected(newest_first: list[RecordedOperation], members: Members) -> tuple[
     by_worth = [*oldest_open.values(), *newest.values(), *range(len(newest_first))]
     chosen = sorted(list(dict.fromkeys(by_worth))[:MAX_COLLECTIVES])
     firsts = set(newest.values())
-    return tuple(
-        _collective(newest_first[index], members if index in firsts else {}) for index in chosen
-    )
+    return tuple(_collective(newest_first[index], dump, index in firsts) for index in chosen)
 
 
-def _collective(one: RecordedOperation, members: Members) -> Collective:
+def _collective(one: RecordedOperation, dump: FlightDump, tell_ranks: bool) -> Collective:
     name, description = one.process_group
+    group = (dump.groups or {}).get(name)
+    known_age = one.time_created_ns > 0 and dump.at_ns > 0
     return Collective(
         group=name if description in _UNNAMED else f"{name} ({description})",
         number=one.number,
         op=one.op,
         state=one.outcome,
-        ranks=() if name == WORLD else members.get(name, ()),
+        ranks=group.ranks if group is not None and tell_ranks and name != WORLD else (),
         sizes=one.sizes,
+        age_s=max(0.0, (dump.at_ns - one.time_created_ns) / 1e9) if known_age else None,
+        timeout_s=one.timeout_ms / 1000 if one.timeout_ms > 0 else None,
+        over=dump.groups is not None and group is None,
     )

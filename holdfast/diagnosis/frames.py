@@ -48,14 +48,18 @@ _COLLECTIVE_FILE = re.compile(
 """Python code whose callers wait for other ranks."""
 _FORWARDING_FILE = re.compile(
     r"/torch/(_ops|_compile)\.py$|/torch/utils/_contextlib\.py$|/threading\.py$"
-    r"|/holdfast/worker/channel\.py$"
+    r"|/holdfast/worker/(channel|torch_hooks/(patches|imports))\.py$"
 )
 """Python code that only forwards a call; its caller says what is waited for."""
 _COLLECTIVE_FUNCTION = re.compile(r"\b(c10d|gloo)::|^p?nccl[A-Z_]")
 _GPU_FUNCTION = re.compile(r"^cuda[A-Z]|^cu[A-Z]|^hip[A-Z]")
 _LIBRARY_FILE = re.compile(
-    r"/(site|dist)-packages/|/lib(64)?/python\d|^<frozen |/holdfast/(worker|diagnosis)/"
+    r"/(site|dist)-packages/|/lib(64)?/python\d|^<frozen "
+    r"|/holdfast/(worker|diagnosis|checkpoint|data|frameworks)/"
 )
+_LOADER_FILE = re.compile(r"/torch/utils/data/dataloader\.py$")
+_LOADER_FUNCTIONS = frozenset({"_try_get_data", "_get_data"})
+"""Functions in which a data loader waits for its workers."""
 _LOCAL_WAIT_FILE = re.compile(
     r"/(threading|queue|selectors|subprocess|socket|ssl)\.py$|/(multiprocessing|concurrent)/"
 )
@@ -69,6 +73,21 @@ def is_collective(file: str) -> bool:
 def forwards(file: str) -> bool:
     """Return whether Python code in this file only forwards calls."""
     return bool(_FORWARDING_FILE.search(file))
+
+
+def waits_locally(file: str) -> bool:
+    """Return whether Python code in this file waits for another thread or process of this node."""
+    return bool(_LOCAL_WAIT_FILE.search(file))
+
+
+def awaits_loader(file: str, function: str) -> bool:
+    """Return whether a function waits for the workers of a data loader."""
+    return function in _LOADER_FUNCTIONS and bool(_LOADER_FILE.search(file))
+
+
+def is_library(file: str) -> bool:
+    """Return whether a file is not the user's code: a library, Python itself, or Holdfast."""
+    return bool(_LIBRARY_FILE.search(file))
 
 
 def main_thread(stacks: Sequence[ThreadStack]) -> ThreadStack | None:
@@ -86,10 +105,27 @@ def telling_thread(evidence: RankEvidence) -> ThreadStack | None:
 
 
 def user_frame(frames: Sequence[Frame]) -> Frame | None:
-    """Return the innermost frame of the user's code; the innermost of all if there is none."""
+    """Return the innermost frame of the user's code; of any Python code if there is none."""
     python = [frame for frame in frames if not frame.native and frame.file]
-    own = (frame for frame in python if not _LIBRARY_FILE.search(frame.file))
-    return next(own, python[0] if python else next(iter(frames), None))
+    own = (frame for frame in python if not is_library(frame.file))
+    return next(own, python[0] if python else None)
+
+
+def awaits_its_loader(thread: ThreadStack) -> bool:
+    """Return whether a thread waits for the workers of a data loader."""
+    return any(awaits_loader(frame.file, frame.function) for frame in thread.frames)
+
+
+def may_call(thread: ThreadStack) -> bool:
+    """Return whether a thread that does not train may still come to call a collective.
+
+    One that waits for work may not, nor one that only runs a library's code which has nothing to do
+    with torch: a logger's, a progress bar's.
+    """
+    python = [frame for frame in thread.frames if not frame.native and frame.file]
+    if not python or waits_locally(python[0].file):
+        return False
+    return any(not is_library(f.file) or "/torch/" in f.file for f in python)
 
 
 def verb(thread: ThreadStack) -> str:

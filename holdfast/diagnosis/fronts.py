@@ -9,8 +9,8 @@ that is farthest.
 
 A rank whose recorder could not be read is neither waiting nor behind: it is unknown.
 
-If ranks called different operations under one number, they will never meet, however long they wait.
-That is looked for first, at the earliest number where it happened.
+If ranks called different operations under one number, they will never meet, however long they wait
+(see `core.collectives`). That is looked for first, at the earliest number where it happened.
 """
 
 from __future__ import annotations
@@ -20,12 +20,21 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from holdfast.core.collectives import (
+    SYNCHRONIZING,
+    WAITED_S,
+    Difference,
+    difference,
+    family,
+    is_old,
+    is_pair,
+    operation,
+)
 from holdfast.diagnosis.flight import WORLD
 from holdfast.messages.evidence import Collective, RankEvidence
+from holdfast.messages.units import Seconds
 
 _PEERS = re.compile(r"(?P<op>send|recv) (?P<own>\d+) ?(->|<-) ?(?P<peer>\d+)")
-_SAME_SIZES = re.compile(r"all_?reduce|broadcast")
-"""Operations that need the same sizes on all ranks."""
 
 _Log = dict[int, list[Collective]]
 """What each rank recorded of one group."""
@@ -47,8 +56,43 @@ class Front:
     late: tuple[int, ...] = ()
     """If no rank is behind: ranks whose GPU has not reached the operation while that of others
     has."""
-    different: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """If ranks called different operations under this number: the operations and their ranks."""
+    open: Mapping[int, tuple[Collective, ...]] = field(default_factory=dict)
+    """What each waiting rank is in and has not finished, in this group."""
+    different: Difference | None = None
+    """If ranks called different operations under one number up to this one."""
+    left_s: Seconds | None = None
+    """Time until the group's timeout ends the first waiting rank; None if unknown."""
+
+    @property
+    def inside(self) -> dict[int, Collective]:
+        """Ranks in the front itself, and what they recorded of it."""
+        return {r: c for r, own in self.open.items() for c in own if c.number == self.number}
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether nobody finishes the front before all members have entered it."""
+        calls = self.inside.values()
+        return bool(calls) and all(family(call) in SYNCHRONIZING for call in calls)
+
+    @property
+    def youngest_s(self) -> Seconds:
+        """How long the last rank to enter the front has been in it; 0 if unknown."""
+        return min((call.age_s or 0.0 for call in self.inside.values()), default=0.0)
+
+    @property
+    def oldest_s(self) -> Seconds | None:
+        """How long the first waiting rank has waited; None if unknown."""
+        ages = [call.age_s for own in self.open.values() for call in own]
+        return max((age for age in ages if age is not None), default=None)
+
+    @property
+    def is_old(self) -> bool:
+        """Whether every rank in the front has been there for long enough to wait."""
+        return self.youngest_s >= WAITED_S
+
+    def holds(self, rank: int) -> bool:
+        """Return whether nothing that a rank is in here can finish before all have entered it."""
+        return all(family(call) in SYNCHRONIZING and is_old(call) for call in self.open[rank])
 
 
 def find_fronts(evidence: Sequence[RankEvidence], world_size: int) -> list[Front]:
@@ -86,85 +130,71 @@ def _members(evidence: Iterable[RankEvidence]) -> dict[tuple[int, str], tuple[in
 def _collective_front(
     group: str, members: tuple[int, ...], log: _Log, readable: set[int]
 ) -> list[Front]:
-    noted = {rank: [c for c in own if not _is_pair(c)] for rank, own in log.items()}
+    noted = {rank: [c for c in own if not is_pair(c)] for rank, own in log.items()}
     newest = {rank: max((c.number for c in own), default=-1) for rank, own in noted.items()}
-    unfinished = {rank: [c for c in own if c.state != "completed"] for rank, own in noted.items()}
-    numbers = [c.number for own in unfinished.values() for c in own]
-    if not numbers:
+    unfinished = {rank: [c for c in own if _is_open(c)] for rank, own in noted.items()}
+    open_calls = [c for own in unfinished.values() for c in own]
+    if not open_calls:
         return []
-    number, different = _differences(noted, min(numbers))
-    at_front = {r: c for r, own in unfinished.items() for c in own if c.number == number}
+    lowest = min(c.number for c in open_calls)
+    different = difference(group, noted, members, lowest)
+    number = different.number if different else lowest
+    inside = {r: c for r, own in unfinished.items() for c in own if c.number == number}
     behind = tuple(r for r in members if r in readable and newest.get(r, -1) < number)
     unknown = tuple(r for r in members if r not in readable)
-    op = next(c.op for own in noted.values() for c in own if c.number == number)
     return [
         Front(
             group=group,
             number=number,
-            op=op.rpartition(":")[2],
+            op=next(operation(c) for own in noted.values() for c in own if c.number == number),
             waiting=tuple(sorted(rank for rank, own in unfinished.items() if own)),
             behind=behind,
             unknown=unknown,
-            late=() if behind or unknown else _not_started(at_front),
+            late=() if behind or unknown else _not_started(inside),
+            open={rank: tuple(own) for rank, own in unfinished.items() if own},
             different=different,
+            left_s=_left_s(open_calls),
         )
     ]
 
 
-def _differences(
-    noted: Mapping[int, list[Collective]], front: int
-) -> tuple[int, dict[str, tuple[int, ...]]]:
-    """Return the first number up to the front where ranks called different operations; else the
-    front."""
-    by_number: dict[int, dict[int, list[Collective]]] = defaultdict(lambda: defaultdict(list))
-    for rank, own in noted.items():
-        for each in own:
-            if each.number <= front:
-                by_number[each.number][rank].append(each)
-    for number in sorted(by_number):
-        done = {rank: _kinds(own) for rank, own in by_number[number].items()}
-        if not set.intersection(*done.values()):
-            by_kind: dict[str, list[int]] = defaultdict(list)
-            for rank, kinds in done.items():
-                by_kind[" and ".join(sorted(kinds))].append(rank)
-            return number, {kind: tuple(sorted(ranks)) for kind, ranks in by_kind.items()}
-    return front, {}
+def _is_open(noted: Collective) -> bool:
+    """Return whether an operation may still finish. Destroying its group ends it."""
+    return noted.state != "completed" and not noted.over
 
 
-def _kinds(noted: Sequence[Collective]) -> set[str]:
-    """Return what a rank called under one number: several operations if they were coalesced."""
-    kinds = {each.op.rpartition(":")[2] for each in noted}
-    sizes = noted[0].sizes
-    if len(noted) == 1 and sizes and all(_SAME_SIZES.search(op) for op in kinds):
-        return {f"{op} of {sizes}" for op in kinds}
-    return kinds
+def _not_started(inside: Mapping[int, Collective]) -> tuple[int, ...]:
+    started = [rank for rank, noted in inside.items() if noted.state == "started"]
+    return tuple(sorted(set(inside) - set(started))) if started else ()
 
 
-def _not_started(at_front: Mapping[int, Collective]) -> tuple[int, ...]:
-    started = [rank for rank, noted in at_front.items() if noted.state == "started"]
-    return tuple(sorted(set(at_front) - set(started))) if started else ()
+def _left_s(calls: Iterable[Collective]) -> Seconds | None:
+    """Return the time until the first of these operations reaches its group's timeout."""
+    left = (
+        max(0.0, c.timeout_s - c.age_s)
+        for c in calls
+        if c.timeout_s is not None and c.age_s is not None
+    )
+    return min(left, default=None)
 
 
 # ---- send and recv ----
-
-
-def _is_pair(noted: Collective) -> bool:
-    return noted.op.rpartition(":")[2].startswith(("send", "recv", "p2p"))
 
 
 def _pair_fronts(
     group: str, members: tuple[int, ...], log: _Log, readable: set[int]
 ) -> list[Front]:
     """Return a front for each unfinished send or recv whose peer is known."""
-    open_ends: dict[tuple[int, int], tuple[Collective, str]] = {}
+    open_ends: dict[tuple[int, int, str], Collective] = {}
     for rank, own in log.items():
         for noted in own:
-            ends = _PEERS.search(noted.op) if noted.state != "completed" else None
+            ends = _PEERS.search(noted.op) if _is_open(noted) else None
             if ends and int(ends["peer"]) < len(members):
-                open_ends[rank, members[int(ends["peer"])]] = (noted, ends["op"])
+                open_ends[rank, members[int(ends["peer"])], ends["op"]] = noted
     fronts = []
-    for (rank, peer), (noted, op) in open_ends.items():
-        met = (peer, rank) in open_ends
+    for (rank, peer, op), noted in open_ends.items():
+        # Two sends to each other do not meet.
+        met = (peer, rank, "recv" if op == "send" else "send") in open_ends
         fronts.append(
             Front(
                 group=group,
@@ -173,6 +203,8 @@ def _pair_fronts(
                 waiting=(rank, peer) if met else (rank,),
                 behind=(peer,) if not met and peer in readable else (),
                 unknown=(peer,) if peer not in readable else (),
+                open={rank: (noted,)},
+                left_s=_left_s([noted]),
             )
         )
     return fronts

@@ -13,6 +13,9 @@ answer. A native stack is taken only where the Python stack could mean waiting a
 the time lasts. A process that py-spy may not read is asked to write its own stack (see
 `faulthandling`).
 
+A rank that waits for its data loader says nothing: what its workers do does. Their Python stacks are
+taken as well.
+
 No process is left stopped, and no process of ours outlives the time limit. py-spy's output goes to
 memory files and a pidfd tells its end, because the agent reaps every child that it does not know:
 py-spy's exit status may be gone before it could be read here, and it is not needed.
@@ -21,7 +24,9 @@ py-spy's exit status may be gone before it could be read here, and it is not nee
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -36,13 +41,24 @@ import msgspec
 
 from holdfast import kernel, proc
 from holdfast.diagnosis import faulthandling
-from holdfast.diagnosis.frames import KERNEL, in_collective, main_thread
-from holdfast.messages.evidence import Frame, ProcessState, StackSource, ThreadStack, cut
+from holdfast.diagnosis.frames import KERNEL, awaits_its_loader, in_collective, main_thread
+from holdfast.messages.evidence import (
+    MAX_LOADERS,
+    Frame,
+    LoaderWorker,
+    ProcessState,
+    StackSource,
+    ThreadStack,
+    cut,
+)
 
 MAX_OUTPUT_BYTES = 16 << 20
 _REAP_S = 0.5
 _FIRST_NATIVE_S = 0.25
 """Time needed to start a native look, until one was measured."""
+_WORKER_LOOP = "_worker_loop"
+"""Torch's function that a data loader's worker runs."""
+_QUEUE_FILE = re.compile(r"/multiprocessing/|/selectors\.py$")
 _UNPAUSABLE = {"T", "D", "Z", "X"}
 
 
@@ -66,6 +82,8 @@ class Stacks:
     source: StackSource = "none"
     threads: tuple[ThreadStack, ...] = ()
     missing: tuple[str, ...] = ()
+    loaders: tuple[LoaderWorker, ...] = ()
+    """Its data loader's busy workers, if its training thread waits for them."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +99,7 @@ class _Budget:
     """The time left, and how long a native look takes."""
 
     deadline: float
+    may_pause: bool = True
     native_s: float = _FIRST_NATIVE_S
     # More looks at a time than CPUs would only slow each of them down.
     turns: asyncio.Semaphore = field(
@@ -92,13 +111,16 @@ class _Budget:
         return max(0.0, self.deadline - time.monotonic())
 
 
-async def collect(subjects: Iterable[Subject], limit_s: float) -> dict[int, Stacks]:
-    """Return the stacks of these processes, by pid."""
-    budget = _Budget(time.monotonic() + limit_s)
+async def collect(
+    subjects: Iterable[Subject], limit_s: float, native: bool = True
+) -> dict[int, Stacks]:
+    """Return the stacks of these processes, by pid; without native ones no process is paused."""
+    budget = _Budget(time.monotonic() + limit_s, may_pause=native)
     by_pid = {subject.pid: subject for subject in subjects}
     looks = [_python_stack(subject, budget) for subject in by_pid.values()]
     found = dict(zip(by_pid, await asyncio.gather(*looks), strict=True))
-    unclear = _wanting_native(found)
+    await asyncio.gather(*[_add_loaders(pid, found, budget) for pid in found])
+    unclear = _wanting_native(found) if native else []
     await asyncio.gather(*[_native_stack(by_pid[pid], found, budget) for pid in unclear])
     return found
 
@@ -109,16 +131,49 @@ async def _python_stack(subject: Subject, budget: _Budget) -> Stacks:
     if state in ("Z", "X"):
         return Stacks(state, missing=("stack: the process is dead",))
     async with budget.turns:
-        # A running process must be paused for a consistent stack; any other is read as it is.
-        for pause in (["--nonblocking"],) if state != "R" else ([], ["--nonblocking"]):
+        # A running process must be paused for a consistent stack, or looked at more than once; any
+        # other is read as it is.
+        first: list[str] = [] if state == "R" and budget.may_pause else ["--nonblocking"]
+        for flags in (first, ["--nonblocking"]) if state == "R" else (first,):
             # Half of the time, to leave some for another way if this one fails.
-            seen = await _spy(subject, budget.left_s / 2, pause)
+            seen = await _spy(subject, budget.left_s / 2, flags)
             if seen.threads:
                 # A process that is in the kernel only for a moment is not stuck there.
                 now = _state(pid)
                 calm = now if state == "D" and now in ("R", "S") else state
                 return Stacks(calm, "py-spy python only", seen.threads)
     return await _own_words(subject, state, budget, seen.problem)
+
+
+async def _add_loaders(pid: int, found: dict[int, Stacks], budget: _Budget) -> None:
+    """Look at the workers of the data loader that a process waits for."""
+    main = main_thread(found[pid].threads)
+    if main is None or not awaits_its_loader(main):
+        return
+    children = [Subject(child) for child in sorted(proc.children(pid))[:MAX_LOADERS]]
+    looks = await asyncio.gather(*[_python_stack(child, budget) for child in children])
+    mains = [
+        (child.pid, main_thread(look.threads)) for child, look in zip(children, looks, strict=True)
+    ]
+    workers = [(pid, thread) for pid, thread in mains if thread is not None and _loads(thread)]
+    busy = (
+        LoaderWorker(number=number, pid=child, stack=thread)
+        for number, (child, thread) in enumerate(workers)
+        if not _awaits_work(thread)
+    )
+    found[pid] = replace(found[pid], loaders=tuple(busy))
+
+
+def _loads(thread: ThreadStack) -> bool:
+    """Return whether a thread is a data loader's worker."""
+    return any(frame.function == _WORKER_LOOP for frame in thread.frames)
+
+
+def _awaits_work(thread: ThreadStack) -> bool:
+    """Return whether a data loader's worker waits for the next batch to load."""
+    python = [frame for frame in thread.frames if not frame.native and frame.file]
+    inner = itertools.takewhile(lambda frame: frame.function != _WORKER_LOOP, python)
+    return all(_QUEUE_FILE.search(frame.file) for frame in inner)
 
 
 async def _own_words(subject: Subject, state: ProcessState, budget: _Budget, why: str) -> Stacks:
@@ -143,9 +198,19 @@ async def _native_stack(subject: Subject, found: dict[int, Stacks], budget: _Bud
         seen = await _paused_look(subject, budget)
     if seen.threads:
         budget.native_s = time.monotonic() - began
-        found[pid] = Stacks(found[pid].state, "py-spy", seen.threads)
+        if _has_python(seen.threads) or not _has_python(found[pid].threads):
+            found[pid] = replace(found[pid], source="py-spy", threads=seen.threads)
+        else:
+            problem = "native stack: py-spy did not find the Python frames in it"
+            found[pid] = replace(found[pid], missing=(problem,))
     else:
         found[pid] = replace(found[pid], missing=(f"native stack: {seen.problem}",))
+
+
+def _has_python(threads: Sequence[ThreadStack]) -> bool:
+    """Return whether the training thread's Python frames were seen, which say where it is."""
+    main = main_thread(threads)
+    return main is not None and any(not frame.native and frame.file for frame in main.frames)
 
 
 async def _paused_look(subject: Subject, budget: _Budget) -> SpyLook:

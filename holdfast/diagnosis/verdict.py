@@ -1,18 +1,22 @@
-"""Decides which rank a stalled job waits for.
+"""Decides which rank a stalled job waits for, and whether it is proven that it waits in vain.
 
 Pure: evidence in, verdict out. No healthy rank is blamed, and nothing is concluded from what was
-not seen: an empty `guilty` with a sentence that begins with "unknown" is a good verdict. The rules,
-the most certain first; the first that names a rank decides:
+not seen: an empty `guilty` is a good verdict. The rules, the most certain first; the first that
+decides is taken:
 
-1. A rank that is stopped, dead or keeps the GIL cannot continue by itself.
-2. Nor can one that is stuck in the kernel (state D), unless it waits in a collective.
+1. A rank that is stopped, dead, keeps the GIL or waits for its own locks cannot continue by itself.
+2. Nor can one whose script has ended: if others wait for it, it is the one they wait for.
 3. Ranks that called different operations under one number never meet. The few differ from the many;
    if there is no majority, no rank is named.
-4. A rank that has not entered the operation that others wait in, and does not wait in another one,
+4. Ranks that wait for each other in a circle: none is named, for none is to blame alone.
+5. If all ranks take steps, or none has waited for longer than a moment, nothing is wrong.
+6. A rank that is stuck in the kernel (state D), unless it waits in a collective.
+7. A rank that has not entered the operation that others wait in, and does not wait in another one,
    is the one they wait for. (One that waits elsewhere is followed: the rank that holds *that* up is
    guilty.)
-5. All have entered it, but the GPUs of some have not reached it: those are behind as well.
-6. Without a recorder: a rank that is certainly in no collective while others are in one.
+8. All have entered it, but the GPUs of some have not reached it: those are behind as well.
+9. Without a recorder: a rank that is certainly in no collective while others are in one. So it is
+   before the first collective, too, when ranks wait for each other to start.
 
 If all ranks wait in the same operation, no rank is to blame: the network between them is suspect.
 """
@@ -20,21 +24,18 @@ If all ranks wait in the same operation, no rank is to blame: the network betwee
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
-from holdfast.core.hangs.deadlines import OLD_BEAT_S
-from holdfast.diagnosis import wording
-from holdfast.diagnosis.frames import (
-    InCollective,
-    in_collective,
-    main_thread,
-    thread_in_collective,
-    verb,
-)
+from holdfast.core.collectives import WAITED_S
+from holdfast.diagnosis import proofs, wording
+from holdfast.diagnosis.frames import InCollective, in_collective, main_thread, verb
 from holdfast.diagnosis.fronts import Front, find_fronts
+from holdfast.diagnosis.pauses import pause
 from holdfast.messages.evidence import Frame, RankEvidence, StackGroup, Verdict, cut
+from holdfast.messages.hangs import Proof
+from holdfast.messages.units import Rank
 
 JUST_S = 1.0
 """A rank that finished a step this recently does not hang."""
@@ -42,23 +43,33 @@ MAX_GROUPS = 16
 _GROUP_FRAMES = 48
 
 
-def judge(evidence: Sequence[RankEvidence], world_size: int) -> Verdict:
-    """Return the verdict on the newest round in the evidence."""
-    scene = _compare(evidence, world_size)
-    rules = (_broken, _stuck, _mismatched, _behind, _late, _by_stacks)
-    cause = next(filter(None, (rule(scene) for rule in rules)), None) or _unknown(scene)
+def judge(
+    evidence: Sequence[RankEvidence], world_size: int, finished: Collection[Rank] = ()
+) -> Verdict:
+    """Return the verdict on the newest round in the evidence.
+
+    `finished` are the ranks of it whose processes have exited and whose scripts had ended.
+    """
+    scene = _compare(evidence, world_size, finished)
+    cause = next(filter(None, (rule(scene) for rule in _RULES)), None) or _unknown(scene)
     guilty = [scene.seen[rank] for rank in cause.guilty if rank in scene.seen]
-    absent = scene.absent if scene.seen else []
+    absent = scene.absent if scene.seen and not cause.proof else []
     parts = [
-        wording.accused((each, cause.what(each)) for each in guilty),
+        cause.first or wording.accused((each, cause.what(each)) for each in guilty),
         cause.because,
         "" if cause.says_all else _others(scene, cause.guilty),
         f"nothing is known of {wording.rank_list(absent)}" if absent else "",
     ]
+    waiting = scene.likely_waiting - set(cause.guilty)
     return Verdict(
-        guilty=tuple(each.rank for each in guilty),
+        guilty=tuple(Rank(rank) for rank in cause.guilty),
         sentence="; ".join(part for part in parts if part),
         groups=_stack_groups(scene),
+        proof=cause.proof,
+        waiting=() if cause.moves else tuple(Rank(rank) for rank in sorted(waiting)),
+        place=wording.place(guilty[0]) if guilty else "",
+        pause=pause(guilty[0]) if guilty else "",
+        left_s=None if cause.moves else scene.left_s(waiting),
     )
 
 
@@ -73,6 +84,8 @@ class RoundEvidence:
     in_collective: dict[int, InCollective]
     fronts: list[Front]
     world_size: int
+    finished: frozenset[int]
+    """Ranks that have exited and had ended well."""
 
     @cached_property
     def waiting(self) -> set[int]:
@@ -105,35 +118,65 @@ class RoundEvidence:
 
     @property
     def is_moving(self) -> bool:
-        """Whether every rank has just finished a step. Looks at moving ranks do not fit together:
-        each is of another moment."""
+        """Whether every rank has just finished a step, or nobody has waited for longer than a
+        moment. Looks at moving ranks do not fit together: each is of another moment."""
         steps = [each.since_step_s for each in self.seen.values()]
-        return all(since_s is not None and since_s < JUST_S for since_s in steps)
+        if all(since_s is not None and since_s < JUST_S for since_s in steps):
+            return True
+        recorded = {rank for front in self.fronts for rank in front.open}
+        ages = [front.oldest_s for front in self.fronts]
+        brief = all(age is not None and age < WAITED_S for age in ages)
+        return bool(self.fronts) and brief and self.likely_waiting <= recorded
 
     @property
     def absent(self) -> list[int]:
         """Ranks without any evidence."""
-        return [rank for rank in range(self.world_size) if rank not in self.seen]
+        known = self.finished.union(self.seen)
+        return [rank for rank in range(self.world_size) if rank not in known]
+
+    def left_s(self, waiting: Collection[int]) -> float | None:
+        """Return the time until a process group ends the first of the waiting ranks."""
+        fronts = [front for front in self.fronts if front.left_s is not None]
+        recorded = {rank for front in fronts for rank in front.waiting}
+        others = (self.seen[rank].left_s for rank in waiting if rank in self.seen.keys() - recorded)
+        times = [front.left_s for front in fronts if {*front.waiting} & {*waiting}]
+        return min((left_s for left_s in (*times, *others) if left_s is not None), default=None)
 
     def defect(self, rank: int) -> str:
         """Return what keeps a rank from continuing by itself; empty if nothing was seen to."""
         each = self.seen[rank]
+        if each.ended:
+            return "has ended (its script finished)"
         if each.process_state == "T":
             return "is stopped (SIGSTOP)"
         if each.process_state in ("Z", "X"):
             return "is dead"
+        if each.locked:
+            return "waits for locks that only its own threads could release"
         return "holds the GIL" if _holds_gil(each) and self.in_collective[rank] != "yes" else ""
 
 
-def _compare(evidence: Sequence[RankEvidence], world_size: int) -> RoundEvidence:
+def _compare(
+    evidence: Sequence[RankEvidence], world_size: int, finished: Collection[int]
+) -> RoundEvidence:
     newest = max((each.round for each in evidence), default=0)
     seen = {int(each.rank): each for each in evidence if each.round == newest}
     return RoundEvidence(
         seen=dict(sorted(seen.items())),
-        in_collective={rank: in_collective(each.stacks) for rank, each in seen.items()},
+        in_collective={rank: _in_collective(each) for rank, each in seen.items()},
         fronts=find_fronts(list(seen.values()), world_size),
         world_size=world_size,
+        finished=frozenset(finished),
     )
+
+
+def _in_collective(evidence: RankEvidence) -> InCollective:
+    """Return whether a rank waits in a collective. One that has never called any, and is not in
+    the Python code of one, is in none: that includes a GPU that waits for others."""
+    by_stack = in_collective(evidence.stacks)
+    main = main_thread(evidence.stacks)
+    certain = main is not None and main.frames and evidence.collectives == ()
+    return "no" if by_stack == "unclear" and certain else by_stack
 
 
 def _python_stack(evidence: RankEvidence) -> tuple[Frame, ...]:
@@ -145,16 +188,10 @@ def _python_stack(evidence: RankEvidence) -> tuple[Frame, ...]:
 
 def _holds_gil(evidence: RankEvidence) -> bool:
     """Return whether the process lives and one of its threads lets no other run Python."""
-    if evidence.beat_age_s is None or evidence.beat_age_s < OLD_BEAT_S:
-        return False
-    if evidence.process_state not in ("R", "S"):
-        return False
     if evidence.stack_source in ("py-spy", "py-spy python only"):
-        # Only py-spy sees the holder. Without one the beat is late for another reason; and a careless
-        # extension may keep the GIL while it waits for the GPU, which waits for another rank.
-        holders = [thread for thread in evidence.stacks if thread.holds_gil]
-        return any(thread_in_collective(thread) == "no" for thread in holders)
-    return True
+        # Only py-spy sees the holder. Without one the beat is late for another reason.
+        return proofs.keeps_gil(evidence) is not None
+    return proofs.beat_is_old(evidence)
 
 
 # ---- the rules ----
@@ -168,16 +205,89 @@ class _Cause:
     because: str = ""
     says_all: bool = False
     """Whether the reason already tells who waits where."""
+    proof: Proof | None = None
+    first: str = ""
+    """What is said of the guilty ranks, if not where they are."""
+    moves: bool = False
+    """Whether nothing is wrong."""
 
 
 def _broken(scene: RoundEvidence) -> _Cause | None:
-    found = [rank for rank in scene.seen if scene.defect(rank)]
+    found = [r for r, each in scene.seen.items() if scene.defect(r) and not each.ended]
+    waits = [rank for rank in found if not scene.seen[rank].locked or _is_awaited(scene, rank)]
+    if not waits:
+        return None
 
     def what(each: RankEvidence) -> str:
         defect = scene.defect(each.rank)
         return defect if defect == "is dead" else wording.at(defect, each)
 
-    return _Cause(found, what) if found else None
+    proven = [(rank, _proof_of(scene.seen[rank])) for rank in waits]
+    proof = next((proof for _, proof in proven if proof), None)
+    # What is proven comes first: the place of the verdict is that of its first rank.
+    return _Cause([r for r, _ in sorted(proven, key=lambda one: one[1] is None)], what, proof=proof)
+
+
+def _proof_of(evidence: RankEvidence) -> Proof | None:
+    if evidence.process_state == "T":
+        return "stopped"
+    if evidence.process_state in ("Z", "X"):
+        return None  # Its death is reported by itself.
+    if evidence.locked:
+        return "locked"
+    return "gil" if proofs.is_idle_with_gil(evidence) else None
+
+
+def _is_awaited(scene: RoundEvidence, rank: int) -> bool:
+    """Return whether others wait for a rank, which does not wait for them."""
+    others = scene.waiting - {rank}
+    held_up = [front for front in scene.fronts if rank in front.behind or rank in front.unknown]
+    unrecorded = not scene.fronts or scene.seen[rank].collectives is None
+    return rank not in scene.waiting and bool(others) and (bool(held_up) or unrecorded)
+
+
+def _left(scene: RoundEvidence) -> _Cause | None:
+    found: set[int] = set()
+    proof: Proof | None = None
+    for front in scene.fronts:
+        ranks, proven = proofs.left(front, scene.seen, scene.finished)
+        found.update(ranks)
+        proof = "left" if proven else proof
+    if not found and scene.waiting and not scene.fronts:  # They wait in what no recorder notes.
+        found = {rank for rank, each in scene.seen.items() if each.ended} | scene.finished
+    if not found:
+        return None
+    said = f"{wording.rank_list(found)} {'has' if len(found) == 1 else 'have'} ended"
+    first = f"{said} ({'its script' if len(found) == 1 else 'their scripts'} finished)"
+    return _Cause(sorted(found), proof=proof, first=first)
+
+
+def _mismatched(scene: RoundEvidence) -> _Cause | None:
+    different = [front.different for front in scene.fronts if front.different is not None]
+    if not different:
+        return None
+    one = next((each for each in different if each.certain), different[0])
+    unknown = any(front.unknown for front in scene.fronts if front.different is one)
+    proof: Proof | None = "mismatch" if one.certain else None
+    said = wording.mismatch(one)
+    if one.odd and not unknown:
+        return _Cause(one.odd, because=said, says_all=True, proof=proof)
+    doubt = "" if proof else "unknown: "
+    return _Cause((), because=f"{doubt}{said}", says_all=True, proof=proof)
+
+
+def _circle(scene: RoundEvidence) -> _Cause | None:
+    stuck = proofs.circle(scene.fronts, scene.seen)
+    if not stuck:
+        return None
+    said = f"{wording.rank_list(stuck)} wait for each other in a circle"
+    return _Cause((), because=said, proof="circle")
+
+
+def _moving(scene: RoundEvidence) -> _Cause | None:
+    if not scene.seen or not scene.is_moving:
+        return None
+    return _Cause((), because="no rank waits for another for long", says_all=True, moves=True)
 
 
 def _stuck(scene: RoundEvidence) -> _Cause | None:
@@ -186,19 +296,6 @@ def _stuck(scene: RoundEvidence) -> _Cause | None:
     found = [r for r in stuck if r not in scene.waiting and not scene.is_blocked(r)]
     what = "is stuck in the kernel (state D)"
     return _Cause(found, partial(wording.at, what)) if found else None
-
-
-def _mismatched(scene: RoundEvidence) -> _Cause | None:
-    for front in scene.fronts:
-        if front.different:
-            many = max(front.different.values(), key=len)
-            few = [rank for ranks in front.different.values() for rank in ranks if rank not in many]
-            sure = len(many) > len(few) and not front.unknown
-            said = wording.mismatch(front)
-            if sure:
-                return _Cause(sorted(few), because=said, says_all=True)
-            return _Cause((), because=f"unknown: {said}", says_all=True)
-    return None
 
 
 def _behind(scene: RoundEvidence) -> _Cause | None:
@@ -221,9 +318,9 @@ def _by_stacks(scene: RoundEvidence) -> _Cause | None:
     found = [
         rank
         for rank, each in scene.seen.items()
-        if scene.in_collective[rank] == "no" and (each.collectives is None or not scene.fronts)
+        if scene.in_collective[rank] == "no" and (not each.collectives or not scene.fronts)
     ]
-    return _Cause(found) if found and scene.likely_waiting else None
+    return _Cause(found) if found and scene.likely_waiting - set(found) else None
 
 
 def _unknown(scene: RoundEvidence) -> _Cause:
@@ -234,8 +331,6 @@ def _unknown(scene: RoundEvidence) -> _Cause:
 
     if not scene.seen:
         return cause("nothing is known of any rank")
-    if scene.is_moving:
-        return cause("all ranks finish steps, and none holds the others up")
     if any(front.behind for front in scene.fronts):
         return cause("ranks wait for each other in a cycle, or in operations that are not recorded")
     for front in scene.fronts:
@@ -246,7 +341,22 @@ def _unknown(scene: RoundEvidence) -> _Cause:
             return cause(f"all members have entered {suspect}")
     if scene.waiting:
         return cause("the evidence that could tell which rank they wait for is missing")
+    if stands := wording.stands(list(scene.seen.values()), scene.world_size):
+        return _Cause((), because=f"{stands}, none waits for another", says_all=True)
     return cause("no rank was seen to wait for another")
+
+
+_RULES = (
+    _broken,
+    _left,
+    _mismatched,
+    _circle,
+    _moving,
+    _stuck,
+    _behind,
+    _late,
+    _by_stacks,
+)
 
 
 # ---- saying it ----

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 
-from holdfast.diagnosis.frames import telling_thread, user_frame, verb
+from holdfast.core.collectives import Difference
+from holdfast.diagnosis.frames import awaits_its_loader, telling_thread, user_frame, verb
 from holdfast.diagnosis.fronts import Front
-from holdfast.messages.evidence import RankEvidence
+from holdfast.messages.evidence import Frame, LoaderWorker, RankEvidence
 
 _MAX_CLAUSES = 4
+_MAX_PLACE_CHARS = 120
+"""Limit of a place in messages."""
 
 
 def rank_list(ranks: Iterable[int]) -> str:
@@ -31,10 +34,14 @@ def _span(first: int, last: int) -> str:
     return f"{first}, {last}" if last == first + 1 else f"{first}–{last}"
 
 
-def _where(evidence: RankEvidence) -> str:
+def place(evidence: RankEvidence) -> str:
     """Return the user's line that a rank is at, as "loader.py:88 (load_batch)"; empty if unknown."""
     thread = telling_thread(evidence)
-    frame = user_frame(thread.frames) if thread is not None else None
+    return _line(thread.frames)[:_MAX_PLACE_CHARS] if thread is not None else ""
+
+
+def _line(frames: Sequence[Frame]) -> str:
+    frame = user_frame(frames)
     if frame is None:
         return ""
     line = f":{frame.line}" if frame.line else ""
@@ -46,14 +53,43 @@ def doing(evidence: RankEvidence) -> str:
     thread = telling_thread(evidence)
     if thread is None or not thread.frames:
         return "is at an unknown place: no stack could be taken"
+    if evidence.loaders and awaits_its_loader(thread):
+        return _awaiting(evidence.loaders[0])
+    if not place(evidence):
+        return f"{verb(thread)} in native code ({thread.frames[0].function})"
     return at(verb(thread), evidence)
+
+
+def _awaiting(worker: LoaderWorker) -> str:
+    """Say which worker of its data loader a rank waits for, and what that does."""
+    line = _line(worker.stack.frames)
+    does = f", which {verb(worker.stack)} in {line}" if line else ""
+    return f"waits for its data loader's worker {worker.number} (pid {worker.pid}){does}"
 
 
 def at(what: str, evidence: RankEvidence) -> str:
     """Add the line and section to what a rank does."""
-    place = _where(evidence)
+    line = place(evidence)
     section = f", section {evidence.sections[-1]}" if evidence.sections else ""
-    return f"{what} in {place}{section}" if place else f"{what}{section}"
+    return f"{what} in {line}{section}" if line else f"{what}{section}"
+
+
+def stands(evidence: Sequence[RankEvidence], world_size: int) -> str:
+    """Say where ranks stand, all of them or group by group; empty if that is unknown."""
+    places: dict[str, list[int]] = {}
+    for each in evidence:
+        places.setdefault(place(each), []).append(each.rank)
+    if "" in places or not places:
+        return ""
+    if len(places) == 1 and len(evidence) == world_size > 1:
+        return f"all {world_size} ranks stand in {next(iter(places))}"
+    most_first = sorted(places.items(), key=lambda item: (-len(item[1]), item[1]))
+    return _joined(
+        [
+            f"{rank_list(ranks)} {'stands' if len(ranks) == 1 else 'stand'} in {line}"
+            for line, ranks in most_first
+        ]
+    )
 
 
 def accused(evidence: Iterable[tuple[RankEvidence, str]]) -> str:
@@ -96,13 +132,13 @@ def name(front: Front) -> str:
     return f"{front.op} #{front.number} of group {front.group}"
 
 
-def mismatch(front: Front) -> str:
+def mismatch(different: Difference) -> str:
     """Say which ranks called what under one number."""
-    fewest_first = sorted(front.different.items(), key=lambda item: (len(item[1]), item[1]))
+    fewest_first = sorted(different.calls.items(), key=lambda item: (len(item[1]), item[1]))
     said = [f"{rank_list(ranks)} in {kind}" for kind, ranks in fewest_first]
     return (
-        f"collective #{front.number} of group {front.group} does not match: {_joined(said)}; they "
-        "will never meet"
+        f"collective #{different.number} of group {different.group} does not match: "
+        f"{_joined(said)}; they will never meet"
     )
 
 

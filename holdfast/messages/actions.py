@@ -37,8 +37,6 @@ class StopWorkers(Action, frozen=True, kw_only=True):
     round: RoundNumber
     grace_s: Seconds
     why: str
-    examine: int = 0
-    """Number of the incident for which the workers are examined before they are ended; 0 for none."""
 
 
 class Finish(Action, frozen=True, kw_only=True):
@@ -64,11 +62,21 @@ class Answered(Action, frozen=True, kw_only=True):
 
 
 class Examine(Action, frozen=True, kw_only=True):
-    """Examine the node's workers, and send EvidenceTaken."""
+    """Examine the node's workers without stopping them, and send EvidenceTaken."""
 
     node: NodeId
     examination: int
     limit_s: Seconds
+    native: bool = True
+    """Whether native stacks are taken where Python's are unclear, which pauses a rank for a moment."""
+
+
+class EndProcess(Action, frozen=True, kw_only=True):
+    """End the process of a rank whose script has ended, and which hangs on its way out."""
+
+    node: NodeId
+    round: RoundNumber
+    rank: Rank
 
 
 class TestNode(Action, frozen=True, kw_only=True):
@@ -127,11 +135,29 @@ class Inject(Action, frozen=True, kw_only=True):
 
 
 class Diagnose(Action, frozen=True, kw_only=True):
-    """Gather what these nodes saw of a hang, and say VerdictReached. For the coordinator itself."""
+    """Have these nodes examine their ranks, and say VerdictReached. For the coordinator itself."""
 
-    incident: int
+    examination: int
+    round: RoundNumber
     nodes: tuple[NodeId, ...]
     world_size: int
+    finished: tuple[Rank, ...] = ()
+    """Ranks that have ended well."""
+    native: bool = False
+    """Whether native stacks are taken: see `Examine`."""
+
+
+class KeepEvidence(Action, frozen=True, kw_only=True):
+    """Keep what an examination saw with an incident. For the coordinator itself."""
+
+    examination: int
+    incident: int
+
+
+class Announce(Action, frozen=True, kw_only=True):
+    """Tell the people at the terminal. For the coordinator itself."""
+
+    text: str
 
 
 class CloseJob(Action, frozen=True, kw_only=True):
@@ -148,12 +174,13 @@ NodeAction = (
     | Finish
     | Answered
     | Examine
+    | EndProcess
     | TestNode
     | WriteShards
     | CommitCheckpoint
     | CheckpointSettled
     | Inject
 )
-CoordinatorAction = Diagnose | CloseJob
+CoordinatorAction = Diagnose | KeepEvidence | Announce | CloseJob
 """What the coordinator does itself."""
 AnyAction = NodeAction | CoordinatorAction

@@ -20,7 +20,8 @@ from holdfast.messages.checkpoints import (
     StoredStep,
     Wish,
 )
-from holdfast.messages.hangs import Paces, Stall
+from holdfast.messages.evidence import Collective
+from holdfast.messages.hangs import Memory, Name, Paces, Pause, PlaceName, Proof, Stall
 from holdfast.messages.health import HealthResult
 from holdfast.messages.nodecheck import TestResult
 from holdfast.messages.records import NodeSpec, Raised, RankProgress, Terms
@@ -159,6 +160,8 @@ class WorkerExited(Event, frozen=True, kw_only=True):
     """The kernel's out-of-memory killer was seen at work while this worker died of SIGKILL."""
     progress: RankProgress
     raised: Raised | None = None
+    last: tuple[Collective, ...] = ()
+    """The newest collectives that it had entered, newest first, if its script failed and said so."""
     raised_at: Time | None = None
     """When the exception left the script; the process ended later, by the time of its teardown."""
     log_tail: str = ""
@@ -177,19 +180,40 @@ class Progress(Event, frozen=True, kw_only=True):
 
 
 class RanksStalled(Event, frozen=True, kw_only=True):
-    """Which of the node's ranks are past their deadlines now: all of them, none when they moved on."""
+    """Which of the node's ranks are late now: all of them, none when they moved on."""
 
     node: NodeId
     round: RoundNumber
     stalls: tuple[Stall, ...]
+    pauses: tuple[Pause, ...] = ()
+    """Pauses that ended by themselves since the last report."""
 
 
 class VerdictReached(Event, frozen=True, kw_only=True):
-    """Somebody looked at all ranks of a round that stood still, and knows more."""
+    """The ranks of a round with a suspicion were examined."""
 
-    incident: int
+    examination: int
+    round: RoundNumber
     guilty: tuple[Rank, ...]
     sentence: str
+    proof: Proof | None = None
+    waiting: tuple[Rank, ...] = ()
+    place: PlaceName = ""
+    pause: Name = ""
+    left_s: Seconds | None = None
+
+
+class HangDecided(Event, frozen=True, kw_only=True):
+    """A person decides about a rank that others wait for: end it now, or never."""
+
+    rank: Rank
+    act: bool
+
+
+class HangsRemembered(Event, frozen=True, kw_only=True):
+    """What an earlier run of the job remembered of places where ranks pause."""
+
+    memory: Memory
 
 
 class NodeTested(Event, frozen=True, kw_only=True):
@@ -322,6 +346,8 @@ AnyEvent = (
     | Progress
     | RanksStalled
     | VerdictReached
+    | HangDecided
+    | HangsRemembered
     | NodeTested
     | HealthFound
     | SnapshotsSealed

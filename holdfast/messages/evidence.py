@@ -10,12 +10,13 @@ Sizes are limited, because a stack may be as deep as a script likes and a job ha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
+from holdfast.messages.hangs import Name, PlaceName, Proof
 from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, StepNumber
 
 MAX_EVIDENCE_BYTES = 256 << 10
@@ -25,6 +26,8 @@ MAX_MEMBERS = 8192
 """Most members of a group that are listed; those of a larger one are left out."""
 MAX_FRAMES = 128
 MAX_THREADS = 64
+MAX_LOADERS = 16
+"""Most data loader workers of a rank that are looked at."""
 MAX_NAME_CHARS = 512
 MAX_LOG_CHARS = 16 << 10
 
@@ -71,6 +74,21 @@ class Collective(Struct, frozen=True, kw_only=True):
     """The group's members, listed only with its newest operation; empty if unknown, and for the
     group of all ranks, "0"."""
     sizes: str = ""
+    age_s: Seconds | None = None
+    """Time since the rank called it; None if unknown."""
+    timeout_s: Seconds | None = None
+    """The group's own timeout, after which its backend ends the waiting ranks; None if unknown."""
+    over: bool = False
+    """Whether its group has been destroyed since; one of the same name may have taken its place."""
+
+
+class LoaderWorker(Struct, frozen=True, kw_only=True):
+    """A worker process of a rank's data loader that is not waiting for work."""
+
+    number: int
+    """Its place among the loader's workers, in the order of their start."""
+    pid: int
+    stack: ThreadStack
 
 
 class RankEvidence(Struct, frozen=True, kw_only=True):
@@ -87,11 +105,24 @@ class RankEvidence(Struct, frozen=True, kw_only=True):
     beat_age_s: Seconds | None = None
     """Time since its last heartbeat: large if another thread keeps the GIL."""
     since_step_s: Seconds | None = None
+    ended: bool = False
+    """Whether its script has ended, and only its process is left."""
+    locked: bool = False
+    """Whether every thread waits for a lock that only this process could release."""
+    idle_s: Seconds | None = None
+    """How long nothing of it has moved; None if unknown."""
+    left_s: Seconds | None = None
+    """If it waits for others: time until its process group would end it; None if unknown."""
     stacks: Annotated[tuple[ThreadStack, ...], Meta(max_length=MAX_THREADS)] = ()
     stack_source: StackSource = "none"
     collectives: Annotated[tuple[Collective, ...], Meta(max_length=MAX_COLLECTIVES)] | None = None
     """Newest first. None if there was no flight recorder to read: then nothing is known, which is
     not the same as none."""
+    blocked: bool = False
+    """Whether its training thread was inside a call of one of them while they were read: the two
+    are of one moment, which a stack is not."""
+    loaders: Annotated[tuple[LoaderWorker, ...], Meta(max_length=MAX_LOADERS)] = ()
+    """Its data loader's busy workers, if its training thread waits for them."""
     log_tail: str = ""
     missing: tuple[str, ...] = ()
     """What could not be taken, and why."""
@@ -113,6 +144,17 @@ class Verdict(Struct, frozen=True, kw_only=True):
     sentence: str
     groups: tuple[StackGroup, ...] = ()
     """Largest first."""
+    proof: Proof | None = None
+    """What proves that the job cannot continue; None if it may."""
+    waiting: tuple[Rank, ...] = ()
+    """Ranks that wait for others."""
+    place: PlaceName = ""
+    """Where the first guilty rank is, as a line of the user's code."""
+    pause: Name = ""
+    """The section that names what it does there, open or known by the frameworks' own names
+    ("checkpoint", "evaluation"); empty if none does."""
+    left_s: Seconds | None = None
+    """Time until the first waiting rank's process group would end it; None if unknown."""
 
 
 def cut(frames: Sequence[Frame], limit: int = MAX_FRAMES) -> tuple[Frame, ...]:
@@ -136,16 +178,22 @@ def fit(evidence: RankEvidence) -> RankEvidence:
         missing=tuple(_short(reason) for reason in evidence.missing[:16]),
     )
     for threads, frames in ((MAX_THREADS, MAX_FRAMES), (32, 64), (16, 32), (8, 16), (1, 8)):
-        fitted = msgspec.structs.replace(fitted, stacks=_smaller(evidence, threads, frames))
+        fitted = msgspec.structs.replace(
+            fitted,
+            stacks=_smaller(evidence.stacks, threads, frames),
+            loaders=_fewer_loaders(evidence.loaders, frames),
+        )
         if len(msgspec.msgpack.encode(fitted)) <= MAX_EVIDENCE_BYTES:
             return fitted
-    return msgspec.structs.replace(fitted, stacks=(), collectives=None, log_tail="", sections=())
+    return msgspec.structs.replace(
+        fitted, stacks=(), loaders=(), collectives=None, log_tail="", sections=()
+    )
 
 
-def _smaller(evidence: RankEvidence, threads: int, frames: int) -> tuple[ThreadStack, ...]:
+def _smaller(stacks: Iterable[ThreadStack], threads: int, frames: int) -> tuple[ThreadStack, ...]:
     """Return that many threads, the training thread, the main thread and active ones first."""
     wanted = sorted(
-        evidence.stacks,
+        stacks,
         key=lambda t: (not t.trains, t.name != "MainThread", not t.holds_gil, not t.active),
     )
     return tuple(
@@ -155,6 +203,13 @@ def _smaller(evidence: RankEvidence, threads: int, frames: int) -> tuple[ThreadS
             frames=tuple(_short_frame(frame) for frame in cut(thread.frames, frames)),
         )
         for thread in wanted[:threads]
+    )
+
+
+def _fewer_loaders(loaders: Sequence[LoaderWorker], frames: int) -> tuple[LoaderWorker, ...]:
+    return tuple(
+        msgspec.structs.replace(one, stack=_smaller([one.stack], 1, frames)[0])
+        for one in loaders[:MAX_LOADERS]
     )
 
 

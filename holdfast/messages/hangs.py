@@ -1,5 +1,4 @@
-"""The vocabulary of stalls: how a rank stands still, and how long phases and sections usually
-take."""
+"""The vocabulary of stalls: how a rank stands, what of it still moves, and what proves a hang."""
 
 from __future__ import annotations
 
@@ -7,55 +6,98 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from holdfast.messages.units import Rank, Seconds
+from holdfast.messages.units import Rank, Seconds, StepNumber
 
-StallKind = Literal["stopped", "gil", "waits", "still", "busy"]
-"""How a rank stands still: its process is stopped; a thread keeps the GIL; it waits in a
-collective; it is elsewhere and does not move; or it moves without reaching the next mark."""
+StallKind = Literal["stopped", "gil", "locked", "waits", "ended", "elsewhere"]
+"""How a late rank stands: its process is stopped by a signal or frozen; a thread keeps the GIL; every
+thread waits for a lock that only this process could release; it waits for other ranks; its script has
+ended and its process has not; or it is anywhere else."""
 
-LINES = 1 << 24
-"""A place is a number for the function times this, plus the line."""
+Sign = Literal["position", "cpu", "io", "network", "children", "loader workers"]
+"""What of a rank can be seen to move: the training thread's line, CPU time or a wait for a CPU, bytes
+read and written, bytes of its sockets, its child processes, its data loader's workers."""
+
+Proof = Literal["stopped", "mismatch", "left", "circle", "locked", "gil"]
+"""What proves that a rank cannot continue: it is stopped; ranks called different operations under one
+number; a rank ended or left the loop while others wait for it; ranks wait for each other in a circle;
+every thread waits for locks of its own process; a native call keeps the GIL and does nothing."""
+
 FIRST_STEP = "first step"
 """The name of the time from a script's start to the end of its first step."""
 
 Name = Annotated[str, Meta(max_length=64)]
+PlaceName = Annotated[str, Meta(max_length=120)]
+"""A line of the user's code: "eval.py:33 (upload)"; empty if unknown."""
 
 
 class Stall(Struct, frozen=True):
-    """A rank past its deadline."""
+    """A rank that is late."""
 
     rank: Rank
     kind: StallKind
     where: Name
     """The phase or section it is in."""
     for_s: Seconds
-    limit_s: Seconds
-    overdue: bool = False
-    """Whether it is so late that its kind does not matter any more."""
-    place: int = 0
-    """Code location of a still rank, the same number on all ranks. Line 0 of the function if the
-    rank loops within it; 0 if it stays nowhere for long."""
+    """Time since its last mark."""
+    place: PlaceName = ""
+    still_s: Seconds = 0.0
+    """How long nothing of it has moved."""
+    signs: tuple[Sign, ...] = ()
+    """What moved of it in the last seconds."""
+
+
+class Pause(Struct, frozen=True):
+    """A time in which nothing of a rank moved, and which ended by itself."""
+
+    place: PlaceName
+    still_s: Seconds
+
+
+class PlaceMemory(Struct, frozen=True):
+    """What is remembered of one place of the user's code."""
+
+    seen: int = 0
+    """Pauses there that ended by themselves."""
+    still_s: Seconds = 0.0
+    """Longest of them."""
+    waited_s: Seconds = 0.0
+    """Longest time that other ranks waited for a rank there, until it went on by itself."""
+    grant_s: Seconds = 0.0
+    """Deadline that it was given after it was taken for a hang; 0 for none."""
+    grant_step: StepNumber = StepNumber(0)
+    """The grant holds until the job has got past this step."""
+    trusted: bool = False
+    """Whether a person wants ranks there left alone."""
+
+
+class Memory(Struct, frozen=True):
+    """What is remembered of all places, over rounds and requeues."""
+
+    places: dict[PlaceName, PlaceMemory] = {}
 
 
 class Paces(Struct, frozen=True):
-    """How long things take on a node's ranks: what deadlines are learnt from."""
+    """How long things take on a node's ranks."""
 
     step_s: Seconds | None = None
     """Median step time."""
     longest_s: dict[Name, Seconds] = {}
-    """Longest completed duration of each phase and section."""
+    """Longest completed duration of each section."""
 
 
 class HangTerms(Struct, frozen=True, kw_only=True):
-    """The user's own deadlines; those left unset are learnt. The names are NVRx's."""
+    """What the user said about hangs; deadlines left unset are learnt, or there is none."""
 
     detect: bool = True
+    hang_after: Seconds | None = None
+    """How long a rank that others wait for may show no sign of life."""
     initial_rank_heartbeat_timeout: Seconds | None = None
-    """Until a process's first step."""
+    """Hard limit until a process's first step."""
     rank_heartbeat_timeout: Seconds | None = None
-    """Between two signs of progress after the first step."""
+    """Hard limit between two signs of progress after the first step."""
     rank_out_of_section_timeout: Seconds | None = None
-    """Between two signs of progress outside of all sections."""
+    """Hard limit between two signs of progress outside of all sections."""
     rank_section_timeouts: dict[Name, Seconds] = {}
+    """Hard limits of sections."""
     safety_factor: float | None = None
-    """Factor from the longest observed duration to the deadline."""
+    """Factor from the longest pause seen at a place to its deadline."""

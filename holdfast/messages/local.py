@@ -66,6 +66,8 @@ class Assign(Local, frozen=True, kw_only=True):
     """Directory for this node's images."""
     flight: str = ""
     """File for a dump of the flight recorder."""
+    opened_at: float = 0.0
+    """When the job began, by the wall clock."""
 
 
 class Test(Local, frozen=True, kw_only=True):

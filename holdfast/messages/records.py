@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal, get_args
 
 from msgspec import Meta, Struct, field
 
@@ -42,11 +42,13 @@ FaultKind = Literal[
     "hang",
     "unfit",
     "straggler",
+    "overload",
     "storage",
     "internal",
 ]
 """What broke a round (a worker's death in four ways, a hang, a lost node, a change that was wanted), or
-what broke none: an unfit node, a slow rank, a checkpoint that was not written, an error of our own."""
+what broke none: an unfit node, a slow rank, a node with too little CPU time for its ranks, a checkpoint
+that was not written, an error of our own."""
 
 
 class Terms(Struct, frozen=True, kw_only=True):
@@ -98,6 +100,12 @@ class NodeSpec(Struct, frozen=True, kw_only=True):
     """The fast interconnect it shares with others (NVLink); segments lie within one."""
 
 
+Resumed = Literal["known", "none", "unknown"]
+"""What a process knows of the step that its script resumed at: the step; that it read nothing itself to
+resume from; or nothing, although it read something."""
+RESUMED: Final[tuple[Resumed, ...]] = get_args(Resumed)
+
+
 class RankProgress(Struct, frozen=True, kw_only=True):
     """How far one worker process has come, as its own progress page says."""
 
@@ -105,6 +113,8 @@ class RankProgress(Struct, frozen=True, kw_only=True):
     step: StepNumber = StepNumber(0)
     steps: int = 0
     """Steps finished by this very process; 0 means that it has not finished one."""
+    resumed: Resumed = "known"
+    """If not known, `step` counts from where it resumed, or from a guess."""
     first_at: Time | None = None
     last_at: Time | None = None
     checkpoint_s: Seconds = 0.0
@@ -163,10 +173,10 @@ class Part(Struct, frozen=True, kw_only=True):
     """Nodes that keep copies of this one's images."""
     paces: Paces = Paces()
     """How long things took in earlier rounds."""
-    alarms: dict[str, int] = {}
-    """Where a rank seemed to hang before, and how often."""
     fetch: tuple[tuple[ImageId, Holder], ...] = ()
     """Images that this node's ranks will want, and others have."""
+    opened_at: Time = Time(0.0)
+    """When the job began."""
     traps: tuple[Trap, ...] = ()
     """Faults to inject."""
 

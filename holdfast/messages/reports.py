@@ -13,6 +13,7 @@ from typing import Literal
 from msgspec import Struct, field
 
 from holdfast.messages.chaos import FaultsReport
+from holdfast.messages.hangs import Proof, Sign
 from holdfast.messages.records import Cause, FaultKind
 from holdfast.messages.timings import Kind
 from holdfast.messages.units import (
@@ -80,6 +81,8 @@ class NodeReport(Struct, frozen=True, kw_only=True):
     """What the node is doing for the job."""
     ranks: list[RankReport]
     """Ranks of the round in force that run on the node."""
+    overload: str | None = None
+    """What keeps the CPUs from the node's ranks, in words; null for a node that is not overloaded."""
 
 
 class CheckpointerReport(Struct, frozen=True, kw_only=True):
@@ -95,6 +98,33 @@ class CheckpointerReport(Struct, frozen=True, kw_only=True):
     """Step that is being written to storage."""
     failures: int
     """Failed writes in a row."""
+
+
+class SuspicionReport(Struct, frozen=True, kw_only=True):
+    """A job that may stand still, before anything is done about it."""
+
+    rank: Rank | None
+    """Rank that the others wait for; null if that is not known."""
+    place: str
+    """Line of the script that the rank is at; empty if unknown."""
+    for_s: Seconds
+    """Time since the first of the ranks concerned made progress."""
+    waiting: list[Rank]
+    """Ranks that wait for it."""
+    signs: list[Sign]
+    """What of the rank was seen to move."""
+    still_s: Seconds
+    """How long nothing of it has moved."""
+    proof: Proof | None
+    """What proves that it cannot continue; null if it may."""
+    acts_in_s: Seconds | None
+    """Time until the round is broken if nothing changes; null if only a person ends it."""
+    until: str
+    """What that time waits for; empty if `acts_in_s` is null."""
+    sentence: str
+    """What the examination of all ranks found."""
+    line: str
+    """All of it in one line."""
 
 
 class StatusReport(Struct, frozen=True, kw_only=True):
@@ -133,6 +163,8 @@ class StatusReport(Struct, frozen=True, kw_only=True):
     """Why the job ended, in one line; null until it is ending."""
     opened_at: Time
     """When the job opened, in seconds since 1970."""
+    suspicion: SuspicionReport | None = None
+    """What may be a hang; null while the job moves."""
     refused: dict[str, int] = field(default_factory=dict)
     """Events that did not fit the job's state and were refused: how many, by reason."""
     no_step_s: Seconds | None = None

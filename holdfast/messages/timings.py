@@ -10,7 +10,7 @@ from holdfast.messages.units import Rank, Seconds, StepNumber
 
 STEP = "step"
 """Section of the whole step; all other sections are parts of it."""
-FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
+FORWARD, BACKWARD, OPTIMIZER, BETWEEN = "forward", "backward", "optimizer", "between"
 
 Kind = Literal["relative", "individual"]
 """Slow compared with the other ranks, or with this rank's own best."""
@@ -27,9 +27,25 @@ class Timing(Struct, frozen=True, kw_only=True):
     """Whether the time may include waiting for other ranks, as in a backward pass of DDP."""
 
 
+class CpuShortage(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Time that a rank's busiest thread wanted to run and had no CPU, since the last report."""
+
+    queued_s: Seconds = 0.0
+    """Run-queue delay: another thread had the CPU."""
+    throttled_s: Seconds = 0.0
+    """The cgroup had used up its quota."""
+    stolen_s: Seconds = 0.0
+    """The hypervisor had given the CPU to another virtual machine."""
+
+    @property
+    def total_s(self) -> Seconds:
+        return self.queued_s + self.throttled_s + self.stolen_s
+
+
 class RankTimings(Struct, frozen=True, kw_only=True):
     rank: Rank
     timings: tuple[Timing, ...]
+    shortage: CpuShortage = CpuShortage()
 
 
 class Finding(Struct, frozen=True, kw_only=True):

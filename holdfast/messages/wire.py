@@ -18,9 +18,10 @@ from holdfast.messages.chaos import Injection, InjectionReport
 from holdfast.messages.events import AnyEvent
 from holdfast.messages.evidence import RankEvidence, Verdict
 from holdfast.messages.records import Terms
-from holdfast.messages.units import NodeId, RoundNumber, Seconds, Time
+from holdfast.messages.reports import SuspicionReport
+from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, Time
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 
 class Hello(Struct, frozen=True, kw_only=True, tag=True):
@@ -43,7 +44,15 @@ class AskFault(Struct, frozen=True, kw_only=True, tag=True):
     injection: Injection
 
 
-Question = AskWhy | AskFault
+class AskHang(Struct, frozen=True, kw_only=True, tag=True):
+    """Decide about a rank that others wait for. Answered: HangNoted."""
+
+    rank: Rank
+    act: bool
+    """Whether to end it now; otherwise it is left alone."""
+
+
+Question = AskWhy | AskFault | AskHang
 
 
 class Visit(Struct, frozen=True, kw_only=True, tag=True):
@@ -58,8 +67,14 @@ class Why(Struct, frozen=True, kw_only=True, tag=True):
     verdict: Verdict
     evidence: tuple[RankEvidence, ...]
     """Evidence, as much as fits into one frame."""
-    standing: int
-    """Number of ranks past their deadlines."""
+    suspicion: SuspicionReport | None
+    """What is suspected now; None if the job moves."""
+    detects: bool
+    """Whether hangs are acted on."""
+
+
+class HangNoted(Struct, frozen=True, kw_only=True, tag=True):
+    text: str
 
 
 class FaultTaken(Struct, frozen=True, kw_only=True, tag=True):
@@ -90,7 +105,7 @@ class EvidenceTaken(Struct, frozen=True, kw_only=True, tag=True):
     """An agent's observations of its ranks. It is not an event: no decision depends on it."""
 
     examination: int
-    """Number of the incident, or a negative number for a question of `holdfast why`."""
+    """Number of the examination; a negative one is a question of `holdfast why`."""
     evidence: tuple[RankEvidence, ...]
     more: bool = False
     """Whether more follows from this node."""
@@ -105,5 +120,5 @@ class Ack(Struct, frozen=True, kw_only=True, tag=True):
 
 
 FromAgent = Hello | Visit | Sent | EvidenceTaken | Beat
-ToVisitor = Why | FaultTaken | Rejected
+ToVisitor = Why | FaultTaken | HangNoted | Rejected
 FromCoordinator = Welcome | Rejected | Ack | NodeAction

@@ -45,6 +45,8 @@ class PageState(Struct, frozen=True):
     """Time between steps that was neither a step nor booked above."""
     step_s: float = 0.0
     """Usual time from one finished step to the next; 0 while it is unknown."""
+    resumed: int = 0
+    """What it knows of the step that it resumed at: an index of `messages.records.RESUMED`."""
 
 
 class RankPage:
@@ -71,6 +73,7 @@ class RankPage:
         saves: int = 0,
         pause_s: float = 0.0,
         step_s: float = 0.0,
+        resumed: int = 0,
     ) -> None:
         ints, floats = self._ints, self._floats
         sequence = ints[0] + 1
@@ -84,6 +87,7 @@ class RankPage:
         ints[slot + 6] = saves
         floats[slot + 7] = pause_s
         floats[slot + 8] = step_s
+        ints[slot + 9] = resumed
         ints[0] = sequence
 
     def read(self) -> PageState:
@@ -94,7 +98,7 @@ class RankPage:
             first_at, last_at, *asides_s = self._floats[slot + 2 : slot + 9]
             checkpoint_s, restore_s, _, pause_s, step_s = asides_s
             asides = checkpoint_s, restore_s, saves, pause_s, step_s
-            state = PageState(step, steps, first_at, last_at, *asides)
+            state = PageState(step, steps, first_at, last_at, *asides, self._ints[slot + 9])
             # The slot just read is overwritten _SLOTS writes later, which begins one earlier.
             if self._ints[0] - sequence < _SLOTS - 1:
                 return state

@@ -4,17 +4,18 @@ Three kinds of signs, because they mean different things when they stop:
 
 - *marks*: the script reached another phase of a step (data, forward, backward, optimizer), finished
   a step, or called `holdfast.heartbeat`. The time between two marks belongs to the phase that the
-  first one began; the longest and the latest durations of each are kept, so that deadlines can be
-  learnt.
+  first one began; the longest and the latest durations of each are kept, to tell what is usual.
 - *sections* that are open, with the time they were entered. They nest, overlap, and belong to any
   thread.
 - *beats*: the heartbeat thread got the GIL. When beats stop and the process is not stopped, another
-  thread keeps it. Each beat notes what the training thread is doing: whether it waits in a
-  collective, where it is, and in how many different code objects it was seen since the last mark.
+  thread keeps it. Each beat notes what the training thread is doing: whether it waits for other ranks
+  or for its data loader, since when it is at its line, and in how many different code objects it was
+  seen since the last mark. If it stays between two marks for more than a beat, its place in the user's
+  code is noted too.
 
-Marks belong to the training thread: the main thread, or the one that took the last step. Nothing is
-learnt from the first few steps of a process, which take long for reasons of their own (compilers,
-caches, first connections).
+Marks belong to the training thread: the main thread, or the one that took the last step. The first few
+steps of a process take long for reasons of their own (compilers, caches, first connections); it is warm
+after them.
 
 The worker writes and its agent reads, without locks; a write costs well under a microsecond. A
 reader may see a mark and its time from two moments, so it looks again before it acts.
@@ -34,11 +35,11 @@ VITALS_BYTES: Final = 16 << 10
 START, DATA, FORWARD, BACKWARD, OPTIMIZER, BETWEEN, STEP = range(7)
 PHASES: Final = ("start", "data", "forward", "backward", "optimizer", "between", "step")
 """Phases between two marks; "step" is the time from one finished step to the next."""
-OWN_WORK: Final = (FORWARD, BACKWARD, OPTIMIZER)
+OWN_WORK: Final = (FORWARD, BACKWARD, OPTIMIZER, BETWEEN)
 """Phases whose own work is also timed: on the GPU if there is one, and without visible waits for
-other ranks."""
-NO, IN_COLLECTIVE, IN_BACKWARD = range(3)
-"""Whether the training thread waits for other ranks."""
+other ranks. Of the time between phases there is one duration for each step, and none with a GPU."""
+NO, IN_COLLECTIVE, IN_BACKWARD, IN_LOADER = range(4)
+"""Whether the training thread waits for other ranks, or for the workers of its data loader."""
 WITH_GRADIENTS, ALSO_IN_FORWARD, LEFT_OUT = range(3)
 """Which times of own work include invisible waits: those where gradients are reduced; the forward
 pass as well, because the model is sharded; or none."""
@@ -54,7 +55,7 @@ WARM_UP_DEVICE: Final = 50
 _BEAT_AT, _BEATS, _WAITS, _CODES = 0, 1, 2, 3
 _MARK_AT, _MARKS, _PHASE = 4, 5, 6
 _WANTED, _DUMPED, _WAITING = 7, 8, 9
-_PLACE, _PLACE_AT, _THREAD = 10, 11, 12
+_LINE, _LINE_AT, _THREAD = 10, 11, 12
 _STEPS, _STEP_AT, _WARM = 13, 14, 15
 _OPEN: Final = 16
 """Open sections: pairs of name index plus one (0: free) and entry time."""
@@ -67,7 +68,12 @@ _NAMES_BYTES: Final = 32
 _OWN: Final = len(PHASES) + MOST_SECTIONS
 """Index of the first time of own work, after phases and sections."""
 _NAMES_AT: Final = 8 * (_TIMES + _TIME_WORDS * (_OWN + len(OWN_WORK)))
-assert _NAMES_AT + _NAMES_BYTES * MOST_SECTIONS <= VITALS_BYTES
+_PLACE: Final = _NAMES_AT // 8 + _NAMES_BYTES // 8 * MOST_SECTIONS
+"""The place: a sequence number that is odd while it is written, and the marks until it was."""
+_GROUP_TIMEOUT: Final = _PLACE + 2
+_PLACE_AT: Final = 8 * (_PLACE + 3)
+_PLACE_BYTES: Final = 120
+assert _PLACE_AT + _PLACE_BYTES <= VITALS_BYTES
 
 
 class Times(Struct, frozen=True):
@@ -95,12 +101,17 @@ class Signs(Struct, frozen=True):
     waits: bool
     """Whether the last beat saw the training thread in a collective or a backward pass."""
     in_backward: bool
+    loads: bool
+    """Whether it saw the training thread wait for the workers of its data loader."""
     codes: int
     """Number of code objects that the training thread was seen in since the last mark."""
-    place: int
-    """Number for the line it was last seen at, the same in all processes."""
-    place_at: float
-    """When it was first seen there."""
+    line_at: float
+    """When the training thread was first seen at the line where it was seen last."""
+    place: str
+    """That line, or the one of the user's code that led there; empty until it is known."""
+    group_timeout_s: float
+    """Timeout of the process group that the training thread waits in, or is about to create; 0 if
+    unknown."""
     thread: int
     """Thread id of the training thread; 0 for the main thread."""
     mark_at: float
@@ -187,8 +198,6 @@ class Vitals:
         self._floats[_STEP_AT] = now
         if not ints[_WARM] and ints[_STEPS] >= self.warm_up:
             ints[_WARM] = 1
-            for phase in range(len(PHASES)):
-                self._floats[_TIMES + _TIME_WORDS * phase + 1] = 0.0
 
     def name_section(self, index: int, name: str) -> None:
         at = _NAMES_AT + _NAMES_BYTES * index
@@ -209,16 +218,29 @@ class Vitals:
         if place >= 0:
             self._ints[_OPEN + 2 * place] = 0
 
-    def beat(self, now: float, waits: int, codes: int, place: int = 0) -> None:
-        """Note a beat, and what it saw of the training thread (waits: NO, IN_...)."""
+    def beat(self, now: float, waits: int, codes: int, line: int = 0) -> None:
+        """Note a beat, and what it saw of the training thread (waits: NO, IN_...; line: any number
+        that changes when it moves)."""
         ints = self._ints
-        if place != ints[_PLACE]:
-            ints[_PLACE] = place
-            self._floats[_PLACE_AT] = now
+        if line != ints[_LINE]:
+            ints[_LINE] = line
+            self._floats[_LINE_AT] = now
         ints[_WAITS] = waits
         ints[_CODES] = codes
         ints[_BEATS] += 1
         self._floats[_BEAT_AT] = now
+
+    def note_place(self, place: str, marks: int) -> None:
+        """Note where in the user's code the training thread was after so many marks."""
+        ints, data = self._ints, place.encode(errors="replace")[:_PLACE_BYTES]
+        ints[_PLACE] += 1
+        ints[_PLACE + 1] = marks
+        self._view[_PLACE_AT : _PLACE_AT + _PLACE_BYTES] = data.ljust(_PLACE_BYTES, b"\0")
+        ints[_PLACE] += 1
+
+    def note_group_timeout(self, seconds: float) -> None:
+        """Note after how long the process group ends a rank that waits in it."""
+        self._floats[_GROUP_TIMEOUT] = seconds
 
     @property
     def warm(self) -> bool:
@@ -251,11 +273,13 @@ class Vitals:
                 sections.append(OpenSection(entered, name, own=named < _OTHERS))
         return Signs(
             beat_at=floats[_BEAT_AT],
-            waits=ints[_WAITS] != NO,
+            waits=ints[_WAITS] in (IN_COLLECTIVE, IN_BACKWARD),
             in_backward=ints[_WAITS] == IN_BACKWARD,
+            loads=ints[_WAITS] == IN_LOADER,
             codes=ints[_CODES],
-            place=ints[_PLACE],
-            place_at=floats[_PLACE_AT],
+            line_at=floats[_LINE_AT],
+            place=self._place(),
+            group_timeout_s=floats[_GROUP_TIMEOUT],
             thread=ints[_THREAD],
             mark_at=floats[_MARK_AT],
             marks=ints[_MARKS],
@@ -291,8 +315,18 @@ class Vitals:
         return Times(count, self._floats[at + 1], (*ring[oldest:], *ring[:oldest]))
 
     def _name(self, index: int) -> str:
-        at = _NAMES_AT + _NAMES_BYTES * index
-        return bytes(self._view[at : at + _NAMES_BYTES]).rstrip(b"\0").decode(errors="replace")
+        return self._text(_NAMES_AT + _NAMES_BYTES * index, _NAMES_BYTES)
+
+    def _place(self) -> str:
+        """Return the place; empty if there was a mark since, or it is being written."""
+        ints = self._ints
+        before = ints[_PLACE]
+        place = self._text(_PLACE_AT, _PLACE_BYTES)
+        valid = before % 2 == 0 and ints[_PLACE] == before and ints[_PLACE + 1] == ints[_MARKS]
+        return place if valid else ""
+
+    def _text(self, at: int, size: int) -> str:
+        return bytes(self._view[at : at + size]).rstrip(b"\0").decode(errors="ignore")
 
     # ---- asking the heartbeat thread for a dump ----
 

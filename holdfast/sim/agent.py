@@ -438,8 +438,6 @@ class LightAgent(SimAgent):
         self._stopping = order
         self._starting = False
         self.tester.end()
-        if isinstance(order, StopWorkers) and order.examine:
-            self.tell(EvidenceTaken(examination=order.examine, evidence=()))
         self.cluster.training.break_(self.running)
         if not self.ranks:
             self._stopped(order)

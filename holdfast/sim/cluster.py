@@ -19,10 +19,12 @@ from typing import IO
 import msgspec
 
 from holdfast.core.patience import Silence
-from holdfast.messages.actions import AnyAction, Finish
+from holdfast.messages.actions import AnyAction, Diagnose, Finish
 from holdfast.messages.checkpoints import ImageId
+from holdfast.messages.events import VerdictReached
+from holdfast.messages.hangs import Proof
 from holdfast.messages.records import Terms
-from holdfast.messages.units import NodeId, Rank, Seconds
+from holdfast.messages.units import NodeId, Seconds, Time
 from holdfast.sim import look
 from holdfast.sim.agent import LightAgent, SimAgent
 from holdfast.sim.clock import START, SimClock
@@ -44,6 +46,11 @@ SUPERVISED_UP_TO = 64
 
 LIVE_WITHIN_S: Seconds = 240.0
 """After everything is healed, training must advance within this time."""
+
+PROOFS: dict[str, Proof] = {"stopped": "stopped", "gil": "gil"}
+"""What an examination can prove of a stuck rank, by how it is stuck."""
+GROUP_TIMEOUT_S: Seconds = 180.0
+"""Process group timeout of the simulated script."""
 
 LOOK_EVERY = 4096
 """Steps of the simulation between two looks at the wall clock."""
@@ -221,10 +228,23 @@ class Cluster:
         agent = self.agent_of(node)
         return None if agent is None else agent.host.images.get(image)
 
-    def stuck_ranks(self) -> tuple[Rank, ...]:
-        """Return the ranks that do not move."""
+    def verdict(self, asked: Diagnose, now: Time) -> VerdictReached:
+        """Judge which ranks the others wait for, as the diagnosis of real ranks would."""
         agents = [host.agent for host in self.hosts if host.agent is not None]
-        return tuple(sorted(r for a in agents for r, one in a.ranks.items() if one.stuck))
+        ranks = {rank: one for agent in agents for rank, one in agent.ranks.items()}
+        stuck = {rank: one.stuck for rank, one in sorted(ranks.items()) if one.stuck}
+        proofs: set[Proof | None] = {PROOFS.get(how) for how in stuck.values()}
+        since = min((one.round.stands_since for one in ranks.values()), default=now)
+        return VerdictReached(
+            at=now,
+            examination=asked.examination,
+            round=asked.round,
+            guilty=tuple(stuck),
+            sentence=f"ranks {list(stuck)} do not move",
+            proof=proofs.pop() if len(proofs) == 1 else None,
+            waiting=tuple(sorted(set(ranks) - set(stuck))) if stuck else (),
+            left_s=max(0.0, GROUP_TIMEOUT_S - max(0.0, now - since)),
+        )
 
     # ---- running ----
 

@@ -41,7 +41,6 @@ from holdfast.messages.events import (
     NodeResumed,
     StreamEnded,
     Tick,
-    VerdictReached,
 )
 from holdfast.messages.records import Terms
 from holdfast.messages.units import NodeId, Seconds, Time
@@ -122,7 +121,7 @@ class SimCoordinator:
         self._timer_at: Time | None = None
         self._timers = 0
         self._crash: CrashPoint | None = None
-        self._examining: dict[int, set[NodeId]] = {}
+        self._examining: dict[int, tuple[Diagnose, set[NodeId]]] = {}
         """Nodes whose evidence is still to come, by incident; negative numbers are of visitors."""
         self._visits = 0
         self._handler_errors = Random(f"handlers {cluster.settings.seed}")
@@ -240,8 +239,7 @@ class SimCoordinator:
             if isinstance(action, CloseJob):
                 self.closed = action
             if isinstance(action, Diagnose):
-                self._examining[action.incident] = set(action.nodes)
-                self.clock.after(VERDICT_LIMIT_S, self._reach_verdict, action.incident, self._life)
+                self._examine(action)
             if isinstance(action, CoordinatorAction):
                 continue
             self.cluster.log.action(action)
@@ -295,21 +293,27 @@ class SimCoordinator:
                 self.cluster.log.action(action)
                 self._send(action)
 
-    def _heard_evidence(self, node: NodeId, incident: int) -> None:
-        waiting = self._examining.get(incident)
-        if waiting is not None and node in waiting:
-            waiting.discard(node)
-            if not waiting:
-                self._reach_verdict(incident, self._life)
+    def _examine(self, asked: Diagnose) -> None:
+        """Have the nodes of the round look at their workers, for the core."""
+        nodes = [node for node in asked.nodes if node in self.streams]
+        self._examining[asked.examination] = (asked, set(nodes))
+        self.clock.after(VERDICT_LIMIT_S, self._reach_verdict, asked, self._life)
+        for node in nodes:
+            order = Examine(node=node, examination=asked.examination, limit_s=VERDICT_LIMIT_S)
+            self.ordered["Examine"] += 1
+            self.cluster.log.action(order)
+            self._send(order)
 
-    def _reach_verdict(self, incident: int, life: int) -> None:
-        if life != self._life or self._examining.pop(incident, None) is None:
-            return
-        guilty = self.cluster.stuck_ranks()
-        sentence = f"ranks {guilty} do not move"
-        self._post(
-            VerdictReached(at=self.clock.now, incident=incident, guilty=guilty, sentence=sentence)
-        )
+    def _heard_evidence(self, node: NodeId, examination: int) -> None:
+        asked, unheard = self._examining.get(examination, (None, set[NodeId]()))
+        unheard.discard(node)
+        if asked is not None and not unheard:
+            self._reach_verdict(asked, self._life)
+
+    def _reach_verdict(self, asked: Diagnose, life: int) -> None:
+        """Judge as far as the nodes have answered by now."""
+        if life == self._life and self._examining.pop(asked.examination, None) is not None:
+            self._post(self.cluster.verdict(asked, self.clock.now))
 
     # ---- dying ----
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
+from holdfast.agent.life import Counters
 from holdfast.agent.supervisor import Supervisor
 from holdfast.agent.worker import Worker
 from holdfast.agent.worker_monitor import WorkerMonitor
@@ -24,7 +25,6 @@ from holdfast.messages.events import AnyEvent
 from holdfast.messages.local import TrapSprung
 from holdfast.messages.records import Part, Raised
 from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, StepNumber
-from holdfast.proc import Effort
 from holdfast.shm.rank_page import PageState
 from holdfast.shm.vital_signs import LEFT_OUT, RING, WARM_UP, Signs, Times
 from holdfast.sim.agent import AgentClock, SimAgent
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 SHARES = {"forward": 0.4, "backward": 0.6}
 """Of a step, what each phase takes the rank itself."""
-HUNG_AT, COLLECTIVE_AT = (7 << 24) + 1, (9 << 24) + 1
+HUNG_AT, COLLECTIVE_AT = "train.py:7 (hang)", "train.py:9 (step)"
 """Lines of the script at which a rank hangs, and waits for the others."""
 DEATHS: dict[str, signal.Signals] = {
     "kill": signal.SIGKILL,
@@ -123,11 +123,31 @@ class SimSystem:
         return asyncio.get_running_loop().call_later(delay_s, act)
 
     def process_state(self, pid: int) -> str:
-        ranks = self._agent.ranks.values()
-        return "T" if any(one.pid == pid and one.stuck == "stopped" for one in ranks) else "S"
+        return "T" if self.stuck(pid) == "stopped" else "S"
 
-    def effort(self, pid: int, thread: int) -> Effort:
-        return Effort()
+    def is_frozen(self, pid: int) -> bool:
+        return False
+
+    def observer(self, pid: int, store_port: int) -> SimObserver:
+        return SimObserver(self, pid)
+
+    def stuck(self, pid: int) -> str:
+        ranks = self._agent.ranks.values()
+        return next((one.stuck for one in ranks if one.pid == pid), "")
+
+
+class SimObserver:
+    """What the kernel counts of a rank's process: CPU time if its script loops."""
+
+    def __init__(self, system: SimSystem, pid: int) -> None:
+        self._system = system
+        self._pid = pid
+
+    def sample(self, thread: int, now: float, strictly: bool, locks: bool) -> Counters:
+        return Counters(ran_ns=int(now * 1e9) if self._system.stuck(self._pid) == "loop" else 0)
+
+    def is_at_lock(self, thread: int) -> bool:
+        return False
 
 
 class SimStarter:
@@ -238,9 +258,11 @@ class SimVitals:
             beat_at=stands_since if silent else now,
             waits=stands and not one.stuck and steps > 0,
             in_backward=False,
+            loads=False,
             codes=1,
+            line_at=stands_since if stands else now,
             place=HUNG_AT if one.stuck else COLLECTIVE_AT,
-            place_at=stands_since if stands else now,
+            group_timeout_s=0.0,
             thread=0,
             mark_at=step_at or self._began_at,
             marks=2 * steps,

@@ -53,12 +53,19 @@ def print_status(status: StatusReport) -> None:
         for cells in [_rank(rank) for rank in node.ranks] or [("-", "-", "-", "-")]
     ]
     print_table(title, ("node", "state", "rank", "pid", "step", "speed"), rows)
+    if status.suspicion is not None:
+        print(status.suspicion.line)
     for one in status.checkpoints:
         print(_checkpoints(one))
+    for node in status.nodes:
+        if node.overload is not None:
+            print(f"overloaded: node {node.node}: {node.overload}")
     for host, why in status.excluded.items():
         print(f"excluded: host {host}: {why}")
     for fault in status.faults.pending:
         print(f"fault to come: {fault.line}")
+    for fault in status.faults.refused:
+        print(f"fault not injected: {fault.line}: {fault.why}")
     for reason, count in status.refused.items():
         print(f"refused: {count} events: {reason}")
     if status.last_incident:

@@ -7,6 +7,7 @@ afresh makes no difference from here on.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import io
 import os
@@ -22,8 +23,9 @@ from holdfast.diagnosis import faulthandling, flight
 from holdfast.kernel import PR_SET_PDEATHSIG, prctl
 from holdfast.messages import local
 from holdfast.messages.local import Assign
+from holdfast.messages.records import Raised
 from holdfast.shm.rank_page import RankPage
-from holdfast.shm.vital_signs import Times
+from holdfast.shm.vital_signs import Times, Vitals
 from holdfast.worker import node_test, nursery, runtime, script
 from holdfast.worker.channel import Channel, move_up
 from holdfast.worker.heartbeat import Heartbeat
@@ -56,29 +58,36 @@ def become_worker(control_fd: int, page_fd: int, rehearse: bool) -> int:
     if len(fds) > 4:
         patches.host_store(move_up(fds[4]), int(assign.env["MASTER_PORT"]))
     channel.send(local.Began(at=time.monotonic()))
+    recorder = FlightFile(assign, page.vitals)
+
+    def died(raised: Raised) -> None:
+        at = time.monotonic()
+        recorder.write()
+        channel.send(local.Died(raised=raised, at=at))
+
     try:
-        code = script.run(
-            assign.entry,
-            sys.argv[1:],
-            lambda raised: channel.send(local.Died(raised=raised, at=time.monotonic())),
-        )
+        code = script.run(assign.entry, sys.argv[1:], died)
     except SystemExit as leaving:
         if leaving.code in (None, 0):
-            _finish(worker)
+            _finish(worker, recorder)
+        else:
+            recorder.write()
         raise
     if code == 0:
-        _finish(worker)
+        _finish(worker, recorder)
     return code
 
 
 def _install(assign: Assign, channel: Channel, page: RankPage) -> Runtime:
     """Install the runtime, its hooks and its heartbeat."""
-    worker = Runtime(channel, page, assign.round, assign.images)
+    worker = Runtime(channel, page, assign.round, assign.images, assign.opened_at)
     runtime.install(worker)
     os.register_at_fork(after_in_child=page.detach)
     phases = Phases(page.vitals)
     phases.install()
     patches.book_saves(worker)
+    patches.note_loads(worker)
+    worker.resumption.observe()
     patches.count_steps(worker)
     when_imported("torch", flight.turn_on)
     look_for_traps = _trap_finder(worker, page, phases)
@@ -88,11 +97,11 @@ def _install(assign: Assign, channel: Channel, page: RankPage) -> Runtime:
         phases.wake()
         look_for_traps()
 
-    Heartbeat(page.vitals, lambda: _dump_flight(assign.flight), each_beat).start()
+    Heartbeat(page.vitals, FlightFile(assign, page.vitals).write, each_beat).start()
     return worker
 
 
-def _finish(worker: Runtime) -> None:
+def _finish(worker: Runtime, recorder: FlightFile) -> None:
     """Report that the script has ended.
 
     If its main thread has not trained, another thread may still do so, and Python would let it: then
@@ -101,6 +110,7 @@ def _finish(worker: Runtime) -> None:
     vitals = worker.vitals
     if not vitals.read().steps or vitals.trainer != threading.get_ident():
         threading._shutdown()  # type: ignore[attr-defined]
+    recorder.write()
     worker.channel.send(local.ScriptFinished())
 
 
@@ -141,14 +151,28 @@ def _trap_finder(worker: Runtime, page: RankPage, phases: Phases) -> Callable[[]
     return look
 
 
-def _dump_flight(path: str) -> None:
-    """Write the flight recorder to a file, atomically."""
-    try:
-        with open(f"{path}.part", "wb") as file:
-            file.write(flight.dump())
-        os.rename(f"{path}.part", path)
-    except OSError:
-        pass  # The disk may be full; the diagnosis does without the dump.
+class FlightFile:
+    """The file of a rank's flight recorder: the heartbeat writes it on request, and the rank itself
+    when its script ends, so that it is known which collectives a rank that is gone had entered."""
+
+    def __init__(self, assign: Assign, vitals: Vitals) -> None:
+        self._path = assign.flight
+        self._vitals = vitals
+        self._rank_and_size = int(assign.env["RANK"]), int(assign.env["WORLD_SIZE"])
+
+    def write(self) -> None:
+        """Write it, atomically; if that fails, no old one stays."""
+        part = f"{self._path}.{threading.get_ident()}"
+        try:
+            with open(part, "wb") as file:
+                file.write(flight.dump(self._vitals.trainer, self._rank_and_size))
+            os.rename(part, self._path)
+        except Exception:
+            # The disk may be full, and torch's recorder may fail in its own ways: the diagnosis does
+            # without the dump, and neither a heartbeat nor the end of a script may fail of it.
+            for path in (part, self._path):
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
 
 
 def _open_streams() -> None:

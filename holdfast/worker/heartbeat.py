@@ -1,10 +1,10 @@
 """A thread in each worker that beats, and observes what the training thread is doing.
 
 Ten times a second it needs the GIL. While it gets it, Python runs; when beats stop although the
-process is not stopped, another thread keeps the GIL. With each beat it looks at the innermost
-frames of the training thread: one that waits in a collective is told from one that sleeps somewhere
-else, and one that is busy in many places (an evaluation that Holdfast knows nothing of) from one
-that stands still.
+process is not stopped, another thread keeps the GIL. With each beat it looks at the innermost frames of
+the training thread: one that waits in a collective is told from one that waits for its data loader, and
+from one that is anywhere else. If the thread stays between two marks, the line of the user's code is
+noted for people, and the timeout of the process group that it waits in.
 
 It also does what can only be done from within and must not wait for the main thread: dump the
 flight recorder.
@@ -16,19 +16,25 @@ import _thread
 import os
 import sys
 import time
-import zlib
 from collections.abc import Callable
+from datetime import timedelta
 from types import CodeType, FrameType
 from typing import Any
 
 from holdfast import kernel
 from holdfast.core.hangs.deadlines import BEAT_EVERY_S
-from holdfast.diagnosis.frames import forwards, is_collective
-from holdfast.messages.hangs import LINES
-from holdfast.shm.vital_signs import IN_BACKWARD, IN_COLLECTIVE, NO, Vitals
+from holdfast.diagnosis.frames import (
+    awaits_loader,
+    forwards,
+    is_collective,
+    is_library,
+    waits_locally,
+)
+from holdfast.shm.vital_signs import IN_BACKWARD, IN_COLLECTIVE, IN_LOADER, NO, Vitals
 
 _MAX_DEPTH = 8
 _ENGINE = "_engine_run_backward"
+_WORDS = 1 << 63
 
 
 class Heartbeat:
@@ -44,7 +50,11 @@ class Heartbeat:
         self._dump = dump
         self._each_beat = each_beat
         self._seen: set[CodeType] = set()
+        self._library: dict[CodeType, bool] = {}
+        """Which code is not the user's."""
         self._marks = 0
+        self._place: tuple[CodeType, int] | None = None
+        """Code and line of the place that is noted."""
         self._pid = os.getpid()
 
     def start(self) -> None:
@@ -70,32 +80,65 @@ class Heartbeat:
 
     def look(self, frame: FrameType | None, now: float) -> None:
         """Note where the training thread is; None if it has ended."""
-        if self._vitals.marks != self._marks:
-            self._marks = self._vitals.marks
+        vitals, marks = self._vitals, self._vitals.marks
+        moved_on, self._marks = marks != self._marks, marks
+        if moved_on:
             self._seen.clear()
+            self._place = None
         if frame is None:
-            self._vitals.beat(now, NO, len(self._seen), 0)
+            vitals.beat(now, NO, len(self._seen))
+            vitals.note_place("", marks)
             return
         self._seen.add(frame.f_code)
-        self._vitals.beat(now, waits(frame), len(self._seen), _place(frame))
+        found = waits(frame)
+        vitals.beat(now, found, len(self._seen), _line(frame))
+        if not moved_on:
+            self._note_place(frame, found, marks)
+
+    def _note_place(self, frame: FrameType, found: int, marks: int) -> None:
+        """Note where a thread is that was between the same two marks at the last beat."""
+        inner: FrameType | None = frame
+        while inner is not None and self._is_library(inner.f_code):
+            inner = inner.f_back
+        place = None if inner is None else (inner.f_code, inner.f_lineno or 0)
+        if place is not None and place == self._place:
+            return
+        self._place = place
+        self._vitals.note_place("" if place is None else _place_name(*place), marks)
+        if found == IN_COLLECTIVE:
+            self._vitals.note_group_timeout(group_timeout_s(frame))
+
+    def _is_library(self, code: CodeType) -> bool:
+        found = self._library.get(code)
+        if found is None:
+            found = self._library[code] = is_library(code.co_filename)
+        return found
 
 
 def waits(frame: FrameType) -> int:
-    """Return whether a thread at this frame waits for other ranks (NO, IN_COLLECTIVE, IN_BACKWARD).
+    """Return what a thread at this frame waits for (NO, IN_COLLECTIVE, IN_BACKWARD, IN_LOADER).
 
     A wait for a GPU cannot be seen: the line may be any, and other ranks may be the reason or not.
     """
-    inner: FrameType | None = frame
+    inner = _first(frame, lambda code: not forwards(code.co_filename))
+    if inner is not None and inner.co_name == _ENGINE:
+        return NO if uses_device() else IN_BACKWARD
+    if inner is not None and is_collective(inner.co_filename):
+        return IN_COLLECTIVE
+    inner = _first(frame, lambda code: not waits_locally(code.co_filename))
+    loads = inner is not None and awaits_loader(inner.co_filename, inner.co_name)
+    return IN_LOADER if loads else NO
+
+
+def _first(frame: FrameType | None, wanted: Callable[[CodeType], bool]) -> CodeType | None:
+    """Return the innermost wanted code, if it is not far out."""
     for _ in range(_MAX_DEPTH):
-        if inner is None:
-            return NO
-        code = inner.f_code
-        if code.co_name == _ENGINE:
-            return NO if uses_device() else IN_BACKWARD
-        if not forwards(code.co_filename):
-            return IN_COLLECTIVE if is_collective(code.co_filename) else NO
-        inner = inner.f_back
-    return NO
+        if frame is None:
+            return None
+        if wanted(frame.f_code):
+            return frame.f_code
+        frame = frame.f_back
+    return None
 
 
 def uses_device() -> bool:
@@ -104,7 +147,38 @@ def uses_device() -> bool:
     return cuda is not None and bool(cuda.is_initialized())
 
 
-def _place(frame: FrameType) -> int:
-    """Return a number for the line, the same on every node wherever the script lies there."""
-    name = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_code.co_name}"
-    return zlib.crc32(name.encode(errors="replace")) * LINES + (frame.f_lineno or 0) % LINES
+def group_timeout_s(frame: FrameType) -> float:
+    """Return the timeout of the default process group, or of the one that the thread is creating; 0 if
+    unknown."""
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    try:
+        group = c10d._world.default_pg
+        timeout = _timeout_of(group) if group is not None else _initial_timeout(frame, c10d)
+        return timeout.total_seconds() if isinstance(timeout, timedelta) else 0.0
+    except Exception:  # Torch's internals, which may change; the flight recorder may still know.
+        return 0.0
+
+
+def _timeout_of(group: Any) -> object:
+    backends = [group._get_backend(device) for device in group._device_types]
+    return min(backend.options._timeout for backend in backends)
+
+
+def _initial_timeout(frame: FrameType | None, c10d: Any) -> object:
+    """Return the timeout argument of `init_process_group`, which a decorator of torch's wraps."""
+    while frame is not None and (
+        frame.f_code.co_name != "init_process_group" or not is_collective(frame.f_code.co_filename)
+    ):
+        frame = frame.f_back
+    said = frame.f_locals.get("timeout") if frame is not None else None
+    return said if said is not None else c10d.default_pg_timeout
+
+
+def _line(frame: FrameType) -> int:
+    """Return a number for where a thread is, which changes when it moves."""
+    return hash((frame.f_code, frame.f_lasti)) % _WORDS or 1
+
+
+def _place_name(code: CodeType, line: int) -> str:
+    """Return a place as people read it: "eval.py:33 (upload)"."""
+    return f"{os.path.basename(code.co_filename)}:{line} ({code.co_name})"

@@ -2,6 +2,9 @@
 
 It notes each finished step in the rank page and reports the first one to the agent. Both ways of
 counting steps, the optimizer hook and the script's own `holdfast.progress`, end in `Runtime._note`.
+
+Steps count on from where the script resumed. In this order: the script's own count, the step that a
+checkpointer restored, the optimizer's count of earlier steps, what the files say that the script read.
 """
 
 from __future__ import annotations
@@ -9,16 +12,18 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from holdfast.messages.local import Stepped
+from holdfast.messages.records import RESUMED, Resumed
 from holdfast.shm.rank_page import RankPage
 from holdfast.shm.vital_signs import BETWEEN, MOST_SECTIONS, PHASES, WARM_UP_DEVICE
 from holdfast.worker.channel import Channel
 from holdfast.worker.heartbeat import uses_device
 from holdfast.worker.requests import RequestClient
+from holdfast.worker.resumption import Resumption
 from holdfast.worker.step_times import StepTimes
 
 if TYPE_CHECKING:
@@ -29,7 +34,14 @@ if TYPE_CHECKING:
 class Runtime:
     """The state that Holdfast keeps in one worker."""
 
-    def __init__(self, channel: Channel, page: RankPage, round: int = 0, images: str = "") -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        page: RankPage,
+        round: int = 0,
+        images: str = "",
+        opened_at: float = 0.0,
+    ) -> None:
         self.channel = channel
         self.round = round
         self.images = images
@@ -40,6 +52,8 @@ class Runtime:
         self.copies: dict[str, list[threading.Event]] = {}
         """Copies in progress of the newest checkpointer of each name."""
         self.vitals = page.vitals
+        registry = os.path.join(images, "saved_steps") if images else ""
+        self.resumption = Resumption(registry, round, opened_at)
         self.traps: Traps | None = None
         """Injected faults, once there are any."""
         self._page = page
@@ -57,6 +71,8 @@ class Runtime:
         """Step that this process resumed from."""
         self._resumed: int | None = None
         """Step that a checkpointer restored."""
+        self._base: Resumed = "none"
+        """Whether that step is known."""
         self._own_count = False
         """Whether the script counts steps itself."""
         self._first_at = self._last_at = 0.0
@@ -72,9 +88,15 @@ class Runtime:
         """Count an optimizer step, unless the script counts for itself."""
         if not self._own_count:
             if self._steps == 0:
-                self._step = resumed_from if self._resumed is None else self._resumed
+                self._step, self._base = self._begin(resumed_from)
                 self._before = self._step
             self._note(self._step + 1)
+
+    def _begin(self, resumed_from: int) -> tuple[int, Resumed]:
+        step, base = self.resumption.base()
+        if self._resumed is not None:
+            return self._resumed, "known"
+        return (resumed_from, "known") if resumed_from > 0 else (step, base)
 
     def resumed(self, step: int) -> None:
         """Continue counting from the step that was restored, whatever the optimizer's own count."""
@@ -85,6 +107,7 @@ class Runtime:
         """Take the script's word that this step is finished."""
         if not self._own_count:
             self._own_count = True
+            self._base = "known"
             self._before = step - max(1, self._steps)
             self._step = step - 1
         if self.vitals.marks == self._marks:  # No hook of ours sees this script train.
@@ -112,6 +135,19 @@ class Runtime:
             self.channel.send(Stepped())
         if self.traps is not None:
             self.traps.passed(before, step)
+
+    def noting(self) -> Callable[[Any], None]:
+        """Return a function to call with a file once it is saved: it holds the state of now.
+
+        A thread that saves beside the training may save an earlier state.
+        """
+        step, own = self._step, threading.get_ident() == self.vitals.trainer
+        exact = own and self._base != "unknown"
+        # Before the first step it is not known where the script resumed; and a forked process, as a
+        # data loader's worker, saves no state of the training.
+        if self._steps == 0 or os.getpid() != self.pid:
+            return lambda target: None
+        return lambda target: self.resumption.saved(target, step, exact)
 
     def heartbeat(self) -> None:
         """Mark progress on the script's request."""
@@ -171,6 +207,7 @@ class Runtime:
             self._saves,
             self._step_times.pause_s,
             self._step_times.usual_s or 0.0,
+            RESUMED.index(self._base),
         )
 
 

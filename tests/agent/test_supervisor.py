@@ -11,7 +11,7 @@ from holdfast.agent import supervisor
 from holdfast.agent.supervisor import Supervisor
 from holdfast.agent.worker_monitor import WorkerMonitor
 from holdfast.clock import JobClock
-from holdfast.messages.actions import Finish, NodeAction, StartWorkers, StopWorkers
+from holdfast.messages.actions import EndProcess, Finish, NodeAction, StartWorkers, StopWorkers
 from holdfast.messages.events import AnyEvent, NodeLeft, NodeReady, WorkerExited
 from holdfast.messages.hangs import HangTerms
 from holdfast.messages.records import Part
@@ -70,6 +70,10 @@ class Stage:
     def stop(self, round: int) -> None:
         stop = StopWorkers(id="stop", node=NODE, round=RoundNumber(round), grace_s=1.0, why="")
         self.supervisor.act(stop)
+
+    def end_process(self, round: int, rank: int) -> None:
+        order = EndProcess(id="end", node=NODE, round=RoundNumber(round), rank=Rank(rank))
+        self.supervisor.act(order)
 
     def finish(self) -> None:
         self.supervisor.act(Finish(id="finish", node=NODE, code=0, reason="", grace_s=1.0))
@@ -162,6 +166,22 @@ def test_what_follows_from_an_order_names_it() -> None:
         (NodeReady, "stop"),
         (NodeLeft, "finish"),
     ]
+
+
+def test_a_process_is_ended_only_in_the_round_that_the_order_names() -> None:
+    worker = MagicMock()
+
+    async def scenario(stage: Stage) -> None:
+        stage.start(2)
+        await asyncio.sleep(0)
+        stage.supervisor._workers.running[Rank(0)] = worker
+        for round, rank in ((1, 0), (2, 1)):
+            stage.end_process(round, rank)
+        worker.end_process.assert_not_called()
+        stage.end_process(2, 0)
+
+    play(scenario)
+    worker.end_process.assert_called_once_with()
 
 
 def test_there_is_a_way_to_carry_out_every_order() -> None:

@@ -84,6 +84,21 @@ async def test_a_script_that_ended_has_ended_well_whatever_kills_its_process(
 
 
 @in_loop
+async def test_a_process_whose_script_has_ended_is_killed_on_order_and_has_ended_well(
+    tmp_path: Path,
+) -> None:
+    one, process = worker(tmp_path)
+    one.end_process()
+    assert process.sent == [], "its script still runs"
+    one.script_ended()
+    assert process.sent == []
+    one.end_process()
+    assert process.sent == [signal.SIGKILL]
+    ending = one.ending(KILLED)
+    assert (ending.exit, ending.by_itself) == (Exit(code=0), True)
+
+
+@in_loop
 async def test_a_script_that_raised_has_failed_whatever_kills_its_process(tmp_path: Path) -> None:
     one, _ = worker(tmp_path)
     one.script_raised(RAISED)

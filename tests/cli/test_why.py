@@ -14,8 +14,9 @@ import pytest
 from holdfast.cli.main import main
 from holdfast.jobhome import JobHome, create
 from holdfast.messages.evidence import Frame, RankEvidence, StackGroup, Verdict
+from holdfast.messages.reports import SuspicionReport
 from holdfast.messages.units import NodeId, Rank, RoundNumber
-from holdfast.messages.wire import AskWhy, FromAgent, Rejected, Visit, Why
+from holdfast.messages.wire import AskHang, AskWhy, FromAgent, HangNoted, Rejected, Visit, Why
 from holdfast.wire import framing
 
 FRAMES = tuple(Frame(file="train.py", line=n, function=f"f{n}") for n in range(1, 16))
@@ -29,7 +30,21 @@ GROUPS = (
 )
 VERDICT = Verdict(guilty=(Rank(1),), sentence="rank 1 on n sleeps", groups=GROUPS)
 EVIDENCE = RankEvidence(node=NodeId("n"), round=RoundNumber(1), rank=Rank(1), pid=7)
-WHY = Why(verdict=VERDICT, evidence=(EVIDENCE,), standing=1)
+LINE = "rank 1 has been in train.py:1 (f1) for 12 s, 1 rank waits"
+SUSPICION = SuspicionReport(
+    rank=Rank(1),
+    place="train.py:1 (f1)",
+    for_s=12.0,
+    waiting=[Rank(0)],
+    signs=["cpu"],
+    still_s=0.0,
+    proof=None,
+    acts_in_s=None,
+    until="",
+    sentence="rank 1 on n sleeps",
+    line=LINE,
+)
+WHY = Why(verdict=VERDICT, evidence=(EVIDENCE,), suspicion=SUSPICION, detects=True)
 
 
 @pytest.fixture
@@ -78,19 +93,37 @@ def test_it_shows_the_verdict_and_the_stacks_of_those_who_stand_alike(
     assert main(["why", "j"]) == 0
     assert [(visit.token, visit.question) for visit in asked] == [("t", AskWhy())]
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "rank 1 on n sleeps"
+    assert lines[:2] == [LINE, "rank 1 on n sleeps"]
     assert "rank 0 waits in all_reduce #4" in lines
     assert "    f1  train.py:1" in lines
     assert "    ... 3 more" in lines
     assert "    clock_nanosleep  kernel" in lines
 
 
-def test_when_nobody_is_past_a_deadline_it_says_so_first(
-    serve: Serve, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("detects", "said"), [(True, "no rank holds the others up"), (False, "hang detection is off")]
+)
+def test_when_nothing_is_suspected_it_says_so_first(
+    serve: Serve, capsys: pytest.CaptureFixture[str], detects: bool, said: str
 ) -> None:
-    serve(framing.encode(msgspec.structs.replace(WHY, standing=0)))
+    serve(framing.encode(msgspec.structs.replace(WHY, suspicion=None, detects=detects)))
     assert main(["why"]) == 0
-    assert capsys.readouterr().out.startswith("no rank is past its deadline")
+    assert capsys.readouterr().out.startswith(said)
+
+
+def test_a_person_decides_about_a_rank(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = serve(framing.encode(HangNoted(text="rank 1 is left alone")))
+    assert main(["hang", "j", "--rank", "1", "never"]) == 0
+    assert [visit.question for visit in asked] == [AskHang(rank=Rank(1), act=False)]
+    assert capsys.readouterr().out == "rank 1 is left alone\n"
+
+
+@pytest.mark.parametrize("words", [["never"], ["--rank", "x", "now"], ["--rank", "1", "maybe"]])
+def test_a_decision_that_is_none_is_one_line(
+    home: JobHome, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    assert main(["hang", "j", *words]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_as_json_all_of_it_is_there(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,7 +50,7 @@ def holding(
 def opened(
     held: Examinations, closed: Closed, number: int = 1, nodes: tuple[NodeId, ...] = (A, B)
 ) -> None:
-    held.open(number, nodes, 4, lambda verdict, evidence: closed.append((verdict, evidence)))
+    held.open(number, nodes, 4, (), lambda verdict, evidence: closed.append((verdict, evidence)))
 
 
 def test_it_is_over_when_every_node_has_told_all_it_saw(tmp_path: Path) -> None:
@@ -72,7 +72,9 @@ def test_what_was_seen_is_kept_with_the_incident(tmp_path: Path) -> None:
     async def scenario(held: Examinations, closed: Closed) -> None:
         opened(held, closed, number=7, nodes=(A,))
         held.add(A, told(7, seen(A, 0), seen(A, 1, state="T")))
-        folder = tmp_path / "7"
+        assert list(tmp_path.iterdir()) == [], "a suspicion is no incident"
+        held.keep(7, incident=2)
+        folder = tmp_path / "2"
         assert sorted(path.name for path in folder.iterdir()) == [
             "rank_0.json",
             "rank_1.json",
@@ -115,43 +117,22 @@ def test_when_its_time_is_up_it_says_what_it_knows(
     holding(tmp_path, scenario)
 
 
-def test_an_incident_of_which_nobody_saw_anything_has_no_verdict(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What its first sign said is better than "nothing is known"."""
-    monkeypatch.setattr(diagnosis, "LIMIT_S", 0.02)
-
-    async def scenario(held: Examinations, closed: Closed) -> None:
-        opened(held, closed)
-        while held._open:
-            await asyncio.sleep(0.005)
-        assert closed == []
-        assert list(tmp_path.iterdir()) == []
-
-    holding(tmp_path, scenario)
-
-
-def test_a_node_that_comes_back_does_not_open_it_again(tmp_path: Path) -> None:
-    async def scenario(held: Examinations, closed: Closed) -> None:
-        opened(held, closed)
-        held.add(A, told(1, seen(A, 1, state="T")))
-        held.add(B, told(1, seen(B, 2)))
-        opened(held, closed)
-        assert held._open == {}
-        assert len(closed) == 1
-
-    holding(tmp_path, scenario)
-
-
-def test_a_node_that_was_away_when_it_was_opened_is_waited_for(tmp_path: Path) -> None:
+def test_what_is_still_being_looked_at_is_kept_once_it_was_seen(tmp_path: Path) -> None:
     async def scenario(held: Examinations, closed: Closed) -> None:
         opened(held, closed, nodes=(A,))
-        opened(held, closed, nodes=(A, B))
-        held.add(A, told(1, seen(A, 1)))
-        assert closed == []
-        opened(held, closed, nodes=(A, B))
-        held.add(B, told(1, seen(B, 2, state="T")))
-        assert closed[0][0].guilty == (2,)
+        held.keep(1, incident=5)
+        held.add(A, told(1, seen(A, 1, state="T")))
+        assert (tmp_path / "5" / "rank_1.json").exists()
+
+    holding(tmp_path, scenario)
+
+
+def test_without_a_node_to_ask_nothing_is_known(tmp_path: Path) -> None:
+    async def scenario(held: Examinations, closed: Closed) -> None:
+        opened(held, closed, nodes=())
+        await asyncio.sleep(0)
+        ((verdict, evidence),) = closed
+        assert (verdict.guilty, evidence) == ((), [])
 
     holding(tmp_path, scenario)
 
@@ -172,6 +153,7 @@ def test_a_full_disk_does_not_cost_the_verdict(tmp_path: Path) -> None:
 
     async def scenario(held: Examinations, closed: Closed) -> None:
         opened(held, closed, nodes=(A,))
+        held.keep(1, incident=1)
         held.add(A, told(1, seen(A, 1, state="T")))
         assert closed[0][0].guilty == (1,)
 
@@ -184,8 +166,9 @@ def test_an_answer_is_cut_until_it_fits_into_a_frame() -> None:
         frames=tuple(Frame(file="f" * 400, line=n, function="g" * 400) for n in range(120)),
     )
     evidence = tuple(msgspec.structs.replace(seen(A, rank), stacks=(long,)) for rank in range(200))
-    whole = Why(verdict=Verdict(guilty=(), sentence="unknown"), evidence=evidence, standing=3)
+    verdict = Verdict(guilty=(), sentence="unknown")
+    whole = Why(verdict=verdict, evidence=evidence, suspicion=None, detects=True)
     cut = fitting(whole)
     assert len(msgspec.msgpack.encode(cut)) <= MAX_FRAME_BYTES < len(msgspec.msgpack.encode(whole))
-    assert (cut.verdict, cut.standing) == (whole.verdict, 3)
+    assert cut.verdict == whole.verdict
     assert 0 < len(cut.evidence) < 200

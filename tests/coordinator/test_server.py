@@ -17,6 +17,7 @@ from holdfast.clock import JobClock
 from holdfast.coordinator import stream as streams
 from holdfast.coordinator.diagnosis import Examinations
 from holdfast.coordinator.journal import Journal, replay
+from holdfast.coordinator.memories import Memories
 from holdfast.coordinator.server import Coordinator
 from holdfast.core.job import Job
 from holdfast.core.ranks.events import RanksMachine
@@ -140,7 +141,8 @@ async def served(path: Path) -> AsyncIterator[Served]:
     before = replay(path) if path.exists() else None
     journal = Journal(path)
     clock = JobClock(before.at if before else Time(0.0))
-    coordinator = Coordinator("j", None, journal, clock, TOKEN, Examinations(path.parent))
+    examinations, memories = Examinations(path.parent), Memories(path.parent / "pauses.json")
+    coordinator = Coordinator("j", None, journal, clock, TOKEN, examinations, memories)
     restarted = None
     if before is not None:
         coordinator.job, coordinator.acked = before.job, before.acked

@@ -15,7 +15,7 @@ from holdfast.core.ladder import Again, Resources, Rung, Stop
 from holdfast.core.recovery import rules
 from holdfast.core.recovery.rules import FaultHistory
 from holdfast.messages.events import WorkerExited
-from holdfast.messages.records import RankProgress
+from holdfast.messages.records import Raised, RankProgress
 from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber, Time
 
 NODE = NodeId("n")
@@ -40,8 +40,14 @@ def lost() -> Fault:
 ALL_THERE = Resources(seats=2, survivors=2, formable=2, needed=2)
 
 
-def judge(history: FaultHistory, fault: Fault, highest: int = 5, limit: int | None = None) -> Rung:
-    rung = rules.judge(history, fault, ALL_THERE, StepNumber(highest), limit)
+def judge(
+    history: FaultHistory,
+    fault: Fault,
+    highest: int = 5,
+    limit: int | None = None,
+    comparable: bool = True,
+) -> Rung:
+    rung = rules.judge(history, fault, ALL_THERE, StepNumber(highest), limit, comparable)
     rules.validate(history, limit)
     return rung
 
@@ -91,6 +97,18 @@ def test_a_distributed_error_is_taken_for_the_wake_of_another_death() -> None:
     assert died(code=1, raised=raised("DistBackendError", "x")).wake
 
 
+def test_a_refused_connection_of_the_scripts_own_is_no_broken_collective() -> None:
+    refused = raised("ConnectionRefusedError", "[Errno 111] Connection refused")
+    assert not died(code=1, raised=refused).wake
+    passed = Raised(
+        type="ConnectionResetError",
+        message="Connection reset by peer",
+        where="train.py:3",
+        traceback='File "/lib/torch/distributed/rendezvous.py", line 8',
+    )
+    assert died(code=1, raised=passed).wake
+
+
 def test_the_culprit_is_who_died_by_himself_even_if_heard_of_later() -> None:
     wake, kill = died(at=1.0, code=1, raised=WAKE), died(at=1.2, signal=9)
     assert faults.culprit(wake, kill) is kill
@@ -107,6 +125,28 @@ def test_a_failure_before_the_first_step_is_the_users_bug(how: dict[str, Any]) -
     verdict = judge(FaultHistory(), died(step=0, **how), highest=0)
     assert verdict == Stop(1, verdict.reason)  # type: ignore[union-attr]
     assert "before the first step" in verdict.reason  # type: ignore[union-attr]
+
+
+BROKEN_STARTS = [
+    raised(
+        "DistStoreError", "Timed out after 1801 seconds waiting for clients. 1/2 clients joined."
+    ),
+    raised("DistNetworkError", "The client socket has failed to connect to [host]:29500"),
+    raised("RuntimeError", "The client socket has timed out after 60s while trying to connect"),
+    raised("DistBackendError", "store->get('0') got error: Connection reset by peer"),
+    WAKE,
+]
+
+
+@pytest.mark.parametrize("error", BROKEN_STARTS, ids=lambda error: error.type)
+def test_a_broken_collective_before_the_first_step_is_not_the_users_bug(error: Raised) -> None:
+    """The rank that raises it waited for another, and is not the one to blame."""
+    history = FaultHistory()
+    verdicts = [judge(history, died(step=0, code=1, raised=error), highest=0) for _ in range(29)]
+    assert all(map(again, verdicts))
+    last = judge(history, died(step=0, code=1, raised=error), highest=0)
+    assert isinstance(last, Stop), "but it does not go on for ever"
+    assert last.code == 93
 
 
 @pytest.mark.parametrize("how", [{"signal": 9}, {"signal": 11}, {"signal": 9, "oom": True}])
@@ -133,6 +173,42 @@ def test_the_same_failure_at_the_same_step_three_times_ends_the_job_with_93() ->
     assert isinstance(verdicts[2], Stop)
     assert verdicts[2].code == 93
     assert "3 times in a row" in verdicts[2].reason
+
+
+def hung(doubtful: bool) -> Fault:
+    return Fault(
+        kind="hang",
+        node=NODE,
+        round=RoundNumber(1),
+        step=StepNumber(5),
+        signature="hang",
+        at=Time(1.0),
+        doubtful=doubtful,
+    )
+
+
+def test_a_hang_that_is_only_doubted_never_ends_the_job() -> None:
+    history = FaultHistory()
+    for _ in range(2 * rules.STUCK_LIMIT_OUTSIDE):
+        assert again(judge(history, hung(doubtful=True)))
+
+
+def test_the_same_proven_hang_three_times_ends_the_job_whatever_was_doubted_between() -> None:
+    history = FaultHistory()
+    for _ in range(2):
+        assert again(judge(history, hung(doubtful=False)))
+        assert again(judge(history, hung(doubtful=True)))
+    assert isinstance(judge(history, hung(doubtful=False)), Stop)
+
+
+def test_steps_that_cannot_be_compared_are_never_the_same_step() -> None:
+    """Each process counts from where it resumed: at 50, 100 and 150 it reads 50 each time."""
+    history = FaultHistory()
+    for _ in range(rules.STUCK_LIMIT_OUTSIDE - 1):
+        fault = died(step=50, code=1, raised=raised())
+        assert again(judge(history, fault, highest=50, comparable=False))
+    last = judge(history, fault, highest=50, comparable=False)
+    assert isinstance(last, Stop), "but it does not go on for ever"
 
 
 def test_the_same_failure_at_another_step_is_another_failure() -> None:

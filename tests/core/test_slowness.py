@@ -14,13 +14,13 @@ from holdfast.messages.actions import Answered, AnyAction, Finish
 from holdfast.messages.events import Asked, Progress
 from holdfast.messages.exits import EXIT_DO_NOT_REQUEUE
 from holdfast.messages.requests import AwaitStragglers, Denied, StragglersFound
-from holdfast.messages.timings import RankTimings, Timing
+from holdfast.messages.timings import CpuShortage, RankTimings, Timing
 from holdfast.messages.units import NodeId, Rank
 
 WINDOW = stragglers.WINDOW_SAMPLES
 
 
-def timings(rank: int, forward_s: float, count: int = WINDOW) -> RankTimings:
+def timings(rank: int, forward_s: float, count: int = WINDOW, queued_s: float = 0.0) -> RankTimings:
     """Steps of 100 ms, in which the slowest rank does not wait for the others."""
     total = 0.1
     forward = Timing(section="forward", count=count, median_s=forward_s, total_s=forward_s * count)
@@ -29,17 +29,30 @@ def timings(rank: int, forward_s: float, count: int = WINDOW) -> RankTimings:
         section="backward", count=count, median_s=waits, total_s=waits * count, waits=True
     )
     step = Timing(section="step", count=count, median_s=total, total_s=total * count, waits=True)
-    return RankTimings(rank=Rank(rank), timings=(forward, backward, step))
+    return RankTimings(
+        rank=Rank(rank),
+        timings=(forward, backward, step),
+        shortage=CpuShortage(queued_s=queued_s * count),
+    )
 
 
-def window(driver: Driver, slow: Mapping[int, float] = {}, **more: Any) -> list[AnyAction]:
-    """Every rank reports ten steps; those that are slow take the given times for forward."""
-    driver.after(1)
+def window(
+    driver: Driver,
+    slow: Mapping[int, float] = {},
+    queued_s: Mapping[int, float] = {},
+    **more: Any,
+) -> list[AnyAction]:
+    """Every rank reports eight steps in five seconds; those that are slow take the given times for
+    forward, and some have no CPU for so long in each step."""
     actions: list[AnyAction] = []
-    for rank in driver.job.ranks:
-        about = {"node": driver.node_of(rank), "round": driver.round, "ranks": (), **more}
-        told = (timings(rank, slow.get(rank, 0.02)),)
-        actions += driver.take(Progress(at=driver.at, timings=told, **about))
+    for _ in range(2):
+        for rank in driver.job.ranks:
+            about = {"node": driver.node_of(rank), "round": driver.round, "ranks": (), **more}
+            times = slow.get(rank, 0.02), WINDOW // 2, queued_s.get(rank, 0.0)
+            actions += driver.take(
+                Progress(at=driver.at, timings=(timings(rank, *times),), **about)
+            )
+        driver.after(stragglers.WINDOW_S)
     return actions
 
 
@@ -53,10 +66,15 @@ def training(**terms: Any) -> Driver:
     return driver
 
 
+def several(driver: Driver, slow: Mapping[int, float] = {}, **more: Any) -> list[AnyAction]:
+    """As many windows as it takes; nothing comes of any but the last."""
+    for _ in range(stragglers.WINDOWS - 1):
+        assert window(driver, slow, **more) == []
+    return window(driver, slow, **more)
+
+
 def slowed(driver: Driver, rank: int = 3, by: float = 2.0) -> list[AnyAction]:
-    """Two windows in which one rank takes longer: that is what it takes."""
-    assert window(driver, {rank: 0.02 * by}) == []
-    return window(driver, {rank: 0.02 * by})
+    return several(driver, {rank: 0.02 * by})
 
 
 def ask(driver: Driver, rank: int, after: int = 0, number: int = 1) -> list[AnyAction]:
@@ -116,8 +134,7 @@ def test_a_rank_that_recovers_is_no_incident_but_is_told() -> None:
     driver = training()
     ask(driver, 0)
     slowed(driver)
-    window(driver)
-    window(driver)
+    several(driver)
     assert len(driver.job.incidents) == 1
     assert [finding.began for finding in driver.job.of(StragglersMachine).findings.newest] == [
         True,
@@ -170,10 +187,43 @@ def test_timings_that_come_while_a_round_is_being_stopped_say_nothing() -> None:
 
 def test_what_was_seen_survives_a_restart_of_the_coordinator() -> None:
     driver = training()
-    window(driver, {3: 0.04})
-    driver.job = revived(driver.job)
-    window(driver, {3: 0.04})
+    for _ in range(stragglers.WINDOWS):
+        driver.job = revived(driver.job)
+        window(driver, {3: 0.04})
     assert [incident.rank for incident in driver.job.incidents] == [3]
+
+
+# ---- overloaded nodes ----
+
+
+def test_a_rank_without_a_cpu_is_not_slow_its_node_is_overloaded() -> None:
+    driver = training(exclude_stragglers=True)
+    driver.join("spare", host="host-spare")
+    assert several(driver, {3: 0.04}, queued_s={3: 0.02}) == []
+    (incident,) = driver.job.incidents
+    assert (incident.kind, incident.rank, incident.node) == ("overload", None, "b")
+    assert incident.signature == (
+        "is overloaded: its ranks had no CPU for 20 % of their work:"
+        " run-queue delay 20 %, throttled 0 %, steal 0 %"
+    )
+    assert "node b is overloaded" in report.incident_line(driver.job, incident)
+    assert driver.job.state.name == "running"
+    assert driver.job.of(StragglersMachine).findings.newest == []
+
+
+def test_status_shows_which_node_is_overloaded_until_it_is_no_more() -> None:
+    driver = training()
+    several(driver, {3: 0.04}, queued_s={3: 0.02})
+
+    def overloads() -> dict[str, str | None]:
+        told = report.status(driver.job, driver.at, alive=True)
+        return {node.node: node.overload for node in told.nodes}
+
+    assert overloads()["a"] is None
+    assert "run-queue delay 20 %" in str(overloads()["b"])
+    several(driver)
+    assert overloads() == {"a": None, "b": None}
+    assert len(driver.job.incidents) == 1
 
 
 # ---- excluding ----
@@ -216,8 +266,7 @@ def test_two_slow_nodes_cost_one_spare_and_one_restart() -> None:
     driver.step_all(10)
     driver.join("spare", host="host-spare")
     slow = {2: 0.06, 4: 0.06}
-    window(driver, slow)
-    actions = window(driver, slow)
+    actions = several(driver, slow)
     assert len([a for a in actions if isinstance(a, Finish)]) == 1
     kinds_seen = [incident.kind for incident in driver.job.incidents]
     assert sorted(kinds_seen) == ["exclude", "straggler", "straggler"]
@@ -231,8 +280,7 @@ def test_a_rank_that_is_slower_than_it_was_is_noted_and_stays() -> None:
     for _ in range(3):
         window(driver)
     everybody = dict.fromkeys(range(4), 0.06)
-    window(driver, everybody)
-    assert window(driver, everybody) == []
+    assert several(driver, everybody) == []
     assert driver.job.state.name == "running"
     assert {incident.rank for incident in driver.job.incidents} == {0, 1, 2, 3}
     assert all("its own best" in incident.signature for incident in driver.job.incidents)
@@ -242,10 +290,9 @@ def test_in_steps_of_milliseconds_a_rank_that_is_slower_than_it_was_is_no_incide
     driver = training()
     for _ in range(3):
         window(driver)
-        driver.step(0, driver.job.highest + 100)
+        driver.step(0, driver.job.highest + 1000)
     everybody = dict.fromkeys(range(4), 0.06)
-    window(driver, everybody)
-    window(driver, everybody)
+    several(driver, everybody)
     assert driver.job.of(StragglersMachine).findings.newest
     assert driver.job.incidents == []
 
@@ -271,8 +318,7 @@ def test_who_asks_again_waits_for_what_is_new() -> None:
     ask(driver, 0)
     slowed(driver)
     assert ask(driver, 0, after=1, number=2) == []
-    window(driver)
-    answer = answers(window(driver))[0]
+    answer = answers(several(driver))[0]
     assert answer.total == 2
     assert [finding.began for finding in answer.findings] == [False]
 
@@ -323,8 +369,7 @@ def test_a_script_that_missed_many_findings_gets_the_newest() -> None:
     driver = training()
     for _ in range(20):
         slowed(driver)
-        window(driver)
-        window(driver)
+        several(driver)
     answer = answers(ask(driver, 0))[0]
     assert answer.total > 40
     assert answer.findings == tuple(driver.job.of(StragglersMachine).findings.newest)

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from msgspec import Struct
 
 from holdfast.core.stragglers import windows as slowness
-from holdfast.core.stragglers.windows import RankScores, Stragglers
-from holdfast.messages.timings import Finding, RankTimings, Timing
-from holdfast.messages.units import Rank, StepNumber
+from holdfast.core.stragglers.windows import WINDOW_S, WINDOWS, Judged, RankScores, Stragglers
+from holdfast.messages.timings import CpuShortage, Finding, RankTimings, Timing
+from holdfast.messages.units import Rank, StepNumber, Time
 
 REPORT_STEPS = 10
-WAITING = {"backward", "optimizer", "between", "step"}
+WAITING = {"backward", "optimizer", "step"}
 
 
 class Model(Struct):
@@ -96,14 +96,24 @@ def world(size: int) -> Stragglers:
     return state
 
 
+def take(
+    state: Stragglers, report: RankTimings, step: int = 10, after_s: float = WINDOW_S
+) -> Judged:
+    """A report that comes so long after the first one of its window."""
+    if state.opened_at is None:
+        state.opened_at = Time(0.0)
+    judged = slowness.take(state, [report], StepNumber(step), Time(state.opened_at + after_s))
+    slowness.validate(state)
+    return judged
+
+
 def train(
     state: Stragglers, ranks: list[dict[str, float]], steps: int, start: int = 0, **more: Any
 ) -> list[Finding]:
-    found = []
+    found: list[Finding] = []
     for at in range(start, start + steps, REPORT_STEPS):
         for report in reports(ranks, **more):
-            found += slowness.take(state, [report], StepNumber(at + REPORT_STEPS))
-            slowness.validate(state)
+            found += take(state, report, at + REPORT_STEPS).findings
     return found
 
 
@@ -185,6 +195,48 @@ def test_a_rank_that_is_slow_only_where_all_wait_is_found_when_waiting_is_measur
     assert train(state, ranks, 60) == []
 
 
+@pytest.mark.parametrize("between", [0.0, 5.0, 50.0])
+@pytest.mark.parametrize("where", ["data", "forward", "between"])
+@pytest.mark.parametrize("own", ["", "own-"])
+def test_a_rank_whose_steps_take_twice_as_long_scores_half_wherever_the_time_lies(
+    own: str, where: str, between: float
+) -> None:
+    """As `holdfast chaos slow` does: the other times are what they were."""
+    sections = f"data {own}forward {own}backward {own}optimizer between step"
+    healthy = {**works(), "between": between}
+    slow = {**healthy, where: healthy[where] + sum(healthy.values())}
+    state = world(4)
+    found = train(state, [healthy, healthy, slow, healthy], 40, sections=sections)
+    assert [(f.rank, f.kind, f.section) for f in found] == [(2, "relative", where)]
+    assert relative(state) == pytest.approx([1.0, 1.0, 0.5, 1.0], abs=0.05)
+
+
+def test_time_between_phases_counts_though_only_some_steps_are_followed() -> None:
+    """Of 200 steps eight were followed; each has its phases once, and 9 of its 10 s between them."""
+
+    def said(rank: int, forward_s: float) -> RankTimings:
+        followed = {"forward": forward_s, "optimizer": 0.5, "between": 9.0}
+        times = [timing(name, [s] * 8, waits=False) for name, s in followed.items()]
+        return RankTimings(rank=Rank(rank), timings=(*times, timing("step", [10.0] * 200)))
+
+    state = world(2)
+    for _ in range(WINDOWS):
+        for report in (said(0, 0.1), said(1, 0.5)):
+            assert not take(state, report).findings
+    assert relative(state) == pytest.approx([1.0, 0.96])
+
+
+def test_who_loses_little_of_a_step_slows_nobody_down() -> None:
+    """Its forward takes three times as long, in steps that the network fills."""
+    model = Model(data=0.0, forward=0.01, backward=0.02, optimizer=0.0)
+    ranks = [works({}, model), works({"compute": 3.0}, model)]
+    state = world(2)
+    sections = "own-forward own-backward step"
+    assert train(state, ranks, 60, sections=sections) == []
+    assert relative(state)[1] is not None
+    assert relative(state)[1] > 0.75
+
+
 @pytest.mark.parametrize("own", ["", "own-"])
 def test_what_a_script_does_between_the_passes_is_not_as_fast_as_its_forward_pass(own: str) -> None:
     """A model of a moment, in a script that takes its time: it says little about the rank."""
@@ -212,13 +264,13 @@ def test_a_straggler_that_recovers_is_one_no_more() -> None:
     assert flagged(state) == []
 
 
-def test_one_slow_window_is_not_enough_nor_is_one_good_one() -> None:
+def test_two_slow_windows_are_not_enough_nor_are_two_good_ones() -> None:
     slow, good = [works(), works({"compute": 2.0})], [works(), works()]
     state = world(2)
-    for ranks in (slow, good, slow, good, slow):
+    for ranks in (slow, good, slow, slow, good, slow, slow):
         assert train(state, ranks, 10) == []
     assert [f.began for f in train(state, slow, 10)] == [True]
-    for ranks in (good, slow, good, slow):
+    for ranks in (good, slow, good, good, slow):
         assert [f for f in train(state, ranks, 10) if f.kind == "relative"] == []
 
 
@@ -282,9 +334,10 @@ def test_a_single_rank_has_no_relative_score_but_an_individual_one() -> None:
 
 def test_before_the_first_window_nothing_is_known() -> None:
     state = world(2)
-    slowness.take(state, reports([works()] * 2, steps=7), StepNumber(7))
+    for report in reports([works()] * 2, steps=7):
+        take(state, report)
     assert slowness.scores(state) == {r: RankScores(None, None) for r in range(2)}
-    assert slowness.take(Stragglers(), reports([works()]), StepNumber(9)) == []
+    assert take(Stragglers(), *reports([works()])) == Judged()
 
 
 def test_whoever_shows_only_sections_that_wait_is_unknown_not_fine() -> None:
@@ -302,7 +355,7 @@ def test_few_samples_of_a_section_are_not_judged() -> None:
         often = [timing("forward", [1.0] * 10), timing("save", [1.0] * 4, False)]
         for rank, timings in enumerate((rare, often)):
             said = RankTimings(rank=Rank(rank), timings=tuple(timings))
-            assert slowness.take(state, [said], StepNumber(10)) == []
+            assert not take(state, said).findings
     assert relative(state) == [1.0, 1.0]
 
 
@@ -311,17 +364,26 @@ def test_small_reports_are_gathered_until_there_are_enough() -> None:
     state = world(2)
     found = []
     for at in range(2, 31, 2):
-        found += slowness.take(state, reports(ranks, steps=2), StepNumber(at))
-        slowness.validate(state)
-    assert [(f.rank, f.step) for f in found] == [(1, 16)]
+        for report in reports(ranks, steps=2):
+            found += take(state, report, at).findings
+    assert [(f.rank, f.step) for f in found] == [(1, 24)]
+
+
+def test_a_window_lasts_five_seconds_however_short_the_steps_are() -> None:
+    """Else steps of a millisecond would be judged a hundred times a second, and once wrongly."""
+    state, found = world(2), list[float]()
+    ranks = [works(), works({"compute": 2.0})]
+    for at in range(60):
+        judged = slowness.take(state, reports(ranks, steps=1000), StepNumber(at), Time(at / 2))
+        found += [at / 2 for _ in judged.findings]
+    assert found == [WINDOWS * (WINDOW_S + 0.5) - 0.5]
 
 
 def test_steps_that_are_reported_late_are_counted_from_then_on() -> None:
     state = world(2)
     for name, count in (("data", 10), ("step", 1)):
         said = RankTimings(rank=Rank(0), timings=(timing(name, [1.0] * count),))
-        assert slowness.take(state, [said], StepNumber(1)) == []
-        slowness.validate(state)
+        assert take(state, said) == Judged()
     assert not state.full
 
 
@@ -329,23 +391,25 @@ def test_a_rank_that_is_silent_or_late_does_not_keep_the_others_from_being_judge
     ranks = [works(), works({"compute": 2.0}), works()]
     state = world(3)
     found = []
-    for at in range(10, 71, 10):
-        found += slowness.take(state, reports(ranks)[:2], StepNumber(at))
-        slowness.validate(state)
+    for at in range(10, 101, 10):
+        for report in reports(ranks)[:2]:
+            found += take(state, report, at).findings
     assert [f.rank for f in found] == [1]
     assert relative(state)[2] is None
-    for _ in range(3):
-        slowness.take(state, reports(ranks), StepNumber(80))
+    for report in reports(ranks):
+        take(state, report)
     assert relative(state)[2] == pytest.approx(1.0)
 
 
 def test_a_section_that_one_rank_lacks_still_counts_for_the_others() -> None:
     ranks = [works(), works(), works({"data": 100.0})]
     state = world(3)
-    for _ in range(2):
+    found = []
+    for _ in range(WINDOWS):
         said = reports(ranks)
         said[0] = RankTimings(rank=Rank(0), timings=said[0].timings[1:])
-        found = slowness.take(state, said, StepNumber(20))
+        for report in said:
+            found += take(state, report).findings
     assert [(f.rank, f.section) for f in found] == [(2, "data")]
 
 
@@ -355,7 +419,7 @@ def test_a_section_that_only_one_rank_has_counts_for_nobody() -> None:
         said = reports([works()] * 3)
         log = timing("log", [50.0] * 10, False)
         said[0] = RankTimings(rank=Rank(0), timings=(*said[0].timings, log))
-        assert slowness.take(state, said, StepNumber(20)) == []
+        assert not any(take(state, report).findings for report in said)
     assert relative(state) == [1.0] * 3
 
 
@@ -366,8 +430,8 @@ def test_medians_of_zero_are_no_trouble() -> None:
             RankTimings(rank=Rank(r), timings=(timing(name, [second] * 10),))
             for r, (name, second) in enumerate([("data", 0.0), ("data", 0.0), ("data", 1e-9)])
         ]
-        slowness.take(state, said, StepNumber(10))
-        slowness.validate(state)
+        for report in said:
+            take(state, report)
     assert relative(state) == [None, None, 0.0]
     state = world(2)
     train(state, [dict.fromkeys(works(), 0.0)] * 2, 40, sections="data forward")
@@ -376,8 +440,76 @@ def test_medians_of_zero_are_no_trouble() -> None:
 
 def test_reports_of_ranks_that_are_not_in_the_round_are_dropped() -> None:
     state = world(2)
-    assert slowness.take(state, reports([works()] * 4), StepNumber(10)) == []
+    for report in reports([works()] * 4):
+        assert not take(state, report).findings
     assert set(slowness.scores(state)) == {0, 1}
+
+
+# ---- overloaded hosts ----
+
+
+def starved(report: RankTimings, queued_s: float, **more: float) -> RankTimings:
+    shortage = CpuShortage(queued_s=queued_s, **more)
+    return msgspec.structs.replace(report, shortage=shortage)
+
+
+def test_a_rank_is_not_judged_by_a_window_in_which_its_host_had_no_cpu_for_it() -> None:
+    state = world(3)
+    ranks = [works(), works({"compute": 2.0}), works()]
+    for _ in range(10):
+        for report in reports(ranks):
+            lacked_s = 20.0 if report.rank == 1 else 0.0
+            assert not take(state, starved(report, lacked_s)).findings
+    assert slowness.scores(state)[Rank(1)] == RankScores(None, None)
+    assert relative(state)[0] == 1.0
+    found = [f for r in reports(ranks) * WINDOWS for f in take(state, r).findings]
+    assert [f.rank for f in found] == [1], "the load is gone, the rank is still slow"
+
+
+def test_of_all_ranks_on_an_overloaded_host_none_is_judged() -> None:
+    state = Stragglers()
+    slowness.renew(state, {Rank(r): f"h{r // 2}" for r in range(4)}, StepNumber(0))
+    ranks = [works(), works({"compute": 2.0}), works(), works({"compute": 2.0})]
+    found: list[Finding] = []
+    for _ in range(WINDOWS):
+        for report in reports(ranks):
+            lacked_s = 20.0 if report.rank == 0 else 0.0
+            found += take(state, starved(report, lacked_s)).findings
+    assert [f.rank for f in found] == [3]
+
+
+def test_a_best_time_is_not_learnt_while_there_is_too_little_cpu() -> None:
+    state = world(1)
+    for report in reports([works({"compute": 0.2})]) * 4:
+        take(state, starved(report, 20.0))
+    assert train(state, [works()], 80) == []
+    assert individual(state) == [pytest.approx(1.0)]
+
+
+@pytest.mark.parametrize("reason", ["queued", "throttled", "stolen"])
+def test_an_overload_is_found_after_several_windows_and_ends_after_as_many(reason: str) -> None:
+    state = world(2)
+
+    def windows(share: float, count: int) -> list[tuple[str, bool]]:
+        found = []
+        for _ in range(count):
+            for report in reports([works()] * 2, sections="data own-forward own-backward step"):
+                own_s = 3.05 * REPORT_STEPS
+                lacked = {f"{reason}_s": share * own_s} if report.rank == 0 else {}
+                found += take(state, starved(report, **{"queued_s": 0.0, **lacked})).overloads
+        return [(one.host, one.began) for one in found]
+
+    assert windows(0.3, WINDOWS - 1) == []
+    assert windows(0.0, 1) == []
+    assert windows(0.3, WINDOWS) == [("h0", True)]
+    shares = slowness.overload(state, "h0")
+    assert shares is not None
+    assert getattr(shares, reason) == shares.total == pytest.approx(0.3, abs=0.01)
+    assert slowness.overload(state, "h1") is None
+    assert windows(0.07, 5) == [], "neither overloaded nor relieved"
+    assert slowness.overload(state, "h0") is not None
+    assert windows(0.01, WINDOWS) == [("h0", False)]
+    assert slowness.overload(state, "h0") is None
 
 
 # ---- rounds ----
@@ -417,6 +549,36 @@ def test_a_tenth_of_noise_makes_nobody_a_straggler(size: int, seed: int, whole: 
     assert train(state, ranks, 80, sections=sections, noise=0.1, dice=dice) == []
 
 
+def under_load(
+    hosts: list[float], dice: random.Random, noise: float, sections: str
+) -> list[RankTimings]:
+    """Healthy ranks, one on each host, that get a CPU for a part of their time."""
+    ranks = [{k: v * load for k, v in works().items()} for load in hosts]
+    said = reports(ranks, sections=sections, noise=noise, dice=dice)
+    own_s = sum(works().values()) * REPORT_STEPS
+    return [
+        starved(report, (load - 1) * own_s * dice.uniform(0.9, 1.0))
+        for report, load in zip(said, hosts, strict=True)
+    ]
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(1, 6),
+    st.lists(st.lists(st.just(1.0) | st.floats(1.0, 8.0), min_size=6, max_size=6), min_size=1),
+    st.integers(0, 9999),
+    st.sampled_from(["", "own-"]),
+)
+def test_healthy_ranks_are_never_slow_whatever_load_comes_and_goes(
+    size: int, loads: list[list[float]], seed: int, own: str
+) -> None:
+    dice, state = random.Random(seed), world(size)
+    sections = f"data {own}forward {own}backward {own}optimizer step"
+    for hosts in loads * WINDOWS:
+        for report in under_load(hosts[:size], dice, 0.1, sections):
+            assert not take(state, report).findings
+
+
 factors = st.floats(0.5, 4.0)
 
 
@@ -427,9 +589,9 @@ def test_scores_do_not_depend_on_the_unit_of_time(slow: list[float], power: int,
     ranks = [works({"compute": factor}) for factor in slow]
     said = reports(ranks, noise=0.2, dice=random.Random(seed))
     plain, scaled = world(len(slow)), world(len(slow))
-    for _ in range(3):
-        found = slowness.take(plain, said, StepNumber(10))
-        assert slowness.take(scaled, [stretched(r, scale) for r in said], StepNumber(10)) == found
+    for report in said * WINDOWS:
+        found = take(plain, report)
+        assert take(scaled, stretched(report, scale)) == found
     assert slowness.scores(plain) == slowness.scores(scaled)
 
 
@@ -453,8 +615,8 @@ def test_the_order_of_reports_within_a_window_does_not_matter(
         dice.shuffle(mixed)
         one, two = [], []
         for a, b in zip(said, mixed, strict=True):
-            one += slowness.take(straight, [a], StepNumber(10))
-            two += slowness.take(shuffled, [b], StepNumber(10))
+            one += take(straight, a).findings
+            two += take(shuffled, b).findings
         assert one == two
     assert slowness.scores(straight) == slowness.scores(shuffled)
     assert msgspec.json.encode(straight.ranks) == msgspec.json.encode(shuffled.ranks)
@@ -491,9 +653,8 @@ def test_whatever_is_reported_scores_are_numbers_from_0_to_1_or_unknown(
     state = world(size)
     for rank, said in told:
         report = RankTimings(rank=Rank(rank), timings=tuple(said))
-        for finding in slowness.take(state, [report], StepNumber(1)):
+        for finding in take(state, report).findings:
             assert 0 <= finding.score <= 1
-        slowness.validate(state)
         state = msgspec.json.decode(msgspec.json.encode(state), type=Stragglers)
     for scores in slowness.scores(state).values():
         for score in (scores.relative, scores.individual):

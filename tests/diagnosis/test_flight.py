@@ -39,13 +39,21 @@ def packed(body: bytes) -> bytes:
     return b"holdfast flight 1\n" + zlib.compress(body)
 
 
-def dumped(trace: bytes, groups: dict[str, list[int]] | None = None) -> bytes:
+def dumped(trace: bytes, groups: dict[str, list[int]] | None = None, **more: Any) -> bytes:
     """What a worker writes of one recorder's dump."""
-    return packed(b'{"groups": %s, "traces": [%s]}' % (json.dumps(groups or {}).encode(), trace))
+    living = {name: {"ranks": ranks} for name, ranks in {"0": [], **(groups or {})}.items()}
+    rest = json.dumps({"groups": living, **more}).encode()
+    return packed(rest[:-1] + b', "traces": [%s]}' % trace)
 
 
-def written(*entries: dict[str, Any], groups: dict[str, list[int]] | None = None) -> bytes:
-    return dumped(json.dumps({"version": "2.10", "entries": entries}).encode(), groups)
+def written(
+    *entries: dict[str, Any], groups: dict[str, list[int]] | None = None, **more: Any
+) -> bytes:
+    return dumped(json.dumps({"version": "2.10", "entries": entries}).encode(), groups, **more)
+
+
+def read(data: bytes) -> tuple[Collective, ...]:
+    return flight.read(data).collectives
 
 
 def states(found: tuple[Collective, ...]) -> list[tuple[str, int, str]]:
@@ -53,35 +61,38 @@ def states(found: tuple[Collective, ...]) -> list[tuple[str, int, str]]:
 
 
 def test_gloo_never_says_completed_but_retires() -> None:
-    newest, before, *_ = flight.read(dumped((DATA / "gloo_2.13.json").read_bytes()))
+    newest, before, *_ = read(dumped((DATA / "gloo_2.13.json").read_bytes()))
     assert newest == Collective(
-        group="0", number=16, op="gloo:all_reduce", state="scheduled", sizes="Float[72]"
+        group="0",
+        number=16,
+        op="gloo:all_reduce",
+        state="scheduled",
+        sizes="Float[72]",
+        timeout_s=newest.timeout_s,
     )
     assert (before.number, before.state) == (15, "completed")
 
 
 def test_operations_of_several_groups_are_told_apart() -> None:
-    found = flight.read(dumped((DATA / "nccl_2.11.json").read_bytes(), {"1": [0]}))
+    found = read(dumped((DATA / "nccl_2.11.json").read_bytes(), {"1": [0]}))
     assert states(found)[:2] == [("1 (my sub)", 2, "scheduled"), ("0", 4, "scheduled")]
     assert found[0].ranks == (0,)
 
 
 def test_nccls_retired_ones_timed_out_and_are_not_finished() -> None:
-    found = flight.read(written(entry(1, state="started", retired=True)))
+    found = read(written(entry(1, state="started", retired=True)))
     assert found[0].state == "started"
 
 
 def test_point_to_point_operations_count_for_themselves() -> None:
-    found = flight.read(
-        written(entry(3, profiling_name="nccl:send 0->1", is_p2p=True, p2p_seq_id=9))
-    )
+    found = read(written(entry(3, profiling_name="nccl:send 0->1", is_p2p=True, p2p_seq_id=9)))
     assert (found[0].op, found[0].number) == ("nccl:send 0->1", 9)
 
 
 def test_the_newest_and_the_oldest_open_one_of_each_group_survive() -> None:
     busy = [entry(n, record_id=n + 10, state="scheduled") for n in range(100, 1000)]
     quiet = entry(7, record_id=1, process_group=["5", "rare"], state="completed")
-    found = flight.read(written(quiet, *busy))
+    found = read(written(quiet, *busy))
     assert len(found) == MAX_COLLECTIVES
     numbers = [each.number for each in found if each.group == "0"]
     assert numbers == sorted(numbers, reverse=True)
@@ -92,12 +103,12 @@ def test_the_newest_and_the_oldest_open_one_of_each_group_survive() -> None:
 def test_a_group_that_was_made_again_is_not_mistaken_for_the_old_one() -> None:
     old = [entry(n, record_id=n) for n in range(1, 9)]
     new = [entry(n, record_id=10 + n) for n in range(1, 4)]
-    assert [each.number for each in flight.read(written(*old, *new))] == [3, 2, 1]
+    assert [each.number for each in read(written(*old, *new))] == [3, 2, 1]
 
 
 def test_members_are_told_once_for_each_group() -> None:
     group = {"process_group": ["3", "undefined"]}
-    found = flight.read(written(entry(1, **group), entry(2, **group), groups={"3": [2, 4, 6]}))
+    found = read(written(entry(1, **group), entry(2, **group), groups={"3": [2, 4, 6]}))
     assert [each.ranks for each in found] == [(2, 4, 6), ()]
 
 
@@ -109,7 +120,7 @@ def test_settings_turn_the_recorder_on_and_leave_the_users_alone() -> None:
     assert flight.settings("nightly", {}) == {}
 
 
-def test_without_torch_a_dump_says_why_it_is_empty() -> None:
+def test_without_torch_no_collective_was_ever_called() -> None:
     code = (
         "import sys\nfrom holdfast.diagnosis import flight\n"
         "sys.stdout.buffer.write(flight.dump())\n"
@@ -117,8 +128,7 @@ def test_without_torch_a_dump_says_why_it_is_empty() -> None:
     )
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, check=True, timeout=30, capture_output=True)
-    with pytest.raises(BadFrame, match="has not imported torch"):
-        flight.read(done.stdout)
+    assert read(done.stdout) == ()
 
 
 # ---- what is not trusted ----

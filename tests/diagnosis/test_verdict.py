@@ -8,7 +8,13 @@ import pytest
 
 from holdfast.diagnosis.verdict import judge
 from holdfast.diagnosis.wording import rank_list
-from holdfast.messages.evidence import Collective, Frame, RankEvidence, ThreadStack
+from holdfast.messages.evidence import (
+    Collective,
+    Frame,
+    LoaderWorker,
+    RankEvidence,
+    ThreadStack,
+)
 from holdfast.messages.units import NodeId, Rank, RoundNumber
 
 C10D = "/env/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
@@ -380,7 +386,172 @@ def test_of_a_job_that_moves_nothing_is_concluded_from_looks_at_different_moment
     ahead = [rank(r, ASLEEP, collectives=moved_on, since_step_s=0.02) for r in (2, 3)]
     verdict = judge([*behind, *ahead], 4)
     assert verdict.guilty == ()
-    assert verdict.sentence.startswith(
-        "unknown: all ranks finish steps, and none holds the others up"
-    )
+    assert verdict.sentence == "no rank waits for another for long"
+    assert verdict.waiting == ()
     assert verdict.groups[1].headline == "ranks 2, 3: sleep in loader.py:88 (load_batch)"
+
+
+def test_ranks_that_have_waited_for_a_moment_accuse_nobody() -> None:
+    log = (noted(412, age_s=0.1), noted(411, "completed", age_s=3.0))
+    ranks = [rank(r, IN_ALL_REDUCE, collectives=log, since_step_s=3.0) for r in range(3)]
+    computing = rank(3, IN_KERNEL, collectives=BEFORE, since_step_s=3.0)
+    verdict = judge([*ranks, computing], 4)
+    assert (verdict.guilty, verdict.sentence) == ((), "no rank waits for another for long")
+
+
+# ---- what goes with it ----
+
+
+def test_a_verdict_says_who_waits_and_how_long_they_may() -> None:
+    log = (noted(412, age_s=20.0, timeout_s=600.0), noted(411, "completed"))
+    newer = (noted(412, age_s=4.0, timeout_s=600.0), noted(411, "completed"))
+    late = rank(3, ASLEEP, collectives=BEFORE)
+    verdict = judge([*waiting(0, 1, collectives=log), *waiting(2, collectives=newer), late], 4)
+    assert (verdict.guilty, verdict.waiting) == ((3,), (0, 1, 2))
+    assert verdict.left_s == pytest.approx(580.0)
+    assert verdict.place == "loader.py:88 (load_batch)"
+    assert (verdict.proof, verdict.pause) == (None, "")
+
+
+def test_a_timeout_that_is_not_known_is_not_told() -> None:
+    assert judge([*waiting(0, 1, 2), rank(3, ASLEEP, collectives=BEFORE)], 4).left_s is None
+
+
+def test_the_section_or_the_frameworks_own_name_says_what_the_guilty_rank_does() -> None:
+    in_section = rank(3, ASLEEP, collectives=BEFORE, sections=("step", "upload"))
+    assert judge([*waiting(0, 1, 2), in_section], 4).pause == "upload"
+    trainer = "/env/lib/python3.11/site-packages/transformers/trainer.py"
+    stack = (call("read"), frame("evaluation_loop", trainer), frame("evaluate", trainer))
+    evaluating = rank(3, (*stack, frame("main")), collectives=BEFORE)
+    assert judge([*waiting(0, 1, 2), evaluating], 4).pause == "evaluation"
+
+
+def test_a_native_place_is_told_by_the_python_line_that_is_there() -> None:
+    stack = (native("at::native::mm"), frame("linear", AUTOGRAD), frame("forward"))
+    verdict = judge([*waiting(0, 1, 2), rank(3, stack, collectives=BEFORE)], 4)
+    assert verdict.place == "train.py:12 (forward)"
+    bare = rank(3, (native("at::native::mm"),), collectives=BEFORE)
+    verdict = judge([*waiting(0, 1, 2), bare], 4)
+    assert verdict.place == ""
+    assert "rank 3 on node-1 is in native code (at::native::mm); ranks" in verdict.sentence
+
+
+def test_where_all_stand_is_told_when_none_waits() -> None:
+    verdict = judge([rank(r, ASLEEP, collectives=BEFORE, since_step_s=60) for r in range(4)], 4)
+    assert verdict.guilty == ()
+    assert verdict.sentence == (
+        "all 4 ranks stand in loader.py:88 (load_batch), none waits for another"
+    )
+    apart = [rank(r, ASLEEP if r else IN_KERNEL, collectives=BEFORE) for r in range(3)]
+    assert judge(apart, 3).sentence == (
+        "ranks 1, 2 stand in loader.py:88 (load_batch); rank 0 stands in train.py:12 (step), "
+        "none waits for another"
+    )
+
+
+# ---- before the first collective ----
+
+RENDEZVOUS = C10D.replace("distributed_c10d", "rendezvous")
+PATCHES = "/src/holdfast/worker/torch_hooks/patches.py"
+IN_RENDEZVOUS = (
+    call("poll"),
+    frame("host_store", PATCHES),
+    frame("_create_c10d_store", RENDEZVOUS),
+    frame("init_process_group", C10D),
+    frame("main"),
+)
+
+
+def test_a_rank_that_waits_for_the_others_to_start_is_not_blamed() -> None:
+    """Holdfast's own frame is the innermost there."""
+    tokenising = rank(2, (frame("tokenise"), frame("main")), collectives=())
+    verdict = judge([*[rank(r, IN_RENDEZVOUS, collectives=()) for r in (0, 1)], tokenising], 3)
+    assert verdict.guilty == (2,)
+    assert verdict.waiting == (0, 1)
+    assert verdict.place == "train.py:12 (tokenise)"
+    assert "ranks 0, 1 wait" in verdict.sentence
+
+
+def test_one_whose_recorder_was_not_read_is_not_blamed_for_a_line_that_may_wait() -> None:
+    ranks = [rank(r, IN_RENDEZVOUS, collectives=()) for r in (0, 1)]
+    assert judge([*ranks, rank(2, (frame("step"),), collectives=None)], 3).guilty == ()
+
+
+# ---- a rank that ended ----
+
+
+def entered(at: int, **more: Any) -> tuple[Collective, ...]:
+    """What ranks recorded that have waited in an operation for a while."""
+    return (noted(at, age_s=2.0, **more), noted(at - 1, "completed", age_s=3.0, **more))
+
+
+def departed(number: int, **more: Any) -> RankEvidence:
+    return rank(number, **{"collectives": BEFORE, "ended": True, "process_state": "X", **more})
+
+
+def test_a_rank_that_has_ended_is_the_one_the_others_wait_for() -> None:
+    verdict = judge([*waiting(0, 2, 3, collectives=entered(412)), departed(1)], 4)
+    assert (verdict.guilty, verdict.proof) == ((1,), "left")
+    assert verdict.sentence == (
+        "rank 1 has ended (its script finished); ranks 0, 2, 3 wait in all_reduce #412 of group 0"
+    )
+
+
+def test_a_rank_that_has_ended_and_finished_the_operation_is_not_blamed() -> None:
+    """The root of a broadcast, say: the others wait for each other there."""
+    past = (noted(412, "completed", op="gloo:broadcast", age_s=2.0),)
+    ranks = waiting(0, 2, collectives=entered(412, op="gloo:broadcast"))
+    late = rank(3, ASLEEP, collectives=BEFORE)
+    verdict = judge([*ranks, late, departed(1, collectives=past)], 4)
+    assert (verdict.guilty, verdict.proof) == ((3,), None)
+
+
+def test_a_process_with_an_exit_handler_or_a_thread_at_work_has_not_left_for_good() -> None:
+    others = waiting(0, 2, 3, collectives=entered(412))
+    uploading = rank(1, ASLEEP, collectives=BEFORE, ended=True)
+    assert judge([*others, uploading], 4).guilty == (1,)
+    assert judge([*others, uploading], 4).proof is None
+    exiting = rank(1, (frame("_shutdown", "/usr/lib/python3.11/threading.py"),), ended=True)
+    saver = ThreadStack(name="saver", frames=ASLEEP)
+    joined = rank(1, collectives=BEFORE, ended=True, stacks=(*exiting.stacks, saver))
+    assert judge([*others, joined], 4).proof is None
+    alone = rank(1, collectives=BEFORE, ended=True, stacks=exiting.stacks)
+    assert judge([*others, alone], 4).proof == "left"
+
+
+def test_a_finished_rank_of_which_nothing_is_left_is_proof_only_if_it_cannot_have_been_there() -> (
+    None
+):
+    others = waiting(0, 2, 3, collectives=entered(412))
+    verdict = judge(others, 4, finished=[Rank(1)])
+    assert (verdict.guilty, verdict.proof) == ((1,), None), "it may have been through a moment ago"
+    assert "nothing is known" not in verdict.sentence
+    late = rank(3, ASLEEP, collectives=BEFORE)
+    assert judge([*others[:2], late], 4, finished=[Rank(1)]).proof == "left", "rank 3 is not there"
+    old = (noted(412, age_s=30.0),)
+    assert judge(waiting(0, 2, 3, collectives=old), 4, finished=[Rank(1)]).proof == "left"
+
+
+def test_who_joined_no_group_of_the_ended_rank_does_not_wait_for_it() -> None:
+    pair = {"group": "a", "ranks": (0, 2)}
+    ranks = [rank(0, IN_ALL_REDUCE, collectives=entered(5, **pair)), departed(1)]
+    asleep = rank(2, ASLEEP, collectives=entered(5, **pair)[1:])
+    verdict = judge([*ranks, asleep], 3)
+    assert (verdict.guilty, verdict.proof) == ((2,), None)
+
+
+# ---- its data loader ----
+
+
+def test_a_stuck_worker_of_a_data_loader_is_named_with_its_line() -> None:
+    loader = "/env/lib/python3.11/site-packages/torch/utils/data/dataloader.py"
+    stack = (call("poll"), frame("_try_get_data", loader), frame("train"))
+    item = (call("read"), frame("__getitem__", "/home/me/dataset.py", 40))
+    worker = LoaderWorker(number=1, pid=123, stack=ThreadStack(name="MainThread", frames=item))
+    waits = rank(3, stack, collectives=BEFORE, loaders=(worker,))
+    verdict = judge([*waiting(0, 1, 2), waits], 4)
+    assert verdict.guilty == (3,)
+    assert verdict.sentence.startswith(
+        "rank 3 on node-1 waits for its data loader's worker 1 (pid 123), which reads in "
+        "dataset.py:40 (__getitem__); ranks 0–2 wait"
+    )

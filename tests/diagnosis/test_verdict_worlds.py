@@ -210,5 +210,6 @@ def test_any_evidence_gets_a_verdict(evidence: list[RankEvidence], size: int) ->
     verdict = judge(evidence, size)
     assert verdict.sentence
     assert set(verdict.guilty) <= {each.rank for each in evidence}
-    assert bool(verdict.guilty) != verdict.sentence.startswith("unknown: ")
+    assert not (verdict.guilty and verdict.sentence.startswith("unknown: "))
+    assert len(verdict.place) <= 120
     assert msgspec.json.decode(msgspec.json.encode(verdict), type=Verdict) == verdict

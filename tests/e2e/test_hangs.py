@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from unittest.mock import ANY
 
 import pytest
 
@@ -43,7 +44,7 @@ TRAIN = """
 
         def __getitem__(self, index):
             if told("worker"):
-                time.sleep(1000)
+                time.sleep(1000)  # worker
             return torch.ones(8)
 
     class Net(torch.nn.Module):
@@ -85,11 +86,11 @@ TRAIN = """
     model = DistributedDataParallel(Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     optimizer.register_step_pre_hook(lend)
-    for batch in DataLoader(Data(), batch_size=4, num_workers=1):  # worker
+    for batch in DataLoader(Data(), batch_size=4, num_workers=1):
         optimizer.zero_grad()
         loss = model(batch).sum()
         loss.register_hook(clip)
-        loss.backward()  # skip
+        loss.backward()
         optimizer.step()
         log()
         gather()
@@ -98,25 +99,26 @@ TRAIN = """
             break
     dist.barrier()
 """
-"""A rank hangs when there is a file that is named after the way and the rank: once, and each way in a
-part of the step of its own, because after an alarm the same part has longer deadlines. A step is long
-enough for all of its parts to be told apart; of shorter ones that is done only now and then."""
+"""A rank hangs, once, when there is a file that is named after the way and the rank."""
 
 HANGS = {
-    "sleep": "sleeps in train.py:{line} (Net.forward)",
     "gil": "holds the GIL in train.py:{line} (clip)",
-    "lock": "waits in train.py:{line} (lend)",
+    "lock": "waits for locks that only its own threads could release in train.py:{line} (lend)",
     "stop": "is stopped (SIGSTOP)",
+    "skip": "will never meet",
+    "sleep": "sleeps in train.py:{line} (Net.forward)",
     "loop": "computes in train.py:{line} (log), section log",
     "async": "sleeps in train.py:{line} (gather), section gather",
-    "worker": "waits in train.py:{line} (<module>)",
-    "skip": "",
+    "worker": "train.py:{line} (Data.__getitem__)",
 }
+PROVEN = {"gil": 6.0, "lock": 2.0, "stop": 2.0, "skip": 2.0}
+"""Ways that are proven, and how long that takes at most."""
+HANG_AFTER_S = 6.0
+LIMIT_S = 5.0
+"""What the user allows the sections, in which something may move."""
 WARM = 8
-"""Steps after which a process is warm, and its deadlines are learnt."""
-BAR_S = 2.0
-"""Beyond three steps."""
-SLACK_S = 2.5
+"""Steps after which a process is warm."""
+SLACK_S = 3.0
 """A busy machine is not what is tested here."""
 
 
@@ -164,9 +166,11 @@ def why(run: Run, *words: str) -> str:
 def test_each_way_to_hang_is_seen_in_time_and_the_rank_and_its_line_are_named(
     run: Run, ways: list[str]
 ) -> None:
-    run.start(run.write(TRAIN), nproc=3)
+    limits = f"log:{LIMIT_S:g},gather:{LIMIT_S:g}"
+    flags = ("--hang-after", f"{HANG_AFTER_S:g}", "--rank-section-timeouts", limits)
+    run.start(*flags, run.write(TRAIN), nproc=3)
     for number, way in enumerate(ways, 1):
-        job = until_warm(run, round=number)
+        until_warm(run, round=number)
         guilty = 1 + number % 2
         if way == "stop":
             run.kill_rank(guilty, signal.SIGSTOP)
@@ -174,14 +178,14 @@ def test_each_way_to_hang_is_seen_in_time_and_the_rank_and_its_line_are_named(
             (run.folder / f"{way}.{guilty}").touch()
         incident = until_hang(run, number)
         expected = HANGS[way]
-        if expected:
-            line = line_of(run, way) if "{line}" in expected else 0
-            said = f"rank {guilty} on {incident.node} {expected.format(line=line)}"
-            assert said in incident.detail
+        line = line_of(run, way) if "{line}" in expected else 0
+        assert f"rank {guilty}" in incident.detail
+        assert expected.format(line=line) in incident.detail
         assert incident.rank == guilty, incident
-        step_s = 1 / job.steps_per_s if job.steps_per_s else 1.0
         took_s = incident.opened_at - incident.fault_at
-        assert took_s < 3 * step_s + BAR_S + SLACK_S, f"{way}: noticed after {took_s:.2f} s"
+        at_most = PROVEN.get(way, HANG_AFTER_S) + SLACK_S
+        assert took_s < at_most, f"{way}: acted on after {took_s:.2f} s"
+        assert took_s > LIMIT_S - 1 or way in PROVEN, f"{way}: acted on after {took_s:.2f} s"
     until_warm(run, round=len(ways) + 1)
     assert "rank 2" in why(run, "--incident", "1")
     run.end()
@@ -222,6 +226,9 @@ BARE = """
 """
 
 
+SOON = ("--hang-after", "6")
+
+
 def hang(run: Run, rank: int) -> None:
     """Have the bare trainer's rank hang, and see that it does."""
     order = run.folder / f"sleep.{rank}"
@@ -235,7 +242,7 @@ def test_a_rank_of_another_node_hangs_and_is_named(cluster: Cluster) -> None:
         if cluster.nodes:
             node.job, node.job_home = cluster.nodes[0].job, cluster.nodes[0].job_home
         meet = ("--rdzv-backend", "c10d", "--rdzv-endpoint", cluster.endpoint)
-        node.train("--nnodes", "2", *meet, script=BARE)
+        node.train("--nnodes", "2", *SOON, *meet, script=BARE)
         cluster.nodes.append(node)
         return node
 
@@ -257,7 +264,7 @@ def test_a_rank_of_another_node_hangs_and_is_named(cluster: Cluster) -> None:
 
 
 def test_a_coordinator_that_dies_while_a_rank_hangs_finds_it_when_it_is_back(run: Run) -> None:
-    run.train(script=BARE)
+    run.train(*SOON, script=BARE)
     until_warm(run)
     hang(run, 1)
     run.kill(run.coordinator())
@@ -273,12 +280,11 @@ def test_without_detection_a_hung_rank_is_left_alone_and_why_tells_where_it_is(r
     run.train("--no-hang-detection", script=BARE)
     until_warm(run)
     calm = why(run)
-    assert calm.startswith("no rank is past its deadline")
+    assert calm.startswith("hang detection is off")
     assert "train.py:" in calm, "stacks of a job that runs"
     hang(run, 1)
-    said = wait_for(lambda: found if "sleeps" in (found := why(run)) else "", "a verdict")
+    said = wait_for(lambda: found if "; rank 0 waits" in (found := why(run)) else "", "a verdict")
     assert f"sleeps in train.py:{line_of(run, 'sleep')} (work)" in said
-    assert "rank 0 waits" in said
     found = run.ask("why")
     assert found["verdict"]["guilty"] == [1]
     assert [each["rank"] for each in found["evidence"]] == [0, 1]
@@ -293,7 +299,7 @@ def test_a_rank_that_trains_in_a_thread_is_seen_there(run: Run) -> None:
     loop = [f"    {line}" for line in lines[first:] if line]
     thread = ["    threading.Thread(target=train).start()"]
     script = [*lines[:first], "    def train():", "        global step", *loop, *thread]
-    run.train(script="\n".join(script).replace("import os,", "import os, threading,"))
+    run.train(*SOON, script="\n".join(script).replace("import os,", "import os, threading,"))
     until_warm(run)
     hang(run, 1)
     incident = until_hang(run, 1)
@@ -314,7 +320,7 @@ os.execv(sys.argv[1], sys.argv[1:])
 def test_where_nobody_may_look_at_a_rank_it_tells_itself_where_it_is(run: Run) -> None:
     hidden = "import ctypes; ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # Not dumpable.\n"
     command = (sys.executable, "-c", WITHOUT_PTRACE, sys.executable, "-m", "holdfast", "run")
-    run.train(script=hidden + textwrap.dedent(BARE), command=command)
+    run.train(*SOON, script=hidden + textwrap.dedent(BARE), command=command)
     until_warm(run)
     hang(run, 1)
     assert until_hang(run, 1).rank == 1
@@ -328,17 +334,42 @@ def test_where_nobody_may_look_at_a_rank_it_tells_itself_where_it_is(run: Run) -
     assert run.code() == 0
 
 
-def test_the_same_hang_again_and_again_ends_the_job_and_says_where(run: Run) -> None:
+def test_a_hang_that_is_only_a_doubt_never_ends_the_job(run: Run) -> None:
+    """Rank 1 pauses at step 9 each time it comes there; it is given more time, and gets through."""
     script = BARE.replace("step = int", "step = 0 and int")
-    script = script.replace('told("sleep")', "step == 9 and rank == 1")
+    pause = 'step == 9 and rank == 1 and time.sleep(2 if os.path.exists("through") else 1000)'
+    script = script.replace('told("sleep")', pause)
     run.train("--rank-heartbeat-timeout", "1", script=script)
-    assert run.code() == 93
+    job = run.until(lambda job: len(job.incidents) > 6, "one hang more than ever ended a job")
+    assert {incident.kind for incident in job.incidents} == {"hang"}
+    assert job.result is None
+
+
+def test_what_is_suspected_shows_before_anything_is_done_and_a_person_decides(run: Run) -> None:
+    run.train(script=BARE)
+    until_warm(run)
+    hang(run, 1)
+    place = f"train.py:{line_of(run, 'sleep')} (work)"
+    found = wait_for(
+        lambda: s if (s := run.ask("status")["suspicion"]) and s["place"] else None, "a suspicion"
+    )
+    assert (found["rank"], found["place"], found["waiting"]) == (1, place, [0])
+    assert found["proof"] is None
+    line = wait_for(
+        lambda: [x for x in run.own_lines if "has been in" in x], "a line in the terminal"
+    )
+    assert f"rank 1 has been in {place} for 10 s, 1 rank waits" in line[0]
+    assert "no sign of life" in line[0]
+    assert line[0].endswith("proven: no")
+    assert "left alone until" in why(run)
     job = run.peek()
     assert job is not None
-    assert [incident.kind for incident in job.incidents] == ["hang"] * 5
-    assert job.result is not None
-    assert "sleeps in train.py" in job.result.reason
-    assert "at step 9, 5 times in a row" in job.result.reason
+    assert job.incidents == []
+    assert run.ask("hang", "--rank", "1", "now") == {"text": ANY, "type": "HangNoted"}
+    assert until_hang(run, 1).rank == 1
+    until_warm(run, round=2)
+    run.end()
+    assert run.code() == 0
 
 
 # ---- scripts that are over ---------------------------------------------------------------------
@@ -356,18 +387,7 @@ OVER = """
 """
 
 
-def test_a_rank_that_hangs_after_its_script_ended_is_ended_and_has_finished(run: Run) -> None:
-    run.env["HOLDFAST_ENDING_LIMIT"] = "0.3"
-    run.train(script=OVER.format(end="atexit.register(time.sleep, 1000)"))
-    assert run.code() == 0
-    assert "rank 1 hangs after its script has ended" in run.err
-    job = run.peek()
-    assert job is not None
-    assert job.incidents == []
-
-
 def test_a_script_that_trains_in_a_thread_is_over_with_that_thread(run: Run) -> None:
-    run.env["HOLDFAST_ENDING_LIMIT"] = "0.3"
     script = """
         import threading, time
         import holdfast
@@ -381,15 +401,13 @@ def test_a_script_that_trains_in_a_thread_is_over_with_that_thread(run: Run) -> 
     """
     run.train(script=script)
     assert run.code() == 0
-    assert "hangs after its script has ended" not in run.err
     job = run.peek()
     assert job is not None
     assert [rank.step for rank in job.ranks.values()] == [100, 100]
 
 
 def test_a_rank_that_raised_and_does_not_end_is_ended_and_its_error_told(run: Run) -> None:
-    """A thread that is no daemon keeps python from ending."""
-    run.env["HOLDFAST_ENDING_LIMIT"] = "0.3"
+    """A thread that is no daemon keeps python from ending; nothing moves for ten seconds."""
     end = "threading.Thread(target=time.sleep, args=(1000,)).start(); raise ValueError(step)"
     once = f"open('once', 'x') and None if not os.path.exists('once') else sys.exit(); {end}"
     run.train(script=OVER.format(end=once))

@@ -17,6 +17,7 @@ from holdfast.shm.vital_signs import (
     FORWARD,
     IN_BACKWARD,
     IN_COLLECTIVE,
+    IN_LOADER,
     MOST_OPEN,
     NO,
     OPTIMIZER,
@@ -127,20 +128,13 @@ def test_any_name_of_a_section_comes_back_as_it_is_called_in_the_vitals(name: st
     assert len(section_name(name).encode(errors="replace")) < 32
 
 
-def test_nothing_is_learnt_from_the_first_few_steps() -> None:
+def test_a_process_is_warm_after_its_first_few_steps() -> None:
     vitals = fresh()
-    vitals.mark(FORWARD, 1.0)
-    vitals.mark(BETWEEN, 61.0)
     for step in range(WARM_UP):
         assert not vitals.read().warm
-        assert vitals.times()["forward"].longest_s == 60.0
         vitals.stepped(61.0 + step, None if step == 0 else 1.0)
     signs = vitals.read()
     assert (signs.steps, signs.step_at, signs.warm) == (WARM_UP, 60.0 + WARM_UP, True)
-    assert vitals.times()["forward"].longest_s == 0.0
-    vitals.mark(FORWARD, 70.0)
-    vitals.mark(BETWEEN, 72.0)
-    assert vitals.times()["forward"].longest_s == 2.0
 
 
 def test_the_first_step_has_no_duration() -> None:
@@ -167,13 +161,60 @@ def test_whoever_takes_a_step_is_the_thread_that_trains() -> None:
 
 def test_a_beat_tells_how_the_training_thread_stands_and_since_when_it_is_there() -> None:
     vitals = fresh()
-    vitals.beat(1.0, IN_COLLECTIVE, 1, place=77)
-    vitals.beat(2.0, IN_BACKWARD, 2, place=77)
+    vitals.beat(1.0, IN_COLLECTIVE, 1, line=77)
+    vitals.beat(2.0, IN_BACKWARD, 2, line=77)
     signs = vitals.read()
-    assert (signs.beat_at, signs.place, signs.place_at) == (2.0, 77, 1.0)
+    assert (signs.beat_at, signs.line_at) == (2.0, 1.0)
     assert (signs.waits, signs.in_backward, signs.codes) == (True, True, 2)
-    vitals.beat(3.0, NO, 3, place=78)
-    assert (vitals.read().place_at, vitals.read().waits) == (3.0, False)
+    vitals.beat(3.0, IN_LOADER, 3, line=78)
+    signs = vitals.read()
+    assert (signs.line_at, signs.waits, signs.loads) == (3.0, False, True)
+
+
+@given(st.text(max_size=200))
+def test_a_place_is_read_as_it_was_noted_and_cut_where_it_is_too_long(place: str) -> None:
+    vitals = fresh()
+    vitals.note_place(place, vitals.marks)
+    found = vitals.read().place
+    assert len(found) <= 120
+    expected = place.encode(errors="replace")[:120].decode(errors="ignore").rstrip("\0")
+    assert found == expected
+    vitals.note_place("b", vitals.marks)
+    assert vitals.read().place == "b"
+
+
+def test_a_place_from_before_the_last_mark_is_not_told() -> None:
+    """If a thread keeps the GIL from then on, no beat could correct it."""
+    vitals = fresh()
+    vitals.mark(DATA, 1.0)
+    vitals.note_place("train.py:7 (load)", vitals.marks)
+    assert vitals.read().place == "train.py:7 (load)"
+    vitals.mark(FORWARD, 2.0)
+    assert vitals.read().place == ""
+
+
+def test_a_place_that_is_being_written_is_not_told() -> None:
+    seen: list[str] = []
+
+    class Torn(Vitals):
+        def _text(self, at: int, size: int) -> str:
+            found = super()._text(at, size)
+            if not seen:
+                seen.append(found)
+                self.note_place("other.py:1 (g)", self.marks)
+            return found
+
+    vitals = Torn(memoryview(bytearray(VITALS_BYTES)))
+    vitals.note_place("train.py:7 (load)", 0)
+    assert vitals.read().place == ""
+    assert vitals.read().place == "other.py:1 (g)"
+
+
+def test_the_timeout_of_the_process_group_is_kept() -> None:
+    vitals = fresh()
+    assert vitals.read().group_timeout_s == 0.0
+    vitals.note_group_timeout(1800.0)
+    assert vitals.read().group_timeout_s == 1800.0
 
 
 def test_a_mark_forgets_in_which_code_the_thread_was_seen() -> None:

@@ -16,8 +16,15 @@ import pytest
 
 from holdfast.diagnosis.frames import thread_in_collective
 from holdfast.messages.evidence import Frame, ThreadStack
-from holdfast.messages.hangs import LINES
-from holdfast.shm.vital_signs import BETWEEN, IN_BACKWARD, IN_COLLECTIVE, NO, VITALS_BYTES, Vitals
+from holdfast.shm.vital_signs import (
+    BETWEEN,
+    IN_BACKWARD,
+    IN_COLLECTIVE,
+    IN_LOADER,
+    NO,
+    VITALS_BYTES,
+    Vitals,
+)
 from holdfast.worker import requests
 from holdfast.worker.heartbeat import Heartbeat, waits
 from holdfast.worker.torch_hooks import waits as hooked_waits
@@ -115,23 +122,81 @@ def test_where_a_thread_was_seen_is_counted_until_the_next_mark() -> None:
     assert vitals.read().codes == 1
 
 
-def test_a_line_has_the_same_number_wherever_the_script_lies() -> None:
+LOADER = """
+def _try_get_data(inner): inner()
+def fetch(inner): inner()
+def use(inner): inner()
+"""
+
+
+def calls(path: str, *names: str) -> list[Callable[[Callable[[], None]], None]]:
+    scope: dict[str, Callable[[Callable[[], None]], None]] = {}
+    exec(compile(LOADER, path, "exec"), scope)
+    return [scope[name] for name in names]
+
+
+DATALOADER = "/venv/site-packages/torch/utils/data/dataloader.py"
+
+
+@pytest.mark.parametrize(
+    ("function", "inside", "expected"),
+    [
+        ("_try_get_data", (), IN_LOADER),
+        ("_try_get_data", ("/lib/python3/queue.py", "/lib/python3/threading.py"), IN_LOADER),
+        (
+            "_try_get_data",
+            ("/lib/python3/multiprocessing/queues.py", "/lib/python3/selectors.py"),
+            IN_LOADER,
+        ),
+        ("fetch", (), NO),
+        ("fetch", ("/lib/python3/queue.py",), NO),
+        ("_try_get_data", ("train.py",), NO),
+    ],
+)
+def test_a_wait_for_the_workers_of_a_loader_is_seen(
+    function: str, inside: tuple[str, ...], expected: int
+) -> None:
+    """A dataset that is read in the training thread itself is no such wait."""
+    found: list[object] = []
+    inner: Callable[[], None] = lambda: found.append(sys._getframe(1))  # noqa: E731
+    for path in reversed(inside):
+        (call,) = calls(path, "use")
+        inner = partial(call, inner)
+    (outer,) = calls(DATALOADER, function)
+    outer(inner)
+    assert waits(found[0]) == expected  # type: ignore[arg-type]
+
+
+def test_where_a_thread_stays_is_told_as_the_line_of_the_users_code() -> None:
     vitals = fresh()
     heart = Heartbeat(vitals, lambda: None)
+    frame = frame_in("/home/me/eval.py", "/venv/lib/python3.11/site-packages/boto/client.py")
+    heart.look(frame, 1.0)  # type: ignore[arg-type]
+    heart.look(frame, 1.1)  # type: ignore[arg-type]
+    assert vitals.read().place == "eval.py:2 (eval)"
+    vitals.mark(BETWEEN, 2.0)
+    heart.look(frame, 2.1)  # type: ignore[arg-type]
+    assert vitals.read().place == "", "it may have moved on"
+    heart.look(frame, 2.2)  # type: ignore[arg-type]
+    assert vitals.read().place == "eval.py:2 (eval)"
+    heart.look(frame_in("/venv/lib/python3.11/site-packages/boto/client.py"), 2.3)  # type: ignore[arg-type]
+    assert vitals.read().place != "eval.py:2 (eval)"
 
-    def place(file: str) -> int:
-        heart.look(frame_in(file), 1.0)  # type: ignore[arg-type]
-        return vitals.read().place
 
-    assert place("/home/a/train.py") == place("/mnt/b/train.py") != place("/home/a/model.py")
-    assert place("/home/a/train.py") % LINES == 2
+def test_since_when_a_thread_is_at_its_line_is_told() -> None:
+    vitals = fresh()
+    heart = Heartbeat(vitals, lambda: None)
+    frames = [frame_in("train.py"), frame_in("model.py")]
+    for now, which in enumerate((0, 0, 1, 1, 1, 0), 1):
+        heart.look(frames[which], float(now))  # type: ignore[arg-type]
+    assert vitals.read().line_at == 6.0
 
 
 def test_a_thread_that_has_ended_is_nowhere() -> None:
     vitals = fresh()
     Heartbeat(vitals, lambda: None).look(None, 3.0)
     signs = vitals.read()
-    assert (signs.beat_at, signs.place, signs.waits) == (3.0, 0, False)
+    assert (signs.beat_at, signs.place, signs.waits) == (3.0, "", False)
 
 
 @contextmanager
@@ -168,7 +233,7 @@ def test_while_somebody_holds_the_interpreters_lock_there_are_no_beats() -> None
     class Recorded(Vitals):
         beats: list[float] = []  # noqa: RUF012
 
-        def beat(self, now: float, waits: int, codes: int, place: int = 0) -> None:
+        def beat(self, now: float, waits: int, codes: int, line: int = 0) -> None:
             self.beats.append(now)
 
     vitals = Recorded(memoryview(bytearray(VITALS_BYTES)))
@@ -210,13 +275,12 @@ def test_it_looks_at_the_thread_that_trains() -> None:
     thread = threading.Thread(target=train)
     thread.start()
     there.wait(PATIENCE_S)
-    frame = sys._current_frames()[thread.ident or 0]
     with beating(vitals):
-        wait_for(lambda: vitals.read().place_at, "a beat")
-        assert vitals.read().place % LINES == frame.f_lineno
+        wait_for(lambda: vitals.read().place.endswith(" (train)"), "its place")
+        assert vitals.read().place.startswith("test_heartbeat.py:")
         leave.set()
         thread.join()
-        wait_for(lambda: vitals.read().place == 0, "the end of the thread to be seen")
+        wait_for(lambda: vitals.read().place == "", "the end of the thread to be seen")
 
 
 def test_what_real_collectives_look_like(with_torch: Run) -> None:
@@ -254,6 +318,41 @@ assert seen(lambda: dist.all_reduce(ones, group=groups[0])) == IN_COLLECTIVE
 assert seen(lambda: dist.barrier(group=groups[1])) == IN_COLLECTIVE
 assert seen(lambda: time.sleep(100)) == NO
 assert seen(lambda: threading.Event().wait()) == NO
+os._exit(0)
+""")
+
+
+def test_the_timeout_of_a_real_process_group_is_found(with_torch: Run) -> None:
+    """In a collective, and while the group is being created and other ranks are missing."""
+    with_torch(f"""
+import datetime, os, sys, threading, time
+import torch.distributed as dist
+from holdfast.worker.heartbeat import group_timeout_s, waits
+from holdfast.shm.vital_signs import IN_COLLECTIVE
+
+here, limit = os.getcwd(), datetime.timedelta(seconds=77)
+
+def begin(size, name, **more):
+    dist.init_process_group("gloo", f"file://{{here}}/{{name}}", rank=0, world_size=size, **more)
+
+def seen(**more):
+    thread = threading.Thread(target=begin, args=(2, f"two{{len(more)}}"), kwargs=more, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + {PATIENCE_S}
+    found = None
+    while time.monotonic() < deadline:
+        frame = sys._current_frames().get(thread.ident)
+        if frame is not None and waits(frame) == IN_COLLECTIVE:
+            now = group_timeout_s(frame)
+            if now == found:
+                return now
+            found = now
+        time.sleep(0.05)
+
+assert seen(timeout=limit) == 77.0
+assert seen() == 1800.0
+begin(1, "one", timeout=datetime.timedelta(seconds=55))
+assert group_timeout_s(sys._getframe()) == 55.0
 os._exit(0)
 """)
 

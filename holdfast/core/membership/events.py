@@ -213,9 +213,11 @@ class MembershipMachine(Membership, Machine):
     def _grow(self, job: View, now: Time) -> Effects:
         """Form a larger world once nodes wait for it, right after a checkpoint if there are any.
 
-        A script that never says when it saves gives no better moment than now.
+        A script that never says when it saves gives no better moment than now. Once a rank has
+        finished, training is about to end: nothing is begun again for more nodes.
         """
-        size = rounds.can_grow(self) if job.world is not None else 0
+        training = job.world is not None and job.unfinished == len(job.ranks)
+        size = rounds.can_grow(self) if training else 0
         if size == 0:
             self.saves_at_wish = None
             return NONE

@@ -2,11 +2,18 @@
 
 Reports arrive now and then and tell of the past, in any order between nodes. A report that is older
 than what is known already changes nothing.
+
+Steps count from the job's first one. A process that does not know where its script resumed counts from
+there. All ranks of a job resume alike, whichever of them reads what they resume from: as soon as one
+knows, the steps of all are known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from msgspec.structs import replace
 
 from holdfast.core.decisions import Effect, Refused
 from holdfast.core.machine import Effects, Machine, on, tell
@@ -14,7 +21,7 @@ from holdfast.core.ranks.state import Pace, Ranks
 from holdfast.core.states import ALWAYS, LIVE, Running
 from holdfast.core.view import RankState, View, rank_in_force
 from holdfast.messages.events import NodeLeft, NodeReady, Progress, WorkerExited, WorkerStarted
-from holdfast.messages.records import RankProgress, World
+from holdfast.messages.records import Place, RankProgress, Terms, World
 from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber, Time
 
 NOT_IN_FORCE = Refused(reason="the rank is of another round, or of another node")
@@ -23,6 +30,10 @@ PACE_OVER_S = 0.5
 
 
 class RanksMachine(Ranks, Machine):
+    @classmethod
+    def opened(cls, terms: Terms, at: Time) -> RanksMachine:
+        return cls(opened_at=at)
+
     # ---- events ----
 
     @on(WorkerStarted, *ALWAYS)
@@ -66,14 +77,19 @@ class RanksMachine(Ranks, Machine):
             for rank in range(place.first_rank, place.first_rank + place.slots)
         }
         self.unstarted = self.unstepped = self.unfinished = world.size
-        self.resumed_at = self.pace = self.stepped_at = None
-        self.saves = 0
+        self.known_at = self.pace = self.stepped_at = None
+        self.saves = self.unsure = 0
         return ()
+
+    def part_of(self, job: View, world: World, place: Place) -> Mapping[str, Any]:
+        return {"opened_at": self.opened_at}
 
     def validate(self, job: View) -> None:
         ranks = self.all.values()
         assert self.unstarted == sum(not r.started for r in ranks), "miscounted starts"
         assert self.unstepped == sum(not r.stepped for r in ranks), "miscounted steps"
+        unsure = sum(r.resumed == "unknown" for r in ranks)
+        assert self.unsure == unsure, "miscounted ranks that do not know where they resumed"
         assert self.unfinished == sum(not r.finished for r in ranks), "miscounted ends"
         if job.world is not None:
             assert len(self.all) == job.world.size, "ranks beside the world"
@@ -95,13 +111,18 @@ class RanksMachine(Ranks, Machine):
             return ()
         first = not rank.stepped
         self.unstepped -= first
+        if progress.resumed != "known" and self.known_at is not None:
+            progress = replace(progress, step=StepNumber(self.known_at + progress.steps))
         rank.step, rank.steps = progress.step, progress.steps
+        self.unsure += (progress.resumed == "unknown") - (rank.resumed == "unknown")
+        rank.resumed = progress.resumed
+        if progress.resumed == "known":
+            self._note_base(rank, StepNumber(max(0, progress.step - progress.steps)))
         self.highest = max(self.highest, progress.step)
         self.stepped_at = max(last_at, self.stepped_at or last_at)
         if progress.rank == 0:
             self.saves = progress.saves
             self._note_pace(progress.step, last_at)
-        self._note_base(rank, StepNumber(max(0, progress.step - progress.steps)))
         return [tell(Machine.rank_stepped, progress, first)]
 
     def _note_base(self, rank: RankState, base: StepNumber) -> None:
@@ -112,10 +133,20 @@ class RanksMachine(Ranks, Machine):
         if rank.base == base:
             return
         first, rank.base = rank.base is None, base
-        if first and self.resumed_at is not None:
-            self.resumed_at = min(self.resumed_at, base)
+        before = self.known_at
+        if first and before is not None:
+            self.known_at = min(before, base)
         else:
-            self.resumed_at = min(r.base for r in self.all.values() if r.base is not None)
+            self.known_at = min(r.base for r in self.all.values() if r.base is not None)
+        if self.known_at != before:
+            self._place_others(self.known_at)
+
+    def _place_others(self, known_at: StepNumber) -> None:
+        """Count the steps of ranks that do not know where they resumed from where the others did."""
+        for rank in self.all.values():
+            if rank.base is None and rank.stepped:
+                rank.step = StepNumber(known_at + rank.steps)
+                self.highest = max(self.highest, rank.step)
 
     def _note_pace(self, step: StepNumber, at: Time) -> None:
         last = self.pace

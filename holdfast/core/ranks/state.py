@@ -17,6 +17,8 @@ class Pace(Struct):
 
 
 class Ranks(Struct):
+    opened_at: Time = Time(0.0)
+    """When the job began."""
     all: dict[Rank, RankState] = field(default_factory=dict)
     unstarted: int = 0
     """Ranks whose script has not begun."""
@@ -26,10 +28,25 @@ class Ranks(Struct):
     """Ranks that have not ended with 0."""
     highest: StepNumber = StepNumber(0)
     """The highest step that any rank ever finished, in this round or before."""
-    resumed_at: StepNumber | None = None
-    """The lowest step that the ranks went on from."""
+    known_at: StepNumber | None = None
+    """The lowest step that ranks know they went on from."""
+    unsure: int = 0
+    """Ranks that have finished a step and do not know where they went on from."""
     pace: Pace | None = None
     stepped_at: Time | None = None
     """When a rank last finished a step of this round."""
     saves: int = 0
     """Checkpoints that rank 0 has finished in this round."""
+
+    @property
+    def comparable(self) -> bool:
+        """Whether the steps of this round can be compared with those of earlier rounds."""
+        return self.known_at is not None or self.unsure == 0
+
+    @property
+    def resumed_at(self) -> StepNumber | None:
+        """The lowest step that the ranks went on from: 0 if none of them read anything to resume
+        from, None if that is not known or no rank has finished a step."""
+        if self.known_at is None and (self.unsure or self.unstepped == len(self.all)):
+            return None
+        return self.known_at or StepNumber(0)

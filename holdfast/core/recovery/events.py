@@ -1,32 +1,25 @@
 """What recovery hears: from the first sign of a fault to the first good step after it.
 
 An incident opens when a round breaks. Who is to blame may change until all workers are gone: others
-die in the wake of the first, and a verdict on a hang comes later. It closes when every rank has
-finished a step, and is marked on its way there, so that the time it cost can be told apart.
+die in the wake of the first. It closes when every rank has finished a step, and is marked on its way
+there, so that the time it cost can be told apart.
 """
 
 from __future__ import annotations
 
 from msgspec import Struct, field
-from msgspec.structs import replace
 
 from holdfast.core import faults, ladder
-from holdfast.core.decisions import Blame, BreakRound, Note, Refused
+from holdfast.core.decisions import BreakRound, Note
 from holdfast.core.faults import Fault
 from holdfast.core.ladder import Resources, Rung, Stop
 from holdfast.core.machine import NONE, Effects, Machine, on
 from holdfast.core.recovery import incidents as book
 from holdfast.core.recovery import rules
 from holdfast.core.recovery.rules import FaultHistory
-from holdfast.core.states import ALWAYS, Gathering, Stopping
+from holdfast.core.states import ALWAYS, Gathering
 from holdfast.core.view import View
-from holdfast.messages.events import (
-    EventSetAside,
-    Tick,
-    VerdictReached,
-    WorkerExited,
-    WorkerStarted,
-)
+from holdfast.messages.events import EventSetAside, Tick, WorkerExited, WorkerStarted
 from holdfast.messages.records import Incident, JobResult, RankProgress, Terms, World
 from holdfast.messages.units import NodeId, Seconds, Time
 
@@ -40,6 +33,8 @@ class Recovery(Struct):
     terms: Terms
     history: FaultHistory = field(default_factory=FaultHistory)
     incidents: list[Incident] = field(default_factory=list)
+    broken: int = 0
+    """Id of the newest incident that broke a round."""
     failures: int = 0
     """Events whose handler raised an exception."""
     ticks_after: Time | None = None
@@ -53,7 +48,8 @@ class RecoveryMachine(Recovery, Machine):
 
     @property
     def last_fault(self) -> Incident | None:
-        return book.last_fault(self.incidents)
+        """The newest incident that broke a round."""
+        return self.incidents[self.broken - 1] if self.broken else None
 
     @property
     def open_incident(self) -> Incident | None:
@@ -64,7 +60,8 @@ class RecoveryMachine(Recovery, Machine):
 
     def judge(self, job: View, fault: Fault, there: Resources, now: Time) -> Rung:
         """Choose what to do about the fault, now that all workers are gone."""
-        rung = rules.judge(self.history, fault, there, job.highest, self.terms.max_restarts)
+        highest, limit = job.highest, self.terms.max_restarts
+        rung = rules.judge(self.history, fault, there, highest, limit, job.comparable)
         incident = self.last_fault
         assert incident is not None
         incident.stopped_at, incident.rung = now, rung.rung
@@ -73,6 +70,9 @@ class RecoveryMachine(Recovery, Machine):
             incident.closed_at = now
         else:
             incident.action = ladder.DONE[rung.rung]
+            finished = len(job.ranks) - job.unfinished
+            if finished:
+                incident.action += f"; {finished} that had finished began again"
         return rung
 
     def blame(self, known: Fault, other: Fault) -> Fault:
@@ -80,7 +80,9 @@ class RecoveryMachine(Recovery, Machine):
         incident = self.last_fault
         assert incident is not None
         guilty = faults.culprit(known, other)
-        book.mention(incident, other if guilty is known else known)
+        for fault in (known, other):
+            if fault is not guilty or fault.victim:
+                book.mention(incident, fault)
         if guilty is not known:
             better = book.opened(incident.id, guilty, incident.cause, incident.opened_at)
             better.also = incident.also
@@ -96,28 +98,11 @@ class RecoveryMachine(Recovery, Machine):
         if last is not None:
             last.closed_at = fault.at
             last.action += "; failed again before the first step"
-        self.incidents.append(book.opened(len(self.incidents) + 1, fault, cause, now))
+        self.broken = len(self.incidents) + 1
+        self.incidents.append(book.opened(self.broken, fault, cause, now))
         return self.incidents[-1]
 
     # ---- events ----
-
-    @on(VerdictReached, *ALWAYS)
-    def on_verdict(self, job: View, event: VerdictReached, now: Time) -> Effects | Refused:
-        """Learn more about a hang: by whom, and where it stood."""
-        if not 1 <= event.incident <= len(self.incidents):
-            return Refused(reason="there is no such incident")
-        incident = self.incidents[event.incident - 1]
-        if incident.kind != "hang":
-            return Refused(reason="a death of the same round turned out to be the cause")
-        incident.detail = event.sentence
-        if event.guilty and event.guilty[0] in job.ranks:
-            incident.rank = event.guilty[0]
-            if incident.round == job.membership.round:
-                incident.node = job.ranks[incident.rank].node
-        fault = job.state.fault if isinstance(job.state, Stopping) else None
-        if fault is None or self.last_fault is not incident or fault.kind != "hang":
-            return NONE
-        return [Blame(fault=replace(fault, rank=incident.rank, detail=incident.detail))]
 
     @on(EventSetAside, *ALWAYS)
     def on_set_aside(self, job: View, event: EventSetAside, now: Time) -> Effects:
@@ -151,7 +136,11 @@ class RecoveryMachine(Recovery, Machine):
             return NONE
         if isinstance(job.state, Gathering):
             return NONE  # Its round is broken and judged already.
-        return [BreakRound(fault=faults.death(event, event.progress.step or job.highest))]
+        rank = job.ranks[event.rank]
+        fault = faults.death(event, rank.step if rank.stepped else job.highest)
+        if fault.wake:
+            fault = faults.blame_early_exit(fault, job.ranks)
+        return [BreakRound(fault=fault)]
 
     def round_began(self, job: View, world: World, now: Time) -> Effects:
         incident = self.open_incident
@@ -164,7 +153,7 @@ class RecoveryMachine(Recovery, Machine):
         if incident is None or job.world is None:
             return NONE
         if not event.warm:
-            incident.action = "gave the ranks to fresh processes"
+            incident.action = incident.action.replace("standbys", "fresh processes")
         if job.unstarted == 0:
             incident.started_at = event.at
             if job.highest == 0:  # A script that takes no steps is back when it runs.

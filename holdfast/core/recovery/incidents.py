@@ -9,7 +9,7 @@ from holdfast.core.faults import Fault, subject
 from holdfast.messages.records import Incident
 from holdfast.messages.units import CauseId, Time
 
-QUIET = frozenset({"storage", "straggler", "unfit", "internal"})
+QUIET = frozenset({"storage", "straggler", "overload", "unfit", "internal"})
 """Kinds of incident that break no round."""
 ALSO_AT_MOST = 100
 """Consequential deaths listed with an incident: there can be one for each of 80,000 ranks."""
@@ -29,6 +29,7 @@ def opened(number: int, fault: Fault, cause: CauseId, now: Time) -> Incident:
         fault_at=min(fault.at, now),
         gone_at=fault.gone_at,
         opened_at=now,
+        also=[fault.victim] if fault.victim else [],
     )
 
 
@@ -53,13 +54,9 @@ def noted(number: int, note: Note, cause: CauseId, now: Time) -> Incident:
 
 def mention(incident: Incident, other: Fault) -> None:
     """List a death that was not the cause."""
-    if len(incident.also) < ALSO_AT_MOST:
-        incident.also.append(f"{subject(other)} {other.signature}")
-
-
-def last_fault(incidents: Sequence[Incident]) -> Incident | None:
-    """Find the newest incident that broke a round."""
-    return next((i for i in reversed(incidents) if i.kind not in QUIET), None)
+    told = other.victim or f"{subject(other)} {other.signature}"
+    if len(incident.also) < ALSO_AT_MOST and told not in incident.also:
+        incident.also.append(told)
 
 
 def validate(incidents: Sequence[Incident]) -> None:

@@ -12,12 +12,19 @@ ever advanced. The rules, in order:
 4. STUCK_LIMIT faults of any signature in a row without a new highest step end it with 93 too.
 5. Else try again, on the cheapest rung of the ladder that can repair it.
 
-Hangs at the same step are the same, however the ranks stood. A rank that hangs may only be slow; each
-time it is given several times as long, so there are SAME_LIMIT_SLOW times before rule 3 ends the job.
+Hangs at the same step are the same, however the ranks stood. A hang that may only be a slow script is
+never counted by rules 3 and 4: a healthy job is not given up, however often it was doubted.
+
+A broken collective whose cause was not found (a peer that never came, a connection that was closed) is
+no bug of the rank that raised it: rule 1 does not apply, nor does rule 3 before the first step.
 
 A SIGKILL or SIGTERM that was not the out-of-memory killer's comes from outside: no script sends it to
 itself at a certain step. It says nothing about the script, so rule 3 does not count it and rule 4 has
 a much larger limit for it.
+
+Steps say nothing if no rank knows where the script resumed, because each process then counts its own:
+a job that advances by 50 steps each time would seem to fail at step 50 again and again. Rule 3 does not
+count such a fault, and rule 4 has the larger limit for it.
 """
 
 from __future__ import annotations
@@ -31,7 +38,6 @@ from holdfast.messages.exits import EXIT_DO_NOT_REQUEUE, EXIT_FAILED
 from holdfast.messages.units import StepNumber
 
 SAME_LIMIT = 3
-SAME_LIMIT_SLOW = 5
 STUCK_LIMIT = 30
 STUCK_LIMIT_OUTSIDE = 300
 
@@ -48,7 +54,7 @@ class FaultHistory(Struct):
     stuck: int = 0
     """Faults of the job's own in a row without a new highest step."""
     stuck_outside: int = 0
-    """The same for faults that came from outside."""
+    """The same for faults that came from outside, or at unknown steps."""
 
 
 def judge(
@@ -57,11 +63,17 @@ def judge(
     there: Resources,
     highest: StepNumber,
     max_restarts: int | None,
+    comparable: bool = True,
 ) -> Rung:
-    """Choose a rung for a fault. `highest` is the highest step that the job ever finished."""
+    """Choose a rung for a fault.
+
+    `highest` is the highest step that the job ever finished, `comparable` whether the fault's step
+    can be compared with those of earlier rounds.
+    """
     if fault.wanted:
         return ladder.cheapest(fault, there)
-    _remember(history, fault, highest, max_restarts)
+    if not fault.doubtful:
+        _remember(history, fault, highest, max_restarts, comparable)
     stop = _stop(history, fault, highest, max_restarts)
     if stop is not None:
         return stop
@@ -75,11 +87,12 @@ def _stop(
     what = f"{subject(fault)}: {fault.signature}"
     if fault.kind == "hang" and fault.detail:
         what = fault.detail
-    if highest == 0 and limit is None and fault.kind in ("exit", "exception"):
+    own = fault.kind in ("exit", "exception") and not fault.wake
+    if highest == 0 and limit is None and own:
         return Stop(EXIT_FAILED, f"{what}, before the first step")
     if limit is not None and history.restarts >= limit:
         return Stop(EXIT_FAILED, f"{what}; {limit} restarts allowed and used")
-    if history.same >= (SAME_LIMIT_SLOW if fault.doubtful else SAME_LIMIT):
+    if history.same >= SAME_LIMIT:
         reason = f"{what} at step {fault.step}, {history.same} times in a row"
         return Stop(EXIT_DO_NOT_REQUEUE, reason)
     if history.stuck >= STUCK_LIMIT or history.stuck_outside >= STUCK_LIMIT_OUTSIDE:
@@ -90,18 +103,23 @@ def _stop(
 
 
 def _remember(
-    history: FaultHistory, fault: Fault, highest: StepNumber, max_restarts: int | None
+    history: FaultHistory,
+    fault: Fault,
+    highest: StepNumber,
+    max_restarts: int | None,
+    comparable: bool,
 ) -> None:
-    advanced = highest > history.best_step
+    advanced = comparable and highest > history.best_step
     history.best_step = highest
     if advanced:
         history.stuck = history.stuck_outside = 0
-    if fault.outside:
+    if fault.outside or not comparable:
         history.stuck_outside += 1
     else:
         history.stuck += 1
-    # Steps of a job that never finished one are not comparable: torchrun's number decides there.
-    countable = not fault.outside and (highest > 0 or max_restarts is None)
+    # Before the job's first step, torchrun's number decides if there is one.
+    unsaid = highest == 0 and (max_restarts is not None or fault.unexplained)
+    countable = comparable and not fault.outside and not unsaid
     signature = "hangs" if fault.kind == "hang" else fault.signature
     repeated = signature == history.signature and fault.step == history.step
     history.same = (history.same + 1 if repeated else 1) if countable else 0
@@ -110,6 +128,6 @@ def _remember(
 
 def validate(history: FaultHistory, max_restarts: int | None) -> None:
     assert max_restarts is None or history.restarts <= max_restarts, "more restarts than allowed"
-    assert history.same <= SAME_LIMIT_SLOW, "the same failure went on"
+    assert history.same <= SAME_LIMIT, "the same failure went on"
     assert history.stuck <= STUCK_LIMIT, "stuck for ever"
     assert history.stuck_outside <= STUCK_LIMIT_OUTSIDE, "stuck for ever"

@@ -1,7 +1,8 @@
-"""What comes of ranks that slow the others down.
+"""What comes of ranks that slow the others down, and of nodes that have too little CPU time.
 
 A finding becomes an incident that breaks no round, an answer to scripts that want to know, and, if the
-user wants that and a spare waits, costs the rank's node its place.
+user wants that and a spare waits, costs the rank's node its place. An overloaded node is an incident of
+another kind: it blames what keeps the CPUs busy, not a rank, and costs nobody a place.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from holdfast.core.faults import Fault
 from holdfast.core.machine import NONE, Effects, Machine, on
 from holdfast.core.states import Running
 from holdfast.core.stragglers import windows
-from holdfast.core.stragglers.windows import Stragglers
+from holdfast.core.stragglers.windows import Overload, Stragglers
 from holdfast.core.view import View, rank_in_force
 from holdfast.messages.events import Asked, Progress
 from holdfast.messages.exits import EXIT_DO_NOT_REQUEUE
@@ -49,13 +50,14 @@ class StragglersMachine(Stragglers, Machine):
             for timings in event.timings
             if rank_in_force(job, event.node, event.round, timings.rank) is not None
         ]
-        found = windows.take(self, own, job.highest)
+        found, overloads = windows.take(self, own, job.highest, now)
+        effects: list[Effect] = [_report_overload(job, one) for one in overloads if one.began]
         if not found:
-            return NONE
+            return effects
         known = self.findings
         known.total += len(found)
         known.newest = [*known.newest, *found][-KEPT_FINDINGS:]
-        effects = self._answers()
+        effects += self._answers()
         replaced = False  # One node at a time: the next round tells whether others are still slow.
         for finding in found:
             if finding.began and self._is_incident(job, finding):
@@ -107,6 +109,20 @@ class StragglersMachine(Stragglers, Machine):
             return True
         quick = job.steps_per_s is not None and job.steps_per_s >= QUICK_STEPS_PER_S
         return not quick and not self.ranks[finding.rank].relative.flagged
+
+
+def _report_overload(job: View, overload: Overload) -> Effect:
+    placed = job.membership.placed.items()
+    node = next(node for node, one in placed if one.spec.host == overload.host)
+    return Note(
+        kind="overload",
+        node=node,
+        rank=None,
+        round=job.membership.round,
+        step=job.highest,
+        signature=f"is overloaded: {overload.shares}",
+        action="training goes on; its ranks are not judged slow meanwhile",
+    )
 
 
 def _report(job: View, finding: Finding, replace: bool) -> list[Effect]:

@@ -1,9 +1,9 @@
-"""Decides which ranks slow the others down.
+"""Decides which ranks slow the others down, and which nodes have too little CPU time for their ranks.
 
 Agents report how long the sections of their ranks' steps took. Reports are collected in a window until
-every rank of the round has eight samples; then the window is judged and the next one begins. A rank
-that reports nothing does not delay this for ever: once a rank has 24 samples, those with enough are
-judged, and the rest are unknown.
+every rank of the round has eight samples and five seconds have passed; then the window is judged and
+the next one begins. A rank that reports nothing does not delay this for ever: once a rank has reported
+three times and has 24 samples, those with enough are judged, and the rest are unknown.
 
 Each window gives a rank two scores (`stragglers.own_work` defines them, and why a rank that waits is
 not a slow one):
@@ -12,10 +12,15 @@ not a slow one):
     individual   compared with its own best of any two consecutive windows: finds a slowdown of all
                  ranks at once, which no comparison between ranks can show
 
-A rank becomes a straggler when its score is below 0.75 in two consecutive windows, and ceases to be one
-when it is 0.8 or more in two consecutive windows. For the relative score these thresholds are
-multiplied by the score of the *typical* rank, the slowest of the faster half: one exceptionally fast
-rank makes no stragglers of the others. A window in which a rank is unknown changes nothing for it.
+A rank becomes a straggler when its score is below 0.75 in three consecutive windows, and ceases to be
+one when it is 0.85 or more in three. For the relative score these thresholds are multiplied by the
+score of the *typical* rank, the slowest of the faster half: one exceptionally fast rank makes no
+stragglers of the others. A window in which a rank is unknown changes nothing for it.
+
+A rank can only be called slow if it had a CPU. Agents report how long their ranks wanted to run and had
+none (`CpuShortage`). If that is more than a tenth of a rank's own work in a window, the rank's host is
+overloaded in that window: no rank on it is judged by the window, and none of its times is remembered
+as its best. An overload of three consecutive windows is a finding of its own, about the host.
 
 Scores compare the ranks of one round. A new round starts from nothing, except for the best times of
 ranks that stay on their host, if the world keeps its size: with the size a rank's work may change.
@@ -23,23 +28,29 @@ ranks that stay on their host, if the world keeps its size: with the size a rank
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median_high
+from typing import NamedTuple
 
 from msgspec import Struct, field
 
 from holdfast.core.stragglers import own_work
 from holdfast.core.stragglers.own_work import Sample, Score, Sections, Works
-from holdfast.messages.timings import STEP, Finding, Kind, RankTimings
-from holdfast.messages.units import Rank, StepNumber
+from holdfast.messages.timings import CpuShortage, Finding, Kind, RankTimings
+from holdfast.messages.units import Rank, Seconds, StepNumber, Time
 
 THRESHOLD = 0.75
-CLEAR = 0.8
-WINDOWS = 2
+CLEAR = 0.85
+WINDOWS = 3
 """Consecutive windows that it takes to become a straggler, or to cease to be one."""
 WINDOW_SAMPLES = 8
+WINDOW_S: Seconds = 5.0
 PATIENCE = 3
-"""A window is judged without late ranks when a rank has this many times the samples."""
+"""A window is judged without late ranks when a rank has this many reports and times the samples."""
+OVERLOADED = 0.1
+"""Share of a rank's work without a CPU above which its host is overloaded."""
+RELIEVED = 0.05
+"""Share below which an overload ends."""
 
 
 class Track(Struct):
@@ -71,10 +82,90 @@ class RankScores(Struct, frozen=True):
     """Kind of straggler it is, if it is one."""
 
 
+class Shares(Struct, frozen=True):
+    """Time without a CPU, by reason, as shares of a rank's own work."""
+
+    queued: float = 0.0
+    throttled: float = 0.0
+    stolen: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.queued + self.throttled + self.stolen
+
+    def __str__(self) -> str:
+        return (
+            f"its ranks had no CPU for {_percent(self.total)} of their work: run-queue delay"
+            f" {_percent(self.queued)}, throttled {_percent(self.throttled)},"
+            f" steal {_percent(self.stolen)}"
+        )
+
+
+class HostLoad(Struct):
+    """How much CPU time the ranks of one host lacked, over the windows."""
+
+    now: Shares = Shares()
+    """Of the rank that lacked most, in the last window."""
+    run: int = 0
+    """Number of consecutive windows that contradict `overloaded`."""
+    overloaded: bool = False
+
+
+class Overload(NamedTuple):
+    """A host that became overloaded, or ceased to be."""
+
+    host: str
+    began: bool
+    shares: Shares
+
+
+class Judged(NamedTuple):
+    """What a window shows that was not known before."""
+
+    findings: Sequence[Finding] = ()
+    overloads: Sequence[Overload] = ()
+
+
+class Gathered(Struct):
+    """What one rank reported in a window."""
+
+    sections: Sections = field(default_factory=dict)
+    reports: int = 0
+    queued_s: float = 0.0
+    throttled_s: float = 0.0
+    stolen_s: float = 0.0
+
+    def add(self, report: RankTimings) -> None:
+        self.reports += 1
+        for timing in report.timings:
+            if timing.count > 0:
+                self.sections.setdefault(timing.section, Sample()).add(timing)
+        shortage: CpuShortage = report.shortage
+        self.queued_s += shortage.queued_s
+        self.throttled_s += shortage.throttled_s
+        self.stolen_s += shortage.stolen_s
+
+    @property
+    def samples(self) -> int:
+        return own_work.samples(self.sections)
+
+    def shares(self, works: Works) -> Shares:
+        """Return which share of its own work it had no CPU for."""
+        own_s = sum(work.own_s for work in works.values()) * self.samples
+        if own_s <= 0:
+            return Shares()
+        parts = (self.queued_s, self.throttled_s, self.stolen_s)
+        return Shares(*(min(1.0, part_s / own_s) for part_s in parts))
+
+
 class Stragglers(Struct):
     ranks: dict[Rank, RankSpeed] = field(default_factory=dict)
     """All ranks of the round."""
-    window: dict[Rank, Sections] = field(default_factory=dict)
+    hosts: dict[str, HostLoad] = field(default_factory=dict)
+    """All hosts of the round."""
+    opened_at: Time | None = None
+    """When the first report of the window came."""
+    window: dict[Rank, Gathered] = field(default_factory=dict)
     full: dict[Rank, bool] = field(default_factory=dict)
     """Ranks with enough samples in the window (the values have no meaning)."""
 
@@ -89,21 +180,30 @@ def renew(state: Stragglers, hosts: Mapping[Rank, str], now_step: StepNumber) ->
     ]
     before = state.ranks if len(hosts) == len(state.ranks) else {}
     state.ranks = {rank: RankSpeed(host) for rank, host in sorted(hosts.items())}
+    state.hosts = {host: state.hosts.get(host, HostLoad()) for host in sorted(set(hosts.values()))}
     for rank, fresh in state.ranks.items():
         if rank in before and before[rank].host == fresh.host:
             fresh.best_s = before[rank].best_s
-    state.window, state.full = {}, {}
+    _empty(state)
+    state.window = {}
     return ended
 
 
-def take(state: Stragglers, reports: Iterable[RankTimings], now_step: StepNumber) -> list[Finding]:
-    """Add reports to the window; if that completes it, return who became or ceased to be slow."""
-    most = max((_gather(state, report) for report in reports), default=0)
-    if len(state.full) < len(state.ranks) and most < PATIENCE * WINDOW_SAMPLES:
-        return []
+def take(
+    state: Stragglers, reports: Iterable[RankTimings], now_step: StepNumber, now: Time
+) -> Judged:
+    """Add reports to the window; if that completes it, return what it shows."""
+    patient = True
+    for report in reports:
+        if report.rank in state.ranks:
+            patient = _gather(state, report, now) and patient
+    if state.opened_at is None or now - state.opened_at < WINDOW_S:
+        return Judged()
+    if len(state.full) < len(state.ranks) and patient:
+        return Judged()
     judged = {rank: state.window.pop(rank) for rank in state.full}
-    state.full = {}
-    return _judge(state, judged, now_step) if judged else []
+    _empty(state)
+    return _judge(state, judged, now_step) if judged else Judged()
 
 
 def scores(state: Stragglers) -> dict[Rank, RankScores]:
@@ -118,65 +218,89 @@ def scores(state: Stragglers) -> dict[Rank, RankScores]:
     }
 
 
+def overload(state: Stragglers, host: str) -> Shares | None:
+    """Return what keeps the CPUs of a host from its ranks; None if it is not overloaded."""
+    load = state.hosts.get(host)
+    return load.now if load is not None and load.overloaded else None
+
+
 # ---- windows -----------------------------------------------------------------------------------
 
 
-def _gather(state: Stragglers, report: RankTimings) -> int:
-    """Add a report to the window; return how many samples the rank now has in it."""
-    if report.rank not in state.ranks:
-        return 0
-    sections = state.window.setdefault(report.rank, {})
-    for timing in report.timings:
-        if timing.count > 0:
-            sections.setdefault(timing.section, Sample()).add(timing)
-    count = _samples(sections)
+def _gather(state: Stragglers, report: RankTimings, now: Time) -> bool:
+    """Add a report to the window; return whether its rank can wait for others."""
+    if state.opened_at is None:
+        state.opened_at = now
+    gathered = state.window.setdefault(report.rank, Gathered())
+    gathered.add(report)
+    count = gathered.samples
     if count >= WINDOW_SAMPLES:
         state.full[report.rank] = True
     else:
         state.full.pop(report.rank, None)
-    return count
+    return gathered.reports < PATIENCE or count < PATIENCE * WINDOW_SAMPLES
 
 
-def _samples(sections: Sections) -> int:
-    """Return the number of steps if they are reported, else the count of the most frequent section."""
-    if STEP in sections:
-        return sections[STEP].count
-    return max((sample.count for sample in sections.values()), default=0)
+def _empty(state: Stragglers) -> None:
+    """Begin the next window; what late ranks reported stays in it."""
+    state.full, state.opened_at = {}, None
 
 
-def _judge(
-    state: Stragglers, window: Mapping[Rank, Sections], now_step: StepNumber
-) -> list[Finding]:
-    works = own_work.own_work(window)
-    relative = _relative(works)
+def _judge(state: Stragglers, window: Mapping[Rank, Gathered], now_step: StepNumber) -> Judged:
+    works = own_work.own_work({rank: gathered.sections for rank, gathered in window.items()})
+    overloads, starved = _weigh(state, {r: g.shares(works[r]) for r, g in window.items()})
+    steps_s = {rank: own_work.step_s(gathered.sections) for rank, gathered in window.items()}
+    relative = _relative(works, steps_s)
     typical = median_high([score.score for score in relative.values()] or [1.0])
     findings = []
     for rank in sorted(works):
         each = state.ranks[rank]
-        found = relative.get(rank), _individual(each, works[rank])
+        if each.host in starved:
+            continue
+        found = relative.get(rank), _individual(each, works[rank], steps_s[rank])
         for (kind, track), score, bar in zip(_tracks(each), found, (typical, 1.0), strict=True):
             if score is not None and _follow(track, score, bar):
                 findings.append(_finding(rank, kind, track, now_step, began=track.flagged))
-    return findings
+    return Judged(findings, overloads)
 
 
-def _relative(works: Mapping[Rank, Works]) -> dict[Rank, Score]:
+def _weigh(state: Stragglers, shares: Mapping[Rank, Shares]) -> tuple[list[Overload], set[str]]:
+    """Note how much CPU time each host lacked; return which became or ceased to be overloaded, and
+    which were overloaded in this window."""
+    worst: dict[str, Shares] = {}
+    for rank, lacked in sorted(shares.items()):
+        host = state.ranks[rank].host
+        if host not in worst or lacked.total > worst[host].total:
+            worst[host] = lacked
+    turned = []
+    for host, lacked in sorted(worst.items()):
+        load = state.hosts[host]
+        load.now = lacked
+        says = lacked.total < RELIEVED if load.overloaded else lacked.total > OVERLOADED
+        load.run = load.run + 1 if says else 0
+        if load.run == WINDOWS:
+            load.overloaded, load.run = not load.overloaded, 0
+            turned.append(Overload(host, load.overloaded, lacked))
+    return turned, {host for host, lacked in worst.items() if lacked.total > OVERLOADED}
+
+
+def _relative(works: Mapping[Rank, Works], steps_s: Mapping[Rank, Seconds]) -> dict[Rank, Score]:
     seen = [each for each in works.values() if any(not work.hidden for work in each.values())]
     if len(seen) < 2:
         return {}
     best = own_work.best_of(seen)
-    found = {rank: own_work.score(each, best) for rank, each in works.items()}
+    found = {rank: own_work.score(each, best, steps_s[rank]) for rank, each in works.items()}
     return {rank: score for rank, score in found.items() if score is not None}
 
 
-def _individual(each: RankSpeed, works: Works) -> Score | None:
+def _individual(each: RankSpeed, works: Works, step_s: Seconds) -> Score | None:
     """Score a rank against its best; a time counts as reached when it was held in two windows."""
-    now_s = {name: work.median_s for name, work in works.items() if not work.hidden}
+    now_s = {name: work.own_s for name, work in works.items() if not work.hidden}
     for name in filter(each.last_s.__contains__, now_s):
         held_s = max(now_s[name], each.last_s[name])
         each.best_s[name] = min(held_s, each.best_s.get(name, held_s))
     each.last_s = now_s
-    return own_work.score(works, each.best_s)
+    return own_work.score(works, each.best_s, step_s)
 
 
 def _follow(track: Track, score: Score, bar: float) -> bool:
@@ -200,17 +324,22 @@ def _finding(rank: Rank, kind: Kind, track: Track, step: StepNumber, *, began: b
     return Finding(rank=rank, kind=kind, began=began, score=score, section=section, step=step)
 
 
+def _percent(share: float) -> str:
+    return f"{round(100 * share)} %"
+
+
 def validate(state: Stragglers) -> None:
     """Check every invariant."""
     assert state.window.keys() <= state.ranks.keys(), "a window of an unknown rank"
-    counts = {rank: _samples(sections) for rank, sections in state.window.items()}
-    enough = {rank for rank, count in counts.items() if count >= WINDOW_SAMPLES}
+    enough = {rank for rank, each in state.window.items() if each.samples >= WINDOW_SAMPLES}
     assert state.full.keys() == enough, "miscounted samples"
-    assert len(enough) < max(1, len(state.ranks)), "a window that should have been judged"
-    for sections in state.window.values():
-        assert all(sample.count > 0 for sample in sections.values()), "a section without samples"
-    for each in state.ranks.values():
-        for kind, track in _tracks(each):
+    for each in state.window.values():
+        assert all(sample.count > 0 for sample in each.sections.values()), "an empty section"
+    for speed in state.ranks.values():
+        for kind, track in _tracks(speed):
             assert 0 <= track.run < WINDOWS, f"a {kind} track that should have turned"
             assert not track.flagged or track.now is not None, "a straggler without a score"
             assert track.now is None or 0 <= track.now.score <= 1, "an impossible score"
+    assert state.hosts.keys() == {speed.host for speed in state.ranks.values()}, "unknown hosts"
+    for load in state.hosts.values():
+        assert 0 <= load.run < WINDOWS, "a host's load that should have turned"

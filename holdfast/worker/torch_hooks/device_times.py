@@ -15,8 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from holdfast.shm.vital_signs import OPTIMIZER, OWN_WORK, Vitals
+from holdfast.shm.vital_signs import BACKWARD, FORWARD, OPTIMIZER, Vitals
 
+PASSES: Final = (FORWARD, BACKWARD, OPTIMIZER)
+"""Phases that queue work. Between them a script may also wait for the GPU itself."""
 COST_S: Final = 100e-6
 """Upper bound of the cost of timing one step."""
 WAIT_COST_S: Final = 5e-6
@@ -64,7 +66,7 @@ class DeviceTimes:
     def mark(self, phase: int) -> None:
         """End the timing of the current phase, and begin another."""
         before, self._phase = self._phase, phase
-        timed = phase in OWN_WORK and len(self._unread) < MOST_UNREAD
+        timed = phase in PASSES and len(self._unread) < MOST_UNREAD
         try:
             if self._cuda.is_current_stream_capturing():
                 self._now = None

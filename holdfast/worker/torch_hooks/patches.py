@@ -3,7 +3,8 @@
 **Steps are counted.** Torch calls global hooks around every step of every optimizer. Only the first
 optimizer of a process counts, so that a script with two (a GAN) is not counted twice; when it is gone,
 the next one takes its place. After a resume the number of earlier steps is read from the optimizer's
-state, if it keeps one (Adam does, plain SGD does not).
+state, if it keeps one (Adam does, plain SGD does not); else see `worker.resumption`, which is told of
+what the script saves and loads.
 
 **Saves are sections.** Storage may be slow without a fault, and while rank 0 writes, the other ranks
 wait for it. So `torch.save` to a file, and torch's distributed checkpoints, are sections named
@@ -21,14 +22,18 @@ from __future__ import annotations
 
 import functools
 import io
+import os
 import sys
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import FrameType, ModuleType
 from typing import Any
 
 from holdfast.worker.runtime import Runtime
 from holdfast.worker.torch_hooks.imports import when_imported
+
+Call = Callable[..., Any]
 
 
 def count_steps(runtime: Runtime) -> None:
@@ -98,29 +103,92 @@ def _steps_in_state(optimizer: Any) -> int:
 def book_saves(runtime: Runtime) -> None:
     """Wrap the functions that save in sections, in each module that has them."""
 
-    def wrap(name: str, *homes: ModuleType | None) -> None:
-        real = getattr(homes[0], name, None)
-        if real is None:  # Another version of torch.
-            return
-
-        @functools.wraps(real)
+    def book(real: Call, written: Call) -> Call:
         def save(*args: Any, **kwargs: Any) -> Any:
-            target = kwargs.get("f", args[1] if len(args) > 1 else None)
+            target = written(args, kwargs)
             if isinstance(target, io.BytesIO):
                 return real(*args, **kwargs)
+            note = runtime.noting()
             with runtime.section("checkpoint"):
-                return real(*args, **kwargs)
+                result = real(*args, **kwargs)
+            pending = getattr(result, "upload_completion", result)
+            if isinstance(pending, Future):
+                pending.add_done_callback(lambda _: note(target))
+            else:
+                note(target)
+            return result
 
-        for home in homes:
-            if home is not None and home.__dict__.get(name) is real:
-                home.__dict__[name] = save
+        return save
 
     def on_distributed(module: ModuleType) -> None:
         for name in ("save", "async_save", "save_state_dict"):
-            wrap(name, module, sys.modules.get("torch.distributed.checkpoint"))
+            homes = (module, sys.modules.get("torch.distributed.checkpoint"))
+            _wrap(name, lambda real: book(real, _metadata_file), *homes)
 
-    when_imported("torch.serialization", lambda module: wrap("save", module, sys.modules["torch"]))
+    def on_torch(module: ModuleType) -> None:
+        _wrap("save", lambda real: book(real, _second("f")), module, sys.modules["torch"])
+
+    def on_safetensors(module: ModuleType) -> None:
+        _wrap("save_file", lambda real: book(real, _second("filename")), module)
+
+    when_imported("torch.serialization", on_torch)
     when_imported("torch.distributed.checkpoint.state_dict_saver", on_distributed)
+    when_imported("safetensors.torch", on_safetensors)
+
+
+def note_loads(runtime: Runtime) -> None:
+    """Note loads that do not open a file in Python."""
+
+    def tell(real: Call, name: str, note: Callable[[Any], None]) -> Call:
+        def load(*args: Any, **kwargs: Any) -> Any:
+            note(kwargs.get(name, args[0] if args else None))
+            return real(*args, **kwargs)
+
+        return load
+
+    def note_source(source: Any) -> None:
+        if not isinstance(source, (str, bytes, os.PathLike)) and not _is_file(source):
+            runtime.resumption.read_unknown()
+
+    def on_torch(module: ModuleType) -> None:
+        homes = (module, sys.modules["torch"])
+        _wrap("load", lambda real: tell(real, "f", note_source), *homes)
+
+    def on_safetensors(module: ModuleType) -> None:
+        _wrap("load_file", lambda real: tell(real, "filename", runtime.resumption.read), module)
+
+    when_imported("torch.serialization", on_torch)
+    when_imported("safetensors.torch", on_safetensors)
+
+
+def _wrap(name: str, make: Callable[[Call], Call], *homes: ModuleType | None) -> None:
+    """Replace a function by a wrapper in each module that has it."""
+    real = getattr(homes[0], name, None)
+    if real is None:  # Another version of torch.
+        return
+    wrapper = functools.wraps(real)(make(real))
+    for home in homes:
+        if home is not None and home.__dict__.get(name) is real:
+            home.__dict__[name] = wrapper
+
+
+def _second(name: str) -> Call:
+    """Return a function that finds a call's second argument, by its name or its place."""
+    return lambda args, kwargs: kwargs.get(name, args[1] if len(args) > 1 else None)
+
+
+def _metadata_file(args: Any, kwargs: Any) -> str | None:
+    """Return the file that a distributed checkpoint has once it is whole, and every rank reads."""
+    writer = kwargs.get("storage_writer", args[1] if len(args) > 1 else None)
+    folder = kwargs.get("checkpoint_id") or getattr(writer, "path", None)
+    return None if folder is None else os.path.join(os.fspath(folder), ".metadata")
+
+
+def _is_file(source: Any) -> bool:
+    try:
+        return isinstance(source.fileno(), int)
+    except (AttributeError, OSError, ValueError):
+        return False
 
 
 def host_store(listener_fd: int, port: int) -> None:

@@ -101,6 +101,7 @@ class Phases:
             self._vitals.go_on(BETWEEN, now)
         else:
             self._mark(BETWEEN)
+            self._own_times.step_ended()
         step_s, self._stepped_at = now - self._stepped_at, now
         others = self._skipped_per_followed(step_s)
         if self._to_skip:
@@ -110,6 +111,7 @@ class Phases:
         self._skips = self._to_skip > 0
         if not self._skips:
             self._arm()
+            self._own_times.step_begins(now)
             if self._own_times.device is None and uses_device():
                 self._own_times.device = DeviceTimes(self._vitals, sys.modules["torch"].cuda)
 
@@ -196,7 +198,9 @@ class Phases:
                 return
             if _is_ddp(root):
                 self._reduced = weakref.ref(root.module)
-                return  # DDP waits for rank 0's buffers before it calls its module.
+                # DDP waits for rank 0's buffers before it calls its module.
+                self._own_times.waits_until_marked(time.monotonic())
+                return
             hooks.pop(_OUR_HOOK, None)
             if self._skips:
                 return

@@ -2,8 +2,13 @@
 
 A wait for a collective in Python is a call of `Work.wait`: torch's own functions, FSDP and scripts all
 use it; DTensors call `wait_tensor`. Both are wrapped, so that waiting can be told from a rank's own
-work, and a thread that is in here is one that waits (see `heartbeat`). DDP waits for its gradients in
-C++, within the backward pass: that is not visible.
+work, and a thread that is in here is one that waits (see `heartbeat`). DDP waits in C++: for its
+gradients, within the backward pass, which is not visible; and for rank 0's buffers, from its call to
+that of the module inside it, which is.
+
+What a script does between the phases (logging, metrics, its own augmentation) is one duration for each
+step that is followed from its start, however many pieces it is in. With a GPU it is not timed: there a
+script also waits for the GPU, which may be waiting for other ranks.
 
 With a GPU those calls return at once and the stream waits instead, as after `Stream.wait_event`, by
 which FSDP waits for its communication stream. `DeviceTimes` then records events around such a wait.
@@ -18,7 +23,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Final
 
-from holdfast.shm.vital_signs import OWN_WORK, Vitals
+from holdfast.shm.vital_signs import BETWEEN, OWN_WORK, Vitals
 from holdfast.worker.torch_hooks.device_times import DeviceTimes
 from holdfast.worker.torch_hooks.imports import when_imported
 
@@ -42,16 +47,41 @@ class OwnTimes:
         self._within = False
         self._phase = -1
         self._began_at = self._waited_before_s = 0.0
+        self._waits_since: float | None = None
+        """When a wait began that ends with the next mark."""
+        self._between_s: float | None = None
+        """Own work between the phases of this step; None if its start was not followed."""
 
     def mark(self, phase: int, now: float) -> None:
         """Book the phase that ends, and begin another."""
         if self.device is not None:
             self.device.mark(phase)
             return
+        if self._waits_since is not None:
+            self.waited_s += now - self._waits_since
+            self._waits_since = None
         if self._phase in OWN_WORK:
-            own_s = now - self._began_at - (self.waited_s - self._waited_before_s)
-            self._vitals.took_itself(self._phase, max(0.0, own_s))
+            own_s = max(0.0, now - self._began_at - (self.waited_s - self._waited_before_s))
+            if self._phase != BETWEEN:
+                self._vitals.took_itself(self._phase, own_s)
+            elif self._between_s is not None:
+                self._between_s += own_s
         self._phase, self._began_at, self._waited_before_s = phase, now, self.waited_s
+
+    def waits_until_marked(self, now: float) -> None:
+        """Count the time from now to the next mark as a wait."""
+        self._waits_since = now
+
+    def step_ended(self) -> None:
+        """Book what a followed step did between its phases."""
+        if self._between_s is not None and self.device is None:
+            self._vitals.took_itself(BETWEEN, self._between_s)
+        self._between_s = None
+
+    def step_begins(self, now: float) -> None:
+        """Follow a step from its start, after steps that were not followed or one that was."""
+        self._phase, self._began_at, self._waited_before_s = BETWEEN, now, self.waited_s
+        self._waits_since, self._between_s = None, 0.0
 
     def install(self) -> None:
         when_imported("torch.distributed.distributed_c10d", self._on_collectives)

@@ -1,0 +1,8 @@
+"""The benches are scripts: their folder is where they import from."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))

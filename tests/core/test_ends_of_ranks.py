@@ -1,0 +1,114 @@
+"""Ranks that end before others, and what the others fail of."""
+
+from __future__ import annotations
+
+import pytest
+from driver import WAKE, Driver, raised
+
+from holdfast.core import report
+from holdfast.messages.events import NodeWarm
+from holdfast.messages.records import Incident, Raised
+from holdfast.messages.units import NodeId
+
+
+def training(step: int = 50) -> Driver:
+    return Driver(min_nodes=2, max_nodes=2).running("a", "b", step=step)
+
+
+def last(job: Driver) -> Incident:
+    return job.job.incidents[-1]
+
+
+def test_a_rank_that_ended_early_is_named_for_what_the_others_fail_of() -> None:
+    job = training()
+    job.after(1).exit(1, 50, code=0)
+    job.after(1).exit(0, 51, code=1, raised=WAKE)
+    incident = last(job)
+    assert (incident.kind, incident.rank, incident.node) == ("exit", 1, "a")
+    assert incident.step == 50
+    assert incident.detail.startswith(
+        "rank 1 ended with exit code 0 at step 50 while others still trained;"
+        " rank 0 failed in a collective that needed it"
+    )
+    assert incident.also == ["rank 0 RuntimeError at train.py:3"]
+    line = report.incident_line(job.job, incident)
+    assert line.startswith("rank 1 ended with exit code 0 while others still trained at step 50")
+
+
+def test_all_who_fail_of_it_are_listed_once_and_the_blame_stays() -> None:
+    job = training()
+    job.after(1).exit(1, 50, code=0)
+    job.after(1).exit(2, 51, code=1, raised=WAKE)
+    job.exit(0, 51, code=1, raised=WAKE, at=job.at - 0.5)  # Heard of later, and died first.
+    incident = last(job)
+    assert (incident.kind, incident.rank) == ("exit", 1)
+    assert sorted(incident.also) == [
+        "rank 0 RuntimeError at train.py:3",
+        "rank 2 RuntimeError at train.py:3",
+    ]
+
+
+def test_a_death_that_explains_the_failure_is_named_although_a_rank_had_ended() -> None:
+    job = training()
+    job.after(1).exit(1, 50, code=0)
+    job.after(1).exit(0, 51, code=1, raised=WAKE)
+    job.after(0.1).exit(2, 51, signal=9)
+    incident = last(job)
+    assert (incident.kind, incident.rank) == ("signal", 2)
+    assert incident.also == ["rank 0 RuntimeError at train.py:3"]
+
+
+def test_a_lost_node_is_named_although_a_rank_had_ended() -> None:
+    job = training()
+    job.after(1).exit(1, 50, code=0)
+    job.after(0.1).exit(0, 51, code=1, raised=WAKE)
+    job.left("b")
+    assert (last(job).kind, last(job).node, last(job).rank) == ("node", "b", None)
+
+
+@pytest.mark.parametrize("error", [raised(), raised("ValueError", "bad batch")])
+def test_a_failure_of_a_ranks_own_is_not_blamed_on_one_that_ended(error: Raised) -> None:
+    job = training()
+    job.after(1).exit(1, 50, code=0)
+    job.after(1).exit(0, 51, code=1, raised=error)
+    assert (last(job).kind, last(job).rank) == ("exception", 0)
+
+
+def test_without_a_rank_that_ended_the_one_that_failed_is_named() -> None:
+    job = training()
+    job.after(1).exit(0, 50, code=1, raised=WAKE)
+    assert (last(job).kind, last(job).rank) == ("exception", 0)
+
+
+def test_the_same_early_end_three_times_ends_the_job_and_says_why() -> None:
+    job = training()
+    for _ in range(3):
+        job.after(1).exit(1, 50, code=0)
+        job.after(1).exit(0, 51, code=1, raised=WAKE)
+        job.all_ready()
+        if job.job.result is None:
+            job.start_all()
+            job.after(1).step_all(50, steps=10)
+    assert job.job.result is not None
+    assert job.job.result.code == 93
+    assert job.job.result.reason == (
+        "rank 1: exit code 0 while others still trained at step 50, 3 times in a row"
+    )
+
+
+def test_an_incident_says_that_ranks_which_had_finished_began_again() -> None:
+    job = training()
+    job.after(1).exit(1, 50, code=0)
+    job.after(1).exit(0, 51, signal=9)
+    job.all_ready()
+    assert last(job).action == "gave the ranks to standbys; 1 that had finished began again"
+
+
+def test_once_a_rank_has_finished_nothing_begins_again_for_more_nodes() -> None:
+    job = Driver(min_nodes=1, max_nodes=2).running("a", step=50)
+    job.after(1).exit(1, 50, code=0)
+    job.join("b")
+    job.take(NodeWarm(at=job.at, node=NodeId("b")))
+    job.after(1).step(0, 51)
+    assert job.round == 1
+    assert job.job.incidents == []
