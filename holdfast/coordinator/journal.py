@@ -28,7 +28,7 @@ from holdfast.errors import JournalCorrupt, JournalError
 from holdfast.messages.events import AnyEvent
 from holdfast.messages.reports import Booking
 
-VERSION = 2
+VERSION = 3
 SNAPSHOT_EVERY = 2000
 SNAPSHOT_BYTES = 4 << 20
 

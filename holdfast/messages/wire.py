@@ -21,7 +21,7 @@ from holdfast.messages.records import Terms
 from holdfast.messages.reports import SuspicionReport
 from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, Time
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 
 class Hello(Struct, frozen=True, kw_only=True, tag=True):

@@ -19,7 +19,7 @@ from holdfast.core.decisions import BreakRound, Effect, Note, Refused
 from holdfast.core.faults import Fault
 from holdfast.core.hangs import limits, rules
 from holdfast.core.hangs.rules import Outlook, Scene
-from holdfast.core.hangs.state import Hangs, Standing, Suspicion, remembered
+from holdfast.core.hangs.state import Hangs, LateRank, Suspicion, remembered
 from holdfast.core.machine import NONE, Effects, Machine, on
 from holdfast.core.states import ALWAYS, Running
 from holdfast.core.view import View, earliest
@@ -76,7 +76,7 @@ class HangsMachine(Hangs, Machine):
         for stall in event.stalls:
             one = job.ranks.get(stall.rank)
             if one is not None and one.node == event.node and not one.finished:
-                self.late[stall.rank] = Standing(event.node, stall, event.at, not one.stepped)
+                self.late[stall.rank] = LateRank(event.node, stall, event.at, not one.stepped)
         return self._follow(job, now)
 
     @on(VerdictReached, Running, refusal="no round is in force")
@@ -197,7 +197,16 @@ class HangsMachine(Hangs, Machine):
             effects = self._close(now)
         if self.suspicion is None:
             self.suspicion = Suspicion(since, look_at=max(now, self.rested_at))
+        self._note_news(self.suspicion, now)
         return [*effects, *self._decide(job, now)]
+
+    def _note_news(self, suspicion: Suspicion, now: Time) -> None:
+        """Look again soon if the ranks stand otherwise than at the last report."""
+        news = tuple((r, one.stall.kind, one.is_silent) for r, one in sorted(self.late.items()))
+        if news != suspicion.news and suspicion.look_at is not None and suspicion.looks:
+            soon = max(now, Time(suspicion.reached_at + rules.CONFIRM_S))
+            suspicion.look_at = min(suspicion.look_at, soon)
+        suspicion.news = news
 
     def _close(self, now: Time) -> list[Effect]:
         """Note that the job goes on by itself, and learn from it."""
