@@ -54,6 +54,8 @@ WIDELY_EVERY_S: Final = 1.0
 RECENT_S: Final = 5.0
 LOCKED_LOOKS: Final = 3
 LOCKED_S: Final = 1.0
+LOCKED_AGE_S: Final = 1.5
+"""An examination hides what threads wait for; what was seen before holds this long."""
 
 
 class Descendant(NamedTuple):
@@ -230,6 +232,8 @@ class Life:
         """When each sign was last seen."""
         self._deaf_since: float | None = None
         self._locked_since: float | None = None
+        self._locked_at = 0.0
+        """When it was last seen to be locked."""
         self._locked_looks = 0
         self._children: Mapping[int, Descendant] | None = None
         self._connections: Mapping[int, int] | None = None
@@ -254,7 +258,7 @@ class Life:
             share = (sample.ran_ns - self._last.ran_ns) / 1e9 / seconds
             found = Comparison(self._last, sample, seconds, strictly, disturbed)
             moved = tuple(dict.fromkeys(self._moved(signs, sample, now, found)))
-        self._note(signs, sample, now, moved)
+        self._note(signs, sample, now, moved, disturbed)
         recent = tuple(sign for sign, at in self._signs.items() if now - at < RECENT_S)
         return Look(moved, recent, max(0.0, now - self._moved_at), share, self._is_locked(now))
 
@@ -284,7 +288,14 @@ class Life:
             self._deaf_since = now
         return now - self._deaf_since < DEAF_S
 
-    def _note(self, signs: Signs, sample: Counters, now: float, moved: tuple[Sign, ...]) -> None:
+    def _note(
+        self,
+        signs: Signs,
+        sample: Counters,
+        now: float,
+        moved: tuple[Sign, ...],
+        disturbed: bool,
+    ) -> None:
         last = self._last
         if sample.moved_bytes is None and last is not None:
             sample = replace(sample, moved_bytes=last.moved_bytes)
@@ -299,15 +310,18 @@ class Life:
         if signs.mark_at != self._mark_at:
             self._mark_at = signs.mark_at
             self._moved_at = max(self._moved_at, signs.mark_at)
-        if moved or not sample.locked:
+        if moved or not (sample.locked or disturbed):
             self._locked_since, self._locked_looks = None, 0
         if sample.locked:
             self._locked_looks += 1
             self._locked_since = self._locked_since or now
+            self._locked_at = now
 
     def _is_locked(self, now: float) -> bool:
         since = self._locked_since
-        return since is not None and self._locked_looks >= LOCKED_LOOKS and now - since >= LOCKED_S
+        if since is None or now - self._locked_at > LOCKED_AGE_S:
+            return False
+        return self._locked_looks >= LOCKED_LOOKS and self._locked_at - since >= LOCKED_S
 
 
 @dataclass(frozen=True)

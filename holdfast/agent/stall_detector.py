@@ -64,7 +64,7 @@ NEWS_FACTOR = 1.2
 """A duration is reported again when it has changed by this factor."""
 SILENT_S: Final = 0.4
 """A heartbeat this old is a reason to ask whether the process is frozen."""
-AT_LOCK_S: Final = 0.25
+AT_LOCK_S: Final = 0.1
 """A thread that waits for a lock this long is looked at, so that a proof is there when it is late."""
 BUSY_SHARE: Final = 0.5
 ROOTED_S: Final = 0.95

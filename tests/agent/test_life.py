@@ -214,6 +214,16 @@ def test_locks_are_proven_by_several_looks_in_which_nothing_moved() -> None:
     assert not scene.look(ran_ns=1).locked
 
 
+def test_what_an_examination_hides_does_not_end_the_proof_for_a_while() -> None:
+    scene = Scene()
+    for _ in range(8):
+        scene.look(locked=True)
+    hidden = [scene.look(disturbed=True).locked for _ in range(10)]
+    assert hidden == [True] * 6 + [False] * 4
+    assert scene.look(locked=True).locked
+    assert not scene.look().locked
+
+
 # ---- real processes ----------------------------------------------------------------------------
 
 
