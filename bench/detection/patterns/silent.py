@@ -39,7 +39,7 @@ ROWS: list[Pattern] = [
 
             run.begin()
             batches = DataLoader(Stuck(16 * run.last), batch_size=16, num_workers=1)
-            for step, batch in zip(run.steps(), batches):  # here
+            for step, batch in zip(run.steps(), batches):
                 run.train(batch)
             run.end()
         """),
