@@ -30,8 +30,9 @@ from holdfast.diagnosis.fronts import Front
 from holdfast.messages.evidence import RankEvidence, ThreadStack
 from holdfast.messages.units import Seconds
 
-GIL_IDLE_S: Seconds = 5.0
-"""A native call that keeps the GIL and has done nothing for this long does not come back."""
+GIL_IDLE_S: Seconds = 1.0
+"""A native call that keeps the GIL must have done nothing for this long. It may still only sleep:
+`core.hangs` wants to see it again, seconds later."""
 
 _WAITS_OUTSIDE = {"reads", "writes", "computes"}
 

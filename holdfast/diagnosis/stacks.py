@@ -39,7 +39,7 @@ from typing import cast, get_args
 
 import msgspec
 
-from holdfast import kernel, proc
+from holdfast import cgroups, kernel, proc
 from holdfast.diagnosis import faulthandling
 from holdfast.diagnosis.frames import KERNEL, awaits_its_loader, in_collective, main_thread
 from holdfast.messages.evidence import (
@@ -247,7 +247,10 @@ def _wanting_native(found: Mapping[int, Stacks]) -> list[int]:
 
 
 def _state(pid: int) -> ProcessState:
-    """Return the process state. A traced process ("t") is being looked at, which says nothing."""
+    """Return the process state. A traced process ("t") is being looked at, which says nothing; a
+    frozen one is stopped, whatever the kernel calls it."""
+    if cgroups.is_frozen(pid):
+        return "T"
     letter = proc.process_state(pid).replace("I", "S")
     return cast(ProcessState, letter) if letter in get_args(ProcessState) else "?"
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.agent.evidence import Examined, examine
+from holdfast.agent.evidence import Departed, Examined, examine, last_collectives, of_departed
+from holdfast.diagnosis import flight
 from holdfast.messages.evidence import RankEvidence
 from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber
 from holdfast.shm.vital_signs import BETWEEN, VITALS_BYTES, Vitals
@@ -86,3 +87,26 @@ def test_a_dump_that_cannot_be_read_is_missing_and_says_why(pid: int, tmp_path: 
     found = look(pid, Dumping(memoryview(bytearray(VITALS_BYTES))), tmp_path)
     assert found.collectives is None
     assert any("cannot be read" in reason for reason in found.missing)
+
+
+def test_of_a_rank_that_is_gone_its_last_collectives_are_left(tmp_path: Path) -> None:
+    path = tmp_path / "rank_3.flight"
+    gone = Departed(Rank(3), 99, StepNumber(7), path)
+    (found,) = of_departed(NodeId("n"), RoundNumber(2), [gone])
+    assert (found.ended, found.process_state, found.collectives) == (True, "X", None)
+    path.write_bytes(flight.dump())
+    (found,) = of_departed(NodeId("n"), RoundNumber(2), [gone])
+    assert (found.rank, found.step, found.collectives) == (3, 7, ())
+    assert last_collectives(path) == ()
+
+
+def test_a_dump_is_read_once_so_that_one_found_at_the_end_is_the_last(
+    pid: int, tmp_path: Path
+) -> None:
+    class Dumping(Vitals):
+        def want_dump(self) -> None:
+            (tmp_path / "rank_3.flight").write_bytes(flight.dump())
+
+    found = look(pid, Dumping(memoryview(bytearray(VITALS_BYTES))), tmp_path)
+    assert found.collectives == ()
+    assert not (tmp_path / "rank_3.flight").exists()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from puppets import Puppet
+from puppets import Puppet, wait_for
 
 from holdfast.diagnosis import faulthandling
 from holdfast.messages.evidence import Frame, ThreadStack
@@ -120,3 +120,22 @@ def test_a_process_that_is_gone_has_nothing_to_say(fd: int) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     assert asyncio.run(faulthandling.ask(gone.pid, fd, 1.0)) == ""
+
+
+def test_a_crash_leaves_the_python_line_it_came_from(
+    puppet: Callable[..., Puppet], fd: int
+) -> None:
+    crash = "def broken():\n    here()\n    os.abort()"
+    crashed = puppet(ARMED, crash, "broken()", args=[str(fd)], fds=[fd])
+    wait_for(lambda: not crashed.is_alive(), "the crash")
+    text = faulthandling.crash(fd)
+    assert text.startswith("Fatal Python error: Aborted")
+    (main,) = faulthandling.parse(text)
+    assert main.frames[0].function == "broken"
+
+
+def test_stacks_that_were_asked_for_are_no_crash(puppet: Callable[..., Puppet], fd: int) -> None:
+    hang = "import time\ndef stand(): time.sleep(60)"
+    told = puppet(ARMED, hang, "here()\nstand()", args=[str(fd)], fds=[fd])
+    assert ask(told, fd)
+    assert faulthandling.crash(fd) == ""

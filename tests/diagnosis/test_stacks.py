@@ -211,3 +211,43 @@ def test_the_thread_that_trains_is_the_one_that_is_told_of(puppet: Callable[...,
     assert place(found) == "sleeps in train"
     (unknown,) = look(training)
     assert "train" not in place(unknown)
+
+
+LOADER = """
+    import multiprocessing, os, runpy, sys, types
+    def module(path, text):
+        code = compile(text, path, "exec")
+        space = {"multiprocessing": multiprocessing, "os": os, "here": here}
+        exec(code, space)
+        return space
+    worker = module("/env/torch/utils/data/_utils/worker.py", (
+        "def _worker_loop(queue, fetch):\\n    while True: fetch(queue.get())\\n"))
+    dataset = module("/home/me/dataset.py", (
+        "def __getitem__(index):\\n    here()\\n    os.read(0, 1)\\n"))
+    loader = module("/env/torch/utils/data/dataloader.py", (
+        "def _try_get_data(queue):\\n    return queue.get()\\n"))
+    queues = [multiprocessing.Queue() for _ in range(3)]
+    context = multiprocessing.get_context("fork")
+    for queue in queues[:2]:
+        args = (queue, dataset["__getitem__"])
+        context.Process(target=worker["_worker_loop"], args=args, daemon=True).start()
+    queues[1].put(7)
+    loader["_try_get_data"](queues[2])
+"""
+"""A data loader with two workers, one of which waits for work while the other is stuck."""
+
+
+def test_of_a_rank_that_waits_for_its_data_loader_the_stuck_worker_is_seen(
+    puppet: Callable[..., Puppet],
+) -> None:
+    (found,) = look(puppet(LOADER))
+    (worker,) = found.loaders
+    assert worker.number == 1
+    assert "__getitem__" in [frame.function for frame in worker.stack.frames]
+
+
+def test_without_native_stacks_none_is_taken(puppet: Callable[..., Puppet]) -> None:
+    computing = puppet(COMPUTES)
+    found = asyncio.run(collect([Subject(computing.pid)], 5.0, native=False))
+    assert found[computing.pid].source == "py-spy python only"
+    assert "crunch" in place(found[computing.pid])

@@ -553,3 +553,50 @@ def test_a_stuck_worker_of_a_data_loader_is_named_with_its_line() -> None:
         "rank 3 on node-1 waits for its data loader's worker 1 (pid 123), which reads in "
         "dataset.py:40 (__getitem__); ranks 0–2 wait"
     )
+
+
+# ---- what proves that one rank cannot continue ----
+
+
+@pytest.mark.parametrize(
+    ("stack", "more", "proof"),
+    [
+        (ASLEEP, {"process_state": "T"}, "stopped"),
+        (ASLEEP, {"locked": True}, "locked"),
+        (ASLEEP, {"holds_gil": True, "beat_age_s": 9.0, "idle_s": 9.0}, "gil"),
+        (ASLEEP, {"holds_gil": True, "beat_age_s": 9.0, "idle_s": 0.2}, None),
+        (ASLEEP, {"holds_gil": True, "beat_age_s": 9.0}, None),
+        (ASLEEP, {"beat_age_s": 9.0, "idle_s": 9.0}, None),
+        (IN_KERNEL, {"holds_gil": True, "beat_age_s": 9.0, "process_state": "R"}, None),
+        ((call("read"), frame("f")), {"holds_gil": True, "beat_age_s": 9.0, "idle_s": 9.0}, None),
+        (ASLEEP, {"process_state": "D"}, None),
+        (ASLEEP, {"process_state": "X"}, None),
+        (ASLEEP, {"idle_s": 500.0}, None),
+    ],
+    ids=[
+        "stopped",
+        "locked",
+        "GIL",
+        "GIL, and it moved",
+        "GIL, and nobody looked",
+        "nobody holds the GIL",
+        "GIL, and it computes",
+        "GIL, and it reads",
+        "stuck in the kernel",
+        "dead",
+        "late",
+    ],
+)
+def test_only_what_no_patience_changes_is_proof(
+    stack: tuple[Frame, ...], more: dict[str, Any], proof: str | None
+) -> None:
+    verdict = judge([*waiting(0, 1, 2), rank(3, stack, collectives=BEFORE, **more)], 4)
+    assert (verdict.guilty, verdict.proof) == ((3,), proof), verdict.sentence
+
+
+def test_locks_of_a_rank_that_nobody_waits_for_prove_nothing() -> None:
+    alone = [rank(0, ASLEEP, locked=True), rank(1, IN_KERNEL)]
+    assert judge(alone, 2).proof is None
+    waits_itself = rank(2, IN_ALL_REDUCE, locked=True, collectives=entered(412))
+    verdict = judge([*waiting(0, 1), waits_itself, rank(3, ASLEEP, collectives=BEFORE)], 4)
+    assert (verdict.guilty, verdict.proof) == ((3,), None)
