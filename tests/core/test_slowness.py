@@ -203,7 +203,7 @@ def test_a_rank_without_a_cpu_is_not_slow_its_node_is_overloaded() -> None:
     (incident,) = driver.job.incidents
     assert (incident.kind, incident.rank, incident.node) == ("overload", None, "b")
     assert incident.signature == (
-        "is overloaded: its ranks had no CPU for 20 % of their work:"
+        "is overloaded: its ranks had no CPU for 20 % of the time:"
         " run-queue delay 20 %, throttled 0 %, steal 0 %"
     )
     assert "node b is overloaded" in report.incident_line(driver.job, incident)

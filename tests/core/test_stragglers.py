@@ -478,6 +478,20 @@ def test_of_all_ranks_on_an_overloaded_host_none_is_judged() -> None:
     assert [f.rank for f in found] == [3]
 
 
+def test_a_rank_that_waits_and_gets_few_cpus_excuses_only_itself() -> None:
+    """Its own work is short, as it waits for a slow rank on the same host: so are its delays."""
+    state = Stragglers()
+    slowness.renew(state, {Rank(r): "h" for r in range(3)}, StepNumber(0))
+    ranks = [works(), works(), works({"compute": 10.0})]
+    sections = "data own-forward own-backward own-optimizer step"
+    found: list[Finding] = []
+    for report in reports(ranks, sections=sections) * WINDOWS:
+        lacked_s = 0.5 * 3 * REPORT_STEPS if report.rank == 0 else 0.0
+        found += take(state, starved(report, lacked_s)).findings
+    assert [f.rank for f in found] == [2]
+    assert relative(state)[0] is None
+
+
 def test_a_best_time_is_not_learnt_while_there_is_too_little_cpu() -> None:
     state = world(1)
     for report in reports([works({"compute": 0.2})]) * 4:
@@ -494,8 +508,8 @@ def test_an_overload_is_found_after_several_windows_and_ends_after_as_many(reaso
         found = []
         for _ in range(count):
             for report in reports([works()] * 2, sections="data own-forward own-backward step"):
-                own_s = 3.05 * REPORT_STEPS
-                lacked = {f"{reason}_s": share * own_s} if report.rank == 0 else {}
+                taken_s = 3.35 * REPORT_STEPS
+                lacked = {f"{reason}_s": share * taken_s} if report.rank == 0 else {}
                 found += take(state, starved(report, **{"queued_s": 0.0, **lacked})).overloads
         return [(one.host, one.began) for one in found]
 

@@ -103,6 +103,11 @@ def step_s(sections: Sections) -> Seconds:
     return step.median_s() if step is not None and step.count >= MIN_SAMPLES else 0.0
 
 
+def total_s(works: Works) -> Seconds:
+    """Return all work of a step."""
+    return sum(work.own_s for work in works.values())
+
+
 def own_work(window: Mapping[Rank, Sections]) -> dict[Rank, Works]:
     """Return each rank's own work, without waiting."""
     taken = {rank: _taken(sections) for rank, sections in window.items()}
@@ -183,8 +188,8 @@ def score(works: Works, best: Mapping[str, Seconds], step_s: Seconds) -> Score |
         for name, work in works.items()
         if not work.hidden and name in best
     }
-    total_s = max(step_s, sum(work.own_s for work in works.values()))
-    if not losses or total_s <= 0:
+    taken_s = max(step_s, total_s(works))
+    if not losses or taken_s <= 0:
         return None
     if losses.get(FORWARD):
         forward_s = works[FORWARD].own_s
@@ -194,4 +199,4 @@ def score(works: Works, best: Mapping[str, Seconds], step_s: Seconds) -> Score |
                 losses[name] = losses[FORWARD] / forward_s * compute_s
     # The first name among equals, so that the order of reports does not matter.
     worst = min(losses, key=lambda name: (-losses[name], name))
-    return Score(max(0.0, 1 - sum(losses.values()) / total_s), worst)
+    return Score(max(0.0, 1 - sum(losses.values()) / taken_s), worst)

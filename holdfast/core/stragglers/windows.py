@@ -18,9 +18,10 @@ score of the *typical* rank, the slowest of the faster half: one exceptionally f
 stragglers of the others. A window in which a rank is unknown changes nothing for it.
 
 A rank can only be called slow if it had a CPU. Agents report how long their ranks wanted to run and had
-none (`CpuShortage`). If that is more than a tenth of a rank's own work in a window, the rank's host is
-overloaded in that window: no rank on it is judged by the window, and none of its times is remembered
-as its best. An overload of three consecutive windows is a finding of its own, about the host.
+none (`CpuShortage`). If that is more than a tenth of a rank's own work in a window, the rank is not
+judged by that window, and none of its times is remembered as its best; if it is more than a tenth of
+the time, no rank on its host is. An overload of three consecutive windows is a finding of its own,
+about the host.
 
 Scores compare the ranks of one round. A new round starts from nothing, except for the best times of
 ranks that stay on their host, if the world keeps its size: with the size a rank's work may change.
@@ -36,7 +37,7 @@ from msgspec import Struct, field
 
 from holdfast.core.stragglers import own_work
 from holdfast.core.stragglers.own_work import Sample, Score, Sections, Works
-from holdfast.messages.timings import CpuShortage, Finding, Kind, RankTimings
+from holdfast.messages.timings import Finding, Kind, RankTimings
 from holdfast.messages.units import Rank, Seconds, StepNumber, Time
 
 THRESHOLD = 0.75
@@ -48,7 +49,7 @@ WINDOW_S: Seconds = 5.0
 PATIENCE = 3
 """A window is judged without late ranks when a rank has this many reports and times the samples."""
 OVERLOADED = 0.1
-"""Share of a rank's work without a CPU above which its host is overloaded."""
+"""Share of a rank's time without a CPU above which its host is overloaded."""
 RELIEVED = 0.05
 """Share below which an overload ends."""
 
@@ -83,7 +84,7 @@ class RankScores(Struct, frozen=True):
 
 
 class Shares(Struct, frozen=True):
-    """Time without a CPU, by reason, as shares of a rank's own work."""
+    """Time that a rank had no CPU, by reason, as shares of all its time."""
 
     queued: float = 0.0
     throttled: float = 0.0
@@ -95,7 +96,7 @@ class Shares(Struct, frozen=True):
 
     def __str__(self) -> str:
         return (
-            f"its ranks had no CPU for {_percent(self.total)} of their work: run-queue delay"
+            f"its ranks had no CPU for {_percent(self.total)} of the time: run-queue delay"
             f" {_percent(self.queued)}, throttled {_percent(self.throttled)},"
             f" steal {_percent(self.stolen)}"
         )
@@ -140,22 +141,24 @@ class Gathered(Struct):
         for timing in report.timings:
             if timing.count > 0:
                 self.sections.setdefault(timing.section, Sample()).add(timing)
-        shortage: CpuShortage = report.shortage
-        self.queued_s += shortage.queued_s
-        self.throttled_s += shortage.throttled_s
-        self.stolen_s += shortage.stolen_s
+        self.queued_s += report.shortage.queued_s
+        self.throttled_s += report.shortage.throttled_s
+        self.stolen_s += report.shortage.stolen_s
 
     @property
     def samples(self) -> int:
         return own_work.samples(self.sections)
 
     def shares(self, works: Works) -> Shares:
-        """Return which share of its own work it had no CPU for."""
-        own_s = sum(work.own_s for work in works.values()) * self.samples
-        if own_s <= 0:
-            return Shares()
+        """Return which share of its time it had no CPU."""
+        taken_s = max(own_work.step_s(self.sections), own_work.total_s(works)) * self.samples
         parts = (self.queued_s, self.throttled_s, self.stolen_s)
-        return Shares(*(min(1.0, part_s / own_s) for part_s in parts))
+        return Shares(*(min(1.0, part_s / taken_s) if taken_s > 0 else 0.0 for part_s in parts))
+
+    def starved(self, works: Works) -> bool:
+        """Return whether it had no CPU for more than a small part of its own work."""
+        lacked_s = self.queued_s + self.throttled_s + self.stolen_s
+        return lacked_s > OVERLOADED * own_work.total_s(works) * self.samples
 
 
 class Stragglers(Struct):
@@ -248,14 +251,14 @@ def _empty(state: Stragglers) -> None:
 
 def _judge(state: Stragglers, window: Mapping[Rank, Gathered], now_step: StepNumber) -> Judged:
     works = own_work.own_work({rank: gathered.sections for rank, gathered in window.items()})
-    overloads, starved = _weigh(state, {r: g.shares(works[r]) for r, g in window.items()})
+    overloads, busy = _weigh(state, {r: g.shares(works[r]) for r, g in window.items()})
     steps_s = {rank: own_work.step_s(gathered.sections) for rank, gathered in window.items()}
     relative = _relative(works, steps_s)
     typical = median_high([score.score for score in relative.values()] or [1.0])
     findings = []
     for rank in sorted(works):
         each = state.ranks[rank]
-        if each.host in starved:
+        if each.host in busy or window[rank].starved(works[rank]):
             continue
         found = relative.get(rank), _individual(each, works[rank], steps_s[rank])
         for (kind, track), score, bar in zip(_tracks(each), found, (typical, 1.0), strict=True):
