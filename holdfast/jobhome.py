@@ -22,10 +22,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from holdfast.config.sources import holdfast_home
+from holdfast.config.sources import holdfast_home, nearest
 from holdfast.errors import JobError, JobHomeError
+
+SHOWN_JOBS: Final = 5
+"""Jobs that are named when one is not found."""
 
 
 class JobHome:
@@ -161,13 +164,23 @@ def find(name: str | None) -> JobHome:
     if name is not None:
         home = JobHome(jobs / name)
         if not home.journal.exists():
-            known = ", ".join(sorted(p.name for p in _homes(jobs))[-5:]) or "none"
-            raise JobError(f"no job {name} in {jobs}; known are: {known}")
+            raise JobError(f"no job {name} in {jobs}; {_meant(name, jobs)}")
         return home
     homes = _homes(jobs)
     if not homes:
         raise JobError(f"no jobs in {jobs}; start one with `holdfast run`")
     return JobHome(max(homes, key=lambda path: (path / "job.json").stat().st_mtime))
+
+
+def _meant(name: str, jobs: Path) -> str:
+    """Say which jobs a user may have meant: those with a similar name, else the newest."""
+    homes = [home for home in _homes(jobs) if JobHome(home).journal.exists()]
+    homes.sort(key=lambda home: -(home / "job.json").stat().st_mtime)
+    names = [home.name for home in homes]
+    if (near := nearest(name, names)) is not None:
+        return f"did you mean {near}?"
+    more = f" and {len(names) - SHOWN_JOBS} older ones" if len(names) > SHOWN_JOBS else ""
+    return f"known are: {', '.join(names[:SHOWN_JOBS]) or 'none'}{more}"
 
 
 def _jobs() -> Path:

@@ -200,6 +200,21 @@ def test_a_job_that_is_not_there_is_named_with_those_that_are() -> None:
         jobhome.find("three")
 
 
+def test_a_misspelt_job_is_guessed() -> None:
+    for name in ("llama-7b", *map(str, range(20))):
+        finished(name)
+    with pytest.raises(JobError, match=r"did you mean llama-7b\?"):
+        jobhome.find("lama-7b")
+
+
+def test_of_many_jobs_the_newest_are_named_and_the_rest_counted() -> None:
+    for age, name in enumerate(("b", "e", "a", "d", "c", "f", "g")):
+        home = finished(name)
+        os.utime(home.path / "job.json", (1000 - age, 1000 - age))
+    with pytest.raises(JobError, match=r"known are: b, e, a, d, c and 2 older ones"):
+        jobhome.find("train")
+
+
 def test_no_jobs_at_all_is_said_so() -> None:
     with pytest.raises(JobError, match="holdfast run"):
         jobhome.find(None)

@@ -26,6 +26,11 @@ EARLY_S, LATE_S, LATE_STEPS = 0.5, 4.0, 3
 """How far from `--hang-after` is still in time: signs are looked for ten times a second, a hang is
 confirmed by a second look, and what a loader has fetched already lasts for some steps."""
 
+PEERS = [
+    Line("DLRover's limit for any hang", 600.0, "s", seen="as documented; not run here"),
+    Line("NVRx's limit for any hang", 2700.0, "s", seen="45 to 60 min as documented; not run here"),
+]
+
 
 def measure_proven(setting: Setting) -> list[Line]:
     outcomes = _run(replace(setting, jobs=1), plan(setting, "proven", None))
@@ -40,7 +45,7 @@ def measure_silent(setting: Setting) -> list[Line]:
     shortened = [outcome for outcome in outcomes if outcome.one.hang_after is not None]
     plain = [outcome for outcome in outcomes if outcome.one.hang_after is None]
     lines = [line for mine in _by_row(shortened) for line in _silent(mine, HANG_AFTER_S)]
-    return [*lines, *_silent(plain, DEFAULT_S), *_back(outcomes)]
+    return [*lines, *_silent(plain, DEFAULT_S), *_back(outcomes), *PEERS]
 
 
 def plan(setting: Setting, group: str, hang_after: float | None) -> list[Try]:

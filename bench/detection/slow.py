@@ -151,8 +151,8 @@ def _findings(setting: Setting, script: list[str]) -> list[str]:
 
         job.wait_for("end of the watch", over, HEALTHY_S + LIMIT_S, look_every_s=0.5)
         state = jobs.state(job)
-    if state is None or job.exit_code() not in (None, 0):
-        raise JobError("the job did not last")
+        if state is None or job.exit_code() is not None:
+            raise JobError(f"the job did not last: {job.exit_code()}")
     found = state.of(StragglersMachine).findings
     told = [f"rank {one.rank} {one.kind} {one.score:.2f} in {one.section}" for one in found.newest]
     return told or [one.signature for one in state.incidents if one.kind == "straggler"]

@@ -108,6 +108,8 @@ def of_departed(node: NodeId, round: RoundNumber, gone: Sequence[Departed]) -> l
             step=one.step,
             ended=True,
             collectives=None if recorded is None else recorded.collectives,
+            evicted=recorded is not None and recorded.evicted,
+            world=1 if recorded is None else recorded.world,
             missing=missing,
         )
         found.append(fit(evidence))
@@ -169,6 +171,8 @@ def _evidence(
         stack_source=seen.source,
         collectives=None if recorded is None else recorded.collectives,
         blocked=recorded is not None and recorded.blocked,
+        evicted=recorded is not None and recorded.evicted,
+        world=1 if recorded is None else recorded.world,
         loaders=seen.loaders,
         log_tail=worker.log_tail,
         missing=(*seen.missing, *missing),

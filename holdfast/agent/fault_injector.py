@@ -87,8 +87,7 @@ class Injector:
         if order.round != self._round or trap.key in self._traps:
             return
         self._traps[trap.key] = trap
-        gone = "" if target is not None or trap.step else f"rank {trap.rank} has no process now"
-        if self._refuse(trap, self._refusal(trap) or gone):
+        if self._refuse(trap, self._refusal(trap) or _too_late(trap, target)):
             return
         if target is not None and not trap.step and not FAULTS[trap.kind].needs_main_thread:
             self._strike(trap, target, target.step, self.clock.now())
@@ -202,6 +201,14 @@ class Injector:
                 detail=why,
             )
         )
+
+
+def _too_late(trap: Trap, target: FaultTarget | None) -> str:
+    """Return why a trap comes too late for its rank; empty if it does not."""
+    if target is None:
+        return "" if trap.step else f"rank {trap.rank} has no process now"
+    passed = 0 < trap.step <= target.step
+    return f"rank {trap.rank} had finished step {target.step} already" if passed else ""
 
 
 def _flip(images: Images, trap: Trap) -> bool:

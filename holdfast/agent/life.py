@@ -14,7 +14,7 @@ them is not theirs.
 
 It cannot move if every thread waits, without a timeout, for a lock that only this process could
 release. That is a proof, so everything that might still come from outside rules it out: a thread in any
-other system call, a timer that sends a signal, a collective.
+other system call, a signal that the script handles, a collective.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from holdfast import proc, sockets
+from holdfast.diagnosis import faulthandling
 from holdfast.messages.hangs import Sign
 from holdfast.shm.vital_signs import Signs
 
@@ -137,7 +138,7 @@ class Observer:
     def sample(self, thread: int, now: float, strictly: bool, locks: bool) -> Counters:
         """Read everything that is due. Strict looks also read which threads wait for the GIL; `locks`
         asks whether all threads wait for locks."""
-        began = time.perf_counter()
+        began = time.thread_time()
         pid, thread = self._pid, thread or self._pid
         names = self._thread_names()
         mine = [one for one, name in names.items() if name.startswith(NOT_THE_SCRIPTS)]
@@ -156,7 +157,7 @@ class Observer:
             moved_bytes=self._moved_bytes(mine),
             **(self._wider() if widely else {}),
             locked=locks and self._is_locked(thread, names),
-            took_s=time.perf_counter() - began,
+            took_s=time.thread_time() - began,
         )
 
     def _thread_names(self) -> dict[int, str]:
@@ -201,7 +202,7 @@ class Observer:
             for one in suspects
             if one == thread or not names[one].startswith(CANNOT_RELEASE)
         )
-        return all(held) and not proc.has_timers(pid)
+        return all(held) and not proc.may_be_signalled(pid, except_for=faulthandling.SIGNAL)
 
 
 def _child(pid: int, traffic: int) -> Descendant:

@@ -17,7 +17,8 @@ ABOUT = """\
 Inject a fault into a running job, to see how the job recovers from it.
 By default it strikes now, on any rank or node; the seed alone determines which one.
 A fault in a rank's main thread strikes at the end of its current step.
-`holdfast incidents` marks its consequences as injected, `holdfast status` shows pending faults."""
+`holdfast incidents` marks its consequences as injected; `holdfast status` shows the faults that are
+to come, and those that were not injected with the reason."""
 
 EPILOG = """\
 examples:
@@ -38,9 +39,9 @@ def main(argv: Sequence[str]) -> int:
     else:
         outcomes = {"done": "injected", "armed": "to come", None: "requested, not confirmed yet"}
         for one in taken:
-            why = f": {one.why}" if one.why else ""
+            why = f": {one.why}" if one.why and one.why not in one.line else ""
             print(f"{outcomes.get(one.outcome, one.outcome)}: {one.line}{why}")
-    return 1 if any(one.outcome in ("refused", "missed") for one in taken) else 0
+    return 1 if any(one.missed or one.outcome in ("refused", "missed") for one in taken) else 0
 
 
 def _parser() -> Parser:

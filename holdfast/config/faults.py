@@ -8,14 +8,14 @@ A fault, an @, and words with values between commas; semicolons between faults. 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from holdfast.config.sources import nearest
 from holdfast.errors import UsageError
-from holdfast.messages.chaos import FAULT_NAMES, MAX_SCHEDULED, Injection, complaint
+from holdfast.messages.chaos import FAULT_NAMES, MAX_RANKS, MAX_SCHEDULED, Injection, complaint
 
 
 class Word(NamedTuple):
@@ -31,7 +31,7 @@ class Word(NamedTuple):
 
 WORDS: Final = {
     "rank": Word("ranks", "--rank", "R[,R]|any", "ranks to strike; default any",
-        "a rank is a number, or any"),
+        f"a rank is a number, or any; {MAX_RANKS} is the most"),
     "node": Word("node", "--node", "N", "node to strike: its index in the round, its name or its"
         " host's name"),
     "step": Word("at_step", "--at-step", "S", "strike when the rank has finished step S",
@@ -44,6 +44,7 @@ WORDS: Final = {
     "force": Word("force", "--force", "1", "accept harm to the whole machine", "say 1 or 0"),
 }  # fmt: skip
 ANY: Final = "any"
+EXAMPLE: Final = "kill@step=50,rank=1"
 
 
 def schedule(text: str, flag: str) -> tuple[Injection, ...]:
@@ -59,11 +60,10 @@ def _scheduled(piece: str, flag: str) -> Injection:
     said: dict[str, list[str]] = {}
     for pair in filter(None, (word.strip() for word in rest.split(","))):
         word, _, value = (part.strip() for part in pair.partition("="))
-        if word not in WORDS or not value:
-            raise UsageError(
-                f"{flag} {piece}: {pair} is not understood; words are {', '.join(WORDS)}, as in"
-                " kill@step=50,rank=1"
-            )
+        if word not in WORDS:
+            raise UsageError(f"{flag} {piece}: {pair} is not understood; {_meant(word, WORDS)}")
+        if not value:
+            raise UsageError(f"{flag} {piece}: {word} needs a value, as in {EXAMPLE}")
         said.setdefault(word, []).append(value)
     if not said.keys() & {"step", "every"}:
         raise UsageError(f"{flag} {piece}: say when, as in {name}@step=50")
@@ -73,8 +73,7 @@ def _scheduled(piece: str, flag: str) -> Injection:
 def injection(name: str, said: Mapping[str, Sequence[str]], where: str) -> Injection:
     """Make one injection of words; `where` tells the user where they stood."""
     if name not in FAULT_NAMES:
-        near = get_close_matches(name, FAULT_NAMES, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(FAULT_NAMES)}"
+        hint = _meant(name, FAULT_NAMES)
         raise UsageError(f"{where}: no fault is called {name}; {hint}")
     fields: dict[str, Any] = {"kind": name}
     for word, texts in said.items():
@@ -92,3 +91,9 @@ def injection(name: str, said: Mapping[str, Sequence[str]], where: str) -> Injec
     if complaint(asked):
         raise UsageError(f"{where}: {complaint(asked)}")
     return asked
+
+
+def _meant(word: str, known: Iterable[str]) -> str:
+    """Say which word of these was meant, or all of them."""
+    near = nearest(word, known)
+    return f"did you mean {near}?" if near is not None else f"known are: {', '.join(known)}"

@@ -275,7 +275,7 @@ class Coordinator:
         wrong = "the job is over, or has not begun; see `holdfast status`"
         if job is not None and job.result is None:
             world = job.world
-            wrong = chaos.refusal(job.of(Chaos), injection, world, job.highest)
+            wrong = chaos.refusal(job.of(Chaos), injection, world, job.highest, job.ranks)
 
         def tell(answer: Struct) -> None:
             stream.send(answer)

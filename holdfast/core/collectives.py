@@ -87,11 +87,12 @@ def difference(
     by_number: dict[int, dict[int, list[Collective]]] = defaultdict(lambda: defaultdict(list))
     for rank, own in noted.items():
         for each in own:
-            if not is_pair(each) and not each.over and (up_to is None or each.number <= up_to):
+            if not is_pair(each) and (up_to is None or each.number <= up_to):
                 by_number[each.number][rank].append(each)
     for number in sorted(by_number):
         called = by_number[number]
-        kinds = {rank: _kinds(own) for rank, own in called.items()}
+        by_size = all(len(own) == 1 for own in called.values())
+        kinds = {rank: _kinds(own, by_size) for rank, own in called.items()}
         if not set.intersection(*kinds.values()):
             alike: dict[frozenset[str], list[int]] = defaultdict(list)
             for rank in sorted(kinds):
@@ -101,16 +102,37 @@ def difference(
     return None
 
 
+def odd_dead(
+    last: Mapping[int, Sequence[Collective]], silent: Iterable[int] = ()
+) -> tuple[tuple[int, ...], Difference | None]:
+    """Return which of the ranks that died in a broken collective caused it, and how they differ.
+
+    `last` are the newest collectives that dying ranks told of. `silent` are ranks that their backend
+    aborted because they received what they did not expect, and which could tell nothing. A rank that
+    dies so is as likely the victim: if those that told differ, the few among them did it; if at least
+    two told and agree, the only silent one did. Otherwise nobody knows.
+    """
+    groups = sorted({each.group for own in last.values() for each in own})
+    for group in groups:
+        noted = {rank: [c for c in own if c.group == group] for rank, own in last.items()}
+        found = difference(group, noted, last)
+        if found is not None:
+            return found.odd, found
+    quiet = tuple(set(silent) - set(last))
+    told = [rank for rank, own in last.items() if own]
+    return (quiet, None) if len(quiet) == 1 and len(told) > 1 else ((), None)
+
+
 def _told(noted: Sequence[Collective]) -> str:
     """Say what a rank called under one number."""
     told = (f"{operation(each)} of {each.sizes}".removesuffix(" of ") for each in noted)
     return " and ".join(sorted(set(told)))
 
 
-def _kinds(noted: Sequence[Collective]) -> set[str]:
+def _kinds(noted: Sequence[Collective], by_size: bool) -> set[str]:
     """Return what a rank called under one number: several operations if they were coalesced."""
     families = {family(each) or operation(each) for each in noted}
-    if len(noted) == 1 and families <= {"all_reduce", "broadcast"}:
+    if by_size and families <= {"all_reduce", "broadcast"}:
         return {f"{name} of {_elements(noted[0].sizes)}" for name in families}
     return families
 

@@ -188,7 +188,8 @@ def injected_by(job: Job, incident: Incident) -> str:
 
 
 def injection(job: Job, plan: Plan) -> InjectionReport:
-    return chaos.report(job.of(Chaos), plan, lambda rank: job.ranks[rank].step)
+    ended = job.result is not None
+    return chaos.report(job.of(Chaos), plan, job.world, job.ranks, ended)
 
 
 def _faults(job: Job) -> FaultsReport:
@@ -196,7 +197,11 @@ def _faults(job: Job) -> FaultsReport:
     return FaultsReport(
         pending=[injection(job, plan) for plan in plans if not plan.over and not ended],
         injected=job.of(Chaos).count,
-        refused=[injection(job, plan) for plan in plans if plan.refused],
+        refused=[
+            injection(job, plan)
+            for plan in plans
+            if plan.refused or (ended and not plan.over and plan.injection.every is None)
+        ],
     )
 
 

@@ -11,8 +11,8 @@ Backends differ: gloo never notes a start or an end and only marks a finished op
 while NCCL also retires one that timed out, so that there only the state counts. Gloo does not record
 the members of a group, so the worker adds them to the dump, and it records no send and no recv: of
 those the worker tells the one that its training thread is in. Group names come back when a script
-destroys its groups and creates them again, so the worker also tells which groups live, and which of
-them have not been used yet.
+destroys its groups and creates them again, so the worker also counts these worlds, and tells which
+groups live and have been used.
 
 A recorder holds thousands of operations and a verdict needs few: the newest of each group, which
 shows who is behind, and the oldest unfinished one, which holds the group up.
@@ -20,6 +20,7 @@ shows who is behind, and the oldest unfinished one, which holds the group up.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
@@ -42,6 +43,7 @@ MAX_DUMP_BYTES = 16 << 20
 WORLD = "0"
 """The name of the group of all ranks."""
 
+_WORLD_MARK = ", world "
 _MAGIC = b"holdfast flight 1\n"
 _C10D = "torch._C._distributed_c10d"
 _DUMP_FUNCTIONS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
@@ -155,6 +157,8 @@ class FlightDump(Struct):
 
     groups: dict[str, LivingGroup] | None = None
     """None if unknown."""
+    world: Annotated[int, Meta(ge=1, le=1 << 30)] = 1
+    """How often the script has created its groups, the last time included."""
     traces: list[msgspec.Raw] = []
     at_ns: int = 0
     """When it was written, by the clock that the recorders use."""
@@ -174,6 +178,10 @@ class Recorded:
     """Newest first."""
     blocked: bool = False
     """Whether the training thread waited in a call of one of them."""
+    evicted: bool = False
+    """Whether older ones were dropped from the ring."""
+    world: int = 1
+    """How often the script has created its groups."""
 
 
 # ---- in a worker ----
@@ -194,6 +202,24 @@ def settings(torch_version: str, environment: Mapping[str, str]) -> dict[str, st
     if old in environment or new in environment or not numbers or numbers >= [2, 11]:
         return {}
     return {new if numbers >= [2, 8] else old: str(ENTRIES)}
+
+
+def count_worlds(c10d: ModuleType) -> None:
+    """Count how often the script creates the group of all ranks, before it creates the first."""
+    real = c10d.__dict__["_update_default_pg"]
+
+    @functools.wraps(real)
+    def update(group: Any) -> None:
+        real(group)
+        vars(update)["worlds"] += group is not None
+
+    vars(update)["worlds"] = 0
+    c10d.__dict__["_update_default_pg"] = update
+
+
+def _world() -> int:
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    return max(1, getattr(getattr(c10d, "_update_default_pg", None), "worlds", 1))
 
 
 def dump(trainer: int = 0, rank_and_size: tuple[int, int] | None = None) -> bytes:
@@ -220,6 +246,7 @@ def dump(trainer: int = 0, rank_and_size: tuple[int, int] | None = None) -> byte
             groups=groups,
             traces=[msgspec.Raw(trace) for trace in traces],
             at_ns=at_ns,
+            world=_world(),
             call=before.frame.f_code.co_name if before is not None and stayed else "",
             pair=_pair(before) if before is not None and stayed else None,
         )
@@ -345,7 +372,13 @@ def read(data: bytes) -> Recorded:
     collectives = _selected(_of_newest_groups(by_age, living), found)
     # A call that has not recorded its operation yet, or whose operation has finished, is no wait.
     blocked = bool(found.call and collectives and collectives[0].state != "completed")
-    return Recorded(collectives, blocked)
+    evicted = any(_first(trace) != 0 for trace in traces if trace.entries)
+    return Recorded(collectives, blocked, evicted, found.world)
+
+
+def _first(trace: FlightTrace) -> int:
+    """Return the number of a ring's first operation; torch counts from 0."""
+    return min(one.record_id for one in trace.entries)
 
 
 def _decode(data: bytes, kind: type[T]) -> T:
@@ -409,14 +442,25 @@ def _collective(one: RecordedOperation, dump: FlightDump, tell_ranks: bool) -> C
     name, description = one.process_group
     group = (dump.groups or {}).get(name)
     known_age = one.time_created_ns > 0 and dump.at_ns > 0
+    destroyed = dump.groups is not None and group is None
+    world = f"{_WORLD_MARK}{dump.world}" if dump.world > 1 else ""
     return Collective(
-        group=name if description in _UNNAMED else f"{name} ({description})",
+        group=(name if description in _UNNAMED else f"{name} ({description})") + world,
         number=one.number,
         op=one.op,
-        state=one.outcome,
+        state="completed" if destroyed else one.outcome,  # Destroying its group ended it.
         ranks=group.ranks if group is not None and tell_ranks and name != WORLD else (),
         sizes=one.sizes,
         age_s=max(0.0, (dump.at_ns - one.time_created_ns) / 1e9) if known_age else None,
         timeout_s=one.timeout_ms / 1000 if one.timeout_ms > 0 else None,
-        over=dump.groups is not None and group is None,
     )
+
+
+def is_world(group: str) -> bool:
+    """Return whether a collective's group is the one of all ranks."""
+    return group.partition(_WORLD_MARK)[0] == WORLD
+
+
+def world_of(group: str) -> int:
+    """Return in which of the script's worlds a collective's group is."""
+    return int(group.rpartition(_WORLD_MARK)[2] if _WORLD_MARK in group else 1)

@@ -30,7 +30,7 @@ from holdfast.core.collectives import (
     is_pair,
     operation,
 )
-from holdfast.diagnosis.flight import WORLD
+from holdfast.diagnosis.flight import is_world, world_of
 from holdfast.messages.evidence import Collective, RankEvidence
 from holdfast.messages.units import Seconds
 
@@ -104,13 +104,22 @@ def find_fronts(evidence: Sequence[RankEvidence], world_size: int) -> list[Front
             backend = noted.op.rpartition(":")[0]
             key = (backend, noted.group, members.get((each.rank, noted.group), ()))
             logs[key][each.rank].append(noted)
-    readable: set[int] = {each.rank for each in evidence if each.collectives is not None}
     fronts = []
     for (_, group, ranks), log in logs.items():
-        whole = ranks or tuple(range(world_size) if group == WORLD else sorted(log))
+        readable = {int(each.rank) for each in evidence if _is_readable(each, group, log)}
+        whole = ranks or tuple(range(world_size) if is_world(group) else sorted(log))
         fronts.extend(_collective_front(group, whole, log, readable))
         fronts.extend(_pair_fronts(group, whole, log, readable))
     return sorted(fronts, key=lambda front: (-len(front.waiting), front.group))
+
+
+def _is_readable(evidence: RankEvidence, group: str, log: _Log) -> bool:
+    """Return whether it is known what a rank has entered of a group."""
+    if evidence.collectives is None:
+        return False
+    if evidence.world > world_of(group):
+        return False  # It has created its groups anew, and left this one behind.
+    return evidence.rank in log or not evidence.evicted
 
 
 def _members(evidence: Iterable[RankEvidence]) -> dict[tuple[int, str], tuple[int, ...]]:
@@ -132,7 +141,7 @@ def _collective_front(
 ) -> list[Front]:
     noted = {rank: [c for c in own if not is_pair(c)] for rank, own in log.items()}
     newest = {rank: max((c.number for c in own), default=-1) for rank, own in noted.items()}
-    unfinished = {rank: [c for c in own if _is_open(c)] for rank, own in noted.items()}
+    unfinished = {rank: [c for c in own if c.state != "completed"] for rank, own in noted.items()}
     open_calls = [c for own in unfinished.values() for c in own]
     if not open_calls:
         return []
@@ -156,11 +165,6 @@ def _collective_front(
             left_s=_left_s(open_calls),
         )
     ]
-
-
-def _is_open(noted: Collective) -> bool:
-    """Return whether an operation may still finish. Destroying its group ends it."""
-    return noted.state != "completed" and not noted.over
 
 
 def _not_started(inside: Mapping[int, Collective]) -> tuple[int, ...]:
@@ -188,7 +192,7 @@ def _pair_fronts(
     open_ends: dict[tuple[int, int, str], Collective] = {}
     for rank, own in log.items():
         for noted in own:
-            ends = _PEERS.search(noted.op) if _is_open(noted) else None
+            ends = _PEERS.search(noted.op) if noted.state != "completed" else None
             if ends and int(ends["peer"]) < len(members):
                 open_ends[rank, members[int(ends["peer"])], ends["op"]] = noted
     fronts = []

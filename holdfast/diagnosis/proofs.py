@@ -32,8 +32,6 @@ from holdfast.messages.units import Seconds
 
 GIL_IDLE_S: Seconds = 5.0
 """A native call that keeps the GIL and has done nothing for this long does not come back."""
-GONE_S: Seconds = 10.0
-"""If it is unknown what a finished rank entered last: the others would have finished that by now."""
 
 _WAITS_OUTSIDE = {"reads", "writes", "computes"}
 
@@ -82,9 +80,9 @@ def left(
     certain = front.needs_all and front.is_old
     proven = certain and any(has_left(seen[rank]) for rank in ended)
     if gone and not proven:
-        # A finished rank may have finished this operation too, if all others have entered it.
-        others = [rank for rank in front.behind if rank not in ended]
-        proven = certain and (bool(others) or front.youngest_s >= GONE_S)
+        # If all others have entered it, a finished rank may have finished this operation, too, and the
+        # others are about to: nobody knows when it came. If another one is missing, it has not.
+        proven = certain and any(rank not in ended for rank in front.behind)
     return sorted([*ended, *gone]), proven
 
 

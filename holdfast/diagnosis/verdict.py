@@ -48,7 +48,8 @@ def judge(
 ) -> Verdict:
     """Return the verdict on the newest round in the evidence.
 
-    `finished` are the ranks of it whose processes have exited and whose scripts had ended.
+    `finished` are ranks of it whose scripts had ended and whose processes had exited before any of
+    the evidence was taken.
     """
     scene = _compare(evidence, world_size, finished)
     cause = next(filter(None, (rule(scene) for rule in _RULES)), None) or _unknown(scene)

@@ -101,8 +101,12 @@ def chosen(checks: Sequence[HealthCheck], words: Collection[str]) -> list[Health
     """Select checks by words: a name, a kind, or the first word of a kind."""
     for word in words:
         if word not in _words(checks) | set(KINDS):
-            known = ", ".join(dict.fromkeys(check.name for check in checks))
-            raise UsageError(f"no check is called {word!r}; there are: {known}")
+            names = [check.name for check in checks]
+            groups = sorted(_words(checks) - set(names))
+            known = ", ".join(
+                [*dict.fromkeys(names), *(f"{group} (all of them)" for group in groups)]
+            )
+            raise UsageError(f"no check is called {word!r}; known are: {known}")
     return [check for check in checks if any(word in _words([check]) for word in words)]
 
 

@@ -1,8 +1,8 @@
 """Checks the processors: are all cores present and usable, are they slow, do they compute correctly?
 
 Only a core that disappeared or computes wrongly fails a node. A busy or throttled core is slow, not
-broken, and cores may be off on purpose (as the second thread of each core often is): those are
-warnings at most.
+broken, a container may have a quota, and cores may be off on purpose (as the second thread of each core
+often is): those are warnings at most.
 
 Rarely, but at the scale of a cluster surely, a core gets a sum wrong and reports nothing. So each core
 gets the same small piece of work with a known result: a chaotic sequence in floating point, a sequence
@@ -50,6 +50,11 @@ def check_cpu(node: Node, known: CpuSeen | None) -> Judgement:
         facts["load_1m"] = load
     if (quota := _quota(node)) is not None:
         facts["quota_cores"] = quota
+        if quota < len(usable):
+            may = f"the container may use {quota:.3g} of {len(online)} CPUs"
+            remarks.append(
+                Remark("warn", f"{may}: its cgroup has a quota, beyond which it is throttled")
+            )
     fine = f"{len(usable)} of {len(online)} cores usable" + (f", load {load:.1f}" if load else "")
     ever = tuple(sorted(online | set(known.online if known else ())))
     return summed(remarks, fine, facts, CpuSeen(ever, throttles))

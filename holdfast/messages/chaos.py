@@ -100,14 +100,18 @@ FAULT_NAMES: Final = tuple(FAULTS)
 MAX_SCHEDULED: Final = 16
 """Injections in one schedule."""
 
+MAX_RANKS: Final = 64
+"""Ranks of one injection."""
+
 Number = Annotated[int, Meta(ge=1, le=1 << 53)]
+RankNumber = Annotated[int, Meta(ge=0, le=1 << 30)]
 
 
 class Injection(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A request for a fault."""
 
     kind: str
-    ranks: Annotated[tuple[Annotated[int, Meta(ge=0, le=1 << 30)], ...], Meta(max_length=64)] = ()
+    ranks: Annotated[tuple[RankNumber, ...], Meta(max_length=MAX_RANKS)] = ()
     """Each of these ranks; if empty, one rank that the seed selects."""
     node: Annotated[str, Meta(max_length=300)] = ""
     """Index in the round (0 is the first), name or host name; if empty, any node."""
@@ -234,9 +238,10 @@ class InjectionReport(Struct, frozen=True, kw_only=True):
     step: StepNumber | None = None
     """Step after which it strikes; null for at once."""
     missed: bool = False
-    """Its rank is past that step: it strikes only if training goes back to before it."""
+    """Its rank is past that step, or has finished: it strikes only if training goes back to before
+    it."""
     why: str = ""
-    """Reason of a refusal."""
+    """Why it was refused, or strikes nothing as the job is now."""
 
 
 class FaultsReport(Struct, frozen=True, kw_only=True):
@@ -247,4 +252,4 @@ class FaultsReport(Struct, frozen=True, kw_only=True):
     injected: int
     """Number of faults injected so far."""
     refused: list[InjectionReport]
-    """Faults that cannot strike, each with the reason."""
+    """Faults that cannot strike, or did not before the job ended, each with the reason."""

@@ -64,6 +64,7 @@ class Collective(Struct, frozen=True, kw_only=True):
     """One operation of a process group, as recorded on one rank."""
 
     group: str
+    """Its name; torch gives names anew in each world that a script creates."""
     number: int
     """Sequence number of the group's collectives, the same on each of its ranks; of point-to-point
     operations (`send`, `recv`), of this rank only."""
@@ -72,14 +73,12 @@ class Collective(Struct, frozen=True, kw_only=True):
     state: CollectiveState
     ranks: tuple[int, ...] = ()
     """The group's members, listed only with its newest operation; empty if unknown, and for the
-    group of all ranks, "0"."""
+    group of all ranks, "0" or "0, world 2"."""
     sizes: str = ""
     age_s: Seconds | None = None
     """Time since the rank called it; None if unknown."""
     timeout_s: Seconds | None = None
     """The group's own timeout, after which its backend ends the waiting ranks; None if unknown."""
-    over: bool = False
-    """Whether its group has been destroyed since; one of the same name may have taken its place."""
 
 
 class LoaderWorker(Struct, frozen=True, kw_only=True):
@@ -121,6 +120,10 @@ class RankEvidence(Struct, frozen=True, kw_only=True):
     blocked: bool = False
     """Whether its training thread was inside a call of one of them while they were read: the two
     are of one moment, which a stack is not."""
+    evicted: bool = False
+    """Whether the recorder has dropped older ones: it may have had some of a group that is missing."""
+    world: int = 1
+    """How often its script has created its process groups, the last time included."""
     loaders: Annotated[tuple[LoaderWorker, ...], Meta(max_length=MAX_LOADERS)] = ()
     """Its data loader's busy workers, if its training thread waits for them."""
     log_tail: str = ""

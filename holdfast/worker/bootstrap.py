@@ -90,6 +90,7 @@ def _install(assign: Assign, channel: Channel, page: RankPage) -> Runtime:
     worker.resumption.observe()
     patches.count_steps(worker)
     when_imported("torch", flight.turn_on)
+    when_imported("torch.distributed.distributed_c10d", flight.count_worlds)
     look_for_traps = _trap_finder(worker, page, phases)
     look_for_traps()
 

@@ -53,8 +53,8 @@ class Heartbeat:
         self._library: dict[CodeType, bool] = {}
         """Which code is not the user's."""
         self._marks = 0
-        self._place: tuple[CodeType, int] | None = None
-        """Code and line of the place that is noted."""
+        self._place: tuple[CodeType, int, int] | None = None
+        """Code and line of the place that is noted, and what is waited for there."""
         self._pid = os.getpid()
 
     def start(self) -> None:
@@ -100,11 +100,11 @@ class Heartbeat:
         inner: FrameType | None = frame
         while inner is not None and self._is_library(inner.f_code):
             inner = inner.f_back
-        place = None if inner is None else (inner.f_code, inner.f_lineno or 0)
+        place = None if inner is None else (inner.f_code, inner.f_lineno or 0, found)
         if place is not None and place == self._place:
             return
         self._place = place
-        self._vitals.note_place("" if place is None else _place_name(*place), marks)
+        self._vitals.note_place("" if place is None else _place_name(*place[:2]), marks)
         if found == IN_COLLECTIVE:
             self._vitals.note_group_timeout(group_timeout_s(frame))
 

@@ -9,7 +9,6 @@ the usual time is known; then they are judged too.
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
 
 PAUSE_STEPS = 4.0
@@ -38,12 +37,15 @@ class StepTimes:
         self._count += 1
         if self.usual_s is None:
             if self._count == KNOWN_AFTER:
-                self.usual_s = statistics.median(self._recent)
+                self.usual_s = self._median()
                 self.pause_s = sum(pause_in(one, self.usual_s) for one in self._recent)
             return
         self.pause_s += pause_in(seconds, self.usual_s)
         if self._count % _REFRESH == 0:
-            self.usual_s = statistics.median(self._recent)
+            self.usual_s = self._median()
+
+    def _median(self) -> float:
+        return sorted(self._recent)[len(self._recent) // 2]
 
 
 def pause_in(seconds: float, usual_s: float) -> float:

@@ -321,6 +321,21 @@ lock = threading.Lock(); lock.acquire()
 """
     + READY
     + "lock.acquire()",
+    "a signal that it waits for": """
+import signal
+event = threading.Event()
+signal.signal(signal.SIGUSR1, lambda *_: event.set())
+"""
+    + READY
+    + "event.wait()",
+    "the end of a child": """
+import signal, subprocess
+event = threading.Event()
+signal.signal(signal.SIGCHLD, lambda *_: event.set())
+child = subprocess.Popen(["sleep", "100"])
+"""
+    + READY
+    + "event.wait()",
     "a read of its input": READY + "sys.stdin.read()",
     "a loop": READY + "while True: pass",
 }
@@ -426,6 +441,48 @@ while True: acts[sys.stdin.buffer.raw.read(1).decode()]()
             until(lambda sign=sign: sign in look(), sign)  # type: ignore[misc]
         peer.close()
     server.close()
+
+
+@pytest.mark.parametrize(
+    ("call", "moves"),
+    [
+        ("ctypes.PyDLL(None).pause()", False),
+        ("[ctypes.PyDLL(None).usleep(1000) for _ in iter(int, 1)]", True),
+        ("ctypes.PyDLL(None).strlen(b'x' * (1 << 30))", True),
+    ],
+    ids=["a native call that does nothing", "one that polls", "one that computes"],
+)
+def test_of_a_native_call_that_keeps_the_gil_it_is_seen_whether_it_runs(
+    call: str, moves: bool
+) -> None:
+    """Other threads wait for the GIL meanwhile, and wake up all the time."""
+    text = f"""
+import ctypes
+def beat():
+    while True: time.sleep(0.01)
+for _ in range(3): threading.Thread(target=beat, daemon=True).start()
+def keep():
+    {READY.strip()}
+    while True: {call}
+threading.Thread(target=keep, daemon=True).start()
+time.sleep(1000)
+"""
+    with script(text) as process:
+        observer, alive, now = Observer(process.pid), Life(), 1000.0
+        vitals = Vitals(memoryview(bytearray(VITALS_BYTES)))
+
+        def look() -> bool:
+            nonlocal now
+            now += EVERY_S
+            sample = observer.sample(0, now, strictly=True, locks=False)
+            return bool(alive.look(vitals.read(), sample, now, True, False).moved)
+
+        look()
+        if moves:
+            until(look, "it to be seen to run")
+            until(look, "it to be seen to run again")
+        else:
+            at_rest(lambda: {"cpu"} if look() else set())
 
 
 def test_traffic_with_the_store_is_no_sign() -> None:

@@ -147,19 +147,26 @@ def test_what_befalls_a_node_counts_the_steps_of_its_first_rank() -> None:
 )
 def test_what_makes_no_sense_is_refused(injection: Injection, says: str) -> None:
     assert says in complaint(injection)
-    assert says in chaos.refusal(Chaos(), injection, world(2), StepNumber(0))
+    assert says in chaos.refusal(Chaos(), injection, world(2), StepNumber(0), {})
 
 
 def test_what_the_round_does_not_have_is_refused() -> None:
     def why(highest: int = 0, **more: Any) -> str:
-        return chaos.refusal(Chaos(), Injection(**more), world(2, 2), StepNumber(highest))
+        return chaos.refusal(Chaos(), Injection(**more), world(2, 2), StepNumber(highest), {})
 
     assert why(kind="kill", ranks=(3,)) == ""
     assert "ranks 0 to 3" in why(kind="kill", ranks=(4,))
     assert "no node x" in why(kind="netcut", node="x")
     assert "step 5 is over" in why(highest=7, kind="kill", at_step=5)
-    assert "no round" in chaos.refusal(Chaos(), Injection(kind="kill"), None, StepNumber(0))
-    assert chaos.refusal(Chaos(), Injection(kind="kill", at_step=5), None, StepNumber(0)) == ""
+    assert "no round" in chaos.refusal(Chaos(), Injection(kind="kill"), None, StepNumber(0), {})
+    assert chaos.refusal(Chaos(), Injection(kind="kill", at_step=5), None, StepNumber(0), {}) == ""
+
+
+def test_a_node_that_is_not_there_is_told_with_those_that_are() -> None:
+    here = world(*[1] * 10)
+    why = chaos.refusal(Chaos(), Injection(kind="netcut", node="x"), here, StepNumber(0), {})
+    assert "it has 0 (host0:100), 1 (host1:101)" in why
+    assert why.endswith("7 (host7:107) and 2 more")
 
 
 def test_every_fault_says_what_it_is() -> None:
@@ -288,6 +295,79 @@ def test_it_all_survives_the_coordinator() -> None:
     told(driver, driver.job.of(Chaos).traps[0])
     assert encoded(replayed(driver.history, revive_at=3)) == encoded(driver.job)
     assert encoded(revived(driver.job)) == encoded(driver.job)
+
+
+# ---- what strikes nothing ---------------------------------------------------------------------
+
+
+def faults(driver: Driver) -> Any:
+    return report.status(driver.job, driver.at, True).faults
+
+
+def test_a_rank_that_has_finished_is_refused() -> None:
+    driver = Driver().running("a", step=5)
+    driver.exit(1, step=9, code=0)
+
+    def why(**more: Any) -> str:
+        asked = Injection(**more)
+        job = driver.job
+        return chaos.refusal(job.of(Chaos), asked, job.world, job.highest, job.ranks)
+
+    assert why(kind="kill", ranks=(1,)) == "rank 1 has finished: its script has ended"
+    assert why(kind="kill", ranks=(0,)) == ""
+    assert "1 has finished" in why(kind="kill", ranks=(1,), at_step=50)
+
+
+def test_a_fault_whose_rank_finishes_before_its_step_says_so() -> None:
+    driver = Driver(chaos=(Injection(kind="kill", ranks=(1,), at_step=50),)).running("a", step=5)
+    assert not faults(driver).pending[0].missed
+    driver.exit(1, step=9, code=0)
+    (pending,) = faults(driver).pending
+    assert pending.missed
+    assert pending.line.endswith("(missed: rank 1 has finished)")
+
+
+def test_a_fault_whose_step_its_rank_has_passed_says_so() -> None:
+    driver = Driver(chaos=(Injection(kind="kill", ranks=(1,), at_step=50),)).running("a", step=5)
+    driver.after(1).step_all(60)
+    (pending,) = faults(driver).pending
+    assert pending.line.endswith("(missed: rank 1 is past that step)")
+
+
+def test_a_scheduled_fault_for_a_rank_that_the_round_does_not_have_says_so() -> None:
+    driver = Driver(chaos=(Injection(kind="kill", ranks=(7,), at_step=50),)).running("a", step=5)
+    (pending,) = faults(driver).pending
+    assert pending.why == "there is no rank 7: this round has ranks 0 to 1"
+    assert pending.why in pending.line
+
+
+def test_a_fault_that_the_job_ended_before_is_listed_as_not_injected() -> None:
+    driver = Driver(chaos=(Injection(kind="kill", ranks=(1,), at_step=50),)).running("a", step=5)
+    ask(driver, "hang", ranks=(0,))
+    for rank in (0, 1):
+        driver.exit(rank, step=9, code=0)
+    told = faults(driver)
+    assert told.pending == []
+    assert [(one.fault, one.outcome, one.why) for one in told.refused] == [
+        ("kill", "missed", "the job ended before"),
+        ("hang", "missed", "the job ended before"),
+    ]
+
+
+def test_occurrences_that_training_was_too_fast_for_are_counted() -> None:
+    driver = Driver(chaos=(Injection(kind="slow", every=10, value=2),)).running("a", step=1)
+    (first, *_) = driver.job.of(Chaos).traps
+    driver.after(1).step(0, 1000)
+    assert "; 100 skipped: their steps were over before" in faults(driver).pending[0].line
+    told(driver, first)
+    assert "; 99 skipped" in faults(driver).pending[0].line, "word of it came late"
+
+
+def test_a_request_that_the_job_has_outrun_is_counted_with_its_reason() -> None:
+    driver = Driver().running("a", step=5)
+    ask(driver, "kill", ranks=(9,))
+    (reason,) = report.status(driver.job, driver.at, True).refused
+    assert "there is no rank 9: this round has ranks 0 to 1" in reason
 
 
 # ---- what came of it ----------------------------------------------------------------------------

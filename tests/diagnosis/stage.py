@@ -94,18 +94,60 @@ def chain(rank: int) -> None:
     dist.all_reduce(ONES, group=first)
 
 
+def circle(rank: int) -> None:
+    """Ranks 0 and 1 call the collectives of two groups in different orders; rank 2 waits for both."""
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    dist.barrier()
+    arrive()
+    if rank < 2:
+        dist.all_reduce(ONES, group=groups[rank])
+        dist.all_reduce(ONES, group=groups[1 - rank])
+    dist.all_reduce(ONES)
+
+
+def left(rank: int) -> None:
+    """The guilty rank leaves the loop early, and its script ends."""
+    if rank == GUILTY:
+        Path("ended").touch()
+        arrive()
+        threading.Event().wait()
+    arrive()
+    dist.all_reduce(ONES)
+
+
+def resized(rank: int) -> None:
+    """The guilty rank skips an operation; its next one has another size."""
+    arrive()
+    if rank != GUILTY:
+        dist.all_reduce(torch.ones(3))
+    dist.all_gather([torch.ones(5)] * 3, torch.ones(5))
+
+
+def again(rank: int) -> None:
+    """All groups are destroyed and created again; the guilty rank does not come to use them."""
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", f"file://{Path.cwd()}/store2", rank=rank, world_size=3)
+    if rank == GUILTY:
+        load_batch()
+    arrive()
+    dist.all_gather([torch.ones(5)] * 3, torch.ones(5))
+
+
 def watch(rank: int) -> None:
+    trainer = threading.main_thread().ident or 0
     while True:
         Path(f"beat_{rank}").touch()
         if Path("ask").exists() and not Path(f"dump_{rank}").exists():
-            Path(f"new_{rank}").write_bytes(flight.dump())
+            Path(f"new_{rank}").write_bytes(flight.dump(trainer, (rank, 3)))
             os.rename(f"new_{rank}", f"dump_{rank}")
         time.sleep(0.05)
 
 
 def act(rank: int, scene: str) -> None:
     torch.set_num_threads(1)
-    threading.Thread(target=watch, args=(rank,), daemon=True).start()
+    flight.count_worlds(torch.distributed.distributed_c10d)
+    threading.Thread(target=watch, args=(rank,), name="watch", daemon=True).start()
     dist.init_process_group("gloo", f"file://{Path.cwd()}/store", rank=rank, world_size=3)
     for _ in range(3):
         dist.all_reduce(ONES)

@@ -528,8 +528,6 @@ def test_a_finished_rank_of_which_nothing_is_left_is_proof_only_if_it_cannot_hav
     assert "nothing is known" not in verdict.sentence
     late = rank(3, ASLEEP, collectives=BEFORE)
     assert judge([*others[:2], late], 4, finished=[Rank(1)]).proof == "left", "rank 3 is not there"
-    old = (noted(412, age_s=30.0),)
-    assert judge(waiting(0, 2, 3, collectives=old), 4, finished=[Rank(1)]).proof == "left"
 
 
 def test_who_joined_no_group_of_the_ended_rank_does_not_wait_for_it() -> None:

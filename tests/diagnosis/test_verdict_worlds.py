@@ -27,7 +27,7 @@ from test_verdict import (
     rank,
 )
 
-from holdfast.core.hangs.deadlines import HANG_BASE_S
+from holdfast.core.hangs.deadlines import OLD_BEAT_S
 from holdfast.diagnosis.verdict import judge
 from holdfast.messages.evidence import (
     Collective,
@@ -118,7 +118,7 @@ def guilty_rank(draw: st.DrawFn, each: int, kind: str, pairs: bool, number: int)
     }.get(kind, draw(st.sampled_from([ASLEEP, IN_KERNEL])))
     states = {"stopped": "T", "dead": "X", "stuck": "D", "computing": "R"}
     more["process_state"] = states.get(kind, "S")
-    more["beat_age_s"] = HANG_BASE_S if kind in ("gil", "stopped") else 0.1
+    more["beat_age_s"] = OLD_BEAT_S if kind in ("gil", "stopped") else 0.1
     return rank(each, stack if kind != "dead" else (), holds_gil=kind == "gil", **more)
 
 

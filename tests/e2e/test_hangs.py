@@ -103,7 +103,7 @@ TRAIN = """
 
 HANGS = {
     "gil": "holds the GIL in train.py:{line} (clip)",
-    "lock": "waits in train.py:{line} (lend)",
+    "lock": "waits for locks that only its own threads could release in train.py:{line} (lend)",
     "stop": "is stopped (SIGSTOP)",
     "skip": "will never meet",
     "sleep": "sleeps in train.py:{line} (Net.forward)",
@@ -111,7 +111,7 @@ HANGS = {
     "async": "sleeps in train.py:{line} (gather), section gather",
     "worker": "train.py:{line} (Data.__getitem__)",
 }
-PROVEN = {"gil": 5.0, "lock": 2.0, "stop": 2.0, "skip": 2.0}
+PROVEN = {"gil": 6.0, "lock": 2.0, "stop": 2.0, "skip": 2.0}
 """Ways that are proven, and how long that takes at most."""
 HANG_AFTER_S = 6.0
 LIMIT_S = 5.0
@@ -283,9 +283,8 @@ def test_without_detection_a_hung_rank_is_left_alone_and_why_tells_where_it_is(r
     assert calm.startswith("hang detection is off")
     assert "train.py:" in calm, "stacks of a job that runs"
     hang(run, 1)
-    said = wait_for(lambda: found if "sleeps" in (found := why(run)) else "", "a verdict")
+    said = wait_for(lambda: found if "; rank 0 waits" in (found := why(run)) else "", "a verdict")
     assert f"sleeps in train.py:{line_of(run, 'sleep')} (work)" in said
-    assert "rank 0 waits" in said
     found = run.ask("why")
     assert found["verdict"]["guilty"] == [1]
     assert [each["rank"] for each in found["evidence"]] == [0, 1]

@@ -103,7 +103,17 @@ def test_a_quota_of_any_level_and_version_is_found(fake: FakeNode, files: dict[s
     fake.cores("0-7")
     for name, content in files.items():
         fake.write(name, content)
-    assert check_cpu(fake.node(), None).facts["quota_cores"] == 2.5
+    found = check_cpu(fake.node(), None)
+    assert found.facts["quota_cores"] == 2.5
+    assert found.verdict == "warn"
+    assert "the container may use 2.5 of 8 CPUs" in found.reason
+
+
+def test_a_quota_that_all_cores_fit_in_limits_nothing(fake: FakeNode) -> None:
+    fake.cores("0-7")
+    fake.write("proc/self/cgroup", "0::/")
+    fake.write("sys/fs/cgroup/cpu.max", "800000 100000")
+    assert check_cpu(fake.node(), None).verdict == "pass"
 
 
 def test_no_quota_is_none(fake: FakeNode) -> None:

@@ -6,6 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from holdfast.core import job as jobs
+from holdfast.core.ledger import books
 from holdfast.core.membership.events import MembershipMachine, _fence
 from holdfast.core.ranks import events as ranks
 from holdfast.core.ranks.state import Ranks
@@ -67,6 +68,16 @@ def test_a_lost_order_that_is_not_repeated_is_noticed(handler):
 def test_word_from_an_older_round_that_is_believed_is_noticed(monkeypatch):
     monkeypatch.setattr(ranks, "rank_in_force", lambda job, node, round, rank: job.ranks.get(rank))
     noticed("stepped before|more ranks started|nobody took|back before|productive|twice")
+
+
+def test_a_pause_that_is_booked_as_training_is_noticed(monkeypatch):
+    aside = books._book_aside
+
+    def generous(ledger, rank, cause, took_s, until):
+        aside(ledger, rank, "productive" if cause == "other" else cause, took_s, until)
+
+    monkeypatch.setattr(books, "_book_aside", generous)
+    noticed("productive")
 
 
 def test_an_edited_world_is_noticed(handler):

@@ -23,7 +23,7 @@ ORDERED = {
     *("StartWorkers", "StopWorkers", "Finish"),
 }
 """What has to come in the same order."""
-ONLY_SUPERVISED = {"RanksStalled", "Progress"}
+ONLY_SUPERVISED = {"RanksStalled", "Progress", "Examine"}
 BY_CHANCE = {"CommitCheckpoint", "CheckpointWritten"}
 """Done by the node that happens to be the last to write its shards."""
 SPACING_S = 20.0

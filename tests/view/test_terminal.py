@@ -94,6 +94,24 @@ def test_excluded_hosts_are_told_with_the_reason(shown: Shown) -> None:
     assert last == "excluded: host bad: gpu-ecc: GPU 3 has uncorrectable errors"
 
 
+def test_an_overloaded_node_is_told_with_what_keeps_its_cpus_busy(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    status = of_two_ranks()
+    (node,) = status.nodes
+    print_status(replace(status, nodes=[replace(node, overload="run-queue delay 30 %")]))
+    lines = capsys.readouterr().out.splitlines()
+    assert f"overloaded: node {node.node}: run-queue delay 30 %" in lines
+
+
+def test_faults_that_were_not_injected_are_told_with_the_reason(shown: Shown) -> None:
+    fault = InjectionReport(
+        injection=1, fault="kill", outcome="refused", line="kill on rank 1 now", why="it is gone"
+    )
+    lines = shown(faults=FaultsReport(pending=[], injected=0, refused=[fault]))
+    assert "fault not injected: kill on rank 1 now: it is gone" in lines
+
+
 def test_faults_to_come_refused_events_the_last_incident_and_the_end_are_told(
     shown: Shown,
 ) -> None:

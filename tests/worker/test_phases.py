@@ -325,6 +325,49 @@ def test_waiting_for_other_ranks_is_not_counted_as_own_work(with_torch: Run) -> 
     with_torch(BEFORE, TORCH, script)
 
 
+def test_the_time_between_phases_is_one_duration_a_step_without_waits(with_torch: Run) -> None:
+    script = """
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+    class Buffered(DistributedDataParallel):
+        def _sync_buffers(self):
+            time.sleep(0.2)  # Waits for rank 0.
+    net = Buffered(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)))
+    sgd = torch.optim.SGD(net.parameters(), lr=1e-3)
+    for batch in DataLoader([ONES[0]] * 16, batch_size=4):
+        time.sleep(0.02)  # After the loader ...
+        net(batch).sum().backward()
+        time.sleep(0.02)  # ... before the optimizer ...
+        sgd.step()
+        time.sleep(0.02)  # ... and after it.
+    times, own = vitals.times()["between"], vitals.own_times()["between"]
+    assert times.count > 2 * own.count, (times, own)
+    assert own.count == 3, "of the first step the start was not seen"
+    for own_s in own.latest_s:
+        assert 0.06 <= own_s < 0.2, own
+    dist.destroy_process_group()
+    """
+    with_torch(BEFORE, TORCH, script)
+
+
+def test_after_steps_that_were_not_followed_only_the_followed_one_counts(with_torch: Run) -> None:
+    script = """
+    def steps(count):
+        for _ in range(count):
+            model(ONES).sum().backward()
+            sgd.step()
+            vitals.stepped(time.monotonic(), 0.001)
+    steps(300)
+    own = vitals.own_times()["between"]
+    assert 5 < own.count < 200, own.count
+    assert sorted(own.latest_s)[len(own.latest_s) // 2] < 0.002, own
+    """
+    with_torch(BEFORE, TORCH, script)
+
+
 def test_only_the_thread_that_trains_is_followed(with_torch: Run) -> None:
     script = """
     def elsewhere(act, *args):

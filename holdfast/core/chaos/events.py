@@ -23,8 +23,8 @@ class ChaosMachine(Chaos, Machine):
 
     @on(FaultAsked, *LIVE, refusal="the job is ending")
     def on_asked(self, job: View, event: FaultAsked, now: Time) -> Effects | Refused:
-        if plans.refusal(self, event.injection, job.world, job.highest):
-            return Refused(reason="the job has changed since the fault was requested")
+        if plans.refusal(self, event.injection, job.world, job.highest, job.ranks):
+            return Refused(reason="a fault was requested, and then the job changed")
         return plans.asked(self, event, job.world, job.highest, now)
 
     @on(FaultTold, *ALWAYS)

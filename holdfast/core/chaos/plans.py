@@ -9,13 +9,19 @@ the same job with the same requests has the same faults. Nothing here is random.
 
 A trap belongs to its round. One that has not struck when the round ends is set again in the next
 round, and strikes when training comes to its step there. A fault requested for "now" ends with its
-round. An incident counts as injected if a fault that causes its kind struck the same rank or node
-shortly before.
+round.
+
+A fault is never dropped silently. A rank that the round does not have, one that has finished, and a
+step that is over are refused when they are requested; if they come about later, or the job ends
+before, `status` says so beside the fault.
+
+An incident counts as injected if a fault that causes its kind struck the same rank or node shortly
+before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from hashlib import blake2b
 from math import inf
 from typing import Final
@@ -23,6 +29,7 @@ from typing import Final
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from holdfast.core.view import RankState
 from holdfast.messages.actions import AnyAction, Inject
 from holdfast.messages.chaos import (
     FAULTS,
@@ -40,6 +47,8 @@ from holdfast.messages.units import NodeId, Rank, Seconds, StepNumber, Time
 LOOKAHEAD: Final = 4
 """Occurrences of a repeating injection that are set ahead, so that training never waits for one."""
 MAX_PLANS: Final = 1000
+SHOWN_NODES: Final = 8
+"""Nodes that are named when one is not found."""
 KEPT_STRUCK: Final = 1024
 KEPT_SPRUNG: Final = 32
 NEAR_S: Final = 60.0
@@ -64,6 +73,8 @@ class Plan(Struct):
     over: bool = False
     refused: str = ""
     """Why it cannot strike, or why the latest occurrence struck nothing."""
+    skipped: int = 0
+    """Occurrences whose steps were over before their traps were set."""
 
 
 class Chaos(Struct):
@@ -180,7 +191,13 @@ def _orders(traps: Iterable[Trap], world: World) -> list[AnyAction]:
 # ---- events -------------------------------------------------------------------------------------
 
 
-def refusal(chaos: Chaos, injection: Injection, world: World | None, highest: StepNumber) -> str:
+def refusal(
+    chaos: Chaos,
+    injection: Injection,
+    world: World | None,
+    highest: StepNumber,
+    ranks: Mapping[Rank, RankState],
+) -> str:
     """Return why this cannot be done to the job as it is; empty if it can."""
     wrong = complaint(injection)
     if wrong:
@@ -191,24 +208,36 @@ def refusal(chaos: Chaos, injection: Injection, world: World | None, highest: St
         )
     if world is None:
         return "no round is in force now; see `holdfast status`" if injection.now else ""
+    if absent := _absent(injection, world):
+        return absent
+    finished = {rank for rank, one in ranks.items() if one.finished}
     for rank in injection.ranks:
-        if rank >= world.size:
-            return f"there is no rank {rank}: this round has ranks 0 to {world.size - 1}"
-    if not any(_is_called(place, injection.node) for place in world.places):
-        known = ", ".join(f"{place.group_rank} ({place.node})" for place in world.places[:8])
-        return f"there is no node {injection.node} in this round; it has {known}"
+        if rank in finished:
+            return f"rank {rank} has finished: its script has ended"
+    if len(finished) == world.size:
+        return "all ranks have finished: their scripts have ended"
     if injection.at_step is not None and injection.at_step <= highest:
         return f"step {injection.at_step} is over: the job has come to step {highest}"
     return ""
 
 
+def _absent(injection: Injection, world: World) -> str:
+    """Return which rank or node of an injection a world does not have; empty if it has all."""
+    for rank in injection.ranks:
+        if rank >= world.size:
+            return f"there is no rank {rank}: this round has ranks 0 to {world.size - 1}"
+    if any(_is_called(place, injection.node) for place in world.places):
+        return ""
+    known = ", ".join(f"{place.group_rank} ({place.node})" for place in world.places[:SHOWN_NODES])
+    more = f" and {len(world.places) - SHOWN_NODES} more" if len(world.places) > SHOWN_NODES else ""
+    return f"there is no node {injection.node} in this round; it has {known}{more}"
+
+
 def asked(
     chaos: Chaos, event: FaultAsked, world: World | None, highest: StepNumber, now: Time
 ) -> list[AnyAction]:
-    """Accept an injection, and set its first traps; one that became impossible is dropped."""
+    """Accept an injection that is possible (see `refusal`), and set its first traps."""
     injection = event.injection
-    if refusal(chaos, injection, world, highest):
-        return []
     plans = _plan(chaos, injection, event.visit)
     if world is None:
         return []
@@ -235,6 +264,8 @@ def told(chaos: Chaos, event: FaultTold, now: Time) -> list[AnyAction]:
         plan.over, plan.refused = True, event.detail
         chaos.traps = [other for other in chaos.traps if other.injection != plan.number]
         return []
+    if plan.injection.every is not None and trap not in chaos.traps:
+        plan.skipped = max(0, plan.skipped - 1)  # It had sprung before its step was reported.
     plan.sprung = [*plan.sprung, trap.occurrence][-KEPT_SPRUNG:]
     plan.over = plan.injection.every is None
     plan.refused = event.detail
@@ -260,11 +291,21 @@ def begin_round(chaos: Chaos, world: World) -> None:
 def stepped(chaos: Chaos, world: World, step: StepNumber) -> list[AnyAction]:
     """Set further traps of repeating injections once ranks have finished that step."""
     repeating = [plan for plan in chaos.plans if plan.injection.every is not None]
+    before = list(chaos.traps)
     orders = _set_traps(chaos, repeating, world, step)
     if orders:  # A repeating trap that a rank has passed without springing it will not spring.
         numbers = {plan.number for plan in repeating}
         chaos.traps = [t for t in chaos.traps if t.step > step or t.injection not in numbers]
+        for plan in repeating:
+            plan.skipped += _skipped(plan.number, before, chaos.traps)
     return orders
+
+
+def _skipped(number: int, before: Iterable[Trap], after: Iterable[Trap]) -> int:
+    """Count the occurrences between those that were set and those that are."""
+    old = [trap.occurrence for trap in before if trap.injection == number]
+    new = [trap.occurrence for trap in after if trap.injection == number]
+    return max(0, min(new) - min(old)) if old and new else 0
 
 
 def resumed(chaos: Chaos, world: World, node: NodeId) -> list[AnyAction]:
@@ -309,10 +350,12 @@ def _described(event: FaultTold) -> str:
     return f"{event.trap.kind} on {event.trap.target} at step {event.step}"
 
 
-def report(chaos: Chaos, plan: Plan, step_of_rank: Callable[[Rank], int]) -> InjectionReport:
+def report(
+    chaos: Chaos, plan: Plan, world: World | None, ranks: Mapping[Rank, RankState], ended: bool
+) -> InjectionReport:
     """Report what has become of an injection."""
     outcome: Outcome | None = "armed" if plan.armed else None
-    line, missed = sentence(plan.injection), False
+    line, why, missed = sentence(plan.injection), plan.refused, False
     traps = [trap for trap in chaos.traps if trap.injection == plan.number]
     trap = min(traps, key=lambda trap: trap.step, default=None)
     step = trap.step if trap is not None else StepNumber(0)
@@ -323,10 +366,17 @@ def report(chaos: Chaos, plan: Plan, step_of_rank: Callable[[Rank], int]) -> Inj
         outcome = "done"
         for event in struck[-1:]:
             line, trap, step = _described(event), event.trap, event.step
+    elif ended:
+        outcome, why = "missed", "the job ended before"
     elif trap is not None:
-        missed = 0 < trap.step < step_of_rank(trap.rank)
+        why = _passed(trap, ranks)
+        missed = bool(why)
         line += f"; next on {trap.target} at step {step}" if step else f"; on {trap.target}"
-        line += " (missed: its rank was past that step)" if missed else ""
+        line += f" (missed: {why})" if missed else ""
+    elif world is not None and (why := _absent(plan.injection, world)):
+        line += f" (not in this round: {why})"
+    if plan.skipped:
+        line += f"; {plan.skipped} skipped: their steps were over before they could be set"
     return InjectionReport(
         injection=plan.number,
         fault=plan.injection.kind,
@@ -336,8 +386,18 @@ def report(chaos: Chaos, plan: Plan, step_of_rank: Callable[[Rank], int]) -> Inj
         node=trap.node if trap is not None else None,
         step=step or None,
         missed=missed,
-        why=plan.refused,
+        why=why,
     )
+
+
+def _passed(trap: Trap, ranks: Mapping[Rank, RankState]) -> str:
+    """Return why a trap will not spring as its rank is now; empty if it may."""
+    rank = ranks.get(trap.rank)
+    if rank is None:
+        return ""
+    if rank.finished:
+        return f"rank {trap.rank} has finished"
+    return f"rank {trap.rank} is past that step" if 0 < trap.step < rank.step else ""
 
 
 def validate(chaos: Chaos) -> None:

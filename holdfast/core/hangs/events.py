@@ -197,7 +197,16 @@ class HangsMachine(Hangs, Machine):
             effects = self._close(now)
         if self.suspicion is None:
             self.suspicion = Suspicion(since, look_at=max(now, self.rested_at))
+        self._note_news(self.suspicion, now)
         return [*effects, *self._decide(job, now)]
+
+    def _note_news(self, suspicion: Suspicion, now: Time) -> None:
+        """Look again soon if the ranks stand otherwise than at the last report."""
+        news = tuple((r, one.stall.kind, one.is_silent) for r, one in sorted(self.late.items()))
+        if news != suspicion.news and suspicion.look_at is not None and suspicion.looks:
+            soon = max(now, Time(suspicion.reached_at + rules.CONFIRM_S))
+            suspicion.look_at = min(suspicion.look_at, soon)
+        suspicion.news = news
 
     def _close(self, now: Time) -> list[Effect]:
         """Note that the job goes on by itself, and learn from it."""

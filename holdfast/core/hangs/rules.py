@@ -35,9 +35,9 @@ from holdfast.messages.units import Rank, Seconds, StepNumber, Time
 STOPPED_S: Seconds = 1.2
 """A stopped process is given this long to be continued by the one who stopped it."""
 CONFIRM_S: Seconds = 0.25
-"""A proof is given twice, at least this far apart."""
-SILENT_S: Seconds = 5.0
-"""An agent reports at once when nothing of a rank has moved for this long, and when something does."""
+"""A proof by the flight recorders is given twice, at least this far apart."""
+SEEN_TWICE: frozenset[Proof] = frozenset({"locked", "gil"})
+"""Proofs that an agent gives only after several looks of its own."""
 FRESH_S: Seconds = 3.0
 """Doubt is acted on by a verdict that is not older than this."""
 VERDICT_S: Seconds = 1.5
@@ -135,7 +135,8 @@ def _proven(hangs: Hangs, guilty: Iterable[Rank]) -> Iterable[Outlook]:
     if suspicion is None or suspicion.proven_at is None or suspicion.verdict is None:
         return
     proof = suspicion.verdict.proof
-    confirmed = suspicion.reached_at - suspicion.proven_at >= CONFIRM_S
+    again = suspicion.reached_at - suspicion.proven_at >= CONFIRM_S
+    confirmed = again or proof in SEEN_TWICE
     if proof != "stopped":
         first = next(iter(guilty), None)
         at = suspicion.reached_at if confirmed else Time(suspicion.proven_at + CONFIRM_S)
@@ -155,7 +156,7 @@ def _limited(hangs: Hangs, first: Rank | None) -> Iterable[Outlook]:
 def _silent(hangs: Hangs, scene: Scene, guilty: list[Rank]) -> Iterable[Outlook]:
     for rank in guilty:
         standing = hangs.late.get(rank)
-        if standing is not None and _shows_nothing(standing):
+        if standing is not None and standing.is_silent:
             place = standing.stall.place
             pause = _named_pause(hangs, standing)
             limit_s = limits.silence_s(hangs, place, pause, scene.highest)
@@ -164,14 +165,10 @@ def _silent(hangs: Hangs, scene: Scene, guilty: list[Rank]) -> Iterable[Outlook]
                 yield Outlook(rank, at, f"it has shown no sign of life for {limit_s:g} s")
     if not guilty and len(hangs.late) == scene.unfinished:
         standings = list(hangs.late.values())
-        if all(map(_shows_nothing, standings)):
+        if all(standing.is_silent for standing in standings):
             at = Time(max(s.still_since for s in standings) + limits.floor_s(hangs.terms))
             limit_s = limits.floor_s(hangs.terms)
             yield Outlook(None, at, f"no rank has shown a sign of life for {limit_s:g} s")
-
-
-def _shows_nothing(standing: LateRank) -> bool:
-    return standing.stall.still_s >= SILENT_S
 
 
 def _named_pause(hangs: Hangs, standing: LateRank) -> str:
@@ -236,7 +233,7 @@ def life(standing: LateRank | None) -> str:
     """Say what of a rank moves."""
     if standing is None:
         return "it makes progress"
-    if standing.stall.signs and not _shows_nothing(standing):
+    if standing.stall.signs and not standing.is_silent:
         return f"signs of life: {', '.join(standing.stall.signs)}"
     return f"no sign of life for {standing.stall.still_s:.0f} s"
 

@@ -12,9 +12,11 @@ from __future__ import annotations
 from msgspec import Struct, field
 
 from holdfast.messages.events import VerdictReached
-from holdfast.messages.hangs import FIRST_STEP, HangTerms, Memory, PlaceMemory, Stall
+from holdfast.messages.hangs import FIRST_STEP, HangTerms, Memory, PlaceMemory, Stall, StallKind
 from holdfast.messages.units import NodeId, Rank, Seconds, Time
 
+SILENT_S: Seconds = 5.0
+"""An agent reports at once when nothing of a rank has moved for this long, and when something does."""
 PLACES_AT_MOST = 256
 """Places that are remembered; the ones that paused for the shortest time are forgotten first."""
 
@@ -38,6 +40,11 @@ class LateRank(Struct, frozen=True):
     def still_since(self) -> Time:
         """When something of it moved last."""
         return Time(self.at - self.stall.still_s)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it has shown no sign of life for a while."""
+        return self.stall.still_s >= SILENT_S
 
     def limit_s(self, terms: HangTerms) -> Seconds | None:
         """Return the user's own limit for what it is in; None without one."""
@@ -68,6 +75,8 @@ class Suspicion(Struct):
     reached_at: Time = Time(0.0)
     proven_at: Time | None = None
     """When the newest verdict's proof was first given, against the same ranks."""
+    news: tuple[tuple[Rank, StallKind, bool], ...] = ()
+    """How each late rank stood at the last report, and whether it was silent."""
     told: bool = False
     """Whether the people at the terminal know."""
 
