@@ -93,12 +93,6 @@ class Note(Decision, frozen=True, kw_only=True):
     detail: str = ""
 
 
-class Blame(Decision, frozen=True, kw_only=True):
-    """Replace what is known of the fault that broke the round which is stopping."""
-
-    fault: Fault
-
-
 class AnswerRequest(Decision, frozen=True, kw_only=True):
     """Answer a held request, if its asker still waits."""
 
@@ -124,7 +118,6 @@ AnyDecision = (
     | Exclude
     | EndJob
     | Note
-    | Blame
     | AnswerRequest
 )
 Effect = AnyAction | AnyDecision

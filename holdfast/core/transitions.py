@@ -20,7 +20,6 @@ from msgspec.structs import replace
 from holdfast.core import faults, ladder
 from holdfast.core.decisions import (
     AnswerRequest,
-    Blame,
     BreakRound,
     Effect,
     EndJob,
@@ -124,12 +123,6 @@ def _stop_node(job: Job, node: NodeId, round: RoundNumber) -> StopWorkers:
         grace_s=0.0 if hangs else job.membership.grace.limit_s(),
         why=f"{faults.subject(incident)} {incident.signature}",
     )
-
-
-def _blame(job: Job, decision: Blame, now: Time) -> list[AnyAction]:
-    if isinstance(job.state, Stopping):
-        enter(job, Stopping(decision.fault))
-    return []
 
 
 # ---- and the next begins -----------------------------------------------------------------------
@@ -309,7 +302,6 @@ STEPS: dict[type, Callable[[Job, Any, Time], list[AnyAction]]] = {
     Tell: _tell,
     Settle: lambda job, decision, now: [],
     BreakRound: _break_round,
-    Blame: _blame,
     LoseNode: _lose_node,
     Repeat: _repeat,
     SendAway: _send_away,

@@ -251,6 +251,14 @@ def test_the_node_of_a_straggler_makes_place_for_a_spare() -> None:
     assert driver.job.recovery.history.restarts == 0
 
 
+def test_once_a_rank_has_finished_a_straggler_keeps_its_place() -> None:
+    driver = training(exclude_stragglers=True)
+    driver.join("spare", host="host-spare")
+    driver.exit(0, 10, code=0)
+    assert slowed(driver) == []
+    assert driver.job.incidents[0].action == "training goes on"
+
+
 def test_a_spare_is_not_used_where_nobody_asked_for_that() -> None:
     driver = training()
     driver.join("spare", host="host-spare")

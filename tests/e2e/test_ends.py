@@ -67,6 +67,21 @@ def test_work_after_an_exception_is_not_cut_short_while_something_moves(run: Run
     assert incident["signature"].startswith("ValueError at train.py")
 
 
+def test_a_process_that_waits_for_its_own_lock_at_its_exit_is_ended_and_has_finished(
+    run: Run,
+) -> None:
+    lock = "lock = threading.Lock(); lock.acquire(); atexit.register(lock.acquire)"
+    run.train(script=AFTER.replace("ENDS", lock))
+    assert run.code() == 0
+    (incident,) = run.ask("incidents")
+    assert (incident["kind"], incident["rank"]) == ("hang", 1)
+    assert incident["signature"].startswith("hangs after its script has ended")
+    job = run.peek()
+    assert job is not None
+    assert job.membership.round == 1
+    assert job.unfinished == 0
+
+
 EARLY = """
     import os, sys
     import torch

@@ -147,7 +147,9 @@ def _report(job: View, finding: Finding, replace: bool) -> list[Effect]:
 
 
 def _replaceable(job: View, finding: Finding) -> bool:
-    """Only a rank that is slower than the others, and only if another node can take its place."""
+    """Only a rank that is slower than the others, and only if another node can take its place. Once
+    a rank has finished, training is about to end: nothing is begun again for speed."""
     wanted = job.terms.exclude_stragglers and finding.kind == "relative"
+    wanted = wanted and job.unfinished == len(job.ranks)
     node = job.ranks[finding.rank].node
     return wanted and bool(job.membership.waiting) and node in job.membership.placed
