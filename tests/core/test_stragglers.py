@@ -489,7 +489,7 @@ def test_a_rank_that_waits_and_gets_few_cpus_excuses_only_itself() -> None:
         lacked_s = 0.5 * 3 * REPORT_STEPS if report.rank == 0 else 0.0
         found += take(state, starved(report, lacked_s)).findings
     assert [f.rank for f in found] == [2]
-    assert relative(state)[0] is None
+    assert relative(state)[0] == 1.0, "it is not slow, that much is known"
 
 
 def test_a_best_time_is_not_learnt_while_there_is_too_little_cpu() -> None:

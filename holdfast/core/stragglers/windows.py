@@ -19,8 +19,8 @@ stragglers of the others. A window in which a rank is unknown changes nothing fo
 
 A rank can only be called slow if it had a CPU. Agents report how long their ranks wanted to run and had
 none (`CpuShortage`). If that is more than a tenth of a rank's own work in a window, the rank is not
-judged by that window, and none of its times is remembered as its best; if it is more than a tenth of
-the time, no rank on its host is. An overload of three consecutive windows is a finding of its own,
+judged slow by that window, and none of its times is remembered as its best; if it is more than a tenth
+of the time, no rank on its host is. An overload of three consecutive windows is a finding of its own,
 about the host.
 
 Scores compare the ranks of one round. A new round starts from nothing, except for the best times of
@@ -258,9 +258,13 @@ def _judge(state: Stragglers, window: Mapping[Rank, Gathered], now_step: StepNum
     findings = []
     for rank in sorted(works):
         each = state.ranks[rank]
+        compared = relative.get(rank)
         if each.host in busy or window[rank].starved(works[rank]):
-            continue
-        found = relative.get(rank), _individual(each, works[rank], steps_s[rank])
+            if compared is None or compared.score < THRESHOLD * typical:
+                continue
+            found: tuple[Score | None, ...] = compared, None
+        else:
+            found = compared, _individual(each, works[rank], steps_s[rank])
         for (kind, track), score, bar in zip(_tracks(each), found, (typical, 1.0), strict=True):
             if score is not None and _follow(track, score, bar):
                 findings.append(_finding(rank, kind, track, now_step, began=track.flagged))
