@@ -19,7 +19,7 @@ from holdfast.diagnosis import flight, stacks
 from holdfast.diagnosis.flight import Recorded
 from holdfast.diagnosis.stacks import Stacks, Subject
 from holdfast.errors import HoldfastError
-from holdfast.messages.evidence import Collective, RankEvidence, fit
+from holdfast.messages.evidence import Collective, RankCollectives, RankEvidence, fit
 from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, StepNumber
 from holdfast.messages.wire import EvidenceTaken
 from holdfast.shm.vital_signs import Signs, Vitals
@@ -120,6 +120,16 @@ def last_collectives(path: Path) -> tuple[Collective, ...]:
     """Return the newest collectives that a worker entered before its script failed, if it said so."""
     recorded, _ = _recorded(path)
     return () if recorded is None else recorded.collectives[:MOST_LAST]
+
+
+async def last_of(workers: Sequence[Examined]) -> tuple[RankCollectives, ...]:
+    """Return the newest collectives of these workers, as far as they say so in time."""
+    for worker in workers:
+        _remove(worker.flight)
+        worker.vitals.want_dump()
+    await _await_dumps(workers, asyncio.get_running_loop().time() + DUMP_LIMIT_S)
+    found = [RankCollectives(rank=one.rank, last=last_collectives(one.flight)) for one in workers]
+    return tuple(one for one in found if one.last)
 
 
 def messages(number: int, evidence: Sequence[RankEvidence]) -> list[EvidenceTaken]:

@@ -43,6 +43,7 @@ from holdfast.messages.actions import (
     WriteShards,
 )
 from holdfast.messages.events import AnyEvent, NodeLeft, NodeReady
+from holdfast.messages.evidence import RankCollectives
 from holdfast.messages.hangs import HangTerms
 from holdfast.messages.records import Part, RankProgress
 from holdfast.messages.units import NodeId, RoundNumber, Seconds
@@ -113,6 +114,8 @@ class Supervisor:
     _monitor: WorkerMonitor = field(init=False)
     _starting: asyncio.Task[None] | None = None
     _stopping: StopWorkers | Finish | None = None
+    _last: tuple[RankCollectives, ...] = ()
+    """The collectives that the workers were in when they were to stop, if that was asked."""
     _ready_after: RoundNumber = NO_ROUND
     """The last round for which NodeReady was sent, with the port offered now."""
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -181,7 +184,10 @@ class Supervisor:
     def _stop(self, order: StopWorkers) -> None:
         if order.round == self.round and self._stopping is None:
             self._end_round(order)
-            self._stop_workers(order)
+            if order.look and self._workers.running:
+                self._spawn(self._look_then_stop(order))
+            else:
+                self._stop_workers(order)
 
     def _finish(self, order: Finish) -> None:
         if not isinstance(self._stopping, Finish):
@@ -190,10 +196,18 @@ class Supervisor:
 
     def _end_round(self, order: StopWorkers | Finish) -> None:
         self._stopping = order
+        self._last = ()
         self.tester.end()
         self._detector.stop()
         if self._starting is not None:
             self._starting.cancel()
+
+    async def _look_then_stop(self, order: StopWorkers) -> None:
+        try:
+            self._last = await evidence.last_of(self._workers.examined())
+        finally:
+            if self._stopping is order:
+                self._stop_workers(order)
 
     def _stop_workers(self, order: StopWorkers | Finish) -> None:
         self._workers.ask_to_stop(order.grace_s)
@@ -227,6 +241,7 @@ class Supervisor:
                 store_port=self.starter.port.number,
                 slowest_stop_s=self._workers.slowest_stop_s,
                 ranks=ranks,
+                last=self._last,
             )
         )
 

@@ -30,6 +30,9 @@ SYNCHRONIZING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "barrie
 """Families in which no rank finishes before all have entered. Not so all_to_all, whose parts may be
 empty, nor operations with a root."""
 
+MOST_TOLD = 4
+"""Different operations that a sentence lists."""
+
 _ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 _FAMILIES = SYNCHRONIZING | _ROOTED | {"all_to_all"}
 _VARIANT = re.compile(r"^_|_(base|coalesced|into_tensor|tensor|single|oop)(?=_|$)")
@@ -53,6 +56,36 @@ class Difference(Struct, frozen=True):
         many = max(self.calls.values(), key=len)
         few = tuple(sorted(r for ranks in self.calls.values() for r in ranks if r not in many))
         return few if len(many) > len(few) else ()
+
+
+def rank_list(ranks: Iterable[int]) -> str:
+    """Write ranks as "rank 3" or "ranks 0–2, 5"."""
+    spans: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    words = [_span(first, last) for first, last in spans]
+    one = len(spans) == 1 and spans[0][0] == spans[0][1]
+    return f"{'rank' if one else 'ranks'} {', '.join(words)}"
+
+
+def _span(first: int, last: int) -> str:
+    if first == last:
+        return str(first)
+    return f"{first}, {last}" if last == first + 1 else f"{first}–{last}"
+
+
+def told(different: Difference) -> str:
+    """Say which ranks called what under one number."""
+    fewest_first = sorted(different.calls.items(), key=lambda item: (len(item[1]), item[1]))
+    said = [f"{rank_list(ranks)} in {kind}" for kind, ranks in fewest_first]
+    shown = said[:MOST_TOLD] + ([f"and {len(said) - MOST_TOLD} more"] if said[MOST_TOLD:] else [])
+    return (
+        f"collective #{different.number} of group {different.group} does not match: "
+        f"{'; '.join(shown)}; they will never meet"
+    )
 
 
 def operation(noted: Collective) -> str:
@@ -97,7 +130,7 @@ def difference(
             alike: dict[frozenset[str], list[int]] = defaultdict(list)
             for rank in sorted(kinds):
                 alike[frozenset(kinds[rank])].append(rank)
-            calls = {_told(called[ranks[0]]): tuple(ranks) for ranks in alike.values()}
+            calls = {_calls(called[ranks[0]]): tuple(ranks) for ranks in alike.values()}
             return Difference(group, number, calls, _is_certain(called, set(members)))
     return None
 
@@ -123,7 +156,7 @@ def odd_dead(
     return (quiet, None) if len(quiet) == 1 and len(told) > 1 else ((), None)
 
 
-def _told(noted: Sequence[Collective]) -> str:
+def _calls(noted: Sequence[Collective]) -> str:
     """Say what a rank called under one number."""
     told = (f"{operation(each)} of {each.sizes}".removesuffix(" of ") for each in noted)
     return " and ".join(sorted(set(told)))

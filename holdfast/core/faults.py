@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from msgspec import Struct
 from msgspec.structs import replace
 
+from holdfast.core.collectives import Difference, told
 from holdfast.core.view import RankState
 from holdfast.messages.events import WorkerExited
 from holdfast.messages.records import FaultKind, Incident, Raised
@@ -132,6 +133,35 @@ def blame_early_exit(wake: Fault, ranks: Mapping[Rank, RankState]) -> Fault:
         signature="exit code 0 while others still trained",
         detail=f"{sentence}\n{wake.detail}",
         victim=f"{subject(wake)} {wake.signature}",
+    )
+
+
+def is_aborted_by_backend(event: WorkerExited) -> bool:
+    """Return whether a collective's backend ended a rank because another's data did not fit."""
+    return event.signal == signal.SIGABRT and "collective mismatch" in event.log_tail
+
+
+def blame_mismatch(
+    wake: Fault,
+    odd: tuple[int, ...],
+    found: Difference | None,
+    ranks: Mapping[Rank, RankState],
+) -> Fault:
+    """Blame the rank whose collective did not match the others'; nobody without a majority."""
+    guilty = Rank(odd[0]) if odd else None
+    state = ranks.get(guilty) if guilty is not None else None
+    said = f"rank {guilty} called another collective than the others"
+    if found is not None:
+        said = told(found)
+    return replace(
+        wake,
+        kind="hang",
+        node=state.node if state is not None else NodeId(""),
+        rank=guilty,
+        step=state.step if state is not None else wake.step,
+        signature="hang: collectives that can never meet",
+        detail=f"{said}; {subject(wake)} was {wake.signature}",
+        wake=False,
     )
 
 

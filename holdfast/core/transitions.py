@@ -122,6 +122,7 @@ def _stop_node(job: Job, node: NodeId, round: RoundNumber) -> StopWorkers:
         # A rank that hangs does not end by itself, and the others wait for it.
         grace_s=0.0 if hangs else job.membership.grace.limit_s(),
         why=f"{faults.subject(incident)} {incident.signature}",
+        look=isinstance(job.state, Stopping) and job.state.fault.unexplained,
     )
 
 
@@ -142,6 +143,7 @@ def settle(job: Job, now: Time) -> list[AnyAction]:
 
 def _judge(job: Job, fault: Fault, now: Time) -> list[AnyAction]:
     m = job.membership
+    fault = job.recovery.explain(job, fault)
     there = ladder.Resources(
         seats=len(m.seats),
         survivors=sum(one.round == m.round for one in [*m.waiting.values(), *m.busy.values()]),

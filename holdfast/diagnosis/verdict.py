@@ -28,7 +28,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
-from holdfast.core.collectives import WAITED_S
+from holdfast.core.collectives import WAITED_S, rank_list, told
 from holdfast.diagnosis import proofs, wording
 from holdfast.diagnosis.frames import InCollective, in_collective, main_thread, verb
 from holdfast.diagnosis.fronts import Front, find_fronts
@@ -59,7 +59,7 @@ def judge(
         cause.first or wording.accused((each, cause.what(each)) for each in guilty),
         cause.because,
         "" if cause.says_all else _others(scene, cause.guilty),
-        f"nothing is known of {wording.rank_list(absent)}" if absent else "",
+        f"nothing is known of {rank_list(absent)}" if absent else "",
     ]
     waiting = scene.likely_waiting - set(cause.guilty)
     return Verdict(
@@ -258,7 +258,7 @@ def _left(scene: RoundEvidence) -> _Cause | None:
         found = {rank for rank, each in scene.seen.items() if each.ended} | scene.finished
     if not found:
         return None
-    said = f"{wording.rank_list(found)} {'has' if len(found) == 1 else 'have'} ended"
+    said = f"{rank_list(found)} {'has' if len(found) == 1 else 'have'} ended"
     first = f"{said} ({'its script' if len(found) == 1 else 'their scripts'} finished)"
     return _Cause(sorted(found), proof=proof, first=first)
 
@@ -270,7 +270,7 @@ def _mismatched(scene: RoundEvidence) -> _Cause | None:
     one = next((each for each in different if each.certain), different[0])
     unknown = any(front.unknown for front in scene.fronts if front.different is one)
     proof: Proof | None = "mismatch" if one.certain else None
-    said = wording.mismatch(one)
+    said = told(one)
     if one.odd and not unknown:
         return _Cause(one.odd, because=said, says_all=True, proof=proof)
     doubt = "" if proof else "unknown: "
@@ -281,7 +281,7 @@ def _circle(scene: RoundEvidence) -> _Cause | None:
     stuck = proofs.circle(scene.fronts, scene.seen)
     if not stuck:
         return None
-    said = f"{wording.rank_list(stuck)} wait for each other in a circle"
+    said = f"{rank_list(stuck)} wait for each other in a circle"
     return _Cause((), because=said, proof="circle")
 
 
@@ -393,12 +393,12 @@ def _headline(scene: RoundEvidence, members: Sequence[RankEvidence]) -> str:
     first = members[0]
     ranks = [int(each.rank) for each in members]
     if defect := scene.defect(first.rank):
-        return f"{wording.rank_list(ranks)}: {wording.at(defect, first)}"
+        return f"{rank_list(ranks)}: {wording.at(defect, first)}"
     fronts = [front for front in scene.fronts if set(ranks) <= set(front.waiting)]
     if fronts and scene.in_collective[first.rank] != "no":
         return wording.waits(ranks, fronts[0])
     doing = wording.doing(first) if len(members) == 1 else wording.plural(wording.doing(first))
-    return f"{wording.rank_list(ranks)}: {doing}"
+    return f"{rank_list(ranks)}: {doing}"
 
 
 def _fullest(members: Iterable[RankEvidence]) -> tuple[Frame, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 
-from holdfast.core.collectives import Difference
+from holdfast.core.collectives import rank_list
 from holdfast.diagnosis.frames import awaits_its_loader, telling_thread, user_frame, verb
 from holdfast.diagnosis.fronts import Front
 from holdfast.messages.evidence import Frame, LoaderWorker, RankEvidence
@@ -13,25 +13,6 @@ from holdfast.messages.evidence import Frame, LoaderWorker, RankEvidence
 _MAX_CLAUSES = 4
 _MAX_PLACE_CHARS = 120
 """Limit of a place in messages."""
-
-
-def rank_list(ranks: Iterable[int]) -> str:
-    """Write ranks as "rank 3" or "ranks 0–2, 5"."""
-    spans: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    words = [_span(first, last) for first, last in spans]
-    one = len(spans) == 1 and spans[0][0] == spans[0][1]
-    return f"{'rank' if one else 'ranks'} {', '.join(words)}"
-
-
-def _span(first: int, last: int) -> str:
-    if first == last:
-        return str(first)
-    return f"{first}, {last}" if last == first + 1 else f"{first}–{last}"
 
 
 def place(evidence: RankEvidence) -> str:
@@ -130,16 +111,6 @@ def wait_somewhere(ranks: Sequence[int]) -> str:
 def name(front: Front) -> str:
     """Write an operation as "all_reduce #412 of group 0"."""
     return f"{front.op} #{front.number} of group {front.group}"
-
-
-def mismatch(different: Difference) -> str:
-    """Say which ranks called what under one number."""
-    fewest_first = sorted(different.calls.items(), key=lambda item: (len(item[1]), item[1]))
-    said = [f"{rank_list(ranks)} in {kind}" for kind, ranks in fewest_first]
-    return (
-        f"collective #{different.number} of group {different.group} does not match: "
-        f"{_joined(said)}; they will never meet"
-    )
 
 
 def _joined(clauses: Sequence[str]) -> str:

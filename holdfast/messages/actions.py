@@ -37,6 +37,8 @@ class StopWorkers(Action, frozen=True, kw_only=True):
     round: RoundNumber
     grace_s: Seconds
     why: str
+    look: bool = False
+    """Whether to note first which collectives the workers are in: one of them broke."""
 
 
 class Finish(Action, frozen=True, kw_only=True):

@@ -20,7 +20,7 @@ from holdfast.messages.checkpoints import (
     StoredStep,
     Wish,
 )
-from holdfast.messages.evidence import Collective
+from holdfast.messages.evidence import Collective, RankCollectives
 from holdfast.messages.hangs import Memory, Name, Paces, Pause, PlaceName, Proof, Stall
 from holdfast.messages.health import HealthResult
 from holdfast.messages.nodecheck import TestResult
@@ -67,6 +67,8 @@ class NodeReady(Event, frozen=True, kw_only=True):
     slowest_stop_s: Seconds | None
     """Longest time a worker took to end by itself after SIGTERM; None when none had to."""
     ranks: tuple[RankProgress, ...] = ()
+    last: tuple[RankCollectives, ...] = ()
+    """The newest collectives of the workers that lived when they were to stop, if that was asked."""
 
 
 class NodeLeaving(Event, frozen=True, kw_only=True):

@@ -90,6 +90,13 @@ class LoaderWorker(Struct, frozen=True, kw_only=True):
     stack: ThreadStack
 
 
+class RankCollectives(Struct, frozen=True, kw_only=True):
+    """The newest collectives that one rank has entered, newest first."""
+
+    rank: Rank
+    last: tuple[Collective, ...]
+
+
 class RankEvidence(Struct, frozen=True, kw_only=True):
     """Everything known of one rank at one moment."""
 

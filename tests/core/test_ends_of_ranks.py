@@ -6,9 +6,11 @@ import pytest
 from driver import WAKE, Driver, raised
 
 from holdfast.core import report
+from holdfast.messages.actions import StopWorkers
 from holdfast.messages.events import NodeWarm
+from holdfast.messages.evidence import Collective, RankCollectives
 from holdfast.messages.records import Incident, Raised
-from holdfast.messages.units import NodeId
+from holdfast.messages.units import NodeId, Rank
 
 
 def training(step: int = 50) -> Driver:
@@ -33,6 +35,66 @@ def test_a_rank_that_ended_early_is_named_for_what_the_others_fail_of() -> None:
     assert incident.also == ["rank 0 RuntimeError at train.py:3"]
     line = report.incident_line(job.job, incident)
     assert line.startswith("rank 1 ended with exit code 0 while others still trained at step 50")
+
+
+# ---- a collective that did not match -----------------------------------------------------------
+
+
+def call(size: int, number: int = 46) -> Collective:
+    sizes = f"Float[{size}]"
+    return Collective(
+        group="0", number=number, op="gloo:all_reduce", state="scheduled", sizes=sizes
+    )
+
+
+ABORTED = "what(): op.preamble.length <= op.nbytes. Is there a distributed collective mismatch?"
+
+
+def stopped_after_abort(job: Driver, *sizes: tuple[int, int]) -> list[StopWorkers]:
+    """Rank 1 is aborted by its backend; the others tell what they were in."""
+    actions = job.after(1).exit(1, 50, signal=6, log_tail=ABORTED)
+    for node in ("a", "b"):
+        ranks = [r for r, state in job.job.ranks.items() if state.node == node]
+        last = [RankCollectives(rank=Rank(r), last=(call(s),)) for r, s in sizes if r in ranks]
+        job.ready(node, last=tuple(last))
+    return [action for action in actions if isinstance(action, StopWorkers)]
+
+
+def test_after_an_abort_the_others_tell_what_they_were_in_and_the_odd_one_is_named() -> None:
+    job = training()
+    stops = stopped_after_abort(job, (0, 124), (2, 125), (3, 124))
+    assert all(stop.look for stop in stops)
+    incident = last(job)
+    assert (incident.kind, incident.rank, incident.node) == ("hang", 2, "b")
+    assert incident.detail == (
+        "collective #46 of group 0 does not match: rank 2 in all_reduce of Float[125]; ranks 0, 3 in"
+        " all_reduce of Float[124]; they will never meet; rank 1 was killed by SIGABRT"
+    )
+    assert incident.also == ["rank 1 killed by SIGABRT"]
+
+
+def test_the_one_that_was_aborted_did_it_if_all_others_agree() -> None:
+    job = training()
+    stopped_after_abort(job, (0, 124), (2, 124), (3, 124))
+    assert (last(job).kind, last(job).rank) == ("hang", 1)
+
+
+def test_without_a_majority_no_rank_is_named() -> None:
+    job = training()
+    stopped_after_abort(job, (0, 124), (2, 125))
+    assert (last(job).kind, last(job).rank, last(job).node) == ("hang", None, "")
+    assert "does not match" in last(job).detail
+
+
+def test_a_rank_that_was_killed_is_the_cause_and_nobody_looks_further() -> None:
+    job = training()
+    actions = job.after(1).exit(1, 50, signal=9)
+    assert not any(action.look for action in actions if isinstance(action, StopWorkers))
+    job.all_ready()
+    assert (last(job).kind, last(job).rank) == ("signal", 1)
+
+
+# ---- what others fail of -----------------------------------------------------------------------
 
 
 def test_all_who_fail_of_it_are_listed_once_and_the_blame_stays() -> None:

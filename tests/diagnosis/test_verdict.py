@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from holdfast.core.collectives import rank_list
 from holdfast.diagnosis.verdict import judge
-from holdfast.diagnosis.wording import rank_list
 from holdfast.messages.evidence import (
     Collective,
     Frame,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from msgspec import Struct, field
 
 from holdfast.core import faults, ladder
+from holdfast.core.collectives import odd_dead
 from holdfast.core.decisions import BreakRound, Note
 from holdfast.core.faults import Fault
 from holdfast.core.ladder import Resources, Rung, Stop
@@ -17,11 +18,12 @@ from holdfast.core.machine import NONE, Effects, Machine, on
 from holdfast.core.recovery import incidents as book
 from holdfast.core.recovery import rules
 from holdfast.core.recovery.rules import FaultHistory
-from holdfast.core.states import ALWAYS, Gathering
-from holdfast.core.view import View
-from holdfast.messages.events import EventSetAside, Tick, WorkerExited, WorkerStarted
+from holdfast.core.states import ALWAYS, LIVE, Gathering, Stopping
+from holdfast.core.view import View, rank_in_force
+from holdfast.messages.events import EventSetAside, NodeReady, Tick, WorkerExited, WorkerStarted
+from holdfast.messages.evidence import Collective
 from holdfast.messages.records import Incident, JobResult, RankProgress, Terms, World
-from holdfast.messages.units import NodeId, Seconds, Time
+from holdfast.messages.units import NodeId, Rank, Seconds, Time
 
 INTERNAL_AT_MOST = 20
 """Internal incidents that are recorded; later ones are only counted."""
@@ -37,6 +39,10 @@ class Recovery(Struct):
     """Id of the newest incident that broke a round."""
     failures: int = 0
     """Events whose handler raised an exception."""
+    last: dict[Rank, tuple[Collective, ...]] = field(default_factory=dict)
+    """The newest collectives of ranks of the round that breaks, as far as they are known."""
+    aborted: list[Rank] = field(default_factory=list)
+    """Ranks that their backend aborted because they received what they did not expect."""
     ticks_after: Time | None = None
     """After a tick that could not be handled: when the next may come."""
 
@@ -89,6 +95,22 @@ class RecoveryMachine(Recovery, Machine):
             self.incidents[incident.id - 1] = better
         return guilty
 
+    def explain(self, job: View, fault: Fault) -> Fault:
+        """Find the rank whose collective did not match the others', if that broke the round."""
+        if not fault.unexplained:
+            return fault
+        odd, difference = odd_dead({int(r): last for r, last in self.last.items()}, self.aborted)
+        if not odd and difference is None:
+            return fault
+        guilty = faults.blame_mismatch(fault, odd, difference, job.ranks)
+        incident = self.last_fault
+        assert incident is not None
+        book.mention(incident, fault)
+        better = book.opened(incident.id, guilty, incident.cause, incident.opened_at)
+        better.also = incident.also
+        self.incidents[incident.id - 1] = better
+        return guilty
+
     def note(self, note: Note, cause: str, now: Time) -> None:
         self.incidents.append(book.noted(len(self.incidents) + 1, note, cause, now))
 
@@ -103,6 +125,16 @@ class RecoveryMachine(Recovery, Machine):
         return self.incidents[-1]
 
     # ---- events ----
+
+    @on(NodeReady, *LIVE, refusal="the job is ending")
+    def on_ready(self, job: View, event: NodeReady, now: Time) -> Effects:
+        if isinstance(job.state, Stopping):
+            self.last |= {
+                one.rank: one.last
+                for one in event.last
+                if rank_in_force(job, event.node, event.round, one.rank) is not None
+            }
+        return NONE
 
     @on(EventSetAside, *ALWAYS)
     def on_set_aside(self, job: View, event: EventSetAside, now: Time) -> Effects:
@@ -137,12 +169,18 @@ class RecoveryMachine(Recovery, Machine):
         if isinstance(job.state, Gathering):
             return NONE  # Its round is broken and judged already.
         rank = job.ranks[event.rank]
+        if event.last:
+            self.last[event.rank] = event.last
+        elif faults.is_aborted_by_backend(event):
+            self.aborted.append(event.rank)
         fault = faults.death(event, rank.step if rank.stepped else job.highest)
         if fault.wake:
             fault = faults.blame_early_exit(fault, job.ranks)
         return [BreakRound(fault=fault)]
 
     def round_began(self, job: View, world: World, now: Time) -> Effects:
+        self.last.clear()
+        self.aborted.clear()
         incident = self.open_incident
         if incident is not None:
             incident.frozen_at = now
