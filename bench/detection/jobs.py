@@ -27,7 +27,7 @@ RANKS, NODES = 4, 2
 WARM_STEPS = 12
 """After so many steps of its own a process's deadlines are learnt."""
 
-UNBROKEN = ("straggler", "overload", "unfit", "storage")
+UNBROKEN = ("straggler", "overload", "unfit", "storage", "ending")
 """Incidents of which training knows nothing."""
 
 _numbers = count(1)

@@ -30,6 +30,8 @@ from typing import Final, NamedTuple, Protocol
 from msgspec.structs import replace
 
 from holdfast import cgroups, proc
+from holdfast.agent import contention
+from holdfast.agent.contention import Reading
 from holdfast.agent.life import Life, Look, Observer, Observes
 from holdfast.core.hangs.deadlines import (
     ENDED_LATE_S,
@@ -91,6 +93,7 @@ class System(Protocol):
     def process_state(self, pid: int) -> str: ...
     def is_frozen(self, pid: int) -> bool: ...
     def observer(self, pid: int, store_port: int) -> Observes: ...
+    def contention(self, pid: int, now: float) -> Reading: ...
 
 
 class KernelSystem:
@@ -105,6 +108,7 @@ class KernelSystem:
     process_state = staticmethod(proc.process_state)
     is_frozen = staticmethod(cgroups.is_frozen)
     observer = Observer
+    contention = staticmethod(contention.read)
 
 
 # ---- how a late rank stands ----
@@ -187,11 +191,11 @@ class Due:
 class StallDetector:
     """Watches the ranks of one node; `report` gets the late ones whenever that changes."""
 
-    def __init__(self, terms: HangTerms, report: Report, system: System | None = None) -> None:
+    def __init__(self, terms: HangTerms, report: Report, system: System) -> None:
         named = {section_name(name): s for name, s in terms.rank_section_timeouts.items()}
         self._terms = replace(terms, rank_section_timeouts=named)
         self._report = report
-        self._system = system or KernelSystem()
+        self._system = system
         self._store_port = 0
         self._watched: dict[Rank, WatchedRank] = {}
         self._reported: tuple[Stall, ...] = ()

@@ -23,7 +23,8 @@ from holdfast.agent.evidence import Examined
 from holdfast.agent.fault_injector import Injector
 from holdfast.agent.requests import ScriptRequests
 from holdfast.agent.snapshots import Snapshots
-from holdfast.agent.stall_detector import StallDetector, System
+from holdfast.agent.stall_detector import KernelSystem, StallDetector, System
+from holdfast.agent.timings import StepTimings
 from holdfast.agent.worker import Workers
 from holdfast.agent.worker_monitor import Reporter, StandbyPool, WorkerMonitor, WorkerSnapshots
 from holdfast.clock import JobClock
@@ -123,8 +124,10 @@ class Supervisor:
     def __post_init__(self) -> None:
         self.finished = asyncio.get_running_loop().create_future()
         node, clock, report = self.node, self.clock, self.stream.send
-        self._reporter = Reporter(node, clock, report, self.snapshots.ended)
-        self._detector = StallDetector(self.hang_terms, self._reporter.stalled, self.system)
+        system = self.system or KernelSystem()
+        timings = StepTimings(system.contention)
+        self._reporter = Reporter(node, clock, report, self.snapshots.ended, timings)
+        self._detector = StallDetector(self.hang_terms, self._reporter.stalled, system)
         self.requests = ScriptRequests(node, clock, report, self._workers.reply)
         self._injector = Injector(
             node=node,

@@ -102,7 +102,7 @@ def _fresh(times: Mapping[str, Times], reported: dict[str, int]) -> dict[str, in
 class StepTimings:
     """The durations of one round's workers on this node."""
 
-    def __init__(self, read: Read = contention.read) -> None:
+    def __init__(self, read: Read) -> None:
         self._read = read
         self._ranks: dict[int, TimedRank] = {}
         """By process id."""

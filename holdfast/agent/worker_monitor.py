@@ -90,6 +90,7 @@ class Reporter:
     report: Callable[[AnyEvent], None]
     after_seals: Callable[[Rank, bool, Callable[[], None]], None]
     """Calls back once what the rank saved is sealed."""
+    timings: StepTimings
     _round: RoundNumber = RoundNumber(0)
     _cause: CauseId = ""
     """The order that started the round's workers."""
@@ -97,14 +98,13 @@ class Reporter:
     _told_steps: dict[Rank, int] = field(default_factory=dict)
     _durations_at: float = 0.0
     """When durations are reported next."""
-    _timings: StepTimings = field(default_factory=StepTimings)
 
     def begin_round(self, part: Part, cause: CauseId) -> None:
         self._round = part.round
         self._cause = cause
         self._nodes = part.group_world_size
         self._told_steps = {}
-        self._timings.begin_round()
+        self.timings.begin_round()
 
     def began(self, worker: Worker, at: float) -> None:
         self.report(
@@ -136,7 +136,7 @@ class Reporter:
                 round=self._round,
                 ranks=tuple(moved),
                 paces=detector.news() if detector is not None else None,
-                timings=self._timings.read(_training(workers), now) if detector is not None else (),
+                timings=self.timings.read(_training(workers), now) if detector is not None else (),
             )
         )
 

@@ -33,7 +33,7 @@ from holdfast.sim.faults import Faults
 from holdfast.sim.invariants import Check, Invariants
 from holdfast.sim.keeper import SimStorage
 from holdfast.sim.network import SILENCE_S, Network, SimStream
-from holdfast.sim.rank import save_and_ask
+from holdfast.sim.rank import AT_EXIT, save_and_ask
 from holdfast.sim.rates import SCHEDULES, Chance
 from holdfast.sim.supervised import SupervisedAgent
 from holdfast.sim.training import SimRound, Training
@@ -232,7 +232,8 @@ class Cluster:
         """Judge which ranks the others wait for, as the diagnosis of real ranks would."""
         agents = [host.agent for host in self.hosts if host.agent is not None]
         ranks = {rank: one for agent in agents for rank, one in agent.ranks.items()}
-        stuck = {rank: one.stuck for rank, one in sorted(ranks.items()) if one.stuck}
+        hung = {rank: one.stuck for rank, one in sorted(ranks.items()) if one.stuck}
+        stuck = {rank: how for rank, how in hung.items() if how != AT_EXIT}
         proofs: set[Proof | None] = {PROOFS.get(how) for how in stuck.values()}
         since = min((one.round.stands_since for one in ranks.values()), default=now)
         return VerdictReached(

@@ -37,16 +37,22 @@ from holdfast.messages.events import (
     CoordinatorRestarted,
     EventSetAside,
     FaultAsked,
+    HangDecided,
+    HangsRemembered,
     JobOpened,
     NodeResumed,
     StreamEnded,
     Tick,
 )
+from holdfast.messages.hangs import Memory, PlaceMemory
 from holdfast.messages.records import Terms
-from holdfast.messages.units import NodeId, Seconds, Time
+from holdfast.messages.units import NodeId, Rank, Seconds, Time
 from holdfast.messages.wire import Ack, EvidenceTaken, Hello, Welcome
 from holdfast.sim import look
 from holdfast.sim.network import SimStream, Upward
+
+MEMORY = Memory(places={"train.py:7 (main)": PlaceMemory(seen=3, still_s=2.0)})
+"""What an earlier run of the job has learnt."""
 
 if TYPE_CHECKING:
     from holdfast.sim.cluster import Cluster, Log
@@ -128,6 +134,8 @@ class SimCoordinator:
         # Its own source, and one draw: whether the last words are written and not acted upon.
         draw = Random(f"close {cluster.settings.seed}").random()
         self._crash_at_close = draw < cluster.schedule.crash_at_close
+        if cluster.settings.faults == "chaos":
+            self.clock.after(0.0, self._post, HangsRemembered(at=self.clock.now, memory=MEMORY))
 
     # ---- streams ----
 
@@ -282,6 +290,10 @@ class SimCoordinator:
     def ask_fault(self, injection: Injection) -> None:
         """Take in what a visitor asks for."""
         self._post(FaultAsked(at=self.clock.now, injection=injection))
+
+    def ask_hang(self, rank: Rank, act: bool) -> None:
+        """Take in what a person decides about a rank."""
+        self._post(HangDecided(at=self.clock.now, rank=rank, act=act))
 
     def ask_why(self) -> None:
         """Have all nodes look at their workers, for a visitor."""

@@ -163,7 +163,8 @@ class Faults:
     def done(self, round: SimRound) -> None:
         """Have the script end: all ranks exit with 0, not all at once."""
         for one in list(round.ranks.values()):
-            one.agent.later(self.rng.uniform(0.0, 0.5), one.finish)
+            hangs = one.agent.detects_stalls and self.rng.random() < self.schedule.exit_hangs
+            one.agent.later(self.rng.uniform(0.0, 0.5), one.hang_at_exit if hangs else one.finish)
 
     def stop(self, round: SimRound) -> None:
         """Have the script stop the job."""
@@ -206,6 +207,12 @@ class Faults:
 
     def _why(self, host: Host, agent: SimAgent) -> None:
         self.cluster.coordinator.ask_why()
+
+    def _decide(self, host: Host, agent: SimAgent) -> None:
+        """Have a person decide about a rank, whether anything is suspected or not."""
+        one = self._any_rank(agent)
+        if one is not None and agent.detects_stalls:
+            self.cluster.coordinator.ask_hang(one.rank, act=self.rng.random() < 0.3)
 
     def _exclude(self, host: Host, agent: SimAgent) -> None:
         one = self._any_rank(agent)

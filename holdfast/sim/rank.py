@@ -35,6 +35,8 @@ STORED_EVERY = 3
 """Saves of which one goes to storage at once; the others only when a fault makes it worthwhile."""
 RESTORING, CHATTING, SAVING, WATCHING, PARTING = range(5)
 """Lanes of the script's threads: each asks again only when it was answered."""
+AT_EXIT = "exit"
+"""How a rank is stuck whose script has ended and whose process has not."""
 STORE_REQUESTS: tuple[ScriptRequest, ...] = (
     requests.Set(items=(("a", b"1"), ("b", b"2"))),
     requests.Get(keys=("a", "b")),
@@ -65,6 +67,8 @@ class SimRank:
         self.ended_at: float | None = None
         self.oom = False
         self.stuck = ""
+        self.stuck_at = 0.0
+        """When its process began to hang at its end."""
         """How the process does not move: "stopped", or by its script a "hang", "gil" or "loop"."""
         self._stopping = False
         self._offer = (0, RoundNumber(0))
@@ -189,6 +193,12 @@ class SimRank:
         if not self.stuck and not self._stopping:
             self.die(code=0, done=True)
 
+    def hang_at_exit(self) -> None:
+        """Come to the end of the script, and hang with its threads' locks."""
+        if self.exit is None and not self.stuck and not self._stopping:
+            self.stuck, self.stuck_at = AT_EXIT, self.agent.clock.now
+            self.agent.later(0.0, self.hear, local.ScriptFinished())
+
     def send(self, number: signal.Signals) -> None:
         """Take a signal."""
         if self.exit is not None or self.agent.dead:
@@ -223,7 +233,7 @@ class SimRank:
             self.agent.later(0.0, self.hear, local.Died(raised=raised, at=self.agent.clock.now))
         if done:
             self.agent.later(0.0, self.hear, local.ScriptFinished())
-        else:
+        elif self.stuck != AT_EXIT:
             self.agent.cluster.training.break_(self.round)
         end = Exit(code, signal)
         self.gone(end, oom)

@@ -39,6 +39,8 @@ class Schedule:
     """Share of saves of which one rank has no image."""
     cascade: float = 0.0
     """Share of worker deaths after which all other ranks fail in their collective too."""
+    exit_hangs: float = 0.0
+    """Share of ranks whose process hangs after its script has ended."""
     away_s: tuple[Seconds, Seconds] = (1.0, 1.0)
     """How long a crashed host is away."""
     pause_s: tuple[Seconds, Seconds] = (1.0, 1.0)
@@ -95,7 +97,7 @@ _CHAOS_RATES = (
     *(("host", 8.0), ("switch", 3.0), ("pause", 15.0), ("cut", 15.0), ("reset", 60.0)),
     *(("slow", 10.0), ("flap", 5.0), ("leave", 6.0), ("exclude", 1.5), ("hang", 10.0)),
     *(("keeper", 10.0), ("disk", 6.0), ("bitflip", 6.0), ("health", 4.0), ("inject", 15.0)),
-    ("why", 5.0),
+    *(("why", 5.0), ("decide", 5.0)),
 )
 
 _CHAOS = Schedule(
@@ -109,6 +111,7 @@ _CHAOS = Schedule(
     seal_failures=0.01,
     skipped_saves=0.05,
     cascade=0.5,
+    exit_hangs=0.1,
     away_s=(0.1, 20.0),
     pause_s=(0.05, 20.0),
     cut_s=(0.05, 20.0),

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
+from holdfast.agent.contention import Reading
 from holdfast.agent.life import Counters
 from holdfast.agent.supervisor import Supervisor
 from holdfast.agent.worker import Worker
@@ -29,7 +30,7 @@ from holdfast.shm.rank_page import PageState
 from holdfast.shm.vital_signs import LEFT_OUT, RING, WARM_UP, Signs, Times
 from holdfast.sim.agent import AgentClock, SimAgent
 from holdfast.sim.loop import SimLoop
-from holdfast.sim.rank import SimRank
+from holdfast.sim.rank import AT_EXIT, SimRank
 from holdfast.sim.training import SimRound
 
 if TYPE_CHECKING:
@@ -128,6 +129,9 @@ class SimSystem:
     def is_frozen(self, pid: int) -> bool:
         return False
 
+    def contention(self, pid: int, now: float) -> Reading:
+        return Reading(now, {})
+
     def observer(self, pid: int, store_port: int) -> SimObserver:
         return SimObserver(self, pid)
 
@@ -144,10 +148,11 @@ class SimObserver:
         self._pid = pid
 
     def sample(self, thread: int, now: float, strictly: bool, locks: bool) -> Counters:
-        return Counters(ran_ns=int(now * 1e9) if self._system.stuck(self._pid) == "loop" else 0)
+        stuck = self._system.stuck(self._pid)
+        return Counters(ran_ns=int(now * 1e9) if stuck == "loop" else 0, locked=stuck == AT_EXIT)
 
     def is_at_lock(self, thread: int) -> bool:
-        return False
+        return self._system.stuck(self._pid) == AT_EXIT
 
 
 class SimStarter:
@@ -260,7 +265,7 @@ class SimVitals:
             in_backward=False,
             loads=False,
             codes=1,
-            line_at=stands_since if stands else now,
+            line_at=min(stands_since, one.stuck_at or now, now),
             place=HUNG_AT if one.stuck else COLLECTIVE_AT,
             group_timeout_s=0.0,
             thread=0,

@@ -517,7 +517,7 @@ def test_a_process_that_hangs_on_its_way_out_is_ended_and_its_rank_has_finished(
     actions = job.report()
     assert EndProcess(node=NodeId("a"), round=job.round, rank=Rank(1)) in actions
     (incident,) = job.job.incidents
-    assert (incident.kind, incident.rank) == ("hang", 1)
+    assert (incident.kind, incident.rank) == ("ending", 1)
     assert "after its script has ended" in incident.signature
     job.seen.clear()
     for rank in range(4):

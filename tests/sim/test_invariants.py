@@ -62,7 +62,7 @@ def test_a_lost_order_that_is_not_repeated_is_noticed(handler):
         return [] if self.has(event.node) else [_fence(event.node)]
 
     handler(MembershipMachine, "on_resumed", deaf)
-    noticed("no step beyond", light=True)
+    noticed("no step beyond", seeds=200, light=True)
 
 
 def test_word_from_an_older_round_that_is_believed_is_noticed(monkeypatch):

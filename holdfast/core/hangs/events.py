@@ -243,7 +243,7 @@ class HangsMachine(Hangs, Machine):
                 if not rules.is_suspicious(self, scene(job)):
                     self.suspicion = None
                 note = Note(
-                    kind="hang",
+                    kind="ending",
                     node=standing.node,
                     rank=rank,
                     round=job.membership.round,
