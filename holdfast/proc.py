@@ -16,6 +16,9 @@ from typing import Literal, NamedTuple
 RUNNING = "running"
 _PIECE_BYTES = 1 << 16
 
+LOADER_WORKER = "pt_data_worker"
+"""The name that torch gives the workers of a data loader."""
+
 Reaction = Literal["dies", "handles", "ignores"]
 
 
@@ -170,7 +173,9 @@ def may_be_signalled(pid: int, except_for: int) -> bool:
         return True
     if _read(f"/proc/{pid}/timers"):
         return True
-    return catches(pid, signal.SIGCHLD) and bool(children(pid))
+    # Torch's own handler, installed with a data loader's workers, releases nothing.
+    others = (child for child in children(pid) if thread_name(child, child) != LOADER_WORKER)
+    return catches(pid, signal.SIGCHLD) and any(others)
 
 
 def catches(pid: int, number: int) -> bool:

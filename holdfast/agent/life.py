@@ -39,7 +39,6 @@ bytes of connections."""
 CANNOT_RELEASE: Final = ("holdfast-beat", "gloo_tcp_loop", "pt_tcpstore")
 """Names of threads that release no lock of the script, whatever they wait for. gloo's loop hands what
 arrived to `pt_gloo_runloop`, which waits with a timeout while it has an operation to finish."""
-LOADER_WORKER: Final = "pt_data_worker"
 SHARE: Final = 0.01
 """Share of a core from which threads other than the training one count."""
 DISTURBED_NS: Final = 5_000_000
@@ -210,7 +209,7 @@ class Observer:
 def _child(pid: int, traffic: int) -> Descendant:
     fields = proc.stat(pid)
     ticks = sum(int(ticks) for ticks in fields[11:13])
-    loads = proc.thread_name(pid, pid) == LOADER_WORKER
+    loads = proc.thread_name(pid, pid) == proc.LOADER_WORKER
     waits = loads and proc.system_call(pid, pid) in ("poll", "ppoll", "select", "pselect6")
     ran_ns = proc.cpu_time(pid, pid).ran_ns
     return Descendant(ran_ns, ticks, proc.moved_bytes(pid), traffic, loads, waits)

@@ -74,7 +74,7 @@ def test_a_process_that_waits_for_its_own_lock_at_its_exit_is_ended_and_has_fini
     run.train(script=AFTER.replace("ENDS", lock))
     assert run.code() == 0
     (incident,) = run.ask("incidents")
-    assert (incident["kind"], incident["rank"]) == ("hang", 1)
+    assert (incident["kind"], incident["rank"]) == ("ending", 1)
     assert incident["signature"].startswith("hangs after its script has ended")
     job = run.peek()
     assert job is not None

@@ -63,9 +63,9 @@ LOOK = r"""
         "cwd": os.getcwd(),
         "handlers": {n.name: repr(signal.getsignal(n)).split(" at 0x")[0]
                      for n in signal.valid_signals() if isinstance(n, signal.Signals)},
-        # Without the two signals that the C library keeps to itself, and the one by which a rank is
-        # asked for its stacks where nobody else may look at them.
-        "signals": {k: hex(int(v, 16) & ~(3 << 31) & ~(1 << (signal.SIGRTMAX - 4)))
+        # Without the two signals that the C library keeps to itself, the one by which a rank is asked
+        # for its stacks where nobody else may look at them, and those of crashes, whose line it notes.
+        "signals": {k: hex(int(v, 16) & ~(3 << 31) & ~(1 << (signal.SIGRTMAX - 4)) & ~0x4e8)
                     for k, v in status("SigBlk", "SigIgn", "SigCgt").items()},
         "wakeup_fd": signal.set_wakeup_fd(-1),
         "timers": [signal.getitimer(n) for n in (0, 1, 2)],
