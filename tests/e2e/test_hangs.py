@@ -106,10 +106,10 @@ HANGS = {
     "lock": "waits for locks that only its own threads could release in train.py:{line} (lend)",
     "stop": "is stopped (SIGSTOP)",
     "skip": "will never meet",
-    "sleep": "sleeps in train.py:{line} (Net.forward)",
+    "sleep": "sleeps in train.py:{line} (forward)",
     "loop": "computes in train.py:{line} (log), section log",
     "async": "sleeps in train.py:{line} (gather), section gather",
-    "worker": "train.py:{line} (Data.__getitem__)",
+    "worker": "train.py:{line} (__getitem__)",
 }
 PROVEN = {"gil": 6.0, "lock": 2.0, "stop": 2.0, "skip": 2.0}
 """Ways that are proven, and how long that takes at most."""
