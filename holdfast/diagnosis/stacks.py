@@ -312,10 +312,7 @@ def _thread(thread: _SpyThread, subject: Subject, calls: Mapping[int, str]) -> T
     number = thread.os_thread_id or (pid if thread.thread_name == "MainThread" else 0)
     call = calls.get(number, "")
     entered = [Frame(file=KERNEL, line=0, function=call, native=True)]
-    frames = [
-        Frame(file=f.filename, line=f.line, function=f.name, native=f.module is not None)
-        for f in thread.frames
-    ]
+    frames = [_frame(frame) for frame in thread.frames]
     return ThreadStack(
         name="MainThread" if number == pid else thread.thread_name or f"thread {number}",
         active=call == proc.RUNNING if call else thread.active,
@@ -323,6 +320,14 @@ def _thread(thread: _SpyThread, subject: Subject, calls: Mapping[int, str]) -> T
         trains=number == (subject.trainer or pid),
         frames=cut([*(entered if call not in ("", proc.RUNNING) else []), *frames]),
     )
+
+
+def _frame(frame: _SpyFrame) -> Frame:
+    """Return a frame under the function's own name. From Python 3.11 on py-spy puts its class before
+    it, which no other source of stacks does, and places are remembered by their names."""
+    native = frame.module is not None
+    name = frame.name if native else frame.name.rpartition(".")[2]
+    return Frame(file=frame.filename, line=frame.line, function=name, native=native)
 
 
 def _complaint(err: bytes) -> str:

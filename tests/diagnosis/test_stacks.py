@@ -223,16 +223,16 @@ LOADER = """
     worker = module("/env/torch/utils/data/_utils/worker.py", (
         "def _worker_loop(queue, fetch):\\n    while True: fetch(queue.get())\\n"))
     dataset = module("/home/me/dataset.py", (
-        "def __getitem__(index):\\n    here()\\n    os.read(0, 1)\\n"))
+        "class Words:\\n    def __getitem__(self, index):\\n        here()\\n        os.read(0, 1)\\n"))
     loader = module("/env/torch/utils/data/dataloader.py", (
-        "def _try_get_data(queue):\\n    return queue.get()\\n"))
+        "class Iterator:\\n    def _try_get_data(self, queue):\\n        return queue.get()\\n"))
     queues = [multiprocessing.Queue() for _ in range(3)]
     context = multiprocessing.get_context("fork")
     for queue in queues[:2]:
-        args = (queue, dataset["__getitem__"])
+        args = (queue, dataset["Words"]().__getitem__)
         context.Process(target=worker["_worker_loop"], args=args, daemon=True).start()
     queues[1].put(7)
-    loader["_try_get_data"](queues[2])
+    loader["Iterator"]()._try_get_data(queues[2])
 """
 """A data loader with two workers, one of which waits for work while the other is stuck."""
 
