@@ -30,9 +30,9 @@ from holdfast.diagnosis.fronts import Front
 from holdfast.messages.evidence import RankEvidence, ThreadStack
 from holdfast.messages.units import Seconds
 
-GIL_IDLE_S: Seconds = 1.0
-"""A native call that keeps the GIL must have done nothing for this long. It may still only sleep:
-`core.hangs` wants to see it again, seconds later."""
+GIL_IDLE_S: Seconds = 3.0
+"""A native call that keeps the GIL must have done nothing for this long: one that sleeps for a moment
+is no hang. `core.hangs` wants to see it again after that."""
 
 _WAITS_OUTSIDE = {"reads", "writes", "computes"}
 
