@@ -10,9 +10,9 @@ older versions record as well.
 Backends differ: gloo never notes a start or an end and only marks a finished operation as retired,
 while NCCL also retires one that timed out, so that there only the state counts. Gloo does not record
 the members of a group, so the worker adds them to the dump, and it records no send and no recv: of
-those the worker tells the one that its training thread is in. Group names come back when a script
-destroys its groups and creates them again, so the worker also counts these worlds, and tells which
-groups live and have been used.
+those the worker tells how many it has called, and the one that its training thread waits for. Group
+names come back when a script destroys its groups and creates them again, so the worker also counts
+these worlds, and tells which groups live and have been used.
 
 A recorder holds thousands of operations and a verdict needs few: the newest of each group, which
 shows who is behind, and the oldest unfinished one, which holds the group up.
@@ -29,13 +29,21 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType, ModuleType
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
+from holdfast.core.collectives import is_pair
 from holdfast.errors import BadFrame
-from holdfast.messages.evidence import MAX_COLLECTIVES, Collective, CollectiveState
+from holdfast.messages.evidence import (
+    ANY_PEER,
+    MAX_COLLECTIVES,
+    MAX_PAIRS,
+    Collective,
+    CollectiveState,
+    PairCount,
+)
 
 ENTRIES = 2000
 """Operations in the ring: torch's own default."""
@@ -54,6 +62,7 @@ _LEADS_TO_WAIT = re.compile(
     r"|/torch/(_ops|_compile)\.py$"
 )
 """Python code between torch's function and the wait within it."""
+_OUR_WAIT = "/holdfast/worker/torch_hooks/waits.py"
 _MAX_DEPTH = 8
 _CALLS = frozenset(
     {
@@ -152,6 +161,17 @@ class LivingGroup(Struct):
     """Whether it has had an operation; assumed if unknown."""
 
 
+class CountedPair(Struct):
+    """A rank's sends to and receives from one member of a group, that no recorder notes."""
+
+    process_group: tuple[Text, Text]
+    """Name and description."""
+    peer: Annotated[int, Meta(ge=ANY_PEER, le=1 << 30)]
+    """Its rank in the job."""
+    sends: Count = 0
+    receives: Count = 0
+
+
 class FlightDump(Struct):
     """What a worker writes: each recorder's dump as it is, and what the recorders do not know."""
 
@@ -165,7 +185,10 @@ class FlightDump(Struct):
     call: str = ""
     """The function of torch's that the training thread waited in all the while; empty if none."""
     pair: RecordedOperation | None = None
-    """If that is a send or a recv which the backend does not record: what it would have recorded."""
+    """The send or recv that it waited for, if the backend does not record these: what it would have
+    recorded, under the number of the call to that peer, or 0."""
+    pairs: Annotated[list[CountedPair], Meta(max_length=2 * MAX_PAIRS)] | None = None
+    """All calls of these in this world; None if unknown."""
     missing: str = ""
     """Why there is no recorder."""
 
@@ -178,10 +201,20 @@ class Recorded:
     """Newest first."""
     blocked: bool = False
     """Whether the training thread waited in a call of one of them."""
+    pairs: tuple[PairCount, ...] | None = None
+    """The sends and receives that no recorder notes; None if unknown."""
     evicted: bool = False
     """Whether older ones were dropped from the ring."""
     world: int = 1
     """How often the script has created its groups."""
+
+
+class UnrecordedCalls(Protocol):
+    """What a worker knows of the sends and receives that no recorder notes."""
+
+    def counted(self) -> list[CountedPair] | None: ...
+
+    def awaited(self, work: object) -> RecordedOperation | None: ...
 
 
 # ---- in a worker ----
@@ -217,12 +250,17 @@ def count_worlds(c10d: ModuleType) -> None:
     c10d.__dict__["_update_default_pg"] = update
 
 
-def _world() -> int:
+def world() -> int:
+    """Return how often the script has created its groups, or 1."""
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     return max(1, getattr(getattr(c10d, "_update_default_pg", None), "worlds", 1))
 
 
-def dump(trainer: int = 0, rank_and_size: tuple[int, int] | None = None) -> bytes:
+def dump(
+    trainer: int = 0,
+    rank_and_size: tuple[int, int] | None = None,
+    calls: UnrecordedCalls | None = None,
+) -> bytes:
     """Dump the recorders of this process, from any thread; or say why there are none.
 
     `trainer` is the identifier of the training thread. A script may give its processes ranks of its
@@ -237,82 +275,87 @@ def dump(trainer: int = 0, rank_and_size: tuple[int, int] | None = None) -> byte
     elif rank_and_size not in (None, _own_numbers()) and _own_numbers() is not None:
         found = FlightDump(missing="the script gave its processes ranks of its own")
     else:
-        before = _call_of(trainer)
-        answers = [dump_json() for dump_json in functions]
-        traces = [one.encode() if isinstance(one, str) else one for one in answers]
-        groups, at_ns = _groups(), time.time_ns()
-        stayed = before is not None and _is_same(before, _call_of(trainer))
-        found = FlightDump(
-            groups=groups,
-            traces=[msgspec.Raw(trace) for trace in traces],
-            at_ns=at_ns,
-            world=_world(),
-            call=before.frame.f_code.co_name if before is not None and stayed else "",
-            pair=_pair(before) if before is not None and stayed else None,
-        )
+        found = _dump_of(functions, trainer, calls)
     return _MAGIC + zlib.compress(msgspec.json.encode(found), level=1)
 
 
+def _dump_of(
+    functions: list[Callable[[], bytes | str]], trainer: int, calls: UnrecordedCalls | None
+) -> FlightDump:
+    """Dump the recorders, and what the training thread waited for from before to after."""
+    before = _wait_of(trainer)
+    answers = [dump_json() for dump_json in functions]
+    traces = [one.encode() if isinstance(one, str) else one for one in answers]
+    pairs = calls.counted() if calls is not None else None
+    groups, at_ns = _groups(), time.time_ns()
+    found = FlightDump(
+        groups=groups,
+        traces=[msgspec.Raw(trace) for trace in traces],
+        pairs=pairs,
+        at_ns=at_ns,
+        world=world(),
+    )
+    if before is not None and _is_same(before, _wait_of(trainer)):
+        found.call = before.call
+        if calls is not None and (pair := calls.awaited(before.work)) is not None:
+            pair.time_created_ns = before.since_ns
+            found.pair = pair
+    return found
+
+
 @dataclass(frozen=True)
-class _TorchCall:
-    """A call of a function of torch's that a thread is in."""
+class _Wait:
+    """A thread's wait in a call of a function of torch's, or for an operation called before."""
 
     frame: FrameType
     instruction: int
     """How far it has come."""
+    call: str
+    """Torch's function; empty if the script itself waits."""
+    work: object
+    """What it waits for without a timeout of its own; None if unknown."""
     since_ns: int
-    """When its wait began; 0 if unknown."""
+    """When it began; 0 if unknown."""
 
 
-def _call_of(thread: int) -> _TorchCall | None:
-    """Return the collective or send that a thread waits in; None if it is anywhere else."""
+def _wait_of(thread: int) -> _Wait | None:
+    """Return what a thread waits for; None if it is anywhere else."""
     inner = sys._current_frames().get(thread)
-    began = inner.f_locals.get("began") if inner is not None and _is_ours(inner) else None
+    if inner is None:
+        return None
+    local = inner.f_locals if _is_ours(inner) else {}
+    began, args = local.get("began"), local.get("args", ())
     since_ns = time.time_ns() - int((time.monotonic() - began) * 1e9) if began is not None else 0
+    work = args[0] if len(args) == 1 and not local["kwargs"] else None
+    call = _call_around(inner)
+    if call is not None:
+        return _Wait(call, call.f_lasti, call.f_code.co_name, work, since_ns)
+    return _Wait(inner, inner.f_lasti, "", work, since_ns) if work is not None else None
+
+
+def _call_around(inner: FrameType | None) -> FrameType | None:
+    """Return the call of a function of torch's that waits at this frame."""
     for _ in range(_MAX_DEPTH):
         if inner is None or not _LEADS_TO_WAIT.search(inner.f_code.co_filename):
             return None
         if inner.f_code.co_filename.endswith(_DISTRIBUTED):
-            named = inner.f_code.co_name in _CALLS
-            return _TorchCall(inner, inner.f_lasti, since_ns) if named else None
+            return inner if inner.f_code.co_name in _CALLS else None
         inner = inner.f_back
     return None
 
 
 def _is_ours(frame: FrameType) -> bool:
     """Return whether this frame is the wait that Holdfast measures, which knows when it began."""
-    return frame.f_code.co_filename.endswith("/holdfast/worker/torch_hooks/waits.py")
+    code = frame.f_code
+    return code.co_name == "wait" and code.co_filename.endswith(_OUR_WAIT)
 
 
-def _is_same(before: _TorchCall, after: _TorchCall | None) -> bool:
+def _is_same(before: _Wait, after: _Wait | None) -> bool:
     return (
         after is not None
         and before.frame is after.frame
         and before.instruction == after.instruction
-    )
-
-
-def _pair(call: _TorchCall) -> RecordedOperation | None:
-    """Return what a recorder would have noted of this call, if it is a send or a recv."""
-    c10d: Any = sys.modules["torch.distributed.distributed_c10d"]
-    op = call.frame.f_code.co_name
-    if op not in ("send", "recv"):
-        return None
-    local = call.frame.f_locals
-    group = local.get("group") or c10d.group.WORLD
-    peer = local.get("dst" if op == "send" else "src")
-    inner = local.get("group_dst" if op == "send" else "group_src")
-    if inner is None and peer is not None:
-        inner = c10d.get_group_rank(group, peer)
-    if inner is None or "gloo" not in group.name():
-        return None  # It takes from any rank; or the backend records it.
-    arrow = "->" if op == "send" else "<-"
-    return RecordedOperation(
-        profiling_name=f"gloo:{op} {group.rank()}{arrow}{inner}",
-        process_group=(group.group_name, group.group_desc),
-        is_p2p=True,
-        p2p_seq_id=0,
-        time_created_ns=call.since_ns,
+        and before.work is after.work
     )
 
 
@@ -370,10 +413,41 @@ def read(data: bytes) -> Recorded:
     if found.pair is not None:
         by_age.insert(0, found.pair)
     collectives = _selected(_of_newest_groups(by_age, living), found)
-    # A call that has not recorded its operation yet, or whose operation has finished, is no wait.
-    blocked = bool(found.call and collectives and collectives[0].state != "completed")
     evicted = any(_first(trace) != 0 for trace in traces if trace.entries)
-    return Recorded(collectives, blocked, evicted, found.world)
+    blocked = _is_blocked(found, collectives)
+    return Recorded(collectives, blocked, _pairs(found), evicted, found.world)
+
+
+def _is_blocked(found: FlightDump, newest_first: tuple[Collective, ...]) -> bool:
+    """Return whether the training thread waits for the newest operation. A call that has not recorded
+    its operation yet, or whose operation has finished, is no wait; and a receive from any rank is not
+    recorded at all."""
+    if not newest_first or newest_first[0].state == "completed":
+        return False
+    if found.pair is not None:
+        return True
+    return bool(found.call) and is_pair(newest_first[0]) == (found.call in ("send", "recv"))
+
+
+def _pairs(found: FlightDump) -> tuple[PairCount, ...] | None:
+    if found.pairs is None or len(found.pairs) > MAX_PAIRS:
+        return None
+    return tuple(
+        PairCount(
+            group=_label(each.process_group, found),
+            peer=each.peer,
+            sends=each.sends,
+            receives=each.receives,
+        )
+        for each in found.pairs
+    )
+
+
+def _label(process_group: tuple[str, str], dump: FlightDump) -> str:
+    """Return a group's name for people, which tells apart the groups of all worlds."""
+    name, description = process_group
+    world = f"{_WORLD_MARK}{dump.world}" if dump.world > 1 else ""
+    return (name if description in _UNNAMED else f"{name} ({description})") + world
 
 
 def _first(trace: FlightTrace) -> int:
@@ -439,13 +513,12 @@ def _selected(newest_first: list[RecordedOperation], dump: FlightDump) -> tuple[
 
 
 def _collective(one: RecordedOperation, dump: FlightDump, tell_ranks: bool) -> Collective:
-    name, description = one.process_group
+    name = one.group
     group = (dump.groups or {}).get(name)
     known_age = one.time_created_ns > 0 and dump.at_ns > 0
     destroyed = dump.groups is not None and group is None
-    world = f"{_WORLD_MARK}{dump.world}" if dump.world > 1 else ""
     return Collective(
-        group=(name if description in _UNNAMED else f"{name} ({description})") + world,
+        group=_label(one.process_group, dump),
         number=one.number,
         op=one.op,
         state="completed" if destroyed else one.outcome,  # Destroying its group ended it.

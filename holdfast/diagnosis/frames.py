@@ -48,7 +48,7 @@ _COLLECTIVE_FILE = re.compile(
 """Python code whose callers wait for other ranks."""
 _FORWARDING_FILE = re.compile(
     r"/torch/(_ops|_compile)\.py$|/torch/utils/_contextlib\.py$|/threading\.py$"
-    r"|/holdfast/worker/(channel|torch_hooks/(patches|imports))\.py$"
+    r"|/holdfast/worker/(channel|torch_hooks/(patches|imports|pairs))\.py$"
 )
 """Python code that only forwards a call; its caller says what is waited for."""
 _COLLECTIVE_FUNCTION = re.compile(r"\b(c10d|gloo)::|^p?nccl[A-Z_]")

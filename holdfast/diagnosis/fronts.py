@@ -31,7 +31,7 @@ from holdfast.core.collectives import (
     operation,
 )
 from holdfast.diagnosis.flight import is_world, world_of
-from holdfast.messages.evidence import Collective, RankEvidence
+from holdfast.messages.evidence import ANY_PEER, UNCOUNTED, Collective, RankEvidence
 from holdfast.messages.units import Seconds
 
 _PEERS = re.compile(r"(?P<op>send|recv) (?P<own>\d+) ?(->|<-) ?(?P<peer>\d+)")
@@ -60,6 +60,8 @@ class Front:
     """What each waiting rank is in and has not finished, in this group."""
     different: Difference | None = None
     """If ranks called different operations under one number up to this one."""
+    uncalled: bool = False
+    """Of a send or recv: whether it is known that the peer has not called the other end."""
     left_s: Seconds | None = None
     """Time until the group's timeout ends the first waiting rank; None if unknown."""
 
@@ -92,7 +94,10 @@ class Front:
 
     def holds(self, rank: int) -> bool:
         """Return whether nothing that a rank is in here can finish before all have entered it."""
-        return all(family(call) in SYNCHRONIZING and is_old(call) for call in self.open[rank])
+        return all(
+            (self.uncalled or family(call) in SYNCHRONIZING) and is_old(call)
+            for call in self.open[rank]
+        )
 
 
 def find_fronts(evidence: Sequence[RankEvidence], world_size: int) -> list[Front]:
@@ -104,12 +109,14 @@ def find_fronts(evidence: Sequence[RankEvidence], world_size: int) -> list[Front
             backend = noted.op.rpartition(":")[0]
             key = (backend, noted.group, members.get((each.rank, noted.group), ()))
             logs[key][each.rank].append(noted)
+    seen = {int(each.rank): each for each in evidence}
     fronts = []
     for (_, group, ranks), log in logs.items():
         readable = {int(each.rank) for each in evidence if _is_readable(each, group, log)}
         whole = ranks or tuple(range(world_size) if is_world(group) else sorted(log))
         fronts.extend(_collective_front(group, whole, log, readable))
-        fronts.extend(_pair_fronts(group, whole, log, readable))
+        pairs = _Pairs(group, whole, bool(ranks) or is_world(group), readable, seen)
+        fronts.extend(_pair_fronts(pairs, log))
     return sorted(fronts, key=lambda front: (-len(front.waiting), front.group))
 
 
@@ -185,29 +192,56 @@ def _left_s(calls: Iterable[Collective]) -> Seconds | None:
 # ---- send and recv ----
 
 
-def _pair_fronts(
-    group: str, members: tuple[int, ...], log: _Log, readable: set[int]
-) -> list[Front]:
+@dataclass(frozen=True)
+class _Pairs:
+    """What is known of the members of a group that send to each other."""
+
+    group: str
+    members: tuple[int, ...]
+    certain: bool
+    """Whether these are its members."""
+    readable: set[int]
+    seen: Mapping[int, RankEvidence]
+
+    def is_called(self, rank: int, peer: int, op: str, noted: Collective) -> bool | None:
+        """Return whether a peer has called the other end of a rank's send or recv; None if unknown,
+        as always where the backend records these operations and the worker does not count them."""
+        each, by_gloo = self.seen.get(peer), noted.op.startswith("gloo:")
+        if not (self.certain and by_gloo and noted.number) or each is None or each.pairs is None:
+            return None
+        own = {pair.peer: pair for pair in each.pairs if pair.group == self.group}
+        if each.world != world_of(self.group) or (op == "send" and ANY_PEER in own):
+            return None
+        if rank not in own:
+            return False
+        count = own[rank].sends if op == "recv" else own[rank].receives
+        return None if count == UNCOUNTED else count >= noted.number
+
+
+def _pair_fronts(pairs: _Pairs, log: _Log) -> list[Front]:
     """Return a front for each unfinished send or recv whose peer is known."""
     open_ends: dict[tuple[int, int, str], Collective] = {}
     for rank, own in log.items():
         for noted in own:
             ends = _PEERS.search(noted.op) if noted.state != "completed" else None
-            if ends and int(ends["peer"]) < len(members):
-                open_ends[rank, members[int(ends["peer"])], ends["op"]] = noted
+            if ends and int(ends["peer"]) < len(pairs.members):
+                open_ends[rank, pairs.members[int(ends["peer"])], ends["op"]] = noted
     fronts = []
     for (rank, peer, op), noted in open_ends.items():
         # Two sends to each other do not meet.
         met = (peer, rank, "recv" if op == "send" else "send") in open_ends
+        called = pairs.is_called(rank, peer, op, noted)
+        behind = called is False or (called is None and not met and peer in pairs.readable)
         fronts.append(
             Front(
-                group=group,
+                group=pairs.group,
                 number=noted.number,
                 op=f"{op} {'to' if op == 'send' else 'from'} rank {peer}",
                 waiting=(rank, peer) if met else (rank,),
-                behind=(peer,) if not met and peer in readable else (),
-                unknown=(peer,) if peer not in readable else (),
+                behind=(peer,) if behind else (),
+                unknown=(peer,) if called is None and peer not in pairs.readable else (),
                 open={rank: (noted,)},
+                uncalled=called is False,
                 left_s=_left_s([noted]),
             )
         )

@@ -11,7 +11,9 @@ may have a thread or an exit handler that calls collectives: then it is not prov
 *Circle*: a set of ranks, each waiting in an operation that another of the set has not entered. None
 of them can leave its wait, so none can enter another's. The looks at the ranks need not be of one
 moment: the first of them to leave its wait would need another that had left its wait before. But the
-recorder and the wait of one rank must be of one moment (`RankEvidence.blocked`).
+recorder and the wait of one rank must be of one moment (`RankEvidence.blocked`). A recv waits for a
+send that was not called if the peer has called fewer sends than the rank has receives up to that one;
+and so a send for a recv.
 """
 
 from __future__ import annotations
@@ -88,13 +90,18 @@ def left(
 
 
 def circle(fronts: Sequence[Front], seen: Mapping[int, RankEvidence]) -> frozenset[int]:
-    """Return ranks that wait for each other in a circle, and those that wait for them."""
+    """Return ranks that wait for each other in a circle; not those that only wait for them."""
     stuck = {rank for rank, each in seen.items() if each.blocked and not _has_callers(each)}
     while True:
         held = {rank for rank in stuck if _is_held(rank, stuck, fronts)}
         if held == stuck:
-            return frozenset(held)
+            break
         stuck = held
+    while True:
+        awaited = {other for front in fronts if stuck & set(front.open) for other in front.behind}
+        if stuck <= awaited:
+            return frozenset(stuck)
+        stuck &= awaited
 
 
 def _is_held(rank: int, stuck: Collection[int], fronts: Sequence[Front]) -> bool:

@@ -54,11 +54,12 @@ def judge(
     scene = _compare(evidence, world_size, finished)
     cause = next(filter(None, (rule(scene) for rule in _RULES)), None) or _unknown(scene)
     guilty = [scene.seen[rank] for rank in cause.guilty if rank in scene.seen]
+    placed = guilty or [scene.seen[rank] for rank in cause.circle]
     absent = scene.absent if scene.seen and not cause.proof else []
     parts = [
         cause.first or wording.accused((each, cause.what(each)) for each in guilty),
         cause.because,
-        "" if cause.says_all else _others(scene, cause.guilty),
+        "" if cause.says_all else _others(scene, cause.guilty or cause.circle),
         f"nothing is known of {wording.rank_list(absent)}" if absent else "",
     ]
     waiting = scene.likely_waiting - set(cause.guilty)
@@ -68,7 +69,7 @@ def judge(
         groups=_stack_groups(scene),
         proof=cause.proof,
         waiting=() if cause.moves else tuple(Rank(rank) for rank in sorted(waiting)),
-        place=wording.place(guilty[0]) if guilty else "",
+        place=wording.place(placed[0]) if placed else "",
         pause=pause(guilty[0]) if guilty else "",
         left_s=None if cause.moves else scene.left_s(waiting),
     )
@@ -209,6 +210,8 @@ class _Cause:
     proof: Proof | None = None
     first: str = ""
     """What is said of the guilty ranks, if not where they are."""
+    circle: Sequence[int] = ()
+    """Ranks that wait for each other."""
     moves: bool = False
     """Whether nothing is wrong."""
 
@@ -278,11 +281,11 @@ def _mismatched(scene: RoundEvidence) -> _Cause | None:
 
 
 def _circle(scene: RoundEvidence) -> _Cause | None:
-    stuck = proofs.circle(scene.fronts, scene.seen)
-    if not stuck:
+    ranks = sorted(proofs.circle(scene.fronts, scene.seen))
+    if not ranks:
         return None
-    said = f"{wording.rank_list(stuck)} wait for each other in a circle"
-    return _Cause((), because=said, proof="circle")
+    said = wording.circle([scene.seen[rank] for rank in ranks], scene.fronts)
+    return _Cause((), because=said, proof="circle", circle=ranks)
 
 
 def _moving(scene: RoundEvidence) -> _Cause | None:

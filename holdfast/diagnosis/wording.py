@@ -132,6 +132,17 @@ def name(front: Front) -> str:
     return f"{front.op} #{front.number} of group {front.group}"
 
 
+def circle(evidence: Sequence[RankEvidence], fronts: Sequence[Front]) -> str:
+    """Say which ranks wait for each other, and where."""
+    said = []
+    for each in evidence:
+        front = next(front for front in fronts if each.rank in front.open)
+        line = place(each).partition(" ")[0]
+        said.append(f"rank {each.rank} in {name(front)}{f' ({line})' if line else ''}")
+    who = rank_list(each.rank for each in evidence)
+    return f"{who} wait for each other in a circle: {_joined(said, ', ')}"
+
+
 def mismatch(different: Difference) -> str:
     """Say which ranks called what under one number."""
     fewest_first = sorted(different.calls.items(), key=lambda item: (len(item[1]), item[1]))
@@ -142,11 +153,11 @@ def mismatch(different: Difference) -> str:
     )
 
 
-def _joined(clauses: Sequence[str]) -> str:
+def _joined(clauses: Sequence[str], by: str = "; ") -> str:
     shown = list(clauses[:_MAX_CLAUSES])
     if len(clauses) > _MAX_CLAUSES:
         shown.append(f"and {len(clauses) - _MAX_CLAUSES} more")
-    return "; ".join(shown)
+    return by.join(shown)
 
 
 def plural(what: str) -> str:

@@ -24,6 +24,12 @@ MAX_EVIDENCE_BYTES = 256 << 10
 MAX_COLLECTIVES = 32
 MAX_MEMBERS = 8192
 """Most members of a group that are listed; those of a larger one are left out."""
+MAX_PAIRS = 512
+"""Most pairs of a group and a peer whose sends and receives are counted."""
+ANY_PEER = -1
+"""The peer of a receive from any rank."""
+UNCOUNTED = -1
+"""A count of calls that have no one order."""
 MAX_FRAMES = 128
 MAX_THREADS = 64
 MAX_LOADERS = 16
@@ -81,6 +87,18 @@ class Collective(Struct, frozen=True, kw_only=True):
     """The group's own timeout, after which its backend ends the waiting ranks; None if unknown."""
 
 
+class PairCount(Struct, frozen=True, kw_only=True):
+    """How many sends and receives, of those that no recorder notes, a rank has called."""
+
+    group: str
+    """As that of a `Collective`."""
+    peer: int
+    """The rank to which and from which; ANY_PEER if the rank has received from any one."""
+    sends: int = 0
+    """UNCOUNTED if these have no one order; so with receives."""
+    receives: int = 0
+
+
 class LoaderWorker(Struct, frozen=True, kw_only=True):
     """A worker process of a rank's data loader that is not waiting for work."""
 
@@ -120,6 +138,8 @@ class RankEvidence(Struct, frozen=True, kw_only=True):
     blocked: bool = False
     """Whether its training thread was inside a call of one of them while they were read: the two
     are of one moment, which a stack is not."""
+    pairs: Annotated[tuple[PairCount, ...], Meta(max_length=MAX_PAIRS)] | None = None
+    """Peers with which it has called any, each in each group of its newest world. None if unknown."""
     evicted: bool = False
     """Whether the recorder has dropped older ones: it may have had some of a group that is missing."""
     world: int = 1
@@ -152,7 +172,7 @@ class Verdict(Struct, frozen=True, kw_only=True):
     waiting: tuple[Rank, ...] = ()
     """Ranks that wait for others."""
     place: PlaceName = ""
-    """Where the first guilty rank is, as a line of the user's code."""
+    """Where the first guilty rank is, as a line of the user's code; or the first of a circle."""
     pause: Name = ""
     """The section that names what it does there, open or known by the frameworks' own names
     ("checkpoint", "evaluation"); empty if none does."""
@@ -177,6 +197,7 @@ def fit(evidence: RankEvidence) -> RankEvidence:
         evidence,
         sections=tuple(_short(name) for name in evidence.sections[:16]),
         collectives=_fewer(evidence.collectives),
+        pairs=_short_pairs(evidence.pairs),
         log_tail=evidence.log_tail[-MAX_LOG_CHARS:],
         missing=tuple(_short(reason) for reason in evidence.missing[:16]),
     )
@@ -189,7 +210,7 @@ def fit(evidence: RankEvidence) -> RankEvidence:
         if len(msgspec.msgpack.encode(fitted)) <= MAX_EVIDENCE_BYTES:
             return fitted
     return msgspec.structs.replace(
-        fitted, stacks=(), loaders=(), collectives=None, log_tail="", sections=()
+        fitted, stacks=(), loaders=(), collectives=None, pairs=None, log_tail="", sections=()
     )
 
 
@@ -229,6 +250,13 @@ def _fewer(collectives: tuple[Collective, ...] | None) -> tuple[Collective, ...]
         )
         for each in collectives[:MAX_COLLECTIVES]
     )
+
+
+def _short_pairs(pairs: tuple[PairCount, ...] | None) -> tuple[PairCount, ...] | None:
+    """Return the counts with the names that `_fewer` gives their groups; a part of them is none."""
+    if pairs is None or len(pairs) > MAX_PAIRS:
+        return None
+    return tuple(msgspec.structs.replace(each, group=_short(each.group)) for each in pairs)
 
 
 def _short_frame(frame: Frame) -> Frame:

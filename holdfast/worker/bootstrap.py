@@ -32,6 +32,7 @@ from holdfast.worker.heartbeat import Heartbeat
 from holdfast.worker.runtime import Runtime
 from holdfast.worker.torch_hooks import patches
 from holdfast.worker.torch_hooks.imports import when_imported
+from holdfast.worker.torch_hooks.pairs import PairCalls
 from holdfast.worker.torch_hooks.phases import Phases
 
 _decoder = msgspec.msgpack.Decoder(local.ToWorker)
@@ -54,11 +55,12 @@ def become_worker(control_fd: int, page_fd: int, rehearse: bool) -> int:
         channel.send(node_test.run(assign, fds, channel.send))
         os._exit(0)
     _take_over(assign, fds)
-    worker = _install(assign, channel, page)
+    calls = PairCalls()
+    recorder = FlightFile(assign, page.vitals, calls)
+    worker = _install(assign, channel, page, calls, recorder)
     if len(fds) > 4:
         patches.host_store(move_up(fds[4]), int(assign.env["MASTER_PORT"]))
     channel.send(local.Began(at=time.monotonic()))
-    recorder = FlightFile(assign, page.vitals)
 
     def died(raised: Raised) -> None:
         at = time.monotonic()
@@ -78,7 +80,9 @@ def become_worker(control_fd: int, page_fd: int, rehearse: bool) -> int:
     return code
 
 
-def _install(assign: Assign, channel: Channel, page: RankPage) -> Runtime:
+def _install(
+    assign: Assign, channel: Channel, page: RankPage, calls: PairCalls, recorder: FlightFile
+) -> Runtime:
     """Install the runtime, its hooks and its heartbeat."""
     worker = Runtime(channel, page, assign.round, assign.images, assign.opened_at)
     runtime.install(worker)
@@ -91,6 +95,7 @@ def _install(assign: Assign, channel: Channel, page: RankPage) -> Runtime:
     patches.count_steps(worker)
     when_imported("torch", flight.turn_on)
     when_imported("torch.distributed.distributed_c10d", flight.count_worlds)
+    calls.install()
     look_for_traps = _trap_finder(worker, page, phases)
     look_for_traps()
 
@@ -98,7 +103,7 @@ def _install(assign: Assign, channel: Channel, page: RankPage) -> Runtime:
         phases.wake()
         look_for_traps()
 
-    Heartbeat(page.vitals, FlightFile(assign, page.vitals).write, each_beat).start()
+    Heartbeat(page.vitals, recorder.write, each_beat).start()
     return worker
 
 
@@ -156,8 +161,9 @@ class FlightFile:
     """The file of a rank's flight recorder: the heartbeat writes it on request, and the rank itself
     when its script ends, so that it is known which collectives a rank that is gone had entered."""
 
-    def __init__(self, assign: Assign, vitals: Vitals) -> None:
+    def __init__(self, assign: Assign, vitals: Vitals, calls: PairCalls) -> None:
         self._path = assign.flight
+        self._calls = calls
         self._vitals = vitals
         self._rank_and_size = int(assign.env["RANK"]), int(assign.env["WORLD_SIZE"])
 
@@ -166,7 +172,7 @@ class FlightFile:
         part = f"{self._path}.{threading.get_ident()}"
         try:
             with open(part, "wb") as file:
-                file.write(flight.dump(self._vitals.trainer, self._rank_and_size))
+                file.write(flight.dump(self._vitals.trainer, self._rank_and_size, self._calls))
             os.rename(part, self._path)
         except Exception:
             # The disk may be full, and torch's recorder may fail in its own ways: the diagnosis does

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from random import Random
 
-from executions import Call, Execution
+from executions import Call, Execution, PairCall
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,7 +38,11 @@ def execution(chance: Random) -> Execution:
 def run_some(run: Execution, chance: Random) -> None:
     """Create the groups and call some operations on them."""
     run.begin_world(chance.random() < 0.5, lambda: chance.choice(WORK_S))
+    posted: list[tuple[int, PairCall]] = []
     for _ in range(chance.randint(0, 8)):
+        if chance.random() < 0.5:
+            run_pair(run, chance, posted)
+            continue
         call = Call(
             group=chance.choice(sorted(run.groups)),
             op=chance.choice(OPS),
@@ -49,10 +53,33 @@ def run_some(run: Execution, chance: Random) -> None:
         run.run(call, lambda: chance.choice(WORK_S), lambda: chance.choice(LAG_S))
 
 
+def run_pair(run: Execution, chance: Random, posted: list[tuple[int, PairCall]]) -> None:
+    """Have two ranks exchange something, or wait for what has been called and has its other end.
+
+    Both ends are called here or wait for later steps; a rank waits at once, later, or never.
+    """
+
+    def work_s() -> float:
+        return chance.choice(WORK_S)
+
+    group = chance.choice(sorted(run.groups))
+    source, target = chance.sample(run.groups[group], 2)
+    ends = [(source, "send", target), (target, "recv", source)]
+    chance.shuffle(ends)
+    for number, op, peer in ends[: chance.choice([1, 2, 2])]:
+        posted.append((number, run.call_pair(number, op, group, peer, work_s)))
+    ready = [one for one in posted if run.can_meet(*one)]
+    chance.shuffle(ready)
+    for number, call in ready[: chance.randint(0, len(ready))]:
+        posted.remove((number, call))
+        run.await_pair(number, call, lambda: chance.choice(LAG_S))
+
+
 def moments(run: Execution, chance: Random) -> list[float]:
     """Return when each rank is seen: at any time, or around one at which something happens."""
     end = max(one.gone for one in run.ranks) + 1.0
     edges = [t for one in run.ranks for s in one.stays for t in (s.entered, s.finished)]
+    edges += [t for one in run.ranks for w in one.pair_waits for t in (w.began, w.until)]
     edges += [t for one in run.ranks for t in (*one.worlds, *one.destroyed, one.ended, one.gone)]
     common = chance.choice(edges) + chance.choice([0.0005, 0.6, 5.0])
     choices = [
@@ -89,6 +116,7 @@ def prefix(chance: Random, groups: dict[str, tuple[int, ...]], size: int) -> Exe
 def seen_late(run: Execution, chance: Random) -> Verdict:
     """Judge on looks at different moments, all of them after the hang."""
     times = [t for one in run.ranks for s in one.stays for t in (s.entered, s.finished)]
+    times += [t for one in run.ranks for w in one.pair_waits for t in (w.began, w.until)]
     times += [one.gone for one in run.ranks]
     at = max((t for t in times if t < math.inf), default=0.0) + 1.0
     evidence = [run.seen(r, at + chance.choice([0, 0.3, 9])) for r in range(len(run.ranks))]
@@ -137,6 +165,34 @@ def test_ranks_that_wait_for_each_other_in_a_circle_are_found(seed: int) -> None
     run = prefix(chance, groups, size)
     # Each waits for the next in the group that it shares with it.
     run.stick({r: Call(str(r + 1)) for r in range(size)}, lambda: chance.choice(SOON_S))
+    verdict = seen_late(run, chance)
+    assert (verdict.proof, verdict.guilty) == ("circle", ()), verdict.sentence
+    assert set(verdict.waiting) == set(range(size))
+
+
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 1 << 40))
+def test_ranks_that_receive_or_send_in_a_circle_are_found(seed: int) -> None:
+    chance = Random(seed)
+    size = chance.randint(2, 5)
+    groups = {"1": tuple(sorted(chance.sample(range(size), size)))}
+    run = prefix(chance, groups, size)
+    order = chance.sample(range(size), size)
+    one_kind = chance.choice(["recv", "send"])
+    calls = {}
+    for at, number in enumerate(order):
+        # A recv and the send that it waits for would meet.
+        op = one_kind if size == 2 else chance.choice(["recv", "send"])
+        group, peer = chance.choice(["0", "1"]), order[(at + 1) % size]
+        calls[number] = run.call_pair(number, op, group, peer, lambda: chance.choice(SOON_S))
+    hangs = {number: call for number, call in calls.items() if not run.can_meet(number, call)}
+    if len(hangs) < size:
+        return  # The program had sent before what is received now, or had asked for it.
+    if size > 2 and chance.random() < 0.3:
+        run.stick({order[0]: Call("0")}, lambda: chance.choice(SOON_S))
+        del hangs[order[0]]
+    for number, call in hangs.items():
+        run.await_pair(number, call, lambda: 0.0)
     verdict = seen_late(run, chance)
     assert (verdict.proof, verdict.guilty) == ("circle", ()), verdict.sentence
     assert set(verdict.waiting) == set(range(size))

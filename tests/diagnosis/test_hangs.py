@@ -21,7 +21,7 @@ from holdfast import proc
 from holdfast.diagnosis import flight
 from holdfast.diagnosis.stacks import Subject, collect
 from holdfast.diagnosis.verdict import judge
-from holdfast.messages.evidence import RankEvidence, fit
+from holdfast.messages.evidence import RankEvidence, Verdict, fit
 from holdfast.messages.units import NodeId, Rank, RoundNumber
 
 GUILTY = 1
@@ -92,6 +92,7 @@ def gather(pids: list[int], folder: Path) -> list[RankEvidence]:
             stack_source=found[pid].source,
             collectives=read.collectives if read is not None else None,
             blocked=read is not None and read.blocked,
+            pairs=read.pairs if read is not None else None,
             world=read.world if read is not None else 1,
             ended=rank == GUILTY and (folder / "ended").exists(),
             idle_s=ages[rank],
@@ -142,16 +143,40 @@ def test_the_guilty_rank_is_named(stage: Stage, scene: str, tmp_path: Path) -> N
         stage.end_scene(pids)
 
 
+CIRCLES = {
+    "circle": r"^ranks 0, 1 wait for each other in a circle: rank 0 in all_reduce #1 of group 1"
+    r" \(stage\.py:\d+\), rank 1 in all_reduce #1 of group 2 \(stage\.py:\d+\); rank 2 waits in all_red",
+    "receives": r"^ranks 0–2 wait for each other in a circle: rank 0 in recv from rank 2 #3 of group 0 \(",
+    "sends": r"circle: rank 0 in send to rank 1 #1 of group 1 \(stage\.py:\d+\), rank 1 in send to rank 2",
+    "posted": r"circle: rank 0 in recv from rank 1 #1 of group 0 \(stage\.py:\d+\), rank 1 in recv from rank",
+}
+
+
+@pytest.mark.parametrize("scene", CIRCLES)
 def test_ranks_that_wait_for_each_other_in_a_circle_are_proven_to(
-    stage: Stage, tmp_path: Path
+    stage: Stage, scene: str, tmp_path: Path
 ) -> None:
-    pids = stage.play("circle", tmp_path)
+    verdict = played(stage, scene, tmp_path)
+    assert re.search(CIRCLES[scene], verdict.sentence), verdict.sentence
+    assert (verdict.proof, verdict.guilty, verdict.waiting) == ("circle", (), (0, 1, 2))
+    assert re.fullmatch(rf"stage\.py:\d+ \({scene}\)", verdict.place)
+
+
+@pytest.mark.parametrize("scene", ["sent", "any_source", "tagged"])
+def test_nothing_is_proven_where_the_other_end_may_have_been_called(
+    stage: Stage, scene: str, tmp_path: Path
+) -> None:
+    verdict = played(stage, scene, tmp_path)
+    assert verdict.proof is None, verdict.sentence
+    assert verdict.guilty == ((GUILTY,) if scene == "sent" else ()), verdict.sentence
+
+
+def played(stage: Stage, scene: str, folder: Path) -> Verdict:
+    """The verdict on a scene that has come to stand still."""
+    pids = stage.play(scene, folder)
     try:
-        wait_for(lambda: all((tmp_path / f"at_{r}").exists() for r in RANKS), "the hang")
+        wait_for(lambda: all((folder / f"at_{r}").exists() for r in RANKS), "the hang")
         time.sleep(0.8)
-        verdict = judge(gather(pids, tmp_path), 3)
-        assert (verdict.proof, verdict.guilty, verdict.waiting) == ("circle", (), (0, 1, 2))
-        assert verdict.sentence.startswith("ranks 0–2 wait for each other in a circle; ")
-        assert "rank 0 waits in all_reduce #1 of group 1" in verdict.sentence
+        return judge(gather(pids, folder), 3)
     finally:
         stage.end_scene(pids)
