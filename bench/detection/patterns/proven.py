@@ -121,7 +121,7 @@ ROWS: list[Pattern] = [
                         dist.all_reduce(torch.ones(1), group=group)  # here
             run.end()
         """),
-        guilty="pair",
+        guilty="circle",
     ),
     _proven(
         "lock-twice",
