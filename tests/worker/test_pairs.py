@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -38,12 +37,12 @@ class Group:
     def _get_backend(self, device: object) -> Any:
         return SimpleNamespace(name=lambda: self.backend)
 
-    def send(self, tensors: Any, dstRank: int, tag: int) -> Work:  # noqa: N803
+    def send(self, tensors: Any, dstRank: int, tag: int) -> Work:
         if dstRank == 99:
             raise ValueError("no such rank")
         return Work()
 
-    def recv(self, tensors: Any, srcRank: int, tag: int) -> Work:  # noqa: N803
+    def recv(self, tensors: Any, srcRank: int, tag: int) -> Work:
         return Work()
 
     def recv_anysource(self, tensors: Any, tag: int) -> Work:
@@ -56,7 +55,7 @@ class Registered(dict[Any, Any]):
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[PairCalls]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> PairCalls:
     """The counts of a process whose groups have members 0, 10, 20 and so on."""
     name = "torch.distributed.distributed_c10d"
     module: Any = ModuleType(name)
@@ -69,7 +68,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[PairCalls]:
     module._update_default_pg(object())
     made = PairCalls()
     made.install()
-    yield made
+    return made
 
 
 def group(name: str = "0", backend: str = "gloo") -> Any:
