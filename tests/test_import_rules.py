@@ -56,7 +56,7 @@ RULES: dict[str, set[str]] = {
     # A script without a coordinator runs the core's commit protocol itself.
     "checkpoint": {"messages", "core", *LEAVES, *TOOLS},
     "health": {"messages", *LEAVES, *TOOLS},
-    "diagnosis": {"messages", "core", *LEAVES},
+    "diagnosis": {"messages", "core", "cgroups", *LEAVES},
     # The simulated coordinator is restarted from the real journal, the agents' supervisor is real.
     "sim": {"coordinator", "agent", "core", "messages", "clock", "shm", *LEAVES},
     # Viewers know reports, and nothing else of a job.

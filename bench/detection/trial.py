@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -89,8 +90,8 @@ class Outcome:
         row, ours = self.one.row, self.one.rank
         if row.guilty == "all":
             return self.detect_s is not None
-        if row.guilty == "pair":
-            return self.named in (ours, (ours + 1) % row.ranks)
+        if row.guilty == "circle":
+            return self.detect_s is not None and self.named is None
         return self.named == ours
 
     @property
@@ -181,6 +182,12 @@ def _is_whole(path: Path) -> bool:
     return path.exists() and path.read_text().endswith("whole\n")
 
 
+def _is_told(place: str, sentence: str) -> bool:
+    """Return whether a sentence has a place: line 1 is not told by line 18."""
+    end = "" if place.endswith(":") else r"(?!\d)"
+    return re.search(re.escape(place) + end, sentence) is not None
+
+
 def _hang(job: Job, outcome: Outcome, signs: Path) -> None:
     one = outcome.one
     everybody = range(one.row.ranks) if one.row.guilty == "all" else [one.rank]
@@ -193,7 +200,7 @@ def _hang(job: Job, outcome: Outcome, signs: Path) -> None:
     noticed = jobs.monotonic(incident.opened_at)
     outcome.named, outcome.detect_s = incident.rank, noticed - began
     places = one.row.places
-    outcome.placed = not places or any(place in f"{incident.detail} " for place in places)
+    outcome.placed = not places or any(_is_told(place, incident.detail) for place in places)
     if incident.kind != "hang":
         outcome.note = f"taken for {incident.kind}"
     outcome.back_s = job.wait_for_steps(LIMIT_S, after=began) - noticed - step_s

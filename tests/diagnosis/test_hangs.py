@@ -143,12 +143,13 @@ def test_the_guilty_rank_is_named(stage: Stage, scene: str, tmp_path: Path) -> N
         stage.end_scene(pids)
 
 
+LINE = r" \(stage\.py:\d+\)"
 CIRCLES = {
-    "circle": r"^ranks 0, 1 wait for each other in a circle: rank 0 in all_reduce #1 of group 1"
-    r" \(stage\.py:\d+\), rank 1 in all_reduce #1 of group 2 \(stage\.py:\d+\); rank 2 waits in all",
-    "receives": r"^ranks 0–2 wait for each other in a circle: rank 0 in recv from rank 2 #3 of group",
-    "sends": r"circle: rank 0 in send to rank 1 #1 of group 1 \(stage\.py:\d+\), rank 1 in send to",
-    "posted": r"circle: rank 0 in recv from rank 1 #1 of group 0 \(stage\.py:\d+\), rank 1 in recv",
+    "circle": rf"^ranks 0, 1 wait for each other in a circle: rank 0 in all_reduce #1 of group 1{LINE}"
+    rf", rank 1 in all_reduce #1 of group 2{LINE}; rank 2 waits in all_reduce",
+    "receives": rf"^ranks 0–2 wait .* circle: rank 0 in recv from rank 2 #3 of group 0{LINE}, rank 1",
+    "sends": rf"circle: rank 0 in send to rank 1 #1 of group 1{LINE}, rank 1 in send to rank 2",
+    "posted": rf"circle: rank 0 in recv from rank 1 #1 of group 0{LINE}, rank 1 in recv from rank",
 }
 
 

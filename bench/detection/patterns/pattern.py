@@ -23,8 +23,9 @@ Group = Literal["healthy", "proven", "silent"]
 Beside = Literal["", "sink", "source", "fifo reader", "late word", "suspend", "debugger", "busy"]
 """What the bench does beside the job: see `detection/beside.py`."""
 
-Guilty = Literal["one", "pair", "all"]
-"""Who is to be named: one rank, one of it and the next, or any rank and the place where all are."""
+Guilty = Literal["one", "circle", "all"]
+"""Who is to be named: one rank; none, but where it and the next one wait for each other; or any rank
+and the place where all are."""
 
 KINDS = ("plain", "ddp", "fsdp2")
 STEPS_MS = (20, 200, 2000)
@@ -66,6 +67,8 @@ class Pattern:
     alone: bool = False
     """Takes the whole machine; nothing else may run beside it."""
     guilty: Guilty = "one"
+    within_s: Seconds = 2.0
+    """How soon what is proven must be acted on."""
     kinds: tuple[str, ...] = KINDS
 
     @property
@@ -82,7 +85,7 @@ class Pattern:
         ]
         # Within a call of the kit it is the kit's line that is told.
         kit = ["training.py:"] if any("run." in line for _, line in marked) else []
-        return [f"train.py:{number} " for number, _ in marked] + kit
+        return [f"train.py:{number}" for number, _ in marked] + kit
 
 
 def between(body: str) -> str:

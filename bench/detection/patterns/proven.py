@@ -5,8 +5,10 @@ from __future__ import annotations
 from detection.patterns.pattern import Guilty, Pattern, between, whole_script
 
 
-def _proven(name: str, story: str, body: str, guilty: Guilty = "one") -> Pattern:
-    return Pattern(name, "proven", story, body, ranks=4, guilty=guilty)
+def _proven(
+    name: str, story: str, body: str, guilty: Guilty = "one", within_s: float = 2.0
+) -> Pattern:
+    return Pattern(name, "proven", story, body, ranks=4, guilty=guilty, within_s=within_s)
 
 
 ROWS: list[Pattern] = [
@@ -121,7 +123,7 @@ ROWS: list[Pattern] = [
                         dist.all_reduce(torch.ones(1), group=group)  # here
             run.end()
         """),
-        guilty="pair",
+        guilty="circle",
     ),
     _proven(
         "lock-twice",
@@ -166,5 +168,6 @@ ROWS: list[Pattern] = [
             if rank == guilty:
                 ctypes.PyDLL(None).usleep(4_000_000_000)  # here
         """),
+        within_s=6.0,
     ),
 ]

@@ -55,9 +55,7 @@ class PairCalls:
         self._world = 0
         self._series: dict[tuple[str, int, str], _Series] = {}
         """Of the newest world, by group, peer and kind. Those of destroyed groups stay."""
-        self._works: weakref.WeakKeyDictionary[Any, tuple[_Series, int]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._works: dict[weakref.ref[Any], tuple[_Series, int]] = {}
         """The call of each operation that the script can still wait for, and its number."""
         self._left_out = False
 
@@ -106,7 +104,7 @@ class PairCalls:
         if series.thread != thread or series.tag != tag or series.group() is not group:
             series.in_order = False
         series.calls += 1
-        self._works[work] = series, series.calls
+        self._works[weakref.ref(work, self._works.pop)] = series, series.calls
 
     def _begin(self, group: Any, op: str, peer: int, tag: int) -> _Series:
         known = peer != ANY_PEER and group in self._c10d._world.pg_group_ranks
@@ -141,7 +139,7 @@ class PairCalls:
         to or a receive from one rank by gloo."""
         if self._c10d is None or not isinstance(work, self._c10d.Work):
             return None
-        series, number = self._works.get(work, (None, 0))
+        series, number = self._works.get(weakref.ref(work), (None, 0))
         group = series.group() if series is not None else None
         if series is None or group is None or series.rank == ANY_PEER or not _by_gloo(group):
             return None
