@@ -125,6 +125,7 @@ OF_SHELLS = {
         "holdfast.agent.life",
         "holdfast.agent.processes",
         "holdfast.agent.requests",
+        "holdfast.agent.contention",
         "holdfast.agent.supervisor",
         "holdfast.agent.worker",
         "holdfast.agent.worker_monitor",

@@ -1,8 +1,9 @@
 """Scripts that hang: is the right rank named with its line, how soon, and when do all train again?
 
-What can be proven is to be repaired within two seconds, but for a call that keeps the GIL (its row says). What only shows no sign of life
-is to be repaired after `--hang-after`, and not before. Tries go through ranks, kinds and lengths of
-steps. Those of proven hangs run one at a time: tenths of a second count.
+What can be proven is to be repaired within two seconds, but for a call that keeps the GIL (its row
+says). What only shows no sign of life is to be repaired after `--hang-after`, and not before. Tries
+go through ranks, kinds and lengths of steps. Those of proven hangs run one at a time: tenths of a
+second count.
 """
 
 from __future__ import annotations
