@@ -29,7 +29,7 @@ import msgspec
 import torch
 
 from holdfast.checkpoint.memory.copying import collector_off, cores
-from holdfast.checkpoint.memory.slots import BothRead, Guard, Slots, after_first_step
+from holdfast.checkpoint.memory.slots import BothRead, Copy, Guard, Slots, after_first_step
 from holdfast.checkpoint.restore.load import StoredState, captured_entry, load
 from holdfast.checkpoint.restore.plain_dcp import load_start
 from holdfast.checkpoint.restore.sources import OpenedLazily, open_files, set_aside
@@ -52,13 +52,11 @@ class KeeperLink(Protocol):
     round: int
     images: Path
 
-    def open(
-        self, checkpointer: str, directory: str, keep: bytes, copies: list[threading.Event]
-    ) -> None:
+    def open(self, checkpointer: str, directory: str, keep: bytes, copies: list[Copy]) -> None:
         """Register this checkpointer; `copies` are the copies it is making. An earlier one with the
         same name and images has made its last copy when this returns."""
 
-    def replaced(self, checkpointer: str, copies: list[threading.Event]) -> bool:
+    def replaced(self, checkpointer: str, copies: list[Copy]) -> bool:
         """Return whether another checkpointer has that name and those images now."""
 
     def saved(self, save: SaveId, path: Path, state: int, wish: Wish) -> None:
@@ -106,8 +104,11 @@ class LinkedCheckpointer:
       Without either, each `save` goes to storage, or to memory if there is no directory.
     - `keep`: which checkpoints stay on storage: `KeepLatest(3)`, `KeepEvery(1000)`, both joined by
       `|`, or a function from the list of complete steps to those to keep. None keeps all.
-    - `overlap`: copy parameters and optimizer state while training continues; the next optimizer step
-      waits for the rest of the copy. False copies everything before `save` returns.
+    - `overlap`: copy parameters and optimizer state while training goes on; the next optimizer step
+      waits for the rest of the copy, and the save counts from then on. It is safe only in a script that
+      changes them in an optimizer's step and nowhere else: not through `p.data`, numpy, collectives on
+      parameters, fused kernels called by hand, or a CUDA graph. False copies everything before `save`
+      returns.
     - `pickling`: allow values that only pickle can encode. Such a checkpoint executes code when it is
       read, so restore it only from directories that you trust.
 
@@ -123,7 +124,7 @@ class LinkedCheckpointer:
         memory_every: int | None = None,
         storage_every: int | None = None,
         keep: retention.Keep | None = None,
-        overlap: bool = True,
+        overlap: bool = False,
         pickling: bool = False,
     ) -> None:
         _check(directory, state, memory_every, storage_every, keep)
@@ -138,7 +139,7 @@ class LinkedCheckpointer:
         # The same after a restart, and different for each checkpointer of a script.
         name = self._where or f"memory of {sorted(state)}"
         self._name = hashlib.sha256(name.encode()).hexdigest()[:12]
-        self._copying: list[threading.Event] = []
+        self._copying: list[Copy] = []
         own = keep is not None and not isinstance(keep, retention.Policy)
         encoded = b"" if keep is None or own else msgspec.json.encode(keep)
         link.open(self._name, self._where or "", encoded, self._copying)
@@ -157,7 +158,7 @@ class LinkedCheckpointer:
             after_first_step(self._optimizers, self._make_ready)
         # Before links are closed. An interpreter waits for these threads by itself, but a process of
         # `multiprocessing` does that late, when the checkpointer may have been collected.
-        multiprocessing.util.Finalize(None, _await_all, (self._copying,), exitpriority=10)
+        multiprocessing.util.Finalize(None, _end_all, (self._copying,), exitpriority=10)
 
     # ---- saving ----
 
@@ -165,7 +166,7 @@ class LinkedCheckpointer:
         """Save the state as that of `step`, and return a `Ticket`. It never raises for a failed save.
 
         `to` is "memory" or "storage"; None lets the intervals decide, which may mean not at all.
-        `block=True` copies everything before it returns, as `overlap=False` does for all saves.
+        `block=True` copies everything before it returns, even with `overlap=True`.
         """
         step = _step(step)
         self._check_usable("save")
@@ -254,16 +255,14 @@ class LinkedCheckpointer:
             position = self._position(save.step)
             copy = self._slots.start(captured, position, guarded, overlap, finished)
         self._guard.watch(copy)
-        ended = threading.Event()
-        self._copying[:] = [ended]
-        copy.done.add_done_callback(lambda done: self._check_copy(save, done, ended))
-        return Ticket(save, tier, copy.done, self._link)
+        self._copying[:] = [copy]
+        copy.done.add_done_callback(lambda done: self._check_copy(save, done))
+        return Ticket(save, tier, copy, self._link)
 
-    def _check_copy(self, save: SaveId, done: Future[int], ended: threading.Event) -> None:
+    def _check_copy(self, save: SaveId, done: Future[int]) -> None:
         error = done.exception()
         if error is not None:
             self._missed(save, error)
-        ended.set()
 
     def _missed(self, save: SaveId, error: BaseException) -> None:
         """Report a save that failed: training goes on, and the other ranks do not wait for it."""
@@ -339,6 +338,7 @@ class LinkedCheckpointer:
         Without `start_from`, a plain checkpoint in this checkpointer's own directory is taken.
         """
         self._check_usable("restore")
+        self._await_copy()  # What is loaded must not change what is still being copied.
         with self._link.booked("restore"):
             self.restored = self._restore(step, start_from)
         self._link.resumed(self.restored.step)
@@ -410,9 +410,9 @@ class LinkedCheckpointer:
         return OpenedLazily(len(found.holders), open_image)
 
 
-def _await_all(copies: list[threading.Event]) -> None:
-    for ended in copies:
-        ended.wait()
+def _end_all(copies: list[Copy]) -> None:
+    for copy in copies:
+        copy.end()
 
 
 def _absolute(directory: str | os.PathLike[str] | None) -> str | None:

@@ -6,12 +6,12 @@ Outside of `holdfast run` a script has a keeper of its own (see `holdfast.checkp
 from __future__ import annotations
 
 import os
-import threading
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.checkpointer import LinkedCheckpointer
+from holdfast.checkpoint.memory.slots import Copy
 from holdfast.checkpoint.replicas.copies import Peer
 from holdfast.checkpoint.restore.load import StoredState
 from holdfast.checkpoint.restore.sources import open_image, open_peers
@@ -45,15 +45,13 @@ class AgentLink:
         self.images = Path(worker.images)
         self._worker = worker
 
-    def open(
-        self, checkpointer: str, directory: str, keep: bytes, copies: list[threading.Event]
-    ) -> None:
-        for made in self._worker.copies.get(checkpointer, []):
-            made.wait()
+    def open(self, checkpointer: str, directory: str, keep: bytes, copies: list[Copy]) -> None:
+        for copy in self._worker.copies.get(checkpointer, []):
+            copy.end()
         self._worker.copies[checkpointer] = copies
         self._say(OpenCheckpointer(checkpointer=checkpointer, directory=directory, keep=keep))
 
-    def replaced(self, checkpointer: str, copies: list[threading.Event]) -> bool:
+    def replaced(self, checkpointer: str, copies: list[Copy]) -> bool:
         return self._worker.copies[checkpointer] is not copies
 
     def saved(self, save: SaveId, path: Path, state: int, wish: Wish) -> None:
@@ -127,7 +125,7 @@ class Checkpointer(LinkedCheckpointer):
         memory_every: int | None = None,
         storage_every: int | None = None,
         keep: retention.Keep | None = None,
-        overlap: bool = True,
+        overlap: bool = False,
         pickling: bool = False,
     ) -> None:
         worker = runtime.current()

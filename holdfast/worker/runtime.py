@@ -21,6 +21,7 @@ from holdfast.worker.heartbeat import uses_device
 from holdfast.worker.requests import RequestClient
 
 if TYPE_CHECKING:
+    from holdfast.checkpoint.memory.slots import Copy
     from holdfast.worker.injected_faults import Traps
     from holdfast.worker.torch_store import CoordinatorStore
 
@@ -36,7 +37,7 @@ class Runtime:
         self.requests = RequestClient(channel)
         self.store: CoordinatorStore | None = None
         """Created on first use, and held here because torch does not hold it."""
-        self.copies: dict[str, list[threading.Event]] = {}
+        self.copies: dict[str, list[Copy]] = {}
         """Copies in progress of the newest checkpointer of each name."""
         self.vitals = page.vitals
         self.traps: Traps | None = None

@@ -6,7 +6,6 @@ import math
 import os
 import signal
 import struct
-import threading
 import time
 import traceback
 from collections import Counter, OrderedDict, deque
@@ -183,12 +182,10 @@ class FakeLink:
         self.aside: list[str] = []
         self.resumed_at: int | None = None
 
-    def open(
-        self, checkpointer: str, directory: str, keep: bytes, copies: list[threading.Event]
-    ) -> None:
+    def open(self, checkpointer: str, directory: str, keep: bytes, copies: list[Copy]) -> None:
         self.opened.append((checkpointer, directory, keep))
 
-    def replaced(self, checkpointer: str, copies: list[threading.Event]) -> bool:
+    def replaced(self, checkpointer: str, copies: list[Copy]) -> bool:
         return False
 
     def saved(self, save: SaveId, path: Path, state: int, wish: Wish) -> None:

@@ -16,6 +16,7 @@ from states import Rank, check_same, image_of
 from holdfast.checkpoint.checkpointer import LinkedCheckpointer
 from holdfast.checkpoint.memory.images import Images
 from holdfast.checkpoint.restore import load as restore
+from holdfast.checkpoint.state.capture import Position
 from holdfast.checkpoint.tickets import SaveId
 from holdfast.errors import CheckpointError, NotThere, UsageError, WireError
 from holdfast.messages.checkpoints import Holder
@@ -35,7 +36,7 @@ class Worker:
     def __init__(self, images: Path) -> None:
         self.round, self.images = 1, str(images)
         self.channel = self.requests = self
-        self.copies: dict[str, list[threading.Event]] = {}
+        self.copies: dict[str, list[Any]] = {}
         self.hears = True
         self.said: list[Any] = []
         self.answer = ImageAt(path="")
@@ -153,12 +154,16 @@ def test_of_two_with_the_same_images_the_one_that_was_made_last_has_them(
     assert [one.step for one in worker.said if isinstance(one, ImageWhole)] == [1, 2, 2]
 
 
-def test_images_are_taken_over_once_their_last_copy_is_made(worker: Worker) -> None:
-    copy = threading.Event()
+def test_images_are_taken_over_once_their_last_copy_is_made(worker: Worker, shm: Path) -> None:
+    rank, gate = Rank(shm), threading.Event()
+    rank.slots._behind.submit(gate.wait, 20)
+    captured = rank.capture({"p": torch.ones(3)})
+    copy = rank.slots.start(captured, Position(1, 1, 0, 1), {0}, True, lambda path, state: None)
     link(worker).open("c", "", b"", [copy])
     taking = threading.Thread(target=link(worker).open, args=("c", "", b"", []))
     taking.start()
     taking.join(0.05)
     assert taking.is_alive()
-    copy.set()
+    gate.set()
     taking.join()
+    assert copy.done.done()

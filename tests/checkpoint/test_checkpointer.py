@@ -112,8 +112,11 @@ def test_a_restored_state_is_the_one_that_was_saved(link: FakeLink) -> None:
 
 
 @pytest.mark.parametrize("block", [True, False])
-def test_a_snapshot_is_the_state_at_the_moment_of_the_save(link: FakeLink, block: bool) -> None:
-    script, other = Script(link), Script(reader(link), 9)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_snapshot_is_the_state_at_the_moment_of_the_save(
+    link: FakeLink, block: bool, overlap: bool
+) -> None:
+    script, other = Script(link, overlap=overlap), Script(reader(link), 9)
     for step in range(1, 5):
         script.step()
         want = script.snapshot()
@@ -187,21 +190,21 @@ def test_a_state_that_does_not_fit_is_an_error_that_says_why(link: FakeLink) -> 
 
 
 def test_parameters_wait_for_their_copy_before_the_next_step(link: FakeLink) -> None:
-    script = Script(link)
+    script = Script(link, overlap=True)
     script.step()
     script.checkpointer.save(0, block=True)
     held = Held(script.checkpointer)
     want = script.snapshot()
     ticket = script.checkpointer.save(1)
     script.backward()  # Forward changes buffers; they were copied before.
-    stepping = threading.Thread(target=script.optimizer.step)
-    stepping.start()
     assert ticket.memory(0.0) == Result("pending")
     assert not ticket.done()
     with pytest.raises(TimeoutError, match=r"step 1 is not saved after 0.01 s"):
         ticket.result(0.01)
-    held.let_go()
-    stepping.join()
+    letting_go = threading.Thread(target=held.let_go)
+    letting_go.start()
+    script.optimizer.step()
+    letting_go.join()
     assert ticket.result(20) == Result("saved", "memory")
     assert ticket.memory(20).outcome == "saved"
     check_same(restored(link), want)
@@ -219,7 +222,7 @@ def test_the_step_of_any_other_optimizer_is_not_held_up_for_long(link: FakeLink)
 def test_a_change_by_other_means_fails_the_save_rather_than_tear_it(
     link: FakeLink, capsys: Output
 ) -> None:
-    script = Script(link)
+    script = Script(link, overlap=True)
     script.step()
     script.checkpointer.save(1, block=True)
     want = script.snapshot()
@@ -244,7 +247,7 @@ def test_a_change_by_other_means_fails_the_save_rather_than_tear_it(
 
 
 def test_with_block_nothing_is_left_to_do(link: FakeLink) -> None:
-    script = Script(link)
+    script = Script(link, overlap=True)
     script.step()
     held = Held(script.checkpointer)
     ticket = script.checkpointer.save(1, block=True)
@@ -252,16 +255,41 @@ def test_with_block_nothing_is_left_to_do(link: FakeLink) -> None:
     held.let_go()
 
 
-def test_without_overlap_every_save_blocks(link: FakeLink) -> None:
-    script = Script(link, overlap=False)
+def test_unless_overlap_is_asked_for_every_save_blocks(link: FakeLink) -> None:
+    script = Script(link)
     script.step()
     held = Held(script.checkpointer)
     assert script.checkpointer.save(1).memory(0.0) == Result("saved", "memory")
     held.let_go()
 
 
+def test_an_overlapped_save_counts_from_the_next_step_or_call_on(link: FakeLink) -> None:
+    script = Script(link, overlap=True)
+    script.step()
+    copier = script.checkpointer._slots._behind
+    for step, go_on in enumerate((script.step, script.checkpointer.restore), start=1):
+        script.checkpointer.save(step)
+        copier.submit(lambda: None).result(20)
+        assert [one for one, _, _ in link.saves] == list(range(1, step))
+        go_on()
+        copier.submit(lambda: None).result(20)
+        assert [one for one, _, _ in link.saves] == list(range(1, step + 1))
+
+
+def test_a_ticket_that_is_asked_again_and_again_is_done_without_another_step(
+    link: FakeLink,
+) -> None:
+    script = Script(link, overlap=True)
+    script.step()
+    ticket = script.checkpointer.save(1)
+    until = time.monotonic() + 20
+    while not ticket.done():
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
 def test_a_save_waits_for_the_copy_of_the_one_before(link: FakeLink) -> None:
-    script = Script(link)
+    script = Script(link, overlap=True)
     script.step()
     for step in range(1, 20):
         script.checkpointer.save(step)

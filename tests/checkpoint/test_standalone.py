@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -228,7 +227,8 @@ def test_the_last_save_is_finished_though_nobody_has_the_checkpointer_any_more(
     def act() -> None:
         parameter = torch.nn.Parameter(torch.ones(1000))
         optimizer = torch.optim.SGD([parameter], lr=0.1)
-        checkpointer = Checkpointer(tmp_path, {"p": parameter.data, "o": optimizer})
+        state = {"p": parameter.data, "o": optimizer}
+        checkpointer = Checkpointer(tmp_path, state, overlap=True)
         checkpointer._slots._behind.submit(time.sleep, 0.3)
         checkpointer.save(1)
 
@@ -328,31 +328,12 @@ def test_a_step_that_one_rank_skips_is_skipped_by_all(tmp_path: Path) -> None:
     assert not (tmp_path / step_directory(3)).exists()
 
 
-class Entered:
-    """A store of which it is known when something is said there."""
-
-    def __init__(self, store: Any, entered: threading.Event) -> None:
-        self._store = store
-        self._entered = entered
-
-    def set(self, *args: Any) -> None:
-        self._store.set(*args)
-        self._entered.set()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-
 def test_a_rank_that_restores_still_tells_the_others_what_it_missed(tmp_path: Path) -> None:
     def act(rank: int) -> None:
         parameter = torch.nn.Parameter(torch.ones(3))
         optimizer = torch.optim.SGD([parameter], lr=0.1)
-        checkpointer = Checkpointer(tmp_path, {"p": parameter, "o": optimizer})
+        checkpointer = Checkpointer(tmp_path, {"p": parameter, "o": optimizer}, overlap=True)
         assert checkpointer.save(1).storage().outcome == "saved"
-        if rank == 1:
-            meeting, restoring = checkpointer._link._meeting, threading.Event()  # type: ignore[attr-defined]
-            meeting._speaking = Entered(meeting._speaking, restoring)
-            checkpointer._slots._behind.submit(restoring.wait, PATIENCE_S)
         ticket = checkpointer.save(2)
         if rank == 1:
             with torch.no_grad():

@@ -26,6 +26,7 @@ import msgspec
 import torch.distributed as dist
 
 from holdfast.checkpoint.memory.image_home import ImageHome
+from holdfast.checkpoint.memory.slots import Copy
 from holdfast.checkpoint.restore.load import StoredState
 from holdfast.checkpoint.standalone.driver import CommitDriver, node_of
 from holdfast.checkpoint.standalone.keeper_client import END_S, ScriptKeeper
@@ -222,15 +223,13 @@ class ScriptLink:
 
     # ---- saving ----
 
-    def open(
-        self, checkpointer: str, directory: str, keep: bytes, copies: list[threading.Event]
-    ) -> None:
+    def open(self, checkpointer: str, directory: str, keep: bytes, copies: list[Copy]) -> None:
         opening = OpenCheckpointer(checkpointer=checkpointer, directory=directory, keep=keep)
         error = self._keeper.ask(opening).error
         if error:
             raise CheckpointError(error)
 
-    def replaced(self, checkpointer: str, copies: list[threading.Event]) -> bool:
+    def replaced(self, checkpointer: str, copies: list[Copy]) -> bool:
         return False  # Nobody else has these images.
 
     def saved(self, save: SaveId, path: Path, state: int, wish: Wish) -> None:
