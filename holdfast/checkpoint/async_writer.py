@@ -66,7 +66,7 @@ class AsyncWriter:
         self._meeting = _meeting_of(process_group, no_dist)
         self._process = os.getpid()
         self._link = ScriptLink(self._meeting, complain=None)
-        self._slots = _ClosableSlots(self._link.images, _NAME, self._meeting.rank)
+        self._slots = _ClosableSlots(self._link.images, _NAME, self._meeting.rank, warn=_warn)
         self._guard = Guard(list(optimizers))
         self._layout: Layout | None = None
         self._copy: Copy | None = None
@@ -246,6 +246,10 @@ class _ClosableSlots(Slots):
         for slot, image in enumerate(self._images):
             if image is not None:
                 self._close(slot, image)
+
+
+def _warn(text: str) -> None:
+    print(f"[holdfast] {text}", file=sys.stderr, flush=True)
 
 
 def _meeting_of(process_group: Any, no_dist: bool) -> StoreMeeting:

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -143,7 +144,7 @@ class LinkedCheckpointer:
         own = keep is not None and not isinstance(keep, retention.Policy)
         encoded = b"" if keep is None or own else msgspec.json.encode(keep)
         link.open(self._name, self._where or "", encoded, self._copying)
-        self._slots = Slots(link.images, self._name, link.rank)
+        self._slots = Slots(link.images, self._name, link.rank, warn=partial(_complain, link.rank))
         self._process = os.getpid()
         self._saving = threading.Lock()
         self._optimizers = [o for o in state.values() if isinstance(o, torch.optim.Optimizer)]
@@ -300,7 +301,7 @@ class LinkedCheckpointer:
             self._complain(f"there may be no memory for snapshots: {error}")
 
     def _complain(self, text: str) -> None:
-        print(f"[holdfast] rank {self._link.rank}: {text}", file=sys.stderr, flush=True)
+        _complain(self._link.rank, text)
 
     def _tidy_after(self, ticket: Ticket) -> None:
         """Prune by the user's own retention function, which can only be called in this process."""
@@ -408,6 +409,10 @@ class LinkedCheckpointer:
             return self._link.open_image(image, holder, until)
 
         return OpenedLazily(len(found.holders), open_image)
+
+
+def _complain(rank: int, text: str) -> None:
+    print(f"[holdfast] rank {rank}: {text}", file=sys.stderr, flush=True)
 
 
 def _end_all(copies: list[Copy]) -> None:

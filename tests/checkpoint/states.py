@@ -86,7 +86,8 @@ class Rank:
 
     def __init__(self, directory: Path, rank: int = 0, world_size: int = 1) -> None:
         self.directory = directory
-        self.slots = Slots(directory, CHECKPOINTER, rank)
+        self.warnings: list[str] = []
+        self.slots = Slots(directory, CHECKPOINTER, rank, self.warnings.append)
         self.layout: Layout | None = None
         self.rank, self.world_size = rank, world_size
 

@@ -174,6 +174,35 @@ def test_no_memory_is_an_error_and_the_next_save_works(
     check_same(load({"a": None, "step": None}, path, step=4), state_of(4, size=100_000))
 
 
+def test_what_does_not_fit_into_shared_memory_is_kept_on_disk_with_one_warning(
+    shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container has 64 MB of it, unless it is told otherwise."""
+    (shm / "spill").symlink_to(tmp_path)
+    allocate = os.posix_fallocate
+
+    def little(fd: int, offset: int, size: int) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}").startswith(str(shm)) and size > 100_000:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        allocate(fd, offset, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", little)
+    rank = Rank(shm)
+    for step in range(1, 5):
+        path = rank.save(state_of(step, size=50_000 * step), step)
+        want = state_of(step, size=50_000 * step)
+        check_same(load({"a": None, "step": None}, path, step=step), want)
+    assert len(rank.warnings) == 1
+    assert "has no room for a snapshot" in rank.warnings[0]
+    assert len(list(tmp_path.iterdir())) == 2
+    image = Images(shm).image(path)
+    with Images(shm).pinned(image, image.state) as held:
+        assert held
+    again = Rank(shm)
+    again.save(state_of(9), 9)
+    assert sorted(filter(None, steps(shm))) == [4, 9]
+
+
 # ---- memory that is made ready ----
 
 

@@ -49,7 +49,7 @@ from torch.optim.optimizer import (
 )
 
 from holdfast.checkpoint.memory.copying import Copier, Task, cores, pin, run_all, spare_cores
-from holdfast.checkpoint.memory.image import Image, ImageRecord
+from holdfast.checkpoint.memory.image import Image, ImageRecord, remove_image
 from holdfast.checkpoint.memory.images import image_path
 from holdfast.checkpoint.state.capture import Captured, Layout, Position
 from holdfast.errors import CheckpointError, HoldfastError, Unusable
@@ -169,8 +169,12 @@ def _counts(tensors: list[torch.Tensor]) -> list[int]:
 class Slots:
     """The two images of one rank and checkpointer."""
 
-    def __init__(self, directory: Path, checkpointer: str, rank: int) -> None:
+    def __init__(
+        self, directory: Path, checkpointer: str, rank: int, warn: Callable[[str], None]
+    ) -> None:
         self._checkpointer = checkpointer
+        self._warn = warn
+        self._warned = False
         self._paths = [image_path(directory, checkpointer, rank, slot) for slot in (0, 1)]
         self._images: list[Image | None] = [_left_behind(path) for path in self._paths]
         self._newest = _newest(self._images)
@@ -230,8 +234,16 @@ class Slots:
             state = image.state
             self._close(slot, image)
         # Its content was to be overwritten anyway; the new image may need its memory.
-        self._paths[slot].unlink(missing_ok=True)
-        image = self._images[slot] = Image.create(self._paths[slot], needed, after=state)
+        remove_image(self._paths[slot])
+        image = Image.create(self._paths[slot], needed, after=state, spill=True)
+        self._images[slot] = image
+        if image.spilled and not self._warned:
+            self._warned = True
+            self._warn(
+                f"{image.path.parent} has no room for a snapshot of {needed / 1e9:.3g} GB: it is kept"
+                f" on disk, in {image.path.resolve().parent}, and saves take longer. Make /dev/shm"
+                " larger (docker run --shm-size), or choose a directory with --image-dir"
+            )
         return image
 
     def _close(self, slot: int, image: Image) -> None:

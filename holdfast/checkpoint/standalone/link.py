@@ -134,7 +134,8 @@ class ScriptLink:
         self.round = meeting.began_us // 1000
         self._node = node_of(self.rank)
         self._meeting = meeting
-        self._home = ImageHome(f"script-{os.getpid()}")
+        chosen = os.environ.get("HOLDFAST_IMAGE_DIR")
+        self._home = ImageHome(f"script-{os.getpid()}", Path(chosen) if chosen else None)
         self.images = self._home.path
         self._keeper = ScriptKeeper(self._node, Rank(self.rank), self.images)
         self._driver = CommitDriver(meeting, complain) if self.rank == 0 else None
