@@ -35,6 +35,7 @@ from holdfast.checkpoint.restore.load import StoredState, captured_entry, load
 from holdfast.checkpoint.restore.plain_dcp import load_start
 from holdfast.checkpoint.restore.sources import OpenedLazily, open_files, set_aside
 from holdfast.checkpoint.state.capture import Captured, Layout, Position, capture
+from holdfast.checkpoint.state.skeleton import dismantle
 from holdfast.checkpoint.storage import retention
 from holdfast.checkpoint.storage.backends import LAST_STEP, open_storage
 from holdfast.checkpoint.storage.manifest import steps
@@ -129,6 +130,7 @@ class LinkedCheckpointer:
         pickling: bool = False,
     ) -> None:
         _check(directory, state, memory_every, storage_every, keep)
+        _check_values(state, pickling)
         self.restored = Restored(0, None)
         self._where = _absolute(directory)
         self._state = state
@@ -436,6 +438,10 @@ def _check(
 ) -> None:
     if directory is not None and not isinstance(directory, str | os.PathLike):
         raise UsageError(f"Checkpointer: a directory is a path, a URL or None, not {directory!r}")
+    if directory is not None and not os.fspath(directory):
+        raise UsageError(
+            "Checkpointer: the directory is empty; name one, or give None to save to memory alone"
+        )
     if keep is not None and not callable(keep):
         raise UsageError(
             "Checkpointer: keep is a policy such as KeepLatest(3), or a function from the existing"
@@ -454,6 +460,18 @@ def _check(
     for name, every in (("memory_every", memory_every), ("storage_every", storage_every)):
         if every is not None and (not isinstance(every, int) or every < 1):
             raise UsageError(f"Checkpointer: {name} is a positive number of steps, not {every!r}")
+
+
+def _check_values(state: dict[str, Any], pickling: bool) -> None:
+    """Refuse what can never be saved now, and not at the first save. An object of the script's own is
+    not asked for its state yet: a loader might begin to read, and others may not be ready."""
+    harmless = torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler
+    for name, entry in state.items():
+        if isinstance(entry, harmless) or not hasattr(entry, "state_dict"):
+            try:
+                dismantle({name: captured_entry(entry, name)}, pickling)
+            except CheckpointError as error:
+                raise UsageError(f"Checkpointer: {error}") from None
 
 
 def _step(step: int) -> int:

@@ -604,6 +604,7 @@ class OnlySaves:
         ({}, {"memory_every": 0}, "memory_every is a positive number"),
         ({}, {"memory_every": "3"}, "memory_every is a positive number"),
         ({}, {"keep": 3}, "keep is a policy"),
+        ({"a": {"b": [object()]}}, {}, r"a\.b\.0: a builtins\.object cannot be saved"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_at_once(
@@ -611,6 +612,31 @@ def test_settings_that_make_no_sense_are_refused_at_once(
 ) -> None:
     with pytest.raises(UsageError, match=match):
         LinkedCheckpointer(None, state, link=link, **settings)
+
+
+def test_an_empty_directory_is_none(link: FakeLink) -> None:
+    """It is a variable that was never set, and not the working directory."""
+    with pytest.raises(UsageError, match="the directory is empty"):
+        LinkedCheckpointer("", {}, link=link)
+
+
+def test_an_object_of_the_scripts_own_is_not_asked_for_its_state_before_a_save(
+    link: FakeLink,
+) -> None:
+    class Loader:
+        asked = False
+
+        def state_dict(self) -> Any:
+            self.asked = True
+            return {}
+
+        def load_state_dict(self, state: Any) -> None: ...
+
+    loader = Loader()
+    checkpointer = LinkedCheckpointer(None, {"loader": loader}, link=link)
+    assert not loader.asked
+    checkpointer.save(1)
+    assert loader.asked
 
 
 # ---- names ----
