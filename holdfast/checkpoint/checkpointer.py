@@ -71,8 +71,10 @@ class KeeperLink(Protocol):
 
     def find(self, checkpointer: str, step: int | None, tried: Tried | None) -> StateFound: ...
 
-    def open_image(self, image: ImageId, holder: Holder, until: ExitStack) -> StoredState:
-        """Open a rank's image, on this node or on another."""
+    def open_image(
+        self, image: ImageId, holders: Sequence[Holder], until: ExitStack
+    ) -> StoredState:
+        """Open a rank's image, on this node or on those."""
 
     def booked(self, what: str) -> AbstractContextManager[None]:
         """Book time under its own name in the ledger."""
@@ -405,12 +407,17 @@ class LinkedCheckpointer:
             return open_files(open_storage(self._where), found.step, until)
         snapshot = SnapshotId(self._name, StepNumber(found.step), RoundNumber(found.round))
 
-        def open_image(index: int) -> StoredState:
-            holder = found.holders[index]
-            image = ImageId(snapshot, Rank(holder.rank), found.world_size)
-            return self._link.open_image(image, holder, until)
+        by_rank: dict[int, list[Holder]] = {}
+        for holder in found.holders:
+            by_rank.setdefault(holder.rank, []).append(holder)
+        ranks = sorted(by_rank)
 
-        return OpenedLazily(len(found.holders), open_image)
+        def open_image(index: int) -> StoredState:
+            rank = ranks[index]
+            image = ImageId(snapshot, Rank(rank), found.world_size)
+            return self._link.open_image(image, by_rank[rank], until)
+
+        return OpenedLazily(len(ranks), open_image)
 
 
 def _complain(rank: int, text: str) -> None:

@@ -6,7 +6,9 @@ Outside of `holdfast run` a script has a keeper of its own (see `holdfast.checkp
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from holdfast.checkpoint.checkpointer import LinkedCheckpointer
 from holdfast.checkpoint.memory.slots import Copy
 from holdfast.checkpoint.replicas.copies import Peer
 from holdfast.checkpoint.restore.load import StoredState
-from holdfast.checkpoint.restore.sources import open_image, open_peers
+from holdfast.checkpoint.restore.sources import open_any, open_image, open_peers
 from holdfast.checkpoint.standalone.link import ScriptLink
 from holdfast.checkpoint.storage import retention
 from holdfast.checkpoint.tickets import SaveId
@@ -101,13 +103,21 @@ class AgentLink:
         assert isinstance(answer, StateFound)
         return answer
 
-    def open_image(self, image: ImageId, holder: Holder, until: ExitStack) -> StoredState:
+    def open_image(
+        self, image: ImageId, holders: Sequence[Holder], until: ExitStack
+    ) -> StoredState:
         answer = self._worker.requests.ask(LocateImage(image=image), None)
         assert isinstance(answer, ImageAt)
+        tls = client_context(TlsFiles.of(answer.tls))
+        openers: list[Callable[[], StoredState]] = [
+            partial(
+                open_peers, Peer(one.address, one.port), answer.token, tls, image=image, until=until
+            )
+            for one in holders
+        ]
         if answer.path:
-            return open_image(Path(answer.path), image, until)
-        peer, tls = Peer(holder.address, holder.port), client_context(TlsFiles.of(answer.tls))
-        return open_peers(peer, answer.token, tls, image, until)
+            openers.insert(0, partial(open_image, Path(answer.path), image, until))
+        return open_any(openers)
 
     def booked(self, what: str) -> AbstractContextManager[None]:
         return self._worker.section(what)

@@ -9,7 +9,7 @@ import struct
 import time
 import traceback
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -219,7 +219,9 @@ class FakeLink:
             return offer(self.saves[-1][0])
         return StateFound(where="nowhere", refused=refused)
 
-    def open_image(self, image: ImageId, holder: Holder, until: ExitStack) -> restore.StoredState:
+    def open_image(
+        self, image: ImageId, holders: Sequence[Holder], until: ExitStack
+    ) -> restore.StoredState:
         path = next(path for step, _, path in reversed(self.saves) if step == image.snapshot.step)
         return open_image(path, image, until)
 

@@ -11,14 +11,15 @@ import msgspec
 import pytest
 import torch
 from keepers import TOKEN, NewNode, Node
-from states import Rank, check_same, image_of
+from states import Rank, check_same, flip, image_of
 
 from holdfast.checkpoint.checkpointer import LinkedCheckpointer
+from holdfast.checkpoint.memory.image import Image
 from holdfast.checkpoint.memory.images import Images
 from holdfast.checkpoint.restore import load as restore
 from holdfast.checkpoint.state.capture import Position
 from holdfast.checkpoint.tickets import SaveId
-from holdfast.errors import CheckpointError, NotThere, UsageError, WireError
+from holdfast.errors import CheckpointError, NotThere, Unusable, UsageError, WireError
 from holdfast.messages.checkpoints import Holder
 from holdfast.messages.local import REASON_MOST, FromWorker, ImageMissed, ImageWhole
 from holdfast.messages.requests import ImageAt, LocateImage
@@ -71,7 +72,7 @@ def holder(node: Node) -> Holder:
 NOBODY = Holder(RankNumber(0), NodeId("gone"), "127.0.0.1", 1)
 
 
-def loaded(worker: Worker, where: Holder) -> dict[str, Any]:
+def loaded(worker: Worker, *where: Holder) -> dict[str, Any]:
     got: dict[str, Any] = dict.fromkeys(STATE)
     with ExitStack() as until:
         restore.load(got, [link(worker).open_image(image_of(1), where, until)], 0)
@@ -92,6 +93,20 @@ def test_an_image_that_is_only_at_a_peer_is_read_there(
     worker.answer = ImageAt(path="", token=TOKEN)
     check_same(loaded(worker, holder(there)), STATE)
     assert len(list(shm.glob("*.image"))) == 1, "no copy of it is made here"
+
+
+def test_what_is_damaged_here_is_read_at_whichever_peer_has_it_whole(
+    worker: Worker, shm: Path, there: Node
+) -> None:
+    for name in ("here", "there"):
+        (shm / name).mkdir()
+    own, _ = (Rank(shm / name).save(STATE) for name in ("here", "there"))
+    there.server._store = Images(shm / "there")
+    flip(own, Image.open(own).body_at + 100)
+    worker.answer = ImageAt(path=str(own), token=TOKEN)
+    check_same(loaded(worker, NOBODY, holder(there)), STATE)
+    with pytest.raises(Unusable, match="digest"):
+        loaded(worker, NOBODY)
 
 
 def test_a_peer_is_read_in_tls_where_the_job_has_it(

@@ -919,6 +919,14 @@ def test_an_image_is_had_from_the_own_node_where_it_has_one(two: Scene) -> None:
     assert holders == ["a", "b", "b"]
 
 
+def test_every_node_that_has_an_image_is_named_the_own_one_first(two: Scene) -> None:
+    two.save(10, "if needed")
+    two.hold("b", 10, [0, 1])
+    answers = [two.ask(rank).answers for rank in range(3)][-1]
+    holders = [[h.node for h in found.holders] for _, found in answers]  # type: ignore[union-attr]
+    assert holders == [["a", "b"], ["a", "b"], ["b"]]
+
+
 def test_a_spare_that_had_the_only_copy_may_go_in_the_middle_of_a_search(two: Scene) -> None:
     two.seal("a", 10, "if needed")
     two.hold("spare", 10, [2])

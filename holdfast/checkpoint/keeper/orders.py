@@ -204,9 +204,9 @@ class Keeper:
 
     def _locate(self, action: LocateImage) -> ImageAt:
         path = self._exchange.path(action.image)
-        if path is not None:
-            return ImageAt(path=str(path))
-        return ImageAt(path="", token=self._terms.token, tls=self._terms.tls)
+        return ImageAt(
+            path="" if path is None else str(path), token=self._terms.token, tls=self._terms.tls
+        )
 
 
 def _shared_digest(body: memoryview, where: Any, world_size: int) -> bytes:

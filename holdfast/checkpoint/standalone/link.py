@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
@@ -340,7 +340,9 @@ class ScriptLink:
         self._post(*events, asked)
         return finding.result()
 
-    def open_image(self, image: ImageId, holder: Holder, until: ExitStack) -> StoredState:
+    def open_image(
+        self, image: ImageId, holders: Sequence[Holder], until: ExitStack
+    ) -> StoredState:
         raise CheckpointError("without `holdfast run` no image outlives its script")
 
     def booked(self, what: str) -> AbstractContextManager[None]:
