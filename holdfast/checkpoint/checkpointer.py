@@ -131,7 +131,8 @@ class LinkedCheckpointer:
         overlap: bool = False,
         pickling: bool = False,
     ) -> None:
-        _check(directory, state, memory_every, storage_every, keep)
+        self._name = checkpointer_name(directory, state)
+        _check(directory, memory_every, storage_every, keep)
         _check_values(state, pickling)
         self.restored = Restored(0, None)
         self._where = _absolute(directory)
@@ -141,9 +142,6 @@ class LinkedCheckpointer:
         self._keep = keep
         self._overlap = overlap
         self._pickling = pickling
-        # The same after a restart, and different for each checkpointer of a script.
-        name = self._where or f"memory of {sorted(state)}"
-        self._name = hashlib.sha256(name.encode()).hexdigest()[:12]
         self._copying: list[Copy] = []
         own = keep is not None and not isinstance(keep, retention.Policy)
         encoded = b"" if keep is None or own else msgspec.json.encode(keep)
@@ -436,23 +434,13 @@ def _absolute(directory: str | os.PathLike[str] | None) -> str | None:
     return text if "://" in text else os.path.abspath(text)
 
 
-def _check(
-    directory: object,
-    state: object,
-    memory_every: int | None,
-    storage_every: int | None,
-    keep: object,
-) -> None:
+def checkpointer_name(directory: object, state: object) -> str:
+    """Name a checkpointer: the same after a restart, and different for each one of a script."""
     if directory is not None and not isinstance(directory, str | os.PathLike):
         raise UsageError(f"Checkpointer: a directory is a path, a URL or None, not {directory!r}")
     if directory is not None and not os.fspath(directory):
         raise UsageError(
             "Checkpointer: the directory is empty; name one, or give None to save to memory alone"
-        )
-    if keep is not None and not callable(keep):
-        raise UsageError(
-            "Checkpointer: keep is a policy such as KeepLatest(3), or a function from the existing"
-            f" steps to those that stay, not {keep!r}"
         )
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         raise UsageError("Checkpointer: the state is a dict with strings for keys")
@@ -462,6 +450,18 @@ def _check(
                 f"Checkpointer: {name!r} has only one of state_dict and load_state_dict; saving needs"
                 " the one, restoring the other"
             )
+    text = _absolute(directory) or f"memory of {sorted(state)}"
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _check(
+    directory: object, memory_every: int | None, storage_every: int | None, keep: object
+) -> None:
+    if keep is not None and not callable(keep):
+        raise UsageError(
+            "Checkpointer: keep is a policy such as KeepLatest(3), or a function from the existing"
+            f" steps to those that stay, not {keep!r}"
+        )
     if directory is None and storage_every is not None:
         raise UsageError("Checkpointer: storage_every needs a directory")
     for name, every in (("memory_every", memory_every), ("storage_every", storage_every)):

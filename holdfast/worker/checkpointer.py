@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint.checkpointer import LinkedCheckpointer
+from holdfast.checkpoint.checkpointer import LinkedCheckpointer, checkpointer_name
 from holdfast.checkpoint.memory.slots import Copy
 from holdfast.checkpoint.replicas.copies import Peer
 from holdfast.checkpoint.restore.load import StoredState
@@ -138,11 +138,11 @@ class Checkpointer(LinkedCheckpointer):
         overlap: bool = False,
         pickling: bool = False,
     ) -> None:
-        worker = runtime.current()
+        worker, name = runtime.current(), checkpointer_name(directory, state)
         super().__init__(
             directory,
             state,
-            link=AgentLink(worker) if worker is not None else ScriptLink.of_script(),
+            link=AgentLink(worker) if worker is not None else ScriptLink.of_script(name),
             memory_every=memory_every,
             storage_every=storage_every,
             keep=keep,

@@ -140,6 +140,8 @@ def _count(book: Book, snapshot: Snapshot, taken: CommitEffects) -> None:
         outdated = (past and other.id.round < snapshot.id.round) or not other.counts
         if outdated and age(other.id) < age(snapshot.id) and other.id not in on_their_way(book):
             book.snapshots.remove(other)
+            if not other.counts and other.id.round == snapshot.id.round and not other.alive:
+                _scatter(book, other, taken)
     answer_passed(book, taken)
 
 
