@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 import torch
@@ -44,6 +44,9 @@ from holdfast.errors import CheckpointError, HoldfastError, Unusable, UsageError
 from holdfast.messages.checkpoints import Holder, ImageId, Missed, SnapshotId, Tier, Tried, Wish
 from holdfast.messages.requests import SaveSettled, StateFound
 from holdfast.messages.units import Rank, RoundNumber, StepNumber
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class KeeperLink(Protocol):
@@ -153,6 +156,7 @@ class LinkedCheckpointer:
         self._guard = Guard(self._optimizers)
         self._layout: Layout | None = None
         self._last: Ticket | None = None
+        self._closed = False
         self._newest = -1
         self._repeats = 0
         self._owed = False
@@ -218,7 +222,26 @@ class LinkedCheckpointer:
             last = self._last
             last.storage(timeout) if last.to == "storage" else last.memory(timeout)
 
+    def close(self) -> None:
+        """Wait for the last save, and raise `CheckpointError` if it failed. Nothing is saved after."""
+        if self._closed:
+            return
+        self._closed = True
+        self._await_copy()
+        if self._last is not None:
+            self._last.result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if exception[0] is None:
+            self.close()
+        self._closed = True
+
     def _check_usable(self, call: str) -> None:
+        if self._closed:
+            raise UsageError(f"Checkpointer.{call}: this checkpointer is closed; make another one")
         if os.getpid() != self._process:
             raise UsageError(
                 f"Checkpointer.{call}: this process was forked from the one that made the"

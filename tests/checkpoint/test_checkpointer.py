@@ -127,6 +127,24 @@ def test_a_snapshot_is_the_state_at_the_moment_of_the_save(
         check_same(other.snapshot(), want)
 
 
+def test_masters_of_another_precision_than_their_parameters_come_back_exactly(
+    link: FakeLink,
+) -> None:
+    def made(value: float) -> tuple[Any, dict[str, Any]]:
+        parameter = torch.nn.Parameter(torch.full((3,), value, dtype=torch.bfloat16))
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        optimizer.state[parameter] = {"master": torch.full((3,), value + 1e-6)}
+        return optimizer.state[parameter], {"p": parameter, "o": optimizer}
+
+    master, state = made(1.0)
+    LinkedCheckpointer(None, state, link=link).save(1).memory()
+    other = made(2.0)[1]
+    checkpointer = LinkedCheckpointer(None, other, link=reader(link))
+    checkpointer.restore()
+    (got,) = other["o"].state.values()
+    check_same(got["master"], master["master"])
+
+
 def test_on_a_fresh_start_there_is_nothing_to_restore(link: FakeLink) -> None:
     script = Script(link)
     before = script.snapshot()
@@ -328,6 +346,23 @@ def test_several_checkpointers_may_wait_for_a_first_step(link: FakeLink, shm: Pa
         script.step()
 
 
+def test_a_compiled_step_waits_for_the_copy_and_compiles_none_of_ours(
+    link: FakeLink, capsys: Output
+) -> None:
+    script = Script(link, overlap=True)
+    step = torch.compile(script.optimizer.step, backend="eager")
+    for number in range(1, 4):
+        script.backward()
+        step()
+        want = script.snapshot()
+        ticket = script.checkpointer.save(number)
+    script.backward()
+    step()
+    assert ticket.memory().outcome == "saved"
+    check_same(restored(link), want)
+    assert "holdfast" not in capsys.readouterr().err.replace("[holdfast] restored", "")
+
+
 # ---- intervals ----
 
 
@@ -436,6 +471,29 @@ def test_waiting_for_the_last_save(link: FakeLink) -> None:
     checkpointer.wait()
     checkpointer.save(2)
     checkpointer.wait(timeout=0.0)
+
+
+def test_closing_waits_for_the_last_save_and_raises_if_it_failed(link: FakeLink) -> None:
+    with Script(link).checkpointer as checkpointer:
+        checkpointer.save(1)
+    checkpointer.close()
+    with pytest.raises(UsageError, match="is closed"):
+        checkpointer.save(2)
+    failing = Script(link, directory="d").checkpointer
+    link.settled[3, "storage"] = SaveSettled(outcome="failed", reason="the disk is full")
+    failing.save(3)
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        failing.close()
+
+
+def test_an_error_in_the_block_is_not_hidden_by_the_end_of_the_checkpointer(
+    link: FakeLink,
+) -> None:
+    checkpointer = Script(link, directory="d").checkpointer
+    link.settled[1, "storage"] = SaveSettled(outcome="failed", reason="the disk is full")
+    checkpointer.save(1)
+    with pytest.raises(ZeroDivisionError), checkpointer:
+        raise ZeroDivisionError
 
 
 # ---- saves that fail, or are not made ----

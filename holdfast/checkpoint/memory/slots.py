@@ -34,6 +34,7 @@ is not overlapped makes the device's current stream wait for them.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Set
@@ -422,9 +423,10 @@ class Guard:
             def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
                 keep_off = weak()
                 if keep_off is not None:
-                    keep_off()
+                    dynamo = sys.modules.get("torch._dynamo")
+                    (dynamo.disable(keep_off) if dynamo is not None else keep_off)()
 
-            register_optimizer_step_pre_hook(before_step)
+            register_optimizer_step_pre_hook(_never_compiled(before_step))
 
     def watch(self, copy: Copy) -> None:
         self._copy = copy
@@ -473,6 +475,14 @@ def after_first_step(optimizers: list[torch.optim.Optimizer], act: Callable[[], 
             waiting.clear()
             once = weak()
             if once is not None:
-                once()
+                dynamo = sys.modules.get("torch._dynamo")
+                (dynamo.disable(once) if dynamo is not None else once)()
 
-    register_optimizer_step_post_hook(after)
+    register_optimizer_step_post_hook(_never_compiled(after))
+
+
+def _never_compiled(hook: Callable[..., None]) -> Callable[..., None]:
+    """Have torch's compiler skip a hook, without a warning: a script may compile its optimizer's step.
+    What the hook calls has to be kept from it by `torch._dynamo.disable`, if that is imported."""
+    hook._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return hook
