@@ -45,7 +45,7 @@ Answered = Callable[[KeeperReply], None]
 
 
 @dataclass
-class _Unanswered:
+class _GivenOrder:
     action: KeeperAction
     answered: Answered
     tries: int = 0
@@ -57,7 +57,7 @@ class _Child:
     process: subprocess.Popen[bytes]
     control: socket.socket
     reader: threading.Thread | None = None
-    unanswered: dict[int, _Unanswered] = field(default_factory=dict)
+    unanswered: dict[int, _GivenOrder] = field(default_factory=dict)
 
     def send(self, order: KeeperOrder) -> None:
         for packet in packets_of(order):
@@ -84,9 +84,9 @@ class ScriptKeeper:
 
     def give(self, action: KeeperAction, answered: Answered = lambda reply: None) -> None:
         """Give an order; `answered` is called with its reply, by any thread."""
-        self._give_one(_Unanswered(action, answered))
+        self._give_one(_GivenOrder(action, answered))
 
-    def _give_one(self, one: _Unanswered) -> None:
+    def _give_one(self, one: _GivenOrder) -> None:
         error = self._try(one)
         if error:
             one.answered(_failed(one.action, error))
@@ -107,7 +107,7 @@ class ScriptKeeper:
             child.reader.join(END_S)
             child.process.wait()
 
-    def _try(self, one: _Unanswered) -> str:
+    def _try(self, one: _GivenOrder) -> str:
         """Hand an order to the keeper, and start one if there is none; return why that failed."""
         with self._lock:
             action = one.action
