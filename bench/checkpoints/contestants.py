@@ -30,7 +30,7 @@ class Holdfast:
     """`holdfast.Checkpointer`, to memory."""
 
     def __init__(self, state: dict[str, Any], directory: Path | None = None) -> None:
-        self.checkpointer = holdfast.Checkpointer(directory, state)
+        self.checkpointer = holdfast.Checkpointer(directory, state, overlap=True)
         self._steps = count(1)
 
     def block(self) -> Seconds:

@@ -6,12 +6,13 @@ own doing, from `Checkpointer.restore` down.
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
 from holdfast.checkpoint.memory.image import Image
 from holdfast.checkpoint.memory.images import Images
+from holdfast.checkpoint.memory.slots import Copy
 from holdfast.checkpoint.replicas.copies import Peer
 from holdfast.checkpoint.restore.load import StoredState
 from holdfast.checkpoint.restore.sources import open_image, open_peers
@@ -31,12 +32,10 @@ class OwnMemory:
     def __init__(self, images: Path) -> None:
         self.images = images
 
-    def open(
-        self, checkpointer: str, directory: str, keep: bytes, copies: list[threading.Event]
-    ) -> None:
+    def open(self, checkpointer: str, directory: str, keep: bytes, copies: list[Copy]) -> None:
         pass
 
-    def replaced(self, checkpointer: str, copies: list[threading.Event]) -> bool:
+    def replaced(self, checkpointer: str, copies: list[Copy]) -> bool:
         return False
 
     def saved(self, save: SaveId, path: Path, state: int, wish: Wish) -> None:
@@ -67,7 +66,9 @@ class OwnMemory:
     def _newest(self) -> ImageId:
         return max(Images(self.images).ids(), key=lambda id: id.snapshot.step)
 
-    def open_image(self, image: ImageId, holder: Holder, until: ExitStack) -> StoredState:
+    def open_image(
+        self, image: ImageId, holders: Sequence[Holder], until: ExitStack
+    ) -> StoredState:
         found = Images(self.images).sealed(image)
         assert found is not None
         return open_image(found[0].path, image, until)
@@ -98,5 +99,7 @@ class PeersMemory(OwnMemory):
             holders=(self._holder,),
         )
 
-    def open_image(self, image: ImageId, holder: Holder, until: ExitStack) -> StoredState:
-        return open_peers(Peer(holder.address, holder.port), TOKEN, None, image, until)
+    def open_image(
+        self, image: ImageId, holders: Sequence[Holder], until: ExitStack
+    ) -> StoredState:
+        return open_peers(Peer(holders[0].address, holders[0].port), TOKEN, None, image, until)

@@ -70,7 +70,7 @@ def measure(told: dict[str, Any]) -> list[dict[str, Any]]:
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
     training = Training(setting.size)
     state = {"model": training.model, "optim": training.optimizer}
-    saving = _Saving(Checkpointer(None, state))
+    saving = _Saving(Checkpointer(None, state, overlap=True))
     training.make_steps_last(STEP_S)
     size = states.bytes_of(training.model, training.optimizer)
     wait_for_shared_memory(2 * size)

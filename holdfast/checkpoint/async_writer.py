@@ -51,8 +51,9 @@ class AsyncWriter:
     """Saves states as `torch.distributed.checkpoint.async_save` does, and training goes on.
 
     All ranks of `process_group` (all there are, unless one is given) make one, and call `save` in the
-    same order. With `optimizers`, what only their steps change is copied while training goes on; the
-    next step waits until it is. `no_dist` makes this process a world of one.
+    same order. With `optimizers`, what their steps change is copied while training goes on; the next
+    step waits until it is, and nothing else may change it before (see `memory.slots`). `no_dist` makes
+    this process a world of one.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class AsyncWriter:
         self._meeting = _meeting_of(process_group, no_dist)
         self._process = os.getpid()
         self._link = ScriptLink(self._meeting, complain=None)
-        self._slots = _ClosableSlots(self._link.images, _NAME, self._meeting.rank)
+        self._slots = _ClosableSlots(self._link.images, _NAME, self._meeting.rank, warn=_warn)
         self._guard = Guard(list(optimizers))
         self._layout: Layout | None = None
         self._copy: Copy | None = None
@@ -109,7 +110,7 @@ class AsyncWriter:
         try:
             with collector_off():
                 captured = self._capture(state_dict, position)
-                self._start(captured, position, save)
+                done.copy = self._start(captured, position, save)
         except Exception as error:
             # The state is the user's, and what it is made of may raise anything. The other ranks
             # have to hear of it, and training is to go on: the future tells.
@@ -119,9 +120,9 @@ class AsyncWriter:
             self._slots.make_ready(captured)  # For the next save, beside training.
         return done
 
-    def _follow(self, save: SaveProgress, number: int, at: str) -> Future[str]:
+    def _follow(self, save: SaveProgress, number: int, at: str) -> _SavedFuture:
         """Return the future of a save, and free its memory when it is over."""
-        done: Future[str] = Future()
+        done = _SavedFuture()
         done.set_running_or_notify_cancel()
 
         def settled(storage: Future[SaveSettled]) -> None:
@@ -155,7 +156,7 @@ class AsyncWriter:
         self._layout = captured.layout
         return captured
 
-    def _start(self, captured: Captured, position: Position, save: SaveProgress) -> None:
+    def _start(self, captured: Captured, position: Position, save: SaveProgress) -> Copy:
         guarded = self._guard.guarded(captured)
         overlap = bool(guarded)
 
@@ -167,6 +168,7 @@ class AsyncWriter:
         copy.done.add_done_callback(lambda done: self._check_copy(save, done))
         if overlap:
             self._guard.watch(copy)
+        return copy
 
     def _check_copy(self, save: SaveProgress, done: Future[int]) -> None:
         error = done.exception()
@@ -175,7 +177,7 @@ class AsyncWriter:
 
     def _await_copy(self) -> None:
         if self._copy is not None:
-            self._copy.done.exception()
+            self._copy.end()
 
     def _position(self, at: str) -> Position:
         """Each save is a round of its own: no two ever write the same file."""
@@ -213,6 +215,28 @@ class AsyncWriter:
             self._at_exit()  # Other ranks may be gone, so do not wait for ever.
 
 
+class _SavedFuture(Future[str]):
+    """The future of a save; to wait for it settles the copy, which only the thread that saved can."""
+
+    copy: Copy | None = None
+
+    def _settle(self, timeout: float | None) -> None:
+        if self.copy is not None:
+            self.copy.settle(timeout)
+
+    def done(self) -> bool:
+        self._settle(0.0)
+        return super().done()
+
+    def result(self, timeout: float | None = None) -> str:
+        self._settle(timeout)
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._settle(timeout)
+        return super().exception(timeout)
+
+
 class _ClosableSlots(Slots):
     def close(self) -> None:
         """Free the memory."""
@@ -222,6 +246,10 @@ class _ClosableSlots(Slots):
         for slot, image in enumerate(self._images):
             if image is not None:
                 self._close(slot, image)
+
+
+def _warn(text: str) -> None:
+    print(f"[holdfast] {text}", file=sys.stderr, flush=True)
 
 
 def _meeting_of(process_group: Any, no_dist: bool) -> StoreMeeting:

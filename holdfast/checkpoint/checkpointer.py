@@ -22,18 +22,20 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 import torch
 
 from holdfast.checkpoint.memory.copying import collector_off, cores
-from holdfast.checkpoint.memory.slots import BothRead, Guard, Slots, after_first_step
+from holdfast.checkpoint.memory.slots import BothRead, Copy, Guard, Slots, after_first_step
 from holdfast.checkpoint.restore.load import StoredState, captured_entry, load
 from holdfast.checkpoint.restore.plain_dcp import load_start
 from holdfast.checkpoint.restore.sources import OpenedLazily, open_files, set_aside
 from holdfast.checkpoint.state.capture import Captured, Layout, Position, capture
+from holdfast.checkpoint.state.skeleton import dismantle
 from holdfast.checkpoint.storage import retention
 from holdfast.checkpoint.storage.backends import LAST_STEP, open_storage
 from holdfast.checkpoint.storage.manifest import steps
@@ -42,6 +44,9 @@ from holdfast.errors import CheckpointError, HoldfastError, Unusable, UsageError
 from holdfast.messages.checkpoints import Holder, ImageId, Missed, SnapshotId, Tier, Tried, Wish
 from holdfast.messages.requests import SaveSettled, StateFound
 from holdfast.messages.units import Rank, RoundNumber, StepNumber
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class KeeperLink(Protocol):
@@ -52,13 +57,11 @@ class KeeperLink(Protocol):
     round: int
     images: Path
 
-    def open(
-        self, checkpointer: str, directory: str, keep: bytes, copies: list[threading.Event]
-    ) -> None:
+    def open(self, checkpointer: str, directory: str, keep: bytes, copies: list[Copy]) -> None:
         """Register this checkpointer; `copies` are the copies it is making. An earlier one with the
         same name and images has made its last copy when this returns."""
 
-    def replaced(self, checkpointer: str, copies: list[threading.Event]) -> bool:
+    def replaced(self, checkpointer: str, copies: list[Copy]) -> bool:
         """Return whether another checkpointer has that name and those images now."""
 
     def saved(self, save: SaveId, path: Path, state: int, wish: Wish) -> None:
@@ -71,8 +74,10 @@ class KeeperLink(Protocol):
 
     def find(self, checkpointer: str, step: int | None, tried: Tried | None) -> StateFound: ...
 
-    def open_image(self, image: ImageId, holder: Holder, until: ExitStack) -> StoredState:
-        """Open a rank's image, on this node or on another."""
+    def open_image(
+        self, image: ImageId, holders: Sequence[Holder], until: ExitStack
+    ) -> StoredState:
+        """Open a rank's image, on this node or on those."""
 
     def booked(self, what: str) -> AbstractContextManager[None]:
         """Book time under its own name in the ledger."""
@@ -106,8 +111,11 @@ class LinkedCheckpointer:
       Without either, each `save` goes to storage, or to memory if there is no directory.
     - `keep`: which checkpoints stay on storage: `KeepLatest(3)`, `KeepEvery(1000)`, both joined by
       `|`, or a function from the list of complete steps to those to keep. None keeps all.
-    - `overlap`: copy parameters and optimizer state while training continues; the next optimizer step
-      waits for the rest of the copy. False copies everything before `save` returns.
+    - `overlap`: copy parameters and optimizer state while training goes on; the next optimizer step
+      waits for the rest of the copy, and the save counts from then on. It is safe only in a script that
+      changes them in an optimizer's step and nowhere else: not through `p.data`, numpy, collectives on
+      parameters, fused kernels called by hand, or a CUDA graph. False copies everything before `save`
+      returns.
     - `pickling`: allow values that only pickle can encode. Such a checkpoint executes code when it is
       read, so restore it only from directories that you trust.
 
@@ -123,10 +131,12 @@ class LinkedCheckpointer:
         memory_every: int | None = None,
         storage_every: int | None = None,
         keep: retention.Keep | None = None,
-        overlap: bool = True,
+        overlap: bool = False,
         pickling: bool = False,
     ) -> None:
-        _check(directory, state, memory_every, storage_every, keep)
+        self._name = checkpointer_name(directory, state)
+        _check(directory, memory_every, storage_every, keep)
+        _check_values(state, pickling)
         self.restored = Restored(0, None)
         self._where = _absolute(directory)
         self._state = state
@@ -135,20 +145,18 @@ class LinkedCheckpointer:
         self._keep = keep
         self._overlap = overlap
         self._pickling = pickling
-        # The same after a restart, and different for each checkpointer of a script.
-        name = self._where or f"memory of {sorted(state)}"
-        self._name = hashlib.sha256(name.encode()).hexdigest()[:12]
-        self._copying: list[threading.Event] = []
+        self._copying: list[Copy] = []
         own = keep is not None and not isinstance(keep, retention.Policy)
         encoded = b"" if keep is None or own else msgspec.json.encode(keep)
         link.open(self._name, self._where or "", encoded, self._copying)
-        self._slots = Slots(link.images, self._name, link.rank)
+        self._slots = Slots(link.images, self._name, link.rank, warn=partial(_complain, link.rank))
         self._process = os.getpid()
         self._saving = threading.Lock()
         self._optimizers = [o for o in state.values() if isinstance(o, torch.optim.Optimizer)]
         self._guard = Guard(self._optimizers)
         self._layout: Layout | None = None
         self._last: Ticket | None = None
+        self._closed = False
         self._newest = -1
         self._repeats = 0
         self._owed = False
@@ -157,7 +165,7 @@ class LinkedCheckpointer:
             after_first_step(self._optimizers, self._make_ready)
         # Before links are closed. An interpreter waits for these threads by itself, but a process of
         # `multiprocessing` does that late, when the checkpointer may have been collected.
-        multiprocessing.util.Finalize(None, _await_all, (self._copying,), exitpriority=10)
+        multiprocessing.util.Finalize(None, _end_all, (self._copying,), exitpriority=10)
 
     # ---- saving ----
 
@@ -165,7 +173,7 @@ class LinkedCheckpointer:
         """Save the state as that of `step`, and return a `Ticket`. It never raises for a failed save.
 
         `to` is "memory" or "storage"; None lets the intervals decide, which may mean not at all.
-        `block=True` copies everything before it returns, as `overlap=False` does for all saves.
+        `block=True` copies everything before it returns, even with `overlap=True`.
         """
         step = _step(step)
         self._check_usable("save")
@@ -214,7 +222,26 @@ class LinkedCheckpointer:
             last = self._last
             last.storage(timeout) if last.to == "storage" else last.memory(timeout)
 
+    def close(self) -> None:
+        """Wait for the last save, and raise `CheckpointError` if it failed. Nothing is saved after."""
+        if self._closed:
+            return
+        self._closed = True
+        self._await_copy()
+        if self._last is not None:
+            self._last.result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if exception[0] is None:
+            self.close()
+        self._closed = True
+
     def _check_usable(self, call: str) -> None:
+        if self._closed:
+            raise UsageError(f"Checkpointer.{call}: this checkpointer is closed; make another one")
         if os.getpid() != self._process:
             raise UsageError(
                 f"Checkpointer.{call}: this process was forked from the one that made the"
@@ -254,16 +281,14 @@ class LinkedCheckpointer:
             position = self._position(save.step)
             copy = self._slots.start(captured, position, guarded, overlap, finished)
         self._guard.watch(copy)
-        ended = threading.Event()
-        self._copying[:] = [ended]
-        copy.done.add_done_callback(lambda done: self._check_copy(save, done, ended))
-        return Ticket(save, tier, copy.done, self._link)
+        self._copying[:] = [copy]
+        copy.done.add_done_callback(lambda done: self._check_copy(save, done))
+        return Ticket(save, tier, copy, self._link)
 
-    def _check_copy(self, save: SaveId, done: Future[int], ended: threading.Event) -> None:
+    def _check_copy(self, save: SaveId, done: Future[int]) -> None:
         error = done.exception()
         if error is not None:
             self._missed(save, error)
-        ended.set()
 
     def _missed(self, save: SaveId, error: BaseException) -> None:
         """Report a save that failed: training goes on, and the other ranks do not wait for it."""
@@ -301,7 +326,7 @@ class LinkedCheckpointer:
             self._complain(f"there may be no memory for snapshots: {error}")
 
     def _complain(self, text: str) -> None:
-        print(f"[holdfast] rank {self._link.rank}: {text}", file=sys.stderr, flush=True)
+        _complain(self._link.rank, text)
 
     def _tidy_after(self, ticket: Ticket) -> None:
         """Prune by the user's own retention function, which can only be called in this process."""
@@ -339,6 +364,7 @@ class LinkedCheckpointer:
         Without `start_from`, a plain checkpoint in this checkpointer's own directory is taken.
         """
         self._check_usable("restore")
+        self._await_copy()  # What is loaded must not change what is still being copied.
         with self._link.booked("restore"):
             self.restored = self._restore(step, start_from)
         self._link.resumed(self.restored.step)
@@ -402,17 +428,26 @@ class LinkedCheckpointer:
             return open_files(open_storage(self._where), found.step, until)
         snapshot = SnapshotId(self._name, StepNumber(found.step), RoundNumber(found.round))
 
+        by_rank: dict[int, list[Holder]] = {}
+        for holder in found.holders:
+            by_rank.setdefault(holder.rank, []).append(holder)
+        ranks = sorted(by_rank)
+
         def open_image(index: int) -> StoredState:
-            holder = found.holders[index]
-            image = ImageId(snapshot, Rank(holder.rank), found.world_size)
-            return self._link.open_image(image, holder, until)
+            rank = ranks[index]
+            image = ImageId(snapshot, Rank(rank), found.world_size)
+            return self._link.open_image(image, by_rank[rank], until)
 
-        return OpenedLazily(len(found.holders), open_image)
+        return OpenedLazily(len(ranks), open_image)
 
 
-def _await_all(copies: list[threading.Event]) -> None:
-    for ended in copies:
-        ended.wait()
+def _complain(rank: int, text: str) -> None:
+    print(f"[holdfast] rank {rank}: {text}", file=sys.stderr, flush=True)
+
+
+def _end_all(copies: list[Copy]) -> None:
+    for copy in copies:
+        copy.end()
 
 
 def _absolute(directory: str | os.PathLike[str] | None) -> str | None:
@@ -422,19 +457,13 @@ def _absolute(directory: str | os.PathLike[str] | None) -> str | None:
     return text if "://" in text else os.path.abspath(text)
 
 
-def _check(
-    directory: object,
-    state: object,
-    memory_every: int | None,
-    storage_every: int | None,
-    keep: object,
-) -> None:
+def checkpointer_name(directory: object, state: object) -> str:
+    """Name a checkpointer: the same after a restart, and different for each one of a script."""
     if directory is not None and not isinstance(directory, str | os.PathLike):
         raise UsageError(f"Checkpointer: a directory is a path, a URL or None, not {directory!r}")
-    if keep is not None and not callable(keep):
+    if directory is not None and not os.fspath(directory):
         raise UsageError(
-            "Checkpointer: keep is a policy such as KeepLatest(3), or a function from the existing"
-            f" steps to those that stay, not {keep!r}"
+            "Checkpointer: the directory is empty; name one, or give None to save to memory alone"
         )
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         raise UsageError("Checkpointer: the state is a dict with strings for keys")
@@ -444,11 +473,35 @@ def _check(
                 f"Checkpointer: {name!r} has only one of state_dict and load_state_dict; saving needs"
                 " the one, restoring the other"
             )
+    text = _absolute(directory) or f"memory of {sorted(state)}"
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _check(
+    directory: object, memory_every: int | None, storage_every: int | None, keep: object
+) -> None:
+    if keep is not None and not callable(keep):
+        raise UsageError(
+            "Checkpointer: keep is a policy such as KeepLatest(3), or a function from the existing"
+            f" steps to those that stay, not {keep!r}"
+        )
     if directory is None and storage_every is not None:
         raise UsageError("Checkpointer: storage_every needs a directory")
     for name, every in (("memory_every", memory_every), ("storage_every", storage_every)):
         if every is not None and (not isinstance(every, int) or every < 1):
             raise UsageError(f"Checkpointer: {name} is a positive number of steps, not {every!r}")
+
+
+def _check_values(state: dict[str, Any], pickling: bool) -> None:
+    """Refuse what can never be saved now, and not at the first save. An object of the script's own is
+    not asked for its state yet: a loader might begin to read, and others may not be ready."""
+    harmless = torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler
+    for name, entry in state.items():
+        if isinstance(entry, harmless) or not hasattr(entry, "state_dict"):
+            try:
+                dismantle({name: captured_entry(entry, name)}, pickling)
+            except CheckpointError as error:
+                raise UsageError(f"Checkpointer: {error}") from None
 
 
 def _step(step: int) -> int:

@@ -41,6 +41,33 @@ class SaveWatch(Protocol):
     def wait(self, save: SaveId, to: Tier, timeout_s: float | None) -> SaveSettled: ...
 
 
+class CopyProgress(Protocol):
+    """A copy that is being made: `slots.Copy`."""
+
+    done: Future[int]
+
+    def settle(self, timeout_s: float | None) -> None:
+        """Let the snapshot count, if this is the thread that can tell, once its bytes are copied."""
+
+    def end(self) -> None:
+        """Return when the image is not written to any more, by this copy."""
+
+
+class NoCopy:
+    """Stands for the copy of a save that was skipped, or failed before it began."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.done: Future[int] = Future()
+        if error is not None:
+            self.done.set_exception(error)
+
+    def settle(self, timeout_s: float | None) -> None:
+        """Do nothing."""
+
+    def end(self) -> None:
+        """Do nothing."""
+
+
 class Ticket:
     """A future of one save. A script may drop it.
 
@@ -50,12 +77,12 @@ class Ticket:
     """
 
     def __init__(
-        self, save: SaveId, to: Tier | None, copied: Future[int], watch: SaveWatch, reason: str = ""
+        self, save: SaveId, to: Tier | None, copy: CopyProgress, watch: SaveWatch, reason: str = ""
     ) -> None:
         self.step = save.step
         self.to = to
         self._save = save
-        self._copied = copied
+        self._copy = copy
         self._watch = watch
         self._reason = reason
         self._known: dict[Tier, Result] = {}
@@ -65,13 +92,11 @@ class Ticket:
 
     @classmethod
     def skipped(cls, save: SaveId, watch: SaveWatch, reason: str) -> Ticket:
-        return cls(save, None, Future(), watch, reason)
+        return cls(save, None, NoCopy(), watch, reason)
 
     @classmethod
     def failed(cls, save: SaveId, to: Tier, watch: SaveWatch, error: Exception) -> Ticket:
-        copied: Future[int] = Future()
-        copied.set_exception(error)
-        return cls(save, to, copied, watch)
+        return cls(save, to, NoCopy(error), watch)
 
     def done(self) -> bool:
         """Return whether the save is settled: saved where it was meant to go, skipped or failed.
@@ -86,7 +111,9 @@ class Ticket:
         Raises `CheckpointError` if the save failed, `TimeoutError` after `timeout` seconds.
         """
         try:
-            found = self._future().result(timeout)
+            future = self._future()
+            self._copy.settle(timeout)
+            found = future.result(timeout)
         except concurrent.futures.TimeoutError:
             raise TimeoutError(f"step {self.step} is not saved after {timeout:g} s") from None
         if found.outcome == "failed":
@@ -105,14 +132,15 @@ class Ticket:
 
     def await_copy(self) -> None:
         """Return when the copy in memory is made, or has failed."""
-        self._copied.exception()
+        self._copy.end()
 
     def _future(self) -> Future[Result]:
+        self._copy.settle(0.0)
         with self._lock:
             if self._outcome is None:
                 self._outcome = Future()
                 tier: Tier = self.to or "memory"
-                copied = self._copied
+                copied = self._copy.done
                 at_hand = self.to is None or tier in self._known
                 if at_hand or (copied.done() and copied.exception() is not None):
                     self._outcome.set_result(self._wait(tier, 0.0))
@@ -137,7 +165,8 @@ class Ticket:
 
     def _ask(self, to: Tier, timeout_s: float | None) -> Result:
         try:
-            self._copied.result(timeout_s)
+            self._copy.settle(timeout_s)
+            self._copy.done.result(timeout_s)
             settled = self._watch.wait(self._save, to, timeout_s)
         except (RequestTimeout, concurrent.futures.TimeoutError):
             return Result("pending")

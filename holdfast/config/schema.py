@@ -155,6 +155,9 @@ class MostUsed:
         "replace the node of a rank that slows the others down with a spare")
     copies = Setting(values.whole_number, 1, "N",
         "other nodes that keep a copy of each snapshot in memory")
+    image_dir = Setting(values.directory, None, "DIR",
+        "directory for snapshots in memory, on each node; one on disk is slower",
+        otherwise="/dev/shm")
     save_deadline = Setting(values.seconds, 25.0, "SECONDS",
         "how long the newest snapshot may take to reach storage when the node is told to stop "
         "(Slurm and Kubernetes wait 30)")

@@ -51,6 +51,7 @@ class RunSettings(Struct, frozen=True, kw_only=True):
     nproc: int
     node_rank: int | None
     save_deadline_s: float  # for the newest snapshot to reach storage when the node must stop
+    image_dir: str | None  # None: in shared memory
     role: str
     standby: int | None  # None: as many as fit
     preload: tuple[str, ...]
@@ -89,6 +90,7 @@ def run_settings(given: Settings, command: Sequence[str]) -> RunSettings:
         nproc=nproc,
         node_rank=_node_rank(given, terms.max_nodes + terms.spares),
         save_deadline_s=given.save_deadline,
+        image_dir=given.image_dir,
         role=given.role,
         standby=_standby(given, entry),
         preload=_preload(given, entry, script, warnings),

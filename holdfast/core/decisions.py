@@ -77,7 +77,7 @@ class EndJob(Decision, frozen=True, kw_only=True):
     code: int
     reason: str
     secure: bool = True
-    """Write the newest snapshots first, if the job does not end well."""
+    """Write the newest snapshots first."""
 
 
 class Note(Decision, frozen=True, kw_only=True):

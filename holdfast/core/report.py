@@ -318,6 +318,8 @@ def _checkpoints(job: Job) -> list[CheckpointerReport]:
                 on_storage=book.stored.step if book.stored is not None else None,
                 writing=book.writing.snapshot.step if book.writing is not None else None,
                 failures=book.failures,
+                skipped=book.lost.get("skipped", 0),
+                failed=book.lost.get("failed", 0),
             )
         )
     return found

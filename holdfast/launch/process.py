@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 from holdfast import kernel
 from holdfast.checkpoint.memory.image_home import ImageHome
@@ -287,7 +288,7 @@ def _reap(pid: int) -> None:
 def launch(settings: RunSettings, since_monotonic: float) -> tuple[int, JobHome | None]:
     """Run this node's part of a job to its end; the exit code, and the job's home if it is hosted."""
     site = find_site(settings)
-    images = ImageHome(site.home.name)
+    images = ImageHome(site.home.name, Path(settings.image_dir) if settings.image_dir else None)
 
     def be_agent() -> int:
         from holdfast.agent.main import run_agent

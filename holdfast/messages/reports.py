@@ -98,6 +98,10 @@ class CheckpointerReport(Struct, frozen=True, kw_only=True):
     """Step that is being written to storage."""
     failures: int
     """Failed writes in a row."""
+    skipped: int = 0
+    """Saves that were skipped: storage or memory was still busy with earlier ones."""
+    failed: int = 0
+    """Saves that failed before they were whole in memory."""
 
 
 class SuspicionReport(Struct, frozen=True, kw_only=True):

@@ -256,7 +256,7 @@ class StateFound(Answer, frozen=True, kw_only=True):
     round: RoundNumber = RoundNumber(0)
     world_size: int = 0
     holders: tuple[Holder, ...] = ()
-    """Holders of the images that this rank needs."""
+    """All holders of the images that this rank needs, the nearest of each first."""
     refused: tuple[str, ...] = ()
     """States that were tried before, each with the reason for its refusal."""
 
@@ -275,9 +275,9 @@ class StragglersFound(Answer, frozen=True, kw_only=True):
 
 class ImageAt(Answer, frozen=True, kw_only=True):
     path: str
-    """File on this node; empty if only the named peer has the image."""
+    """File on this node; empty if only other nodes have the image."""
     token: str = ""
-    """Token for the peer."""
+    """Token for other nodes."""
     tls: tuple[str, str, str] | None = None
     """Paths of certificate, key and certificate authority."""
 

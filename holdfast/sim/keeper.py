@@ -319,12 +319,15 @@ class SimStorage:
             manifest = self._manifests.get(offer.step)
             there = manifest is not None and manifest.round == offer.round
             return "" if there else f"step {offer.step} is not on storage any more"
-        for holder in offer.holders:
+        errors: dict[Rank, str] = {}
+        for holder in reversed(offer.holders):  # The nearest last: what it says is told.
             snapshot = SnapshotId("sim", offer.step, offer.round)
-            image = ImageId(snapshot, holder.rank, offer.world_size)
-            verifies = self._cluster.image_at(holder.node, image)
-            if verifies is None:
-                return f"the image of rank {holder.rank} is gone"
-            if not verifies:
-                return f"the image of rank {holder.rank} does not verify"
-        return ""
+            verifies = self._cluster.image_at(
+                holder.node, ImageId(snapshot, holder.rank, offer.world_size)
+            )
+            why = "is gone" if verifies is None else "" if verifies else "does not verify"
+            whole = errors.get(holder.rank) == ""
+            errors[holder.rank] = (
+                "" if whole or not why else f"the image of rank {holder.rank} {why}"
+            )
+        return next(filter(None, errors.values()), "")

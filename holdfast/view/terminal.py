@@ -114,6 +114,11 @@ def _checkpoints(one: CheckpointerReport) -> str:
     where = [f"step {step} {words}" for step, words in steps if step is not None]
     if one.failures:
         where.append(f"{one.failures} failed in a row")
+    where += [
+        f"{count} saves {words}"
+        for count, words in ((one.failed, "failed"), (one.skipped, "skipped"))
+        if count
+    ]
     return f"checkpoints of {one.checkpointer}: {', '.join(where) or 'none yet'}"
 
 

@@ -6,15 +6,17 @@ Outside of `holdfast run` a script has a keeper of its own (see `holdfast.checkp
 from __future__ import annotations
 
 import os
-import threading
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint.checkpointer import LinkedCheckpointer
+from holdfast.checkpoint.checkpointer import LinkedCheckpointer, checkpointer_name
+from holdfast.checkpoint.memory.slots import Copy
 from holdfast.checkpoint.replicas.copies import Peer
 from holdfast.checkpoint.restore.load import StoredState
-from holdfast.checkpoint.restore.sources import open_image, open_peers
+from holdfast.checkpoint.restore.sources import open_any, open_image, open_peers
 from holdfast.checkpoint.standalone.link import ScriptLink
 from holdfast.checkpoint.storage import retention
 from holdfast.checkpoint.tickets import SaveId
@@ -45,15 +47,13 @@ class AgentLink:
         self.images = Path(worker.images)
         self._worker = worker
 
-    def open(
-        self, checkpointer: str, directory: str, keep: bytes, copies: list[threading.Event]
-    ) -> None:
-        for made in self._worker.copies.get(checkpointer, []):
-            made.wait()
+    def open(self, checkpointer: str, directory: str, keep: bytes, copies: list[Copy]) -> None:
+        for copy in self._worker.copies.get(checkpointer, []):
+            copy.end()
         self._worker.copies[checkpointer] = copies
         self._say(OpenCheckpointer(checkpointer=checkpointer, directory=directory, keep=keep))
 
-    def replaced(self, checkpointer: str, copies: list[threading.Event]) -> bool:
+    def replaced(self, checkpointer: str, copies: list[Copy]) -> bool:
         return self._worker.copies[checkpointer] is not copies
 
     def saved(self, save: SaveId, path: Path, state: int, wish: Wish) -> None:
@@ -103,13 +103,21 @@ class AgentLink:
         assert isinstance(answer, StateFound)
         return answer
 
-    def open_image(self, image: ImageId, holder: Holder, until: ExitStack) -> StoredState:
+    def open_image(
+        self, image: ImageId, holders: Sequence[Holder], until: ExitStack
+    ) -> StoredState:
         answer = self._worker.requests.ask(LocateImage(image=image), None)
         assert isinstance(answer, ImageAt)
+        tls = client_context(TlsFiles.of(answer.tls))
+        openers: list[Callable[[], StoredState]] = [
+            partial(
+                open_peers, Peer(one.address, one.port), answer.token, tls, image=image, until=until
+            )
+            for one in holders
+        ]
         if answer.path:
-            return open_image(Path(answer.path), image, until)
-        peer, tls = Peer(holder.address, holder.port), client_context(TlsFiles.of(answer.tls))
-        return open_peers(peer, answer.token, tls, image, until)
+            openers.insert(0, partial(open_image, Path(answer.path), image, until))
+        return open_any(openers)
 
     def booked(self, what: str) -> AbstractContextManager[None]:
         return self._worker.section(what)
@@ -127,14 +135,14 @@ class Checkpointer(LinkedCheckpointer):
         memory_every: int | None = None,
         storage_every: int | None = None,
         keep: retention.Keep | None = None,
-        overlap: bool = True,
+        overlap: bool = False,
         pickling: bool = False,
     ) -> None:
-        worker = runtime.current()
+        worker, name = runtime.current(), checkpointer_name(directory, state)
         super().__init__(
             directory,
             state,
-            link=AgentLink(worker) if worker is not None else ScriptLink.of_script(),
+            link=AgentLink(worker) if worker is not None else ScriptLink.of_script(name),
             memory_every=memory_every,
             storage_every=storage_every,
             keep=keep,

@@ -27,6 +27,7 @@ from holdfast.worker.resumption import Resumption
 from holdfast.worker.step_times import StepTimes
 
 if TYPE_CHECKING:
+    from holdfast.checkpoint.memory.slots import Copy
     from holdfast.worker.injected_faults import Traps
     from holdfast.worker.torch_store import CoordinatorStore
 
@@ -49,7 +50,7 @@ class Runtime:
         self.requests = RequestClient(channel)
         self.store: CoordinatorStore | None = None
         """Created on first use, and held here because torch does not hold it."""
-        self.copies: dict[str, list[threading.Event]] = {}
+        self.copies: dict[str, list[Copy]] = {}
         """Copies in progress of the newest checkpointer of each name."""
         self.vitals = page.vitals
         registry = os.path.join(images, "saved_steps") if images else ""

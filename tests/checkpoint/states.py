@@ -6,11 +6,10 @@ import math
 import os
 import signal
 import struct
-import threading
 import time
 import traceback
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -87,7 +86,8 @@ class Rank:
 
     def __init__(self, directory: Path, rank: int = 0, world_size: int = 1) -> None:
         self.directory = directory
-        self.slots = Slots(directory, CHECKPOINTER, rank)
+        self.warnings: list[str] = []
+        self.slots = Slots(directory, CHECKPOINTER, rank, self.warnings.append)
         self.layout: Layout | None = None
         self.rank, self.world_size = rank, world_size
 
@@ -183,12 +183,10 @@ class FakeLink:
         self.aside: list[str] = []
         self.resumed_at: int | None = None
 
-    def open(
-        self, checkpointer: str, directory: str, keep: bytes, copies: list[threading.Event]
-    ) -> None:
+    def open(self, checkpointer: str, directory: str, keep: bytes, copies: list[Copy]) -> None:
         self.opened.append((checkpointer, directory, keep))
 
-    def replaced(self, checkpointer: str, copies: list[threading.Event]) -> bool:
+    def replaced(self, checkpointer: str, copies: list[Copy]) -> bool:
         return False
 
     def saved(self, save: SaveId, path: Path, state: int, wish: Wish) -> None:
@@ -221,7 +219,9 @@ class FakeLink:
             return offer(self.saves[-1][0])
         return StateFound(where="nowhere", refused=refused)
 
-    def open_image(self, image: ImageId, holder: Holder, until: ExitStack) -> restore.StoredState:
+    def open_image(
+        self, image: ImageId, holders: Sequence[Holder], until: ExitStack
+    ) -> restore.StoredState:
         path = next(path for step, _, path in reversed(self.saves) if step == image.snapshot.step)
         return open_image(path, image, until)
 

@@ -11,13 +11,15 @@ import msgspec
 import pytest
 import torch
 from keepers import TOKEN, NewNode, Node
-from states import Rank, check_same, image_of
+from states import Rank, check_same, flip, image_of
 
 from holdfast.checkpoint.checkpointer import LinkedCheckpointer
+from holdfast.checkpoint.memory.image import Image
 from holdfast.checkpoint.memory.images import Images
 from holdfast.checkpoint.restore import load as restore
+from holdfast.checkpoint.state.capture import Position
 from holdfast.checkpoint.tickets import SaveId
-from holdfast.errors import CheckpointError, NotThere, UsageError, WireError
+from holdfast.errors import CheckpointError, NotThere, Unusable, UsageError, WireError
 from holdfast.messages.checkpoints import Holder
 from holdfast.messages.local import REASON_MOST, FromWorker, ImageMissed, ImageWhole
 from holdfast.messages.requests import ImageAt, LocateImage
@@ -35,7 +37,7 @@ class Worker:
     def __init__(self, images: Path) -> None:
         self.round, self.images = 1, str(images)
         self.channel = self.requests = self
-        self.copies: dict[str, list[threading.Event]] = {}
+        self.copies: dict[str, list[Any]] = {}
         self.hears = True
         self.said: list[Any] = []
         self.answer = ImageAt(path="")
@@ -70,7 +72,7 @@ def holder(node: Node) -> Holder:
 NOBODY = Holder(RankNumber(0), NodeId("gone"), "127.0.0.1", 1)
 
 
-def loaded(worker: Worker, where: Holder) -> dict[str, Any]:
+def loaded(worker: Worker, *where: Holder) -> dict[str, Any]:
     got: dict[str, Any] = dict.fromkeys(STATE)
     with ExitStack() as until:
         restore.load(got, [link(worker).open_image(image_of(1), where, until)], 0)
@@ -91,6 +93,20 @@ def test_an_image_that_is_only_at_a_peer_is_read_there(
     worker.answer = ImageAt(path="", token=TOKEN)
     check_same(loaded(worker, holder(there)), STATE)
     assert len(list(shm.glob("*.image"))) == 1, "no copy of it is made here"
+
+
+def test_what_is_damaged_here_is_read_at_whichever_peer_has_it_whole(
+    worker: Worker, shm: Path, there: Node
+) -> None:
+    for name in ("here", "there"):
+        (shm / name).mkdir()
+    own, _ = (Rank(shm / name).save(STATE) for name in ("here", "there"))
+    there.server._store = Images(shm / "there")
+    flip(own, Image.open(own).body_at + 100)
+    worker.answer = ImageAt(path=str(own), token=TOKEN)
+    check_same(loaded(worker, NOBODY, holder(there)), STATE)
+    with pytest.raises(Unusable, match="digest"):
+        loaded(worker, NOBODY)
 
 
 def test_a_peer_is_read_in_tls_where_the_job_has_it(
@@ -153,12 +169,16 @@ def test_of_two_with_the_same_images_the_one_that_was_made_last_has_them(
     assert [one.step for one in worker.said if isinstance(one, ImageWhole)] == [1, 2, 2]
 
 
-def test_images_are_taken_over_once_their_last_copy_is_made(worker: Worker) -> None:
-    copy = threading.Event()
+def test_images_are_taken_over_once_their_last_copy_is_made(worker: Worker, shm: Path) -> None:
+    rank, gate = Rank(shm), threading.Event()
+    rank.slots._behind.submit(gate.wait, 20)
+    captured = rank.capture({"p": torch.ones(3)})
+    copy = rank.slots.start(captured, Position(1, 1, 0, 1), {0}, True, lambda path, state: None)
     link(worker).open("c", "", b"", [copy])
     taking = threading.Thread(target=link(worker).open, args=("c", "", b"", []))
     taking.start()
     taking.join(0.05)
     assert taking.is_alive()
-    copy.set()
+    gate.set()
     taking.join()
+    assert copy.done.done()

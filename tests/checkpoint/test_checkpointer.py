@@ -112,8 +112,11 @@ def test_a_restored_state_is_the_one_that_was_saved(link: FakeLink) -> None:
 
 
 @pytest.mark.parametrize("block", [True, False])
-def test_a_snapshot_is_the_state_at_the_moment_of_the_save(link: FakeLink, block: bool) -> None:
-    script, other = Script(link), Script(reader(link), 9)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_snapshot_is_the_state_at_the_moment_of_the_save(
+    link: FakeLink, block: bool, overlap: bool
+) -> None:
+    script, other = Script(link, overlap=overlap), Script(reader(link), 9)
     for step in range(1, 5):
         script.step()
         want = script.snapshot()
@@ -122,6 +125,24 @@ def test_a_snapshot_is_the_state_at_the_moment_of_the_save(link: FakeLink, block
         assert ticket.memory() == Result("saved", "memory")
         other.checkpointer.restore()
         check_same(other.snapshot(), want)
+
+
+def test_masters_of_another_precision_than_their_parameters_come_back_exactly(
+    link: FakeLink,
+) -> None:
+    def made(value: float) -> tuple[Any, dict[str, Any]]:
+        parameter = torch.nn.Parameter(torch.full((3,), value, dtype=torch.bfloat16))
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        optimizer.state[parameter] = {"master": torch.full((3,), value + 1e-6)}
+        return optimizer.state[parameter], {"p": parameter, "o": optimizer}
+
+    master, state = made(1.0)
+    LinkedCheckpointer(None, state, link=link).save(1).memory()
+    other = made(2.0)[1]
+    checkpointer = LinkedCheckpointer(None, other, link=reader(link))
+    checkpointer.restore()
+    (got,) = other["o"].state.values()
+    check_same(got["master"], master["master"])
 
 
 def test_on_a_fresh_start_there_is_nothing_to_restore(link: FakeLink) -> None:
@@ -187,21 +208,21 @@ def test_a_state_that_does_not_fit_is_an_error_that_says_why(link: FakeLink) -> 
 
 
 def test_parameters_wait_for_their_copy_before_the_next_step(link: FakeLink) -> None:
-    script = Script(link)
+    script = Script(link, overlap=True)
     script.step()
     script.checkpointer.save(0, block=True)
     held = Held(script.checkpointer)
     want = script.snapshot()
     ticket = script.checkpointer.save(1)
     script.backward()  # Forward changes buffers; they were copied before.
-    stepping = threading.Thread(target=script.optimizer.step)
-    stepping.start()
     assert ticket.memory(0.0) == Result("pending")
     assert not ticket.done()
     with pytest.raises(TimeoutError, match=r"step 1 is not saved after 0.01 s"):
         ticket.result(0.01)
-    held.let_go()
-    stepping.join()
+    letting_go = threading.Thread(target=held.let_go)
+    letting_go.start()
+    script.optimizer.step()
+    letting_go.join()
     assert ticket.result(20) == Result("saved", "memory")
     assert ticket.memory(20).outcome == "saved"
     check_same(restored(link), want)
@@ -219,7 +240,7 @@ def test_the_step_of_any_other_optimizer_is_not_held_up_for_long(link: FakeLink)
 def test_a_change_by_other_means_fails_the_save_rather_than_tear_it(
     link: FakeLink, capsys: Output
 ) -> None:
-    script = Script(link)
+    script = Script(link, overlap=True)
     script.step()
     script.checkpointer.save(1, block=True)
     want = script.snapshot()
@@ -244,7 +265,7 @@ def test_a_change_by_other_means_fails_the_save_rather_than_tear_it(
 
 
 def test_with_block_nothing_is_left_to_do(link: FakeLink) -> None:
-    script = Script(link)
+    script = Script(link, overlap=True)
     script.step()
     held = Held(script.checkpointer)
     ticket = script.checkpointer.save(1, block=True)
@@ -252,16 +273,41 @@ def test_with_block_nothing_is_left_to_do(link: FakeLink) -> None:
     held.let_go()
 
 
-def test_without_overlap_every_save_blocks(link: FakeLink) -> None:
-    script = Script(link, overlap=False)
+def test_unless_overlap_is_asked_for_every_save_blocks(link: FakeLink) -> None:
+    script = Script(link)
     script.step()
     held = Held(script.checkpointer)
     assert script.checkpointer.save(1).memory(0.0) == Result("saved", "memory")
     held.let_go()
 
 
+def test_an_overlapped_save_counts_from_the_next_step_or_call_on(link: FakeLink) -> None:
+    script = Script(link, overlap=True)
+    script.step()
+    copier = script.checkpointer._slots._behind
+    for step, go_on in enumerate((script.step, script.checkpointer.restore), start=1):
+        script.checkpointer.save(step)
+        copier.submit(lambda: None).result(20)
+        assert [one for one, _, _ in link.saves] == list(range(1, step))
+        go_on()
+        copier.submit(lambda: None).result(20)
+        assert [one for one, _, _ in link.saves] == list(range(1, step + 1))
+
+
+def test_a_ticket_that_is_asked_again_and_again_is_done_without_another_step(
+    link: FakeLink,
+) -> None:
+    script = Script(link, overlap=True)
+    script.step()
+    ticket = script.checkpointer.save(1)
+    until = time.monotonic() + 20
+    while not ticket.done():
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
 def test_a_save_waits_for_the_copy_of_the_one_before(link: FakeLink) -> None:
-    script = Script(link)
+    script = Script(link, overlap=True)
     script.step()
     for step in range(1, 20):
         script.checkpointer.save(step)
@@ -298,6 +344,23 @@ def test_several_checkpointers_may_wait_for_a_first_step(link: FakeLink, shm: Pa
     scripts = [Script(link, seed) for seed in range(3)]
     for script in scripts * 2:
         script.step()
+
+
+def test_a_compiled_step_waits_for_the_copy_and_compiles_none_of_ours(
+    link: FakeLink, capsys: Output
+) -> None:
+    script = Script(link, overlap=True)
+    step = torch.compile(script.optimizer.step, backend="eager")
+    for number in range(1, 4):
+        script.backward()
+        step()
+        want = script.snapshot()
+        ticket = script.checkpointer.save(number)
+    script.backward()
+    step()
+    assert ticket.memory().outcome == "saved"
+    check_same(restored(link), want)
+    assert "holdfast" not in capsys.readouterr().err.replace("[holdfast] restored", "")
 
 
 # ---- intervals ----
@@ -408,6 +471,29 @@ def test_waiting_for_the_last_save(link: FakeLink) -> None:
     checkpointer.wait()
     checkpointer.save(2)
     checkpointer.wait(timeout=0.0)
+
+
+def test_closing_waits_for_the_last_save_and_raises_if_it_failed(link: FakeLink) -> None:
+    with Script(link).checkpointer as checkpointer:
+        checkpointer.save(1)
+    checkpointer.close()
+    with pytest.raises(UsageError, match="is closed"):
+        checkpointer.save(2)
+    failing = Script(link, directory="d").checkpointer
+    link.settled[3, "storage"] = SaveSettled(outcome="failed", reason="the disk is full")
+    failing.save(3)
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        failing.close()
+
+
+def test_an_error_in_the_block_is_not_hidden_by_the_end_of_the_checkpointer(
+    link: FakeLink,
+) -> None:
+    checkpointer = Script(link, directory="d").checkpointer
+    link.settled[1, "storage"] = SaveSettled(outcome="failed", reason="the disk is full")
+    checkpointer.save(1)
+    with pytest.raises(ZeroDivisionError), checkpointer:
+        raise ZeroDivisionError
 
 
 # ---- saves that fail, or are not made ----
@@ -576,6 +662,7 @@ class OnlySaves:
         ({}, {"memory_every": 0}, "memory_every is a positive number"),
         ({}, {"memory_every": "3"}, "memory_every is a positive number"),
         ({}, {"keep": 3}, "keep is a policy"),
+        ({"a": {"b": [object()]}}, {}, r"a\.b\.0: a builtins\.object cannot be saved"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_at_once(
@@ -583,6 +670,31 @@ def test_settings_that_make_no_sense_are_refused_at_once(
 ) -> None:
     with pytest.raises(UsageError, match=match):
         LinkedCheckpointer(None, state, link=link, **settings)
+
+
+def test_an_empty_directory_is_none(link: FakeLink) -> None:
+    """It is a variable that was never set, and not the working directory."""
+    with pytest.raises(UsageError, match="the directory is empty"):
+        LinkedCheckpointer("", {}, link=link)
+
+
+def test_an_object_of_the_scripts_own_is_not_asked_for_its_state_before_a_save(
+    link: FakeLink,
+) -> None:
+    class Loader:
+        asked = False
+
+        def state_dict(self) -> Any:
+            self.asked = True
+            return {}
+
+        def load_state_dict(self, state: Any) -> None: ...
+
+    loader = Loader()
+    checkpointer = LinkedCheckpointer(None, {"loader": loader}, link=link)
+    assert not loader.asked
+    checkpointer.save(1)
+    assert loader.asked
 
 
 # ---- names ----

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from holdfast.checkpoint.memory import image_home as imagehome
 from holdfast.checkpoint.memory.image_home import ImageHome
+from holdfast.errors import UsageError
 
 OWNER = """
 import sys
@@ -28,8 +30,12 @@ sys.stdin.read()
 
 @pytest.fixture(autouse=True)
 def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(imagehome, "SHARED_MEMORY", tmp_path)
-    return tmp_path
+    shared, disk = tmp_path / "shm", tmp_path / "disk"
+    for path in (shared, disk):
+        path.mkdir()
+    monkeypatch.setattr(imagehome, "SHARED_MEMORY", shared)
+    monkeypatch.setattr(tempfile, "tempdir", str(disk))
+    return shared
 
 
 @pytest.fixture
@@ -55,8 +61,20 @@ def test_a_home_is_ours_alone_and_gone_when_it_is_removed() -> None:
     home = ImageHome("job")
     assert home.path.stat().st_mode & 0o777 == 0o700
     (home.path / "x.image").write_bytes(b"x")
+    spill = (home.path / "spill").resolve()
+    assert spill.stat().st_mode & 0o777 == 0o700
     home.remove()
     assert not home.path.exists()
+    assert not spill.exists()
+
+
+def test_images_may_be_put_elsewhere(tmp_path: Path) -> None:
+    home = ImageHome("job", tmp_path / "large" / "disk")
+    assert home.path.parent == tmp_path / "large" / "disk"
+    home.remove()
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"snapshots cannot be kept there.*--image-dir"):
+        ImageHome("job", tmp_path / "file")
 
 
 def test_homes_of_one_name_are_apart() -> None:
@@ -91,6 +109,7 @@ def test_it_stays_while_a_process_lives_that_the_owner_had_forked(shared_memory:
         os.read(reader, 1)
         os._exit(0)
     os.close(reader)
+    os.close(home._spill_lock)
     os.close(home._lock)  # As if this process had died.
     try:
         imagehome.clear_abandoned()

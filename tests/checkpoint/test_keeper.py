@@ -382,7 +382,7 @@ def test_it_says_where_an_image_is_and_nothing_of_one_that_it_does_not_have(
     nowhere = ImageAt(path="", token="token")
     assert keeper.do(LocateImage(image=image_of(5))) == nowhere, "it is not sealed"
     keeper.do(sealing(path, state, 5))
-    assert keeper.do(LocateImage(image=image_of(5))) == ImageAt(path=str(path))
+    assert keeper.do(LocateImage(image=image_of(5))) == ImageAt(path=str(path), token="token")
     for other in (image_of(6), image_of(5, rank=1, world_size=2)):
         assert keeper.do(LocateImage(image=other)) == nowhere
 

@@ -273,12 +273,13 @@ def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path) -> None:
         load_plain({"w": torch.zeros(1000)}, there)
 
 
-def test_a_checkpoint_of_ours_that_was_never_finished_is_not_taken_for_a_plain_one(
+def test_a_checkpoint_of_ours_that_was_refused_or_deleted_is_not_taken_for_a_plain_one(
     tmp_path: Path,
 ) -> None:
     storage = PosixStorage(tmp_path)
     save_of_ours(storage, 5, 1)
-    (tmp_path / step_directory(5) / "holdfast.json").unlink()
+    manifest = tmp_path / step_directory(5) / "holdfast.json"
+    manifest.rename(f"{manifest}.refused")
     assert (tmp_path / step_directory(5) / METADATA).exists()
     assert find_plain(storage) == find_plain(PosixStorage(tmp_path / step_directory(5))) == []
 
@@ -311,3 +312,56 @@ def test_a_tree_has_what_torch_would_have_made_of_it(tmp_path: Path) -> None:
         "values": {"t": (1, 2), "n": None, "empty": [], "text": "x"},
     }
     check_same(plain_state(plain(tmp_path, state)), state)
+
+
+@pytest.mark.parametrize("name", ["step_000000500", "step_500"])
+def test_a_plain_checkpoint_is_found_whatever_its_name(tmp_path: Path, name: str) -> None:
+    """Others number their steps as Holdfast does."""
+    dcp.save({"a": torch.ones(3)}, checkpoint_id=tmp_path / name, no_dist=True)
+
+    def act(rank: int) -> None:
+        state = {"a": torch.zeros(3)}
+        checkpointer = Checkpointer(tmp_path, state)
+        assert checkpointer.restore() == 500
+        assert (state["a"] == 1).all()
+        assert not checkpointer.restored.verified
+        files = sorted((tmp_path / name).iterdir())
+        refused = checkpointer.save(500).storage()
+        if name == step_directory(500):
+            assert "Holdfast did not write" in refused.reason
+            assert sorted((tmp_path / name).iterdir()) == files
+        assert checkpointer.save(501).storage().outcome == "saved"
+
+    run_world(1, act)
+
+
+def test_what_has_lost_its_manifest_is_restored_and_not_verified(tmp_path: Path) -> None:
+    def act(rank: int) -> None:
+        checkpointer = Checkpointer(tmp_path, {"a": torch.ones(3)})
+        assert checkpointer.save(7).storage().outcome == "saved"
+
+    run_world(1, act)
+    (tmp_path / step_directory(7) / "holdfast.json").unlink()
+
+    def again(rank: int) -> None:
+        state = {"a": torch.zeros(3)}
+        checkpointer = Checkpointer(tmp_path, state)
+        assert checkpointer.restore() == 7
+        assert (state["a"] == 1).all()
+        assert not checkpointer.restored.verified
+
+    run_world(1, again)
+
+
+@pytest.mark.parametrize("name", ["step_000000500", "latest"])
+def test_a_link_is_refused_by_name_where_there_is_nothing_else(tmp_path: Path, name: str) -> None:
+    dcp.save({"a": torch.ones(3)}, checkpoint_id=tmp_path / "elsewhere", no_dist=True)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / name).symlink_to(tmp_path / "elsewhere")
+
+    def act(rank: int) -> None:
+        checkpointer = Checkpointer(tmp_path / "here", {"a": torch.zeros(3)})
+        with pytest.raises(CheckpointError, match="symbolic link"):
+            checkpointer.restore()
+
+    run_world(1, act)

@@ -290,9 +290,21 @@ def test_plain_values_do_not_change_the_structure() -> None:
 # ---- what cannot be saved ----
 
 
-@dataclass
 class Thing:
+    def __init__(self, n: int = 1) -> None:
+        self.n = n
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Thing) and other.n == self.n
+
+    def __hash__(self) -> int:
+        return self.n
+
+
+@dataclass(frozen=True)
+class Settings:
     n: int = 1
+    tensor: Any = None
 
 
 class Colour(IntEnum):
@@ -302,8 +314,6 @@ class Colour(IntEnum):
 Point = namedtuple("Point", "x")
 UNKNOWN = [
     Thing(),
-    Colour.RED,
-    Point(1),
     lambda: 1,
     defaultdict(int),
     UserDict(),
@@ -313,6 +323,30 @@ UNKNOWN = [
     type("Text", (str,), {})("x"),
     numpy.zeros(2).view(type("Array", (numpy.ndarray,), {})),
 ]
+
+
+NAMED = [Colour.RED, Point(3), Settings(2), [Settings(3), {"x": (Point("y"), Colour.RED)}]]
+
+
+@pytest.mark.parametrize("value", NAMED, ids=repr)
+def test_enums_named_tuples_and_dataclasses_come_back_as_what_they_are(value: Any) -> None:
+    got = there_and_back({"value": value})["value"]
+    assert got == value
+    assert type(got) is type(value)
+
+
+def test_a_tensor_in_a_dataclass_is_a_tensor() -> None:
+    tensor = torch.ones(3)
+    assert dismantle({"s": Settings(1, tensor)}).tensors == [tensor]
+
+
+def test_a_class_that_is_not_here_is_an_error_and_nothing_is_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    skeleton = dismantle({"c": Colour.RED}).skeleton
+    monkeypatch.delattr(sys.modules[Colour.__module__], "Colour")
+    with pytest.raises(CheckpointError, match="Colour was saved, which is not here"):
+        assemble(skeleton, lambda number: None)
 
 
 @pytest.mark.parametrize("value", UNKNOWN, ids=lambda v: type(v).__name__)

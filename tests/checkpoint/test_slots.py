@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +174,35 @@ def test_no_memory_is_an_error_and_the_next_save_works(
     check_same(load({"a": None, "step": None}, path, step=4), state_of(4, size=100_000))
 
 
+def test_what_does_not_fit_into_shared_memory_is_kept_on_disk_with_one_warning(
+    shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container has 64 MB of it, unless it is told otherwise."""
+    (shm / "spill").symlink_to(tmp_path)
+    allocate = os.posix_fallocate
+
+    def little(fd: int, offset: int, size: int) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}").startswith(str(shm)) and size > 100_000:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        allocate(fd, offset, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", little)
+    rank = Rank(shm)
+    for step in range(1, 5):
+        path = rank.save(state_of(step, size=50_000 * step), step)
+        want = state_of(step, size=50_000 * step)
+        check_same(load({"a": None, "step": None}, path, step=step), want)
+    assert len(rank.warnings) == 1
+    assert "has no room for a snapshot" in rank.warnings[0]
+    assert len(list(tmp_path.iterdir())) == 2
+    image = Images(shm).image(path)
+    with Images(shm).pinned(image, image.state) as held:
+        assert held
+    again = Rank(shm)
+    again.save(state_of(9), 9)
+    assert sorted(filter(None, steps(shm))) == [4, 9]
+
+
 # ---- memory that is made ready ----
 
 
@@ -263,6 +291,7 @@ def test_what_is_not_guarded_is_copied_before_it_returns(shm: Path, size: int) -
     state["turned"].zero_()
     assert not copy.done.done()
     held.release()
+    copy.keep_off()
     seal(copy.path, copy.done.result(20))
     got = load(dict.fromkeys(state), copy.path)
     assert all((tensor == 1).all() for tensor in got.values())
@@ -274,22 +303,51 @@ def test_what_is_guarded_may_change_once_it_is_let_go_of(shm: Path, size: int) -
     held = Held(rank)
     state = {"p": torch.ones(size), "turned": torch.ones(2, size).t()}
     copy = start(rank, state, 1, guarded={0, 1})
-    waited: Future[None] = Future()
-
-    def step() -> None:
-        copy.keep_off()
-        waited.set_result(None)
-        for tensor in state.values():
-            tensor.zero_()
-
-    stepping = threading.Thread(target=step)
-    stepping.start()
-    assert not waited.done()
-    held.release()
-    stepping.join()
+    assert not copy.on_host.is_set()
+    releasing = threading.Thread(target=held.release)
+    releasing.start()
+    copy.keep_off()
+    for tensor in state.values():
+        tensor.zero_()
+    releasing.join()
     seal(copy.path, copy.done.result(20))
     got = load(dict.fromkeys(state), copy.path)
     assert all((tensor == 1).all() for tensor in got.values())
+
+
+def test_a_step_of_another_thread_waits_for_the_bytes_and_proves_nothing(shm: Path) -> None:
+    """The thread that saved may be in the midst of an operation that torch has not counted yet."""
+    rank = Rank(shm)
+    copy = start(rank, {"p": torch.ones(9)}, 1, guarded={0})
+    stepping = threading.Thread(target=copy.keep_off)
+    stepping.start()
+    stepping.join()
+    with pytest.raises(CheckpointError, match="stepped in another thread"):
+        copy.done.result(20)
+    assert steps(shm).count(1) == 0
+
+
+def test_what_is_copied_does_not_count_before_the_thread_that_saved_is_back(shm: Path) -> None:
+    rank = Rank(shm)
+    copy = start(rank, {"p": torch.ones(9)}, 1, guarded={0})
+    rank.slots._behind.submit(lambda: None).result(20)
+    assert copy.on_host.is_set()
+    assert not copy.done.done()
+    copy.settle(0.0)
+    copy.done.result(20)
+    assert 1 in steps(shm)
+
+
+def test_a_thread_that_has_ended_has_no_operation_under_way(shm: Path) -> None:
+    rank, copies = Rank(shm), list[Copy]()
+    saving = threading.Thread(
+        target=lambda: copies.append(start(rank, {"p": torch.ones(9)}, 1, guarded={0}))
+    )
+    saving.start()
+    saving.join()
+    copies[0].end()
+    copies[0].done.result(20)
+    assert 1 in steps(shm)
 
 
 def test_a_change_that_did_not_wait_makes_the_save_fail(shm: Path) -> None:
@@ -302,9 +360,9 @@ def test_a_change_that_did_not_wait_makes_the_save_fail(shm: Path) -> None:
     with torch.no_grad():
         state["p"].mul_(2)
     held.release()
+    copy.keep_off()
     with pytest.raises(CheckpointError, match="changed while it was copied"):
         copy.done.result(20)
-    copy.keep_off()
     assert told == []
     assert steps(shm).count(None) == 1, "a torn one counts"
     rank.save(state, 3)
@@ -356,6 +414,7 @@ def test_what_is_guarded_may_differ_from_save_to_save(shm: Path) -> None:
             if index not in guarded:
                 tensor.fill_(step + 1)
         held.release()
+        copy.keep_off()
         seal(copy.path, copy.done.result(20))
         got = load(dict.fromkeys(state), copy.path, step=step)
         for name, tensor in state.items():
@@ -367,4 +426,5 @@ def test_an_interpreter_that_is_about_to_exit_still_saves(shm: Path) -> None:
     rank = Rank(shm)
     rank.slots._behind.shutdown()
     copy = start(rank, state_of(1), 1, guarded={0})
+    copy.end()
     seal(copy.path, copy.done.result(0))

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from states import flip, small_blocks
 
 from holdfast.checkpoint.restore import verified_read as reading
-from holdfast.checkpoint.restore.verified_read import FileSource, Piece, Want, read
+from holdfast.checkpoint.restore.verified_read import Alternatives, FileSource, Piece, Want, read
 from holdfast.checkpoint.state.layout import ByteSpan, block_digests
-from holdfast.errors import Unusable
+from holdfast.errors import Unusable, WireError
 
 SIZE = 10_000
 DATA = random.Random(1).randbytes(SIZE)
@@ -215,3 +215,47 @@ def test_only_blocks_with_something_wanted_are_read(
     read(source, targets.wants, pieces=targets.pieces)
     assert set(read_at) == {2, 4, 5}
     targets.check()
+
+
+class Deaf:
+    """A source that stopped answering."""
+
+    def __init__(self, digests: bytes) -> None:
+        self.name, self.size, self.digests = "deaf", SIZE, digests
+        self.asked = 0
+
+    def read_into(self, at: int, views: Sequence[memoryview]) -> None:
+        self.asked += 1
+        raise WireError("gone")
+
+
+def test_each_block_is_read_where_it_is_whole(tmp_path: Path, source: FileSource) -> None:
+    """Both places are damaged, and one does not answer."""
+    (tmp_path / "other").write_bytes(b"head" + DATA)
+    other = FileSource.of_image(tmp_path / "other", 4, SIZE, source.digests)
+    flip(tmp_path / "file", 4 + 2000)
+    flip(tmp_path / "other", 4 + 5000)
+    deaf = Deaf(source.digests)
+    anywhere = Alternatives(deaf, [lambda: source, lambda: other])
+    targets = Targets()
+    targets.want(0, SIZE)
+    read(anywhere, targets.wants)
+    targets.check()
+    assert deaf.asked == 1
+    flip(tmp_path / "other", 4 + 2000)
+    targets = Targets()
+    targets.want(0, SIZE)
+    with pytest.raises(Unusable, match="digest"):
+        read(anywhere, targets.wants)
+
+
+def test_a_place_with_other_bytes_is_none(source: FileSource, tmp_path: Path) -> None:
+    data = bytes(SIZE)
+    (tmp_path / "other").write_bytes(data)
+    digests = block_digests(memoryview(data))
+    other = FileSource.of_image(tmp_path / "other", 0, SIZE, digests)
+    flip(tmp_path / "file", 4)
+    targets = Targets()
+    targets.want(0, SIZE)
+    with pytest.raises(Unusable, match="block 0"):
+        read(Alternatives(source, [lambda: other]), targets.wants)

@@ -10,6 +10,7 @@ import pytest
 from driver import Driver
 
 from holdfast.checkpoint.storage.backends import rank_file_name
+from holdfast.core import report
 from holdfast.core.commits import restoring, waiting
 from holdfast.core.commits import rules as commits
 from holdfast.core.commits import state as commitbook
@@ -40,6 +41,7 @@ from holdfast.messages.events import (
     ShardsWritten,
     SnapshotMissed,
     SnapshotsSealed,
+    StopAsked,
     StoredFound,
 )
 from holdfast.messages.requests import AnyRequest, AwaitSave, FindState, SaveSettled, StateFound
@@ -390,7 +392,7 @@ def test_a_missed_step_is_neither_counted_nor_written(two: Scene) -> None:
     assert two.missed(2, 10).actions == []
     assert two.breaks() == []
     assert not commits.busy(two.state)
-    assert commits.unwritten(two.state) == "", "it was told, and is no checkpoint that failed"
+    assert commits.unwritten(two.state) == "step 10: rank 2: no memory"
 
 
 def test_a_step_that_counts_already_cannot_be_missed_any_more(two: Scene) -> None:
@@ -917,6 +919,14 @@ def test_an_image_is_had_from_the_own_node_where_it_has_one(two: Scene) -> None:
     assert holders == ["a", "b", "b"]
 
 
+def test_every_node_that_has_an_image_is_named_the_own_one_first(two: Scene) -> None:
+    two.save(10, "if needed")
+    two.hold("b", 10, [0, 1])
+    answers = [two.ask(rank).answers for rank in range(3)][-1]
+    holders = [[h.node for h in found.holders] for _, found in answers]  # type: ignore[union-attr]
+    assert holders == [["a", "b"], ["a", "b"], ["b"]]
+
+
 def test_a_spare_that_had_the_only_copy_may_go_in_the_middle_of_a_search(two: Scene) -> None:
     two.seal("a", 10, "if needed")
     two.hold("spare", 10, [2])
@@ -1030,7 +1040,7 @@ def test_a_job_whose_last_checkpoint_cannot_be_written_ends_with_1_and_the_reaso
     job.finish_all()
     (finish,) = [a for a in job.wrote("a", 10, "disk full") if isinstance(a, Finish)]
     assert finish.code == 1
-    assert "the last checkpoint could not be written: disk full" in finish.reason
+    assert "the last save failed: disk full" in finish.reason
 
 
 def test_a_job_whose_last_but_one_checkpoint_could_not_be_written_ends_with_0(job: Saver) -> None:
@@ -1049,6 +1059,57 @@ def test_a_checkpoint_that_cannot_be_written_is_an_incident_and_breaks_nothing(j
     assert (incident.kind, incident.step, incident.detail) == ("storage", 10, "disk full")
     assert job.job.state.name == "running"
     assert job.job.recovery.open_incident is None
+
+
+def test_a_job_whose_last_save_failed_ends_with_1_and_the_reason(job: Saver) -> None:
+    job.missed(1, 10)
+    (finish,) = [a for a in job.finish_all() if isinstance(a, Finish)]
+    assert finish.code == 1
+    assert "the last save failed: step 10: rank 1: no memory" in finish.reason
+
+
+def test_a_save_that_failed_is_made_up_for_by_a_later_one(job: Saver) -> None:
+    job.missed(1, 10)
+    job.seal("a", 11, "never")
+    assert [a.code for a in job.finish_all() if isinstance(a, Finish)] == [0]
+
+
+def test_saves_of_which_nothing_came_are_incidents_and_in_the_status(job: Saver) -> None:
+    """However many there are: the first, the second, the fourth and so on are told."""
+    for step in range(10, 16):
+        job.missed(0, step)
+        job.missed(1, step)
+    found = job.job.incidents
+    assert [(one.kind, one.step) for one in found] == [("storage", step) for step in (10, 11, 13)]
+    assert found[0].detail == "rank 0: no memory"
+    (shown,) = report.status(job.job, job.at, alive=True).checkpoints
+    assert (shown.failed, shown.skipped) == (6, 0)
+    assert job.job.state.name == "running"
+
+
+def test_a_checkpoint_that_slow_storage_left_no_time_for_is_an_incident(job: Saver) -> None:
+    for step in (10, 11, 12):
+        job.seal("a", step)
+    (incident,) = job.job.incidents
+    assert incident.signature == "step 11 was skipped"
+    assert "storage is slower than the saves" in incident.detail
+    assert report.status(job.job, job.at, alive=True).checkpoints[0].skipped == 1
+
+
+def test_the_newest_snapshot_is_written_when_the_ranks_have_ended(job: Saver) -> None:
+    job.seal("a", 10, "if needed")
+    (order,) = job.finish_all()
+    assert isinstance(order, WriteShards)
+    job.wrote("a", 10)
+    assert [a.code for a in job.committed("a", 10) if isinstance(a, Finish)] == [0]
+
+
+def test_the_newest_snapshot_is_written_when_a_script_stops_the_job(job: Saver) -> None:
+    job.seal("a", 10, "if needed")
+    asked = StopAsked(
+        at=job.at, node=NodeId("a"), round=job.round, rank=Rank(0), reason="converged", code=0
+    )
+    assert [a for a in job.take(asked) if isinstance(a, WriteShards)] != []
 
 
 def test_a_snapshot_sealed_just_after_its_round_broke_is_written(job: Saver) -> None:

@@ -26,7 +26,7 @@ from typing import Any, ClassVar, Final
 from msgspec import Struct
 
 from holdfast.checkpoint.dcp.records import ELEMENT_BYTES
-from holdfast.checkpoint.storage.backends import MANIFEST, METADATA, Readable, read_whole, step_of
+from holdfast.checkpoint.storage.backends import MANIFEST, METADATA, Readable, read_whole
 from holdfast.errors import CheckpointError
 
 Sizes = tuple[int, ...]
@@ -129,17 +129,18 @@ class PlainCheckpoint:
 def find_plain(storage: Readable) -> list[PlainCheckpoint]:
     """List the plain checkpoints in a directory, newest first: itself, or its subdirectories.
 
-    What Holdfast wrote is not among them, whole or not: `restore` has other ways to it.
+    What has a manifest is not among them, whole or not: `restore` has other ways to it. What Holdfast
+    wrote and has lost its manifest is: it cannot be verified any more, but it can be read.
     """
     entries = storage.entries("")
     names = [entry.name for entry in entries]
     if METADATA in names:
-        return [] if _is_ours(storage.where(""), names) else [_plain(storage, "")]
+        return [] if _is_ours(names) else [_plain(storage, "")]
     found = []
     for entry in entries:
-        if entry.kind == "directory" and step_of(entry.name) is None:
+        if entry.kind == "directory":
             inside = [one.name for one in storage.entries(entry.name)]
-            if METADATA in inside and not _is_ours(entry.name, inside):
+            if METADATA in inside and not _is_ours(inside):
                 found.append(_plain(storage, entry.name))
     return sorted(found, key=lambda one: -1 if one.step is None else one.step, reverse=True)
 
@@ -155,9 +156,10 @@ def newest_plain(storage: Readable) -> PlainCheckpoint | None:
     return found[0] if found else None
 
 
-def _is_ours(where: str, names: list[str]) -> bool:
-    directory = where.rstrip("/").rpartition("/")[2]
-    return step_of(directory) is not None or any(name.startswith(MANIFEST) for name in names)
+def _is_ours(names: list[str]) -> bool:
+    """Return whether it has a manifest, or had one: then the manifest says whether it may be used. The
+    name says nothing: others number their steps as Holdfast does."""
+    return any(name.startswith(MANIFEST) for name in names)
 
 
 def _plain(storage: Readable, directory: str) -> PlainCheckpoint:

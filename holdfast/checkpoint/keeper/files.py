@@ -29,8 +29,8 @@ from holdfast.checkpoint.storage.backends import (
     rank_file_name,
     step_directory,
 )
-from holdfast.checkpoint.storage.commit import AlreadyCommitted, commit
-from holdfast.checkpoint.storage.manifest import steps
+from holdfast.checkpoint.storage.commit import AlreadyCommitted, check_not_foreign, commit
+from holdfast.checkpoint.storage.manifest import links, steps
 from holdfast.checkpoint.storage.posix import storage_error
 from holdfast.checkpoint.storage.rank_file import extents_of, write_file
 from holdfast.clock import machine_time
@@ -134,8 +134,10 @@ class CheckpointFiles:
     # ---- writing ----
 
     def _write(self, number: int, action: WriteShards, opened: Opened) -> ShardsWritten:
-        opened.needed(action.snapshot.checkpointer)
+        storage = opened.needed(action.snapshot.checkpointer)
         node, snapshot = action.node, action.snapshot
+        if not opened.plain:
+            check_not_foreign(storage, step_directory(snapshot.step))
         try:
             with ExitStack() as until:
                 # All images are pinned from the start: while one is written, the next must stay.
@@ -221,7 +223,8 @@ class CheckpointFiles:
     # ---- listing ----
 
     def _find(self, action: FindStored, opened: Opened) -> StoredFound:
-        listed = steps(opened.storage) if opened.storage is not None else []
+        storage = opened.storage
+        listed = [*steps(storage), *links(storage)] if storage is not None else []
         found = tuple(
             StoredStep(
                 StepNumber(one.step), RoundNumber(one.manifest.round), one.manifest.world_size

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import os
 import select
-import shutil
 import socket
 import threading
 from collections.abc import Callable
@@ -22,6 +20,7 @@ from msgspec import Struct
 from holdfast.checkpoint.keeper.exchange import Exchange
 from holdfast.checkpoint.keeper.files import CheckpointFiles, Opened
 from holdfast.checkpoint.keeper.progress import StorageAction, StorageProgress
+from holdfast.checkpoint.memory.image_home import remove_home
 from holdfast.checkpoint.memory.images import Images, id_of
 from holdfast.checkpoint.replicas.server import ReplicaServer
 from holdfast.checkpoint.state.layout import Contents, digest
@@ -166,7 +165,7 @@ class Keeper:
         """Exit, because the other end is gone or was closed. A script's own images go with it."""
         with self._ending:
             if self._terms.own:
-                _remove_abandoned(self._terms.images)
+                remove_home(self._terms.images)
             os._exit(0)  # A thread may hang with its storage.
 
     def _received(self, image: ImageId) -> None:
@@ -205,9 +204,9 @@ class Keeper:
 
     def _locate(self, action: LocateImage) -> ImageAt:
         path = self._exchange.path(action.image)
-        if path is not None:
-            return ImageAt(path=str(path))
-        return ImageAt(path="", token=self._terms.token, tls=self._terms.tls)
+        return ImageAt(
+            path="" if path is None else str(path), token=self._terms.token, tls=self._terms.tls
+        )
 
 
 def _shared_digest(body: memoryview, where: Any, world_size: int) -> bytes:
@@ -218,11 +217,3 @@ def _shared_digest(body: memoryview, where: Any, world_size: int) -> bytes:
         return b""
     names = [(i.name, i.framed.at - span.at) for i in contents.items if i.kind == "shared"]
     return digest(digest(_encoder.encode(names)) + digest(body[span.at : span.end]))
-
-
-def _remove_abandoned(images: str) -> None:
-    """Remove the images once their script is dead; until then it holds a lock on them."""
-    with suppress(OSError):
-        home = os.open(images, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(home, fcntl.LOCK_EX)
-        shutil.rmtree(images, ignore_errors=True)

@@ -88,9 +88,11 @@ class Copier:
             for some in alike
             for first in range(0, len(some), _BATCH)
         ]
-        self.from_cuda = any(captured.locals[index].is_cuda for index in self._odd)
+        on_cuda = (captured.locals[index] for index in self._odd if captured.locals[index].is_cuda)
+        self.devices = sorted({local.device for local in on_cuda}, key=str)
+        """The devices that tensors are on."""
         self._views: dict[int, list[torch.Tensor]] = {}
-        self._stream: torch.cuda.Stream | None = None
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def prepare(self, image: Image) -> None:
         """Write the constant bytes and create the views that torch copies into, once for an image.
@@ -118,8 +120,8 @@ class Copier:
             batch.forget(image.address)
 
     def tasks(self, captured: Captured, image: Image, guarded: bool) -> list[Task]:
-        """Return the copies from host memory, to run in any order on any thread: of the guarded items,
-        or of all others."""
+        """Return the copies that are made at once, to run in any order on any thread: of the guarded
+        items, or of all others."""
         found: list[Task] = []
         for index in self._large:
             if (index in self.guarded) == guarded:
@@ -129,31 +131,37 @@ class Copier:
             if batch.guarded == guarded:
                 found.append(batch.task(captured.addresses, image.address))
         for local, view in self._strided(captured, image, guarded):
-            if local.device.type == "cpu":
+            if not local.is_cuda:
                 found.append(_torch_copy(view, local))
         return found
 
+    def reached(self) -> dict[torch.device, torch.cuda.Event]:
+        """Mark what the script has queued on each device so far."""
+        return {device: torch.cuda.current_stream(device).record_event() for device in self.devices}
+
     def launch(
-        self, captured: Captured, image: Image, ready: torch.cuda.Event | None, guarded: bool
-    ) -> torch.cuda.Event | None:
-        """Queue the copies from devices on a stream of their own, after `ready`; return the event that
-        follows them."""
-        on_device = [
-            (local, view)
-            for local, view in self._strided(captured, image, guarded)
-            if local.device.type == "cuda"
-        ]
-        if not on_device or ready is None:
-            return None
-        device = on_device[0][0].device
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
-        self._stream.wait_event(ready)
-        with torch.cuda.stream(self._stream), torch.no_grad():
-            # One call for all of them: thousands of calls from Python would stall training.
-            locals_, views = zip(*on_device, strict=True)
-            torch._foreach_copy_(list(views), list(locals_), non_blocking=True)
-            return self._stream.record_event()
+        self,
+        captured: Captured,
+        image: Image,
+        ready: dict[torch.device, torch.cuda.Event],
+        guarded: bool,
+    ) -> list[torch.cuda.Event]:
+        """Queue the copies from devices, each on a stream of its own after `ready`; return the events
+        that follow them."""
+        strided = list(self._strided(captured, image, guarded)) if ready else []
+        events = []
+        for device, event in ready.items():
+            here = [(view, local) for local, view in strided if local.device == device]
+            if not here:
+                continue
+            stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+            stream.wait_event(event)
+            with torch.cuda.stream(stream), torch.no_grad():
+                # One call for all of them: thousands of calls from Python would stall training.
+                views, locals_ = zip(*here, strict=True)
+                torch._foreach_copy_(list(views), list(locals_), non_blocking=True)
+                events.append(stream.record_event())
+        return events
 
     def _strided(
         self, captured: Captured, image: Image, guarded: bool

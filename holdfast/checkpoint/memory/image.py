@@ -23,17 +23,20 @@ the other's; the one that sees the other steps back, so at least one does.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Executor
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 import msgspec
 from msgspec import Struct
 
+from holdfast.checkpoint.memory.image_home import SPILL
 from holdfast.checkpoint.state.layout import (
     DIGEST_BYTES,
     ByteSpan,
@@ -97,26 +100,42 @@ class Image:
         self.address = self._mapping.address + self.body_at
 
     @classmethod
-    def create(cls, path: Path, capacity: int, after: int = 0) -> Image:
+    def create(cls, path: Path, capacity: int, after: int = 0, spill: bool = False) -> Image:
         """Create an image in place of what had that name, with its memory allocated.
 
-        States continue those of the image that it replaces, so that the two cannot be confused.
+        States continue those of the image that it replaces, so that the two cannot be confused. With
+        `spill`, an image that does not fit there becomes a file in the directory's `SPILL`, to which
+        the name is a link.
         """
+        try:
+            return cls._create(path, path, capacity, after)
+        except OSError as error:
+            elsewhere = path.parent / SPILL / path.name
+            if spill and error.errno == errno.ENOSPC and elsewhere.parent.is_dir():
+                with suppress(OSError):
+                    return cls._create(path, elsewhere, capacity, after)
+            raise StorageError(
+                f"no {capacity / 1e9:.3g} GB of shared memory for a snapshot at {path}:"
+                f" {error.strerror}; see `df -h {path.parent}`"
+            ) from None
+
+    @classmethod
+    def _create(cls, path: Path, at: Path, capacity: int, after: int) -> Image:
         body_at = aligned(_PAGE + blocks_of(capacity) * DIGEST_BYTES, _PAGE)
-        fresh = path.with_name(f".{path.name}.new")
+        fresh = at.with_name(f".{at.name}.new")
         fd = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(fd, 0, body_at + capacity)
             head = (_MAGIC, body_at, capacity, after + after % 2)
             os.pwrite(fd, b"".join(n.to_bytes(8, "little") for n in head), 0)
-            os.rename(fresh, path)
+            os.rename(fresh, at)
+            if at != path:
+                path.unlink(missing_ok=True)
+                path.symlink_to(at.relative_to(path.parent))
             return cls(path, fd)
-        except OSError as error:
+        except OSError:
             fresh.unlink(missing_ok=True)
-            raise StorageError(
-                f"no {capacity / 1e9:.3g} GB of shared memory for a snapshot at {path}:"
-                f" {error.strerror}; see `df -h {path.parent}`"
-            ) from None
+            raise
         finally:
             os.close(fd)
 
@@ -137,8 +156,15 @@ class Image:
                 getattr(self, view).release()
         self._unmap()
 
+    @property
+    def spilled(self) -> bool:
+        """Whether it is a file elsewhere, because it did not fit into shared memory."""
+        return self.path.is_symlink()
+
     def prefault(self, threads: Executor | None = None) -> None:
-        """Fault in every page now, so that no save has to."""
+        """Fault in every page now, so that no save has to; a file's pages would be written to disk."""
+        if self.spilled:
+            return
         start = self.address - self.body_at
         size = self.body_at + self.capacity
         libc = ctypes.CDLL(None, use_errno=True)
@@ -252,6 +278,13 @@ class Image:
 
     def _seal_digest(self, digests: bytes) -> bytes:
         return digest(bytes(self._mapping.view[_RECORD_AT : _RECORD_AT + _RECORD_MOST]) + digests)
+
+
+def remove_image(path: Path) -> None:
+    """Remove an image's file, wherever it is; mappings of it stay valid."""
+    if path.is_symlink():
+        path.resolve().unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
 
 
 def _unmap(mapping: Mapping, before: list[Callable[[], object]]) -> None:

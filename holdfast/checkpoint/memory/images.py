@@ -23,7 +23,7 @@ from typing import Annotated, Protocol
 
 from msgspec import Meta, Struct
 
-from holdfast.checkpoint.memory.image import Image, ImageRecord
+from holdfast.checkpoint.memory.image import Image, ImageRecord, remove_image
 from holdfast.checkpoint.state.layout import ByteSpan
 from holdfast.errors import CheckpointError, Unusable
 from holdfast.messages.checkpoints import ImageId, SnapshotId
@@ -130,7 +130,13 @@ class _IncomingFile(IncomingImage):
 @dataclass
 class _Open:
     image: Image
-    inode: int
+    file: tuple[int, int]
+    """Device and inode."""
+
+
+def _file_at(path: Path) -> tuple[int, int]:
+    found = os.stat(path)
+    return found.st_dev, found.st_ino
 
 
 class Images:
@@ -154,11 +160,11 @@ class Images:
     def image(self, path: Path) -> Image:
         """Return a mapping of that image, kept for the next time: faulting in its pages is slow."""
         with self._lock:
-            inode = os.stat(path).st_ino
+            file = _file_at(path)
             known = self._open.get(path)
-            if known is None or known.inode != inode:
+            if known is None or known.file != file:
                 # An older mapping of that name is closed when its last user drops it.
-                known = self._open[path] = _Open(Image.open(path), inode)
+                known = self._open[path] = _Open(Image.open(path), file)
             return known.image
 
     def all(self) -> Iterator[tuple[Path, Image, ImageRecord]]:
@@ -225,7 +231,7 @@ class Images:
             )
             outdated = record.round < round and record.step < step and not mine
             if record.checkpointer == checkpointer and outdated and not image.pinned:
-                path.unlink(missing_ok=True)
+                remove_image(path)
 
     # ---- as an `ImageStore` ----
 
@@ -265,7 +271,7 @@ class Images:
         image.begin()
         with self._lock:
             self._filling.add(path)
-            self._open[path] = _Open(image, os.stat(path).st_ino)
+            self._open[path] = _Open(image, _file_at(path))
         return image
 
     def complete(self, place: IncomingImage) -> Held:

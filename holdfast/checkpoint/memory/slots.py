@@ -1,4 +1,4 @@
-"""Copies a rank's state into one of its two images, partly while training goes on.
+"""Copies a rank's state into one of its two images, whole before `save` returns, or beside training.
 
 A save takes the slot that does not hold the newest snapshot, unless the keeper reads it; then the
 other. So a whole snapshot is left, whatever happens in the middle of a save.
@@ -7,22 +7,41 @@ Memory is prepared once: allocated, touched, and registered with CUDA. That take
 copy, so a thread does it as soon as the layout is known. The memory of the newest snapshot, and of
 one being written, is never given up for that.
 
-Parameters and an optimizer's own state change in its step and nowhere else. So they may be copied
-after `save` has returned, if the next step waits for the rest of the copy; torch calls a hook before
-each step of any optimizer (`Guard`). Everything else (buffers, whatever the script keeps) may change
-at any time and is copied before `start` returns; on a device that means: queued before training
-queues its next work.
+A snapshot must be of one moment. That is certain if training waits until everything is copied, which
+is the default: whatever the script does next, by whatever means, comes after the copy.
+
+With `overlap`, parameters and an optimizer's own state are copied after `save` has returned. The
+script promises that nothing but torch's counted operations changes them until its next optimizer step,
+which waits for the rest of the copy (`Guard`: torch calls a hook before each step of any optimizer).
+Everything else (buffers, whatever the script keeps) is copied before `start` returns.
+
+Torch counts the in-place changes of each tensor, so a broken promise of that kind is seen. But it
+counts an operation only when its kernel has ended: while it runs, bytes change and the count does not.
+So the counts are read where no operation can be under way: on the thread that saved, between two lines
+of its Python code, after the last byte of host memory was copied. If they are those of the save, that
+thread has changed nothing since: the copy is of one moment. Such a place is the
+next optimizer step, the next call to the checkpointer or a ticket, and the end of the script; until
+one comes, an overlapped snapshot does not count. Another thread's optimizer step proves nothing about
+the thread that saved; it waits for the bytes, and the snapshot is given up.
+
+Torch does not count everything. Changes through `p.data`, numpy or other foreign memory views,
+collectives on parameters, fused optimizer kernels called by hand, `torch._foreach` operations on
+DTensors and CUDA graphs go unseen. That is why overlapping has to be asked for.
+
+Copies from a device are queued on a stream of their own, after what the script had queued there. What
+is not overlapped makes the device's current stream wait for them.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Set
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.optim.optimizer import (
@@ -30,8 +49,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from holdfast.checkpoint.memory.copying import Copier, cores, pin, run_all, spare_cores
-from holdfast.checkpoint.memory.image import Image, ImageRecord
+from holdfast.checkpoint.memory.copying import Copier, Task, cores, pin, run_all, spare_cores
+from holdfast.checkpoint.memory.image import Image, ImageRecord, remove_image
 from holdfast.checkpoint.memory.images import image_path
 from holdfast.checkpoint.state.capture import Captured, Layout, Position
 from holdfast.errors import CheckpointError, HoldfastError, Unusable
@@ -45,55 +64,118 @@ class BothRead(CheckpointError):
 
 
 class Copy:
-    """A snapshot that is being copied."""
+    """A snapshot that is being copied: see the module's text on what it takes to count."""
 
-    def __init__(self, path: Path, unchanged: _Unchanged) -> None:
+    def __init__(
+        self, path: Path, watched: list[torch.Tensor], run: Callable[[Task], None]
+    ) -> None:
         self.done: Future[int] = Future()
-        """The image's state, once it is whole."""
+        """The image's state, once it is whole and known to be of one moment."""
         self.path = path
         self.on_host = threading.Event()
         """Set when host memory is copied, and all copies from devices are queued."""
-        self.unchanged = unchanged
-        self.on_device: torch.cuda.Event | None = None
-        """Event after the copies from devices; known once `on_host` is set."""
+        self.on_device: list[torch.cuda.Event] = []
+        """Events after the copies from devices; known once `on_host` is set."""
+        self._thread = threading.current_thread()
+        """The thread that saves; it alone knows when none of its operations is under way."""
+        self._watched = watched
+        self._counts = _counts(watched)
+        self._lock = threading.Lock()
+        self._refusal: str | None = None if watched else ""
+        """Why it is not of one moment; empty if it is, None while that is open."""
+        self._complete: Callable[[], int] | None = None
+        self._run = run
+        """Runs what training need not wait for."""
 
     def keep_off(self) -> None:
-        """Return when the optimizer may change what was copied, or its stream waits for that."""
+        """Return when the state may be changed, or the devices' streams wait for that."""
         self.on_host.wait()
-        self.unchanged.settle()
-        if self.on_device is not None:
-            torch.cuda.current_stream().wait_event(self.on_device)
+        self._judge()
+        for event in self.on_device:
+            torch.cuda.current_stream(event.device).wait_event(event)
 
+    def settle(self, timeout_s: float | None) -> None:
+        """Let the snapshot count, if this is the thread that can tell, once its bytes are copied."""
+        if threading.current_thread() is self._thread and self.on_host.wait(timeout_s):
+            self._judge()
 
-class _Unchanged:
-    """Checks that overlapped tensors were not changed before the optimizer's step.
+    def end(self) -> None:
+        """Return when the image is not written to any more, by this copy."""
+        self.keep_off()
+        self.done.exception()
 
-    Torch counts the in-place changes of each tensor. The optimizer's own do no harm, as it waits; so
-    the counts are compared once: before its step begins, or when the copy is done.
-    """
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self._tensors = tensors
-        self._versions = self._count()
-        self._lock = threading.Lock()
-        self._answer: bool | None = None
-
-    def _count(self) -> list[int]:
-        return [tensor._version for tensor in self._tensors]
-
-    def settle(self) -> bool:
+    def arrived(self, complete: Callable[[], int]) -> None:
+        """Note that every byte is in the image; `complete` makes it count."""
         with self._lock:
-            if self._answer is None:
-                self._answer = self._count() == self._versions
-                self._tensors = []
-            return self._answer
+            self._complete = complete
+            known = self._refusal is not None
+        if known:
+            self._conclude()
+
+    def fail(self, error: Exception) -> None:
+        """Give the snapshot up, because of an error during the copy."""
+        with self._lock:
+            self._refusal, self._watched = self._refusal or "", []
+        known = isinstance(error, HoldfastError | OSError)
+        self.done.set_exception(
+            error if known else CheckpointError(f"{type(error).__name__}: {error}")
+        )
+        self.on_host.set()
+
+    def _judge(self) -> None:
+        with self._lock:
+            if self._refusal is not None:
+                return
+            if threading.current_thread() is not self._thread and self._thread.is_alive():
+                self._refusal = _OTHER_THREAD
+            else:
+                self._refusal = "" if _counts(self._watched) == self._counts else _CHANGED
+            self._watched = []
+            arrived = self._complete is not None
+        if arrived:
+            self._run(self._conclude)
+
+    def _conclude(self) -> None:
+        """Complete the snapshot: all bytes are there, and the verdict is known."""
+        complete, self._complete = self._complete, None
+        assert complete is not None
+        try:
+            state = _refuse(self._refusal) if self._refusal else complete()
+        except Exception as error:
+            # The edge of a thread: the error goes to the ticket.
+            self.fail(error)
+        else:
+            self.done.set_result(state)
+
+
+_CHANGED: Final = (
+    "the state changed while it was copied; save without overlap, or change it only in an"
+    " optimizer's step"
+)
+_OTHER_THREAD: Final = (
+    "an optimizer stepped in another thread than the one that saves, so it cannot be known whether"
+    " the copy is of one moment; save without overlap"
+)
+
+
+def _refuse(why: str) -> int:
+    raise CheckpointError(why)
+
+
+def _counts(tensors: list[torch.Tensor]) -> list[int]:
+    """Return how often torch saw each tensor change in place."""
+    return [tensor._version for tensor in tensors]
 
 
 class Slots:
     """The two images of one rank and checkpointer."""
 
-    def __init__(self, directory: Path, checkpointer: str, rank: int) -> None:
+    def __init__(
+        self, directory: Path, checkpointer: str, rank: int, warn: Callable[[str], None]
+    ) -> None:
         self._checkpointer = checkpointer
+        self._warn = warn
+        self._warned = False
         self._paths = [image_path(directory, checkpointer, rank, slot) for slot in (0, 1)]
         self._images: list[Image | None] = [_left_behind(path) for path in self._paths]
         self._newest = _newest(self._images)
@@ -153,8 +235,16 @@ class Slots:
             state = image.state
             self._close(slot, image)
         # Its content was to be overwritten anyway; the new image may need its memory.
-        self._paths[slot].unlink(missing_ok=True)
-        image = self._images[slot] = Image.create(self._paths[slot], needed, after=state)
+        remove_image(self._paths[slot])
+        image = Image.create(self._paths[slot], needed, after=state, spill=True)
+        self._images[slot] = image
+        if image.spilled and not self._warned:
+            self._warned = True
+            self._warn(
+                f"{image.path.parent} has no room for a snapshot of {needed / 1e9:.3g} GB: it is kept"
+                f" on disk, in {image.path.resolve().parent}, and saves take longer. Make /dev/shm"
+                " larger (docker run --shm-size), or choose a directory with --image-dir"
+            )
         return image
 
     def _close(self, slot: int, image: Image) -> None:
@@ -184,67 +274,60 @@ class Slots:
             slot, image = self._take(_needed(captured))
             self._writing = slot
         try:
-            if copier.from_cuda:
+            if copier.devices:
                 self._register(slot, image)
             copier.prepare(image)
             tail = captured.layout.tail_at
             image.body[tail : tail + len(captured.tail)] = captured.tail
-            ready = torch.cuda.current_stream().record_event() if copier.from_cuda else None
+            ready = copier.reached()
             at_once = copier.launch(captured, image, ready, guarded=False)
-            if at_once is not None:
-                torch.cuda.current_stream().wait_event(at_once)
+            for event in at_once:
+                torch.cuda.current_stream(event.device).wait_event(event)
             run_all(copier.tasks(captured, image, guarded=False), self._threads, self._cores)
             later = copier.tasks(captured, image, guarded=True)
         except BaseException:
             self._writing = None
             raise
-        watched = [captured.locals[index] for index in sorted(guarded)] if overlap else []
-        copy = Copy(image.path, _Unchanged(watched))
+        run = self._beside if overlap else _at_once
+        copy = Copy(image.path, _watched(captured, guarded) if overlap else [], run)
         record = self._record(captured, position)
 
-        def copy_rest() -> int:
-            # A device's queue is bounded: queueing thousands of copies blocks.
-            event = copy.on_device = copier.launch(captured, image, ready, guarded=True) or at_once
-            run_all(later, self._threads, spare_cores() if overlap else self._cores)
-            copy.on_host.set()
-            if event is not None:
-                event.synchronize()
-            if not copy.unchanged.settle():
-                raise CheckpointError(
-                    "the state changed while it was copied; save with block=True, or change it"
-                    " only in an optimizer's step"
-                )
+        def complete() -> int:
             state = image.finish(record)
             self._newest = slot
             finished(image.path, state)
             return state
 
-        self._run(copy, copy_rest, overlap)
-        return copy
+        def copy_rest() -> None:
+            # A device's queue is bounded: queueing thousands of copies blocks.
+            copy.on_device = [*at_once, *copier.launch(captured, image, ready, guarded=True)]
+            run_all(later, self._threads, spare_cores() if overlap else self._cores)
+            copy.on_host.set()
+            for event in copy.on_device:
+                event.synchronize()
+            copy.arrived(complete)
 
-    def _run(self, copy: Copy, copy_rest: Callable[[], int], overlap: bool) -> None:
-        def finish() -> None:
-            state, failure = 0, None
+        def copy_all() -> None:
             try:
-                state = copy_rest()
+                copy_rest()
             except Exception as error:
                 # The edge of a thread: the error goes to the ticket.
-                known = isinstance(error, HoldfastError | OSError)
-                failure = error if known else CheckpointError(f"{type(error).__name__}: {error}")
-            self._writing = None
-            copy.on_host.set()
-            if failure is None:
-                copy.done.set_result(state)
-            else:
-                copy.done.set_exception(failure)
+                copy.fail(error)
 
-        if overlap:
-            try:
-                self._behind.submit(finish)
-                return
-            except RuntimeError:  # The interpreter is about to exit and starts no more threads.
-                pass
-        finish()
+        copy.done.add_done_callback(lambda done: self._written(slot))
+        run(copy_all)
+        return copy
+
+    def _written(self, slot: int) -> None:
+        if self._writing == slot:
+            self._writing = None
+
+    def _beside(self, task: Task) -> None:
+        """Run a task while training goes on."""
+        try:
+            self._behind.submit(task)
+        except RuntimeError:  # The interpreter is about to exit and starts no more threads.
+            task()
 
     def _copier_for(self, captured: Captured, guarded: Set[int] | None) -> Copier:
         """Return a copier; None: any grouping will do, as nothing is overlapped."""
@@ -275,6 +358,19 @@ class Slots:
             if image.begin():
                 return slot, image
         raise BothRead("both images are still being read; saves come faster than they are kept")
+
+
+def _at_once(task: Task) -> None:
+    task()
+
+
+def _watched(captured: Captured, guarded: Set[int]) -> list[torch.Tensor]:
+    """Return the tensors whose changes torch counts: a DTensor's are not counted in its local part."""
+    wholes = [captured.wholes[index] for index in sorted(guarded)]
+    locals_ = [captured.locals[index] for index in sorted(guarded)]
+    return wholes + [
+        local for local, whole in zip(locals_, wholes, strict=True) if local is not whole
+    ]
 
 
 def _needed(captured: Captured) -> int:
@@ -327,9 +423,10 @@ class Guard:
             def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
                 keep_off = weak()
                 if keep_off is not None:
-                    keep_off()
+                    dynamo = sys.modules.get("torch._dynamo")
+                    (dynamo.disable(keep_off) if dynamo is not None else keep_off)()
 
-            register_optimizer_step_pre_hook(before_step)
+            register_optimizer_step_pre_hook(_never_compiled(before_step))
 
     def watch(self, copy: Copy) -> None:
         self._copy = copy
@@ -378,6 +475,14 @@ def after_first_step(optimizers: list[torch.optim.Optimizer], act: Callable[[], 
             waiting.clear()
             once = weak()
             if once is not None:
-                once()
+                dynamo = sys.modules.get("torch._dynamo")
+                (dynamo.disable(once) if dynamo is not None else once)()
 
-    register_optimizer_step_post_hook(after)
+    register_optimizer_step_post_hook(_never_compiled(after))
+
+
+def _never_compiled(hook: Callable[..., None]) -> Callable[..., None]:
+    """Have torch's compiler skip a hook, without a warning: a script may compile its optimizer's step.
+    What the hook calls has to be kept from it by `torch._dynamo.disable`, if that is imported."""
+    hook._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return hook

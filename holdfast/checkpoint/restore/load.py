@@ -104,6 +104,8 @@ def give_back(state: dict[str, Any], tree: dict[str, Any]) -> None:
     for name, entry in state.items():
         if hasattr(entry, "load_state_dict"):
             _called(name, "load_state_dict", partial(entry.load_state_dict, tree[name]))
+            if isinstance(entry, torch.optim.Optimizer):
+                _keep_dtypes(entry, tree[name])
         else:
             state[name] = tree[name]
 
@@ -421,6 +423,21 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def _is_sharded(optimizer: torch.optim.Optimizer) -> bool:
     return any(hasattr(parameter, "_local_tensor") for parameter in _parameters(optimizer))
+
+
+def _keep_dtypes(optimizer: torch.optim.Optimizer, saved: Any) -> None:
+    """Undo the casts of `load_state_dict`: it makes a parameter's state of the parameter's dtype, and
+    so ruins float32 masters of bfloat16 parameters."""
+    if not isinstance(saved, dict) or not {"state", "param_groups"} <= saved.keys():
+        return  # An optimizer with a state_dict of its own.
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    for number, parameter in zip(numbers, _parameters(optimizer), strict=False):
+        live = optimizer.state.get(parameter)
+        for key, value in saved["state"].get(number, {}).items() if live else ():
+            now = live.get(key)
+            both = isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor)
+            if both and now.dtype != value.dtype:
+                live[key] = value.to(now.device)
 
 
 def make_optimizer_state(optimizer: torch.optim.Optimizer, name: str) -> None:

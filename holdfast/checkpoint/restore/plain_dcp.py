@@ -41,6 +41,7 @@ from holdfast.checkpoint.restore.load import (
     overlap,
 )
 from holdfast.checkpoint.restore.sources import open_files
+from holdfast.checkpoint.storage.backends import Readable
 from holdfast.checkpoint.storage.manifest import steps
 from holdfast.checkpoint.storage.plain_directory import open_either
 from holdfast.errors import CheckpointError
@@ -68,11 +69,22 @@ def load_start(
         return Started(complete[0], True, f"started from step {complete[0]} in {where}, verified")
     plain = newest_plain(storage)
     if plain is None:
+        _refuse_links(storage)
         return None
     load_plain(state, plain, threads, pickling)
     counted = "" if plain.step is not None else "; its name has no step, so steps count from 0"
     what = f"started from {plain.where}, which torch.distributed.checkpoint saved: NOT VERIFIED"
     return Started(plain.step or 0, False, f"{what}, as it has no digests{counted}")
+
+
+def _refuse_links(storage: Readable) -> None:
+    """Refuse to find nothing where links may lead to checkpoints: they are not followed."""
+    links = [entry.name for entry in storage.entries("") if entry.kind == "other"]
+    if links:
+        raise CheckpointError(
+            f"{storage.where(links[0])} is a symbolic link, which is not followed, and there is no"
+            " other checkpoint; name the directory itself with start_from"
+        )
 
 
 def load_plain(

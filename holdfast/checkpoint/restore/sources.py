@@ -1,7 +1,9 @@
 """Opens the sources of a state: images in this node's or another's memory, files on storage.
 
 Of what the ranks that saved a state wrote, a rank reads what it needs: its own part alone if that holds
-everything, cut as it is here, else others' too. So files and images are opened when first used.
+everything, cut as it is here, else others' too. So files and images are opened when first used. An
+image that several nodes have is read from the nearest, and block by block from the others where that
+fails.
 """
 
 from __future__ import annotations
@@ -19,12 +21,12 @@ from holdfast.checkpoint.memory.images import Outline, id_of
 from holdfast.checkpoint.replicas.copies import Peer, outline_of
 from holdfast.checkpoint.replicas.protocol import STALL_S, Connection, More, Pull
 from holdfast.checkpoint.restore.load import StoredState, open_stored
-from holdfast.checkpoint.restore.verified_read import FileSource
+from holdfast.checkpoint.restore.verified_read import Alternatives, FileSource, Source
 from holdfast.checkpoint.state.layout import BLOCK_BYTES, Extent, FileRecord
 from holdfast.checkpoint.storage.backends import Readable, Storage, step_directory
 from holdfast.checkpoint.storage.manifest import load_manifest, refuse
 from holdfast.checkpoint.storage.rank_file import open_listed
-from holdfast.errors import CheckpointError, Unusable
+from holdfast.errors import CheckpointError, HoldfastError, Unusable
 from holdfast.messages.checkpoints import ImageId
 
 
@@ -52,6 +54,26 @@ def open_peers(
     until.callback(source.close)
     outline = source.outline
     return open_stored(source, outline.contents, (Extent(0, 0, outline.size),))
+
+
+def open_any(openers: Sequence[Callable[[], StoredState]]) -> StoredState:
+    """Open an image in the first place that has it; the others stay at hand, for blocks that it does
+    not have whole."""
+    errors: list[HoldfastError | OSError] = []
+    for number, opener in enumerate(openers, start=1):
+        try:
+            found = opener()
+        except (HoldfastError, OSError) as error:
+            errors.append(error)
+            continue
+        others = [_source_of(other) for other in openers[number:]]
+        found.source = Alternatives(found.source, others)
+        return found
+    raise errors[0]
+
+
+def _source_of(opener: Callable[[], StoredState]) -> Callable[[], Source]:
+    return lambda: opener().source
 
 
 def open_files(storage: Readable, step: int, until: ExitStack) -> Sequence[StoredState]:

@@ -14,8 +14,9 @@ import ctypes
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -23,7 +24,7 @@ from typing import Protocol
 import xxhash
 
 from holdfast.checkpoint.state.layout import BLOCK_BYTES, ByteSpan, blocks_of, digest_of
-from holdfast.errors import Unusable
+from holdfast.errors import HoldfastError, Unusable
 
 PIECE_BYTES = 128 << 10
 """Ranges smaller than this are copied out of the scratch buffer."""
@@ -81,6 +82,42 @@ class FileSource:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+class Alternatives:
+    """The same bytes in several places. A block that one of them does not have whole is read from the
+    next; one that cannot be read at all is not asked again."""
+
+    def __init__(self, first: Source, others: Sequence[Callable[[], Source]]) -> None:
+        self.name, self.size, self.digests = first.name, first.size, first.digests
+        self._sources: list[Source] = [first]
+        self._others = list(others)
+        self._lock = threading.Lock()
+
+    def read_into(self, at: int, views: Sequence[memoryview]) -> None:
+        next(self.each()).read_into(at, views)
+
+    def each(self) -> Iterator[Source]:
+        """Yield the sources, and open others as they are needed."""
+        yield from list(self._sources)
+        while (another := self._open_next()) is not None:
+            yield another
+
+    def give_up(self, source: Source) -> None:
+        """Do not read from that source any more, if another is left."""
+        with self._lock:
+            if source in self._sources and len(self._sources) + len(self._others) > 1:
+                self._sources.remove(source)
+
+    def _open_next(self) -> Source | None:
+        with self._lock:
+            while self._others:
+                with suppress(HoldfastError, OSError):
+                    opened = self._others.pop(0)()
+                    if (opened.size, opened.digests) == (self.size, self.digests):
+                        self._sources.append(opened)
+                        return opened
+        return None
 
 
 Piece = tuple[int, int, int]
@@ -169,18 +206,34 @@ class _BlockReader:
                 want.arrived()
 
     def read_block(self, block: int) -> None:
+        if not isinstance(self._source, Alternatives):
+            self._read_from(self._source, block)
+            return
+        errors: list[HoldfastError | OSError] = []
+        for source in self._source.each():
+            try:
+                self._read_from(source, block)
+                break
+            except Unusable as error:
+                errors.append(error)
+            except (HoldfastError, OSError) as error:
+                errors.append(error)
+                self._source.give_up(source)
+        else:
+            raise errors[0]
+
+    def _read_from(self, source: Source, block: int) -> None:
         start = block * BLOCK_BYTES
         end = min(start + BLOCK_BYTES, self._source.size)
         scratch, address = self._scratch_of(end - start)
         hasher = xxhash.xxh3_128()
         for at, views in _batches(start, self._targets(block, start, end, scratch)):
-            self._source.read_into(at, views)
+            source.read_into(at, views)
             for view in views:
                 hasher.update(view)
-        if hasher.digest() != digest_of(self._source.digests, block):
+        if hasher.digest() != digest_of(source.digests, block):
             raise Unusable(
-                f"{self._source.name}: block {block} of {blocks_of(self._source.size)} is not what"
-                " its digest says"
+                f"{source.name}: block {block} of {blocks_of(source.size)} is not what its digest says"
             )
         address -= start
         for at, size, to in self.pieces.get(block, ()):

@@ -9,7 +9,7 @@ that nothing more is saved.
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
@@ -77,6 +77,8 @@ class CommitDriver:
         self._left: set[Rank] = set()
         self._out: defaultdict[int, list[RankAction]] = defaultdict(list)
         self._directories: dict[SnapshotId, set[str]] = {}
+        self._for_storage: deque[SnapshotId] = deque(maxlen=_REMEMBERED)
+        """The last snapshots that were meant for storage."""
         self._unused: list[SnapshotId] = []
         """Snapshots whose writing ended before a manifest was begun."""
         self._saved = False
@@ -123,6 +125,7 @@ class CommitDriver:
     def _take(self, event: RankEvent, directory: str) -> None:
         if isinstance(event, SnapshotsSealed):
             self._saved = True
+            self._note_wish(event)
             self._note_directory(event.snapshot, directory)
             self._act_on(rules.sealed(self._commits, event))
             self._await_end(event)
@@ -158,6 +161,10 @@ class CommitDriver:
             settled = waiting.await_save(self._commits, asker, request, id.round)
             if settled is not None:
                 self._answer(asker, settled)
+
+    def _note_wish(self, event: SnapshotsSealed) -> None:
+        if event.wish == "now" and event.snapshot not in self._for_storage:
+            self._for_storage.append(event.snapshot)
 
     def _ask(self, event: Asked) -> None:
         rank, asker, nodes, request = event.rank, str(event.rank), self._present(), event.request
@@ -209,11 +216,8 @@ class CommitDriver:
 
     def _complain_of(self, ended: SaveEnded) -> None:
         """Tell the user once, and not once for each rank, of a step that is not on storage."""
-        book, this = (
-            self._commits.book(ended.snapshot.checkpointer),
-            (ended.snapshot, ended.attempt),
-        )
-        wanted = any(s.wish == "now" for s in book.snapshots if s.id == ended.snapshot)
+        this = (ended.snapshot, ended.attempt)
+        wanted = ended.snapshot in self._for_storage
         lost = ended.to == "storage" and ended.settled.outcome != "saved"
         if lost and wanted and this != self._complained and self._complain is not None:
             self._complained = this

@@ -1,7 +1,8 @@
 """Runs a keeper as this process's child: orders go in, and each is answered once.
 
-A keeper that dies fails the orders that it had not answered. The next order starts another one, which
-is first told which checkpointers there are.
+When a keeper dies, another is started, told which checkpointers there are, and given the orders that
+the first had not answered: to carry one out twice does no harm. An order that two keepers have died of
+fails.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,7 +34,8 @@ from holdfast.messages.local import PACKET_BYTES, OpenCheckpointer
 from holdfast.messages.units import NodeId, Rank
 from holdfast.wire.packets import Joiner, packets_of
 
-DIED = "the keeper died while it wrote, or before; see above, or `dmesg` for an out-of-memory kill"
+DIED = "the keeper died, and the next one too; see above, or `dmesg` for an out-of-memory kill"
+TRIES = 2
 END_S = 10.0
 
 _encoder = msgspec.msgpack.Encoder()
@@ -42,11 +45,19 @@ Answered = Callable[[KeeperReply], None]
 
 
 @dataclass
+class _GivenOrder:
+    action: KeeperAction
+    answered: Answered
+    tries: int = 0
+    """Keepers that were given it."""
+
+
+@dataclass
 class _Child:
     process: subprocess.Popen[bytes]
     control: socket.socket
     reader: threading.Thread | None = None
-    unanswered: dict[int, tuple[KeeperAction, Answered]] = field(default_factory=dict)
+    unanswered: dict[int, _GivenOrder] = field(default_factory=dict)
 
     def send(self, order: KeeperOrder) -> None:
         for packet in packets_of(order):
@@ -73,9 +84,12 @@ class ScriptKeeper:
 
     def give(self, action: KeeperAction, answered: Answered = lambda reply: None) -> None:
         """Give an order; `answered` is called with its reply, by any thread."""
-        error = self._give(action, answered)
+        self._give_one(_GivenOrder(action, answered))
+
+    def _give_one(self, one: _GivenOrder) -> None:
+        error = self._try(one)
         if error:
-            answered(_failed(action, error))
+            one.answered(_failed(one.action, error))
 
     def ask(self, action: KeeperAction) -> KeeperReply:
         """Give an order and wait for its reply."""
@@ -93,24 +107,25 @@ class ScriptKeeper:
             child.reader.join(END_S)
             child.process.wait()
 
-    def _give(self, action: KeeperAction, answered: Answered) -> str:
+    def _try(self, one: _GivenOrder) -> str:
+        """Hand an order to the keeper, and start one if there is none; return why that failed."""
         with self._lock:
+            action = one.action
             if isinstance(action, OpenCheckpointer):
                 self._opened[action.checkpointer] = action
-            if self._closed:
-                return self._closed
+            if self._closed or one.tries >= TRIES:
+                return self._closed or DIED
             try:
                 if self._child is None:
                     self._child = self._start()
             except (OSError, RuntimeError) as error:
                 return f"no keeper could be started: {error}"
-            number, self._next = self._next, self._next + 1
-            self._child.unanswered[number] = (action, answered)
-            try:
+            number, self._next, one.tries = self._next, self._next + 1, one.tries + 1
+            self._child.unanswered[number] = one
+            with suppress(
+                OSError
+            ):  # It has died; whoever reads its replies gives this to the next.
                 self._child.send(KeeperOrder(number, action))
-            except OSError:
-                del self._child.unanswered[number]
-                return DIED
         return ""
 
     def _start(self) -> _Child:
@@ -143,9 +158,9 @@ class ScriptKeeper:
             reply = joiner.message(packet, _decoder.decode)
             if isinstance(reply, KeeperReply):
                 with self._lock:
-                    action, answered = child.unanswered.pop(reply.number, (None, None))
-                if action is not None and answered is not None:
-                    answered(completed(action, reply, machine_time()))
+                    one = child.unanswered.pop(reply.number, None)
+                if one is not None:
+                    one.answered(completed(one.action, reply, machine_time()))
         if not self._closed:
             # A keeper that died could not unpin the images that it read.
             Images(self._images).unpin_all()
@@ -153,11 +168,10 @@ class ScriptKeeper:
             if self._child is child:
                 self._child = None
             unanswered, child.unanswered = child.unanswered, {}
-            error = self._closed or DIED
-        for action, answered in unanswered.values():
-            answered(_failed(action, error))
         child.process.wait()
         child.control.close()
+        for one in unanswered.values():
+            self._give_one(one)
 
 
 def _failed(action: KeeperAction, error: str) -> KeeperReply:

@@ -13,19 +13,20 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import torch.distributed as dist
 
 from holdfast.checkpoint.memory.image_home import ImageHome
+from holdfast.checkpoint.memory.slots import Copy
 from holdfast.checkpoint.restore.load import StoredState
 from holdfast.checkpoint.standalone.driver import CommitDriver, node_of
 from holdfast.checkpoint.standalone.keeper_client import END_S, ScriptKeeper
@@ -38,7 +39,7 @@ from holdfast.checkpoint.standalone.store_meeting import (
 )
 from holdfast.checkpoint.tickets import SaveId
 from holdfast.clock import machine_time
-from holdfast.errors import CheckpointError, RequestTimeout
+from holdfast.errors import CheckpointError, RequestTimeout, UsageError
 from holdfast.messages.actions import Answered, CloseJob, CommitCheckpoint, WriteShards
 from holdfast.messages.checkpoints import (
     Holder,
@@ -133,7 +134,8 @@ class ScriptLink:
         self.round = meeting.began_us // 1000
         self._node = node_of(self.rank)
         self._meeting = meeting
-        self._home = ImageHome(f"script-{os.getpid()}")
+        chosen = os.environ.get("HOLDFAST_IMAGE_DIR")
+        self._home = ImageHome(f"script-{os.getpid()}", Path(chosen) if chosen else None)
         self.images = self._home.path
         self._keeper = ScriptKeeper(self._node, Rank(self.rank), self.images)
         self._driver = CommitDriver(meeting, complain) if self.rank == 0 else None
@@ -150,14 +152,11 @@ class ScriptLink:
         self._listener.start()
 
     @classmethod
-    def of_script(cls) -> ScriptLink:
-        """Make a link for a Checkpointer, that ends with the script."""
-        rank, world_size, store = 0, 1, None
-        if dist.is_available() and dist.is_initialized():
-            rank, world_size = dist.get_rank(), dist.get_world_size()
-            store = dist.distributed_c10d._get_default_store()
-        # A script may have several checkpointers; a meeting is of every rank's first, or second, ...
-        meeting = StoreMeeting(store or dist.HashStore(), "links", rank, world_size)
+    def of_script(cls, checkpointer: str) -> ScriptLink:
+        """Make a link for the Checkpointer of that name, that ends with the script."""
+        # A script may have several checkpointers, some of them on some ranks only: each meets its own.
+        store, rank, world_size = _script_world()
+        meeting = StoreMeeting(store, f"links/{checkpointer}", rank, world_size)
         link = cls(meeting, _complain)
         # Like atexit, but also in a process of `multiprocessing`, and never in a fork.
         multiprocessing.util.Finalize(None, link.close, exitpriority=0)
@@ -189,12 +188,26 @@ class ScriptLink:
         for save in list(self._saves.values()):
             while not save.over.done():
                 save.idle.wait()
-                limit_s = patience_s and max(patience_s, PATIENCE_TIMES * save.took_s)
+                limit_s, why = self._patience(patience_s, save)
                 try:
                     save.over.result(limit_s)
                 except NotYet:
                     if save.idle.is_set():
-                        self.abandon(f"rank {self.rank} waited {limit_s:.0f} s for the others")
+                        _complain(f"step {save.snapshot.step} is not saved: {why}")
+                        self.abandon(why)
+
+    def _patience(self, patience_s: float | None, save: SaveProgress) -> tuple[float | None, str]:
+        """Return how long the others are waited for, and what it means if they do not come."""
+        if patience_s is None:
+            return None, ""
+        try:
+            absent = self._meeting.absent()
+        except CheckpointError as error:
+            return END_S, str(error)
+        if absent:
+            return END_S, f"rank {absent[0]} has made no such Checkpointer; all ranks have to"
+        limit_s = max(patience_s, PATIENCE_TIMES * save.took_s)
+        return limit_s, f"rank {self.rank} waited {limit_s:.0f} s for the others"
 
     def abandon(self, why: str) -> None:
         """Have everything that is not settled yet fail, on all ranks."""
@@ -222,15 +235,13 @@ class ScriptLink:
 
     # ---- saving ----
 
-    def open(
-        self, checkpointer: str, directory: str, keep: bytes, copies: list[threading.Event]
-    ) -> None:
+    def open(self, checkpointer: str, directory: str, keep: bytes, copies: list[Copy]) -> None:
         opening = OpenCheckpointer(checkpointer=checkpointer, directory=directory, keep=keep)
         error = self._keeper.ask(opening).error
         if error:
             raise CheckpointError(error)
 
-    def replaced(self, checkpointer: str, copies: list[threading.Event]) -> bool:
+    def replaced(self, checkpointer: str, copies: list[Copy]) -> bool:
         return False  # Nobody else has these images.
 
     def saved(self, save: SaveId, path: Path, state: int, wish: Wish) -> None:
@@ -340,7 +351,9 @@ class ScriptLink:
         self._post(*events, asked)
         return finding.result()
 
-    def open_image(self, image: ImageId, holder: Holder, until: ExitStack) -> StoredState:
+    def open_image(
+        self, image: ImageId, holders: Sequence[Holder], until: ExitStack
+    ) -> StoredState:
         raise CheckpointError("without `holdfast run` no image outlives its script")
 
     def booked(self, what: str) -> AbstractContextManager[None]:
@@ -405,6 +418,28 @@ class ScriptLink:
                 event = msgspec.structs.replace(event, error=f"rank {self.rank}: {event.error}")
             self._post(event)
         save.end_task()
+
+
+def _script_world() -> tuple[Any, int, int]:
+    """Return a store that all ranks of the script share, this rank, and how many there are.
+
+    A launcher says which rank this is before the script makes its process group. Then the ranks meet
+    where the process group is going to meet; torch shares the server of that address in a process.
+    """
+    if dist.is_available() and dist.is_initialized():
+        store = dist.distributed_c10d._get_default_store()
+        return store, dist.get_rank(), dist.get_world_size()
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return dist.HashStore(), 0, 1
+    try:
+        store, rank, world_size = next(dist.rendezvous("env://"))
+    except (ValueError, RuntimeError) as error:
+        why = str(error).partition("\n")[0]
+        raise UsageError(
+            f"Checkpointer: WORLD_SIZE is {os.environ['WORLD_SIZE']}, but the ranks cannot meet:"
+            f" {why}; make the checkpointer after torch.distributed.init_process_group()"
+        ) from None
+    return dist.PrefixStore("holdfast", store), rank, world_size
 
 
 def _complain(text: str) -> None:

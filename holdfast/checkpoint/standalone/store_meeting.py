@@ -96,11 +96,11 @@ class StoreMeeting:
         self._owner = store  # Some stores live only as long as the one they were cloned from.
         with _wrapped("reached"):
             place = store.add(f"holdfast/{group}/places/{rank}", 1)
+            self._places = [f"holdfast/{group}/places/{other}" for other in range(world_size)]
             self._prefix = f"holdfast/{group}/{place}"
-            if rank == 0:
-                store.set(self._key("began"), str(time.time_ns() // 1000))
-            self.began_us: int = int(store.get(self._key("began")))
-            """Rank 0's clock when the meeting began; no other meeting has the same."""
+            now = str(time.time_ns() // 1000)
+            self.began_us: int = int(store.compare_set(self._key("began"), "", now))
+            """The first rank's clock when the meeting began; no other meeting has the same."""
             self._speaking, self._listening = store.clone(), store.clone()
         self._lock = threading.Lock()
         self._posted: deque[int] = deque()
@@ -109,6 +109,12 @@ class StoreMeeting:
 
     def _key(self, *path: object) -> str:
         return "/".join(map(str, (self._prefix, *path)))
+
+    def absent(self) -> list[int]:
+        """Return the ranks that have never taken a place in a meeting of this group."""
+        with _wrapped("read"):
+            there = [bool(self._speaking.check([place])) for place in self._places]
+        return [rank for rank, came in enumerate(there) if not came]
 
     # ---- every rank ----
 

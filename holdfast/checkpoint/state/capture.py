@@ -101,6 +101,8 @@ class Captured:
     """A state at one moment: what is to be copied, and the layout."""
 
     layout: Layout
+    wholes: list[torch.Tensor]
+    """The tensor of each item: the DTensor itself, of which `locals` has this rank's part."""
     locals: list[torch.Tensor]
     """This rank's part of each item."""
     addresses: list[int]
@@ -125,13 +127,15 @@ def capture(
         # Sparse and nested tensors have no address, nor has a lazy module's before its first forward.
         _check_tensors(parts)
         raise CheckpointError(f"a tensor cannot be saved: {error}") from error
+    wholes = parts.tensors
     if len(layout.items) < len(locals_):
+        wholes = [wholes[number] for number in layout.first_of]
         locals_ = [locals_[number] for number in layout.first_of]
         addresses = [addresses[number] for number in layout.first_of]
     if 0 in addresses:
         _check_memory(layout, locals_, addresses)
     tail, contents = _tail(layout, parts, position)
-    return Captured(layout, locals_, addresses, tail, contents)
+    return Captured(layout, wholes, locals_, addresses, tail, contents)
 
 
 def _locals(tensors: list[Any]) -> list[torch.Tensor]:

@@ -5,8 +5,9 @@ reference into a list, and a tensor that occurs twice becomes two references to 
 tensors alone, of which there may be thousands, becomes a single reference to all of them. `assemble`
 decodes the bytes and asks for each tensor.
 
-Types are kept: a tuple comes back as a tuple, an int key as an int, a float to its last bit. Nothing
-is pickled. An object of any other type is an error that names its path, unless pickling was allowed;
+Types are kept: a tuple comes back as a tuple, an int key as an int, a float to its last bit, and a
+named tuple, a dataclass or a member of an enum as one of its class, if that is imported. Nothing is
+pickled. An object of any other type is an error that names its path, unless pickling was allowed;
 then a reader must allow it too.
 
 The same walk records paths as DCP flattens a state: a dict is opened, a list or tuple only if it
@@ -16,6 +17,8 @@ contains a tensor or a dict. Anything else is a value.
 from __future__ import annotations
 
 import ast
+import dataclasses
+import enum
 import itertools
 import os
 import pathlib
@@ -39,6 +42,7 @@ _TENSOR, _TUPLE, _SET, _FROZENSET, _BIGINT, _COMPLEX = 1, 2, 3, 4, 5, 6
 _ARRAY, _SCALAR, _DTYPE, _DEVICE, _SIZE, _ORDERED = 7, 8, 9, 10, 11, 12
 _PAIRS, _BYTEARRAY, _COUNTER, _DEQUE, _PATH, _PICKLE = 13, 14, 15, 16, 17, 18
 _TENSORS: Final = 19
+_OBJECT: Final = 20
 
 _PLAIN: Final = frozenset({str, float, bool, bytes, type(None)})
 _KEYS: Final = frozenset({str, int})
@@ -252,8 +256,25 @@ class _Walk:
             return Ext(_COUNTER, _encoder.encode(self._pairs(value)))
         if kind is deque:
             return Ext(_DEQUE, _encoder.encode((value.maxlen, self._items(value))))
+        instance = self._instance(kind, value)
+        if instance is not None:
+            return instance
         encoded = _of_python(kind, value) or _of_numpy(kind, value) or _of_torch(kind, value)
         return self._leaf(value, encoded or self._pickled(kind, value))  # type: ignore[no-any-return]
+
+    def _instance(self, kind: type, value: Any) -> Ext | None:
+        """Encode a member of an enum, a named tuple or a dataclass, by the name of its class."""
+        content: Any
+        if isinstance(value, enum.Enum):
+            content = self._leaf(value.name, value.name)
+        elif isinstance(value, tuple) and hasattr(kind, "_fields"):
+            content = self._items(list(value))
+        elif dataclasses.is_dataclass(kind):
+            fields = [one.name for one in dataclasses.fields(kind)]
+            content = self._dict({n: getattr(value, n) for n in fields if hasattr(value, n)})
+        else:
+            return None
+        return Ext(_OBJECT, _encoder.encode((kind.__module__, kind.__qualname__, content)))
 
     def _pickled(self, kind: type, value: Any) -> Ext:
         if not self._pickling:
@@ -357,6 +378,28 @@ def assemble(skeleton: bytes, tensor: Callable[[int], Any], pickling: bool = Fal
     return decoder.decode(skeleton)
 
 
+def _instance_of(content: Any) -> Any:
+    """Rebuild an instance. Nothing is imported and no code of its class is run for that."""
+    module, name, fields = content
+    kind: Any = sys.modules.get(module)
+    for part in name.split("."):
+        kind = getattr(kind, part, None)
+    if isinstance(kind, type):
+        if issubclass(kind, enum.Enum) and fields in kind.__members__:
+            return kind.__members__[fields]
+        if issubclass(kind, tuple) and hasattr(kind, "_fields") and isinstance(fields, list):
+            return tuple.__new__(kind, fields)
+        if dataclasses.is_dataclass(kind) and isinstance(fields, dict):
+            made = object.__new__(kind)
+            for field_name, value in fields.items():
+                object.__setattr__(made, field_name, value)
+            return made
+    raise CheckpointError(
+        f"a {module}.{name} was saved, which is not here, or is another class now; import its module"
+        " before restore()"
+    )
+
+
 def _unpickled(data: memoryview) -> Any:
     try:
         return pickle.loads(data)
@@ -439,4 +482,5 @@ _COMPOUNDS: Final[dict[int, Callable[[Any], Any]]] = {
     _PAIRS: dict,
     _COUNTER: lambda pairs: Counter(dict(pairs)),
     _DEQUE: lambda content: deque(content[1], maxlen=content[0]),
+    _OBJECT: _instance_of,
 }

@@ -204,6 +204,19 @@ def leftovers(storage: Storage, directory: str, keep: Set[str] = frozenset()) ->
     return [*metadata, *mine, *begun]
 
 
+def check_not_foreign(storage: Readable, directory: str) -> None:
+    """Refuse a step's directory that is a checkpoint of somebody else's."""
+    names = [entry.name for entry in storage.entries(directory) if entry.kind == "file"]
+    if METADATA not in names or any(name.startswith(MANIFEST) for name in names):
+        return
+    files = [name for name in names if name.endswith(".distcp")]
+    if not all(is_rank_file(name) and is_ours(storage, f"{directory}/{name}") for name in files):
+        raise StorageError(
+            f"{storage.where(directory)}: holds a checkpoint that Holdfast did not write, and is not"
+            " written into; save to another directory, or move it away"
+        )
+
+
 # ---- verification --------------------------------------------------------------------------------
 
 

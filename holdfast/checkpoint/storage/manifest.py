@@ -41,6 +41,9 @@ _ZEROS: Final = "0" * (2 * DIGEST_BYTES)
 _END: Final = re.compile(rb'"digest": "([0-9a-f]{%d})"\n}\n\Z' % len(_ZEROS))
 
 
+_LINK: Final = "it is a symbolic link, which is not followed; put the directory itself there"
+
+
 class MetadataRecord(Struct, frozen=True):
     """Size and digest of the `.metadata` file."""
 
@@ -158,6 +161,13 @@ def steps(storage: Readable) -> list[StepFound]:
             except StorageError as error:
                 found.append(StepFound(step, "refused", str(error)))
     return sorted(found, key=lambda one: one.step, reverse=True)
+
+
+def links(storage: Readable) -> list[StepFound]:
+    """List the steps that are symbolic links. They are not followed, let alone deleted; but whoever
+    finds nothing else has to say so."""
+    named = ((step_of(entry.name), entry.kind) for entry in storage.entries(""))
+    return [StepFound(step, "refused", _LINK) for step, kind in named if step and kind == "other"]
 
 
 def find_step(storage: Readable, step: int) -> StepFound:

@@ -13,7 +13,7 @@ from msgspec import field
 
 from holdfast.core.commits import restoring, rules, waiting
 from holdfast.core.commits.replica_placement import placement
-from holdfast.core.commits.state import Address, CommitEffects, Commits, Reach
+from holdfast.core.commits.state import Address, CommitEffects, Commits, LostSave, Reach
 from holdfast.core.decisions import (
     NOT_A_MEMBER,
     AnswerRequest,
@@ -25,7 +25,7 @@ from holdfast.core.decisions import (
 )
 from holdfast.core.faults import Fault
 from holdfast.core.machine import NONE, Effects, Machine, on
-from holdfast.core.states import ALWAYS, OVER, Running
+from holdfast.core.states import ALWAYS, Running
 from holdfast.core.view import View
 from holdfast.messages.checkpoints import Holder, SnapshotId
 from holdfast.messages.events import (
@@ -74,8 +74,7 @@ class CommitsMachine(Commits, Machine):
         if event.snapshot.round > job.membership.round:
             return OTHER_ROUND
         effects = self._take_in(job, rules.sealed(self, event))
-        failing = isinstance(job.state, OVER) and job.state.result.code != 0
-        if job.world is None and (failing or not isinstance(job.state, OVER)):
+        if job.world is None:
             effects += rules.secure(self)  # It was sealed just when the round broke.
         return effects
 
@@ -134,7 +133,7 @@ class CommitsMachine(Commits, Machine):
         if event.code != 0 or not isinstance(job.state, Running):
             return NONE
         if job.unfinished == 0:
-            return self._finish()
+            return [*rules.secure(self), *self._finish()]
         restored = restoring.rank_ended(self, _present(job), _reach(job))
         return [*self._take_in(job, restored), *self._take_in(job, self._given_up(job))]
 
@@ -155,7 +154,7 @@ class CommitsMachine(Commits, Machine):
 
     def job_ended(self, job: View, result: JobResult, secure: bool, now: Time) -> Effects:
         rules.round_over(self)
-        return rules.secure(self) if result.code != 0 and secure else NONE
+        return rules.secure(self) if secure else NONE
 
     def node_lost(self, job: View, node: NodeId, placed: bool, now: Time) -> Effects:
         # If the world lost a member while its last checkpoint was written, there is another round.
@@ -178,6 +177,7 @@ class CommitsMachine(Commits, Machine):
         answers = [AnswerRequest(asker=asker, answer=answer) for asker, answer in taken.answers]
         effects: list[Effect] = [*taken.actions, *answers]
         effects += [self._failure(snapshot, error) for snapshot, error in taken.failed]
+        effects += [self._loss(lost) for lost in taken.lost_saves]
         through = job.world is not None and job.unfinished == 0
         if self.last_write is not None and through and may_finish:
             effects += self._finish()
@@ -189,7 +189,7 @@ class CommitsMachine(Commits, Machine):
         if rules.busy(self):
             return []
         if self.last_write:
-            reason = f"finished, but the last checkpoint could not be written: {self.last_write}"
+            reason = f"finished, but the last save failed: {self.last_write}"
             return [EndJob(code=EXIT_FAILED, reason=reason, secure=False)]
         return [EndJob(code=0, reason="finished")]
 
@@ -217,6 +217,19 @@ class CommitsMachine(Commits, Machine):
             signature=f"step {snapshot.step} was not written to storage",
             detail=error,
             action=action,
+        )
+
+    def _loss(self, lost: LostSave) -> Note:
+        """Record a save of which nothing came."""
+        count, id = self.book(lost.snapshot.checkpointer).lost[lost.outcome], lost.snapshot
+        words = "was skipped" if lost.outcome == "skipped" else "was not saved"
+        return Note(
+            kind="storage",
+            round=id.round,
+            step=id.step,
+            signature=f"step {id.step} {words}",
+            detail=lost.why,
+            action=f"training goes on; {count} saves {lost.outcome} so far",
         )
 
 

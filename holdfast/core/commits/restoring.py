@@ -167,7 +167,8 @@ class _Offers:
         if current.where == "memory":
             same = current.world_size == len(self._nodes)
             needed = [rank] if same else list(range(current.world_size))
-            holders = tuple(self._holder(Rank(one), self._nodes[rank]) for one in needed)
+            near = self._nodes[rank]
+            holders = tuple(held for one in needed for held in self._all(Rank(one), near))
         return StateFound(
             where=current.where,
             step=current.step,
@@ -177,12 +178,12 @@ class _Offers:
             refused=self._refused,
         )
 
-    def _holder(self, rank: Rank, near: NodeId) -> Holder:
-        holders = self._holders.get(rank, [])
+    def _all(self, rank: Rank, near: NodeId) -> list[Holder]:
+        """The nodes that have a rank's image, this one first."""
+        nodes = sorted(self._holders.get(rank, []), key=lambda node: node != near)
         # A spare that had the only copy may be gone since: then the rank cannot reach it.
-        node = near if near in holders else next(iter(holders), NodeId(""))
-        address, port = self._reach(node) or ("", 0)
-        return Holder(rank, node, address, port)
+        reached = [(node, *where) for node in nodes if (where := self._reach(node)) is not None]
+        return [Holder(rank, *one) for one in reached or [(NodeId(""), "", 0)]]
 
 
 def _answer_all(search: Search, taken: CommitEffects, answer: Callable[[Rank], StateFound]) -> None:

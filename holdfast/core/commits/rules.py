@@ -7,8 +7,8 @@ it. On its way to storage each step begins only when all nodes have done the one
                               └── an error: failed; an image that is gone: skipped
 
 One snapshot of a checkpointer is on its way at a time. Meanwhile a newer one may wait, and a still
-newer one takes its place. When a round breaks, the newest snapshot that is still complete is written
-if it is newer than what is stored.
+newer one takes its place. When a round breaks or the job ends, the newest snapshot that is still
+complete is written if it is newer than what is stored.
 
 Holders come and go with nodes and replicas. Everything is named by round, so images of one step that
 two rounds saved are never mixed. Once a snapshot counts, those of older rounds are history, and late
@@ -24,13 +24,21 @@ from holdfast.core.commits.state import (
     Book,
     CommitEffects,
     Commits,
+    LostSave,
     Reach,
     Snapshot,
     Writing,
     age,
     on_their_way,
 )
-from holdfast.core.commits.waiting import TIERS, answer_passed, answer_waits, outcome_key, settle
+from holdfast.core.commits.waiting import (
+    TIERS,
+    answer_passed,
+    answer_waits,
+    lose,
+    outcome_key,
+    settle,
+)
 from holdfast.messages.actions import (
     AnyAction,
     CheckpointSettled,
@@ -122,6 +130,8 @@ def _reckon(book: Book, snapshot: Snapshot, taken: CommitEffects) -> None:
 
 def _count(book: Book, snapshot: Snapshot, taken: CommitEffects) -> None:
     snapshot.counts = True
+    if book.last_lost is not None and age(book.last_lost.snapshot) <= age(snapshot.id):
+        book.last_lost = None
     settle(book, ("memory",), snapshot.id, "saved", "", taken)
     for other in list(book.snapshots):
         # Training went on from an older step, or a node never had the other one. But a script may
@@ -130,6 +140,8 @@ def _count(book: Book, snapshot: Snapshot, taken: CommitEffects) -> None:
         outdated = (past and other.id.round < snapshot.id.round) or not other.counts
         if outdated and age(other.id) < age(snapshot.id) and other.id not in on_their_way(book):
             book.snapshots.remove(other)
+            if not other.counts and other.id.round == snapshot.id.round and not other.alive:
+                _scatter(book, other, taken)
     answer_passed(book, taken)
 
 
@@ -139,12 +151,15 @@ def missed(commits: Commits, event: SnapshotMissed) -> CommitEffects:
     id, why = event.snapshot, f"rank {event.rank}: {event.reason}"
     counting = next((s for s in book.snapshots if s.id == id and s.counts), None)
     if counting is None:
-        settle(book, TIERS, id, event.outcome, why, taken, event.attempt)
+        lose(book, TIERS, id, event.outcome, why, taken, event.attempt)
+        newest = _newest(book)
+        if event.outcome == "failed" and (newest is None or age(newest.id) < age(id)):
+            book.last_lost = LostSave(id, "failed", why)
     elif event.attempt > counting.attempt:
         # An earlier attempt has succeeded, and its images stay.
         counting.attempt = event.attempt
         if id not in on_their_way(book):
-            settle(book, ("storage",), id, event.outcome, why, taken)
+            lose(book, ("storage",), id, event.outcome, why, taken)
     return taken
 
 
@@ -176,7 +191,7 @@ def _want(book: Book, snapshot: Snapshot, taken: CommitEffects) -> None:
     if book.wanted is not None:
         older, newer = sorted((book.wanted, snapshot.id), key=age)
         why = f"storage is slower than the saves; step {newer.step} took its place"
-        settle(book, ("storage",), older, "skipped", why, taken)
+        lose(book, ("storage",), older, "skipped", why, taken)
         book.wanted = newer
     else:
         book.wanted = snapshot.id
@@ -267,7 +282,7 @@ def _end_writing(book: Book, error: str, taken: CommitEffects, gone: bool = Fals
         next(s for s in book.snapshots if s.id == id).stored = True
         settle(book, ("storage",), id, "saved", "", taken)
     elif gone:
-        settle(book, ("storage",), id, "skipped", error, taken)
+        lose(book, ("storage",), id, "skipped", error, taken)
         newer = _unstored(book, than=id)
         if book.wanted is None and newer is not None:
             _want(book, newer, taken)
@@ -286,7 +301,7 @@ def _write_wanted(book: Book, taken: CommitEffects) -> None:
         _write(book, snapshot, taken)
     elif id is not None:
         why = "an image of it was lost before it could be written"
-        settle(book, ("storage",), id, "skipped", why, taken)
+        lose(book, ("storage",), id, "skipped", why, taken)
 
 
 def _newest(book: Book, wishes: Iterable[Wish] = WISHES) -> Snapshot | None:
@@ -304,7 +319,7 @@ def _unstored(book: Book, than: SnapshotId | None) -> Snapshot | None:
 
 
 def secure(commits: Commits) -> list[AnyAction]:
-    """Write the newest snapshots that storage does not have, because the round broke."""
+    """Write the newest snapshots that storage does not have: the round broke, or the job ends."""
     taken = CommitEffects()
     for book in commits.books.values():
         newest = _unstored(book, book.stored)
@@ -319,8 +334,13 @@ def busy(commits: Commits) -> bool:
 
 
 def unwritten(commits: Commits) -> str:
-    """Why the last checkpoint of a checkpointer is not on storage; empty if all are."""
-    return next((book.ended_error for book in commits.books.values() if book.failures), "")
+    """Why the last save of a checkpointer failed, or is not on storage; empty if all went well."""
+    for book in commits.books.values():
+        if book.failures:
+            return book.ended_error
+        if book.last_lost is not None:
+            return f"step {book.last_lost.snapshot.step}: {book.last_lost.why}"
+    return ""
 
 
 # ---- nodes -------------------------------------------------------------------------------

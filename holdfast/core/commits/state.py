@@ -8,7 +8,7 @@ from msgspec import Struct, field
 
 from holdfast.core.decisions import Asker
 from holdfast.messages.actions import AnyAction
-from holdfast.messages.checkpoints import Shard, SnapshotId, StoredStep, Tier, Wish
+from holdfast.messages.checkpoints import Missed, Shard, SnapshotId, StoredStep, Tier, Wish
 from holdfast.messages.requests import AnyAnswer, SaveSettled
 from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber
 
@@ -114,6 +114,14 @@ class SaveOutcome(Struct, frozen=True):
         return self.settled.outcome == "saved" or attempt <= self.attempt
 
 
+class LostSave(Struct, frozen=True):
+    """A save of which nothing came, on all ranks."""
+
+    snapshot: SnapshotId
+    outcome: Missed
+    why: str
+
+
 class Book(Struct):
     """What is known of one checkpointer."""
 
@@ -133,6 +141,10 @@ class Book(Struct):
     """Checkpoints on storage that do not count, with the reason."""
     failures: int = 0
     """Checkpoints in a row that could not be written."""
+    lost: dict[Missed, int] = field(default_factory=dict)
+    """How many saves were skipped, and how many failed before they were whole in memory."""
+    last_lost: LostSave | None = None
+    """The last save, if it failed."""
     outcomes: dict[str, SaveOutcome] = field(default_factory=dict)
     """Results of the saves of this round, by tier, step and round."""
     waits: dict[Asker, SaveWait] = field(default_factory=dict)
@@ -157,6 +169,8 @@ class CommitEffects(Struct):
     answers: list[tuple[Asker, AnyAnswer]] = field(default_factory=list)
     failed: list[tuple[SnapshotId, str]] = field(default_factory=list)
     """Checkpoints that could not be written, and why."""
+    lost_saves: list[LostSave] = field(default_factory=list)
+    """Saves of which nothing came, as far as they are worth an incident."""
     lost: NodeId | None = None
     """The node whose loss caused this."""
 

@@ -10,12 +10,13 @@ from holdfast.core.commits.state import (
     Book,
     CommitEffects,
     Commits,
+    LostSave,
     SaveOutcome,
     SaveWait,
     on_their_way,
 )
 from holdfast.core.decisions import Asker
-from holdfast.messages.checkpoints import SnapshotId, Tier
+from holdfast.messages.checkpoints import Missed, SnapshotId, Tier
 from holdfast.messages.requests import AwaitSave, SaveSettled
 from holdfast.messages.units import Rank, RoundNumber
 
@@ -109,6 +110,26 @@ def settle(
             same = (wait.step, wait.round, wait.to) == (id.step, id.round, tier)
             if same and result.answers(wait.attempt):
                 answer_waits(book, wait, result.settled, taken)
+
+
+def lose(
+    book: Book,
+    tiers: Iterable[Tier],
+    id: SnapshotId,
+    outcome: Missed,
+    why: str,
+    taken: CommitEffects,
+    attempt: int = 0,
+) -> None:
+    """Settle a save of which nothing came. It is counted once, whoever else reports it; the first,
+    second, fourth, eighth, ... of a kind is an incident, so that no job drowns in them."""
+    keys = [outcome_key(tier, id.step, id.round) for tier in tiers]
+    told = [known for key in keys if (known := book.outcomes.get(key)) is not None]
+    if not any(one.answers(attempt or 1) for one in told):
+        book.lost[outcome] = count = book.lost.get(outcome, 0) + 1
+        if count & (count - 1) == 0:
+            taken.lost_saves.append(LostSave(id, outcome, why))
+    settle(book, tiers, id, outcome, why, taken, attempt)
 
 
 def answer_waits(book: Book, wait: SaveWait, settled: SaveSettled, taken: CommitEffects) -> None:
