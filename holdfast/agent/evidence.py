@@ -129,7 +129,12 @@ async def last_of(workers: Sequence[Examined]) -> tuple[RankCollectives, ...]:
         _remove(worker.flight)
         worker.vitals.want_dump()
     await _await_dumps(workers, asyncio.get_running_loop().time() + DUMP_LIMIT_S)
-    found = [RankCollectives(rank=one.rank, last=last_collectives(one.flight)) for one in workers]
+    found = [
+        RankCollectives(
+            rank=one.rank, last=last_collectives(one.flight), place=one.vitals.read().place
+        )
+        for one in workers
+    ]
     return tuple(one for one in found if one.last)
 
 

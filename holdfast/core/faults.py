@@ -146,13 +146,17 @@ def blame_mismatch(
     odd: tuple[int, ...],
     found: Difference | None,
     ranks: Mapping[Rank, RankState],
+    place: str = "",
 ) -> Fault:
     """Blame the rank whose collective did not match the others'; nobody without a majority."""
     guilty = Rank(odd[0]) if odd else None
     state = ranks.get(guilty) if guilty is not None else None
-    said = f"rank {guilty} called another collective than the others"
+    said = [f"rank {guilty} called another collective than the others"]
     if found is not None:
-        said = told(found)
+        said = [told(found)]
+    if place:
+        said.append(f"rank {guilty} was in {place}")
+    said.append(f"{subject(wake)} {'was' if wake.kind == 'signal' else 'raised'} {wake.signature}")
     return replace(
         wake,
         kind="hang",
@@ -160,7 +164,7 @@ def blame_mismatch(
         rank=guilty,
         step=state.step if state is not None else wake.step,
         signature="hang: collectives that can never meet",
-        detail=f"{said}; {subject(wake)} was {wake.signature}",
+        detail="; ".join(said),
         wake=False,
     )
 

@@ -113,6 +113,8 @@ class RankCollectives(Struct, frozen=True, kw_only=True):
 
     rank: Rank
     last: tuple[Collective, ...]
+    place: PlaceName = ""
+    """Line of the script that the rank was at; empty if unknown."""
 
 
 class RankEvidence(Struct, frozen=True, kw_only=True):

@@ -55,7 +55,12 @@ def stopped_after_abort(job: Driver, *sizes: tuple[int, int]) -> list[StopWorker
     actions = job.after(1).exit(1, 50, signal=6, log_tail=ABORTED)
     for node in ("a", "b"):
         ranks = [r for r, state in job.job.ranks.items() if state.node == node]
-        last = [RankCollectives(rank=Rank(r), last=(call(s),)) for r, s in sizes if r in ranks]
+        line = "train.py:17 (step)"
+        last = [
+            RankCollectives(rank=Rank(r), last=(call(s),), place=line)
+            for r, s in sizes
+            if r in ranks
+        ]
         job.ready(node, last=tuple(last))
     return [action for action in actions if isinstance(action, StopWorkers)]
 
@@ -68,7 +73,8 @@ def test_after_an_abort_the_others_tell_what_they_were_in_and_the_odd_one_is_nam
     assert (incident.kind, incident.rank, incident.node) == ("hang", 2, "b")
     assert incident.detail == (
         "collective #46 of group 0 does not match: rank 2 in all_reduce of Float[125]; ranks 0, 3 in"
-        " all_reduce of Float[124]; they will never meet; rank 1 was killed by SIGABRT"
+        " all_reduce of Float[124]; they will never meet; rank 2 was in train.py:17 (step);"
+        " rank 1 was killed by SIGABRT"
     )
     assert incident.also == ["rank 1 killed by SIGABRT"]
 

@@ -41,6 +41,8 @@ class Recovery(Struct):
     """Events whose handler raised an exception."""
     last: dict[Rank, tuple[Collective, ...]] = field(default_factory=dict)
     """The newest collectives of ranks of the round that breaks, as far as they are known."""
+    places: dict[Rank, str] = field(default_factory=dict)
+    """Lines at which they were, or failed."""
     aborted: list[Rank] = field(default_factory=list)
     """Ranks that their backend aborted because they received what they did not expect."""
     ticks_after: Time | None = None
@@ -102,7 +104,8 @@ class RecoveryMachine(Recovery, Machine):
         odd, difference = odd_dead({int(r): last for r, last in self.last.items()}, self.aborted)
         if not odd and difference is None:
             return fault
-        guilty = faults.blame_mismatch(fault, odd, difference, job.ranks)
+        place = self.places.get(Rank(odd[0]), "") if odd else ""
+        guilty = faults.blame_mismatch(fault, odd, difference, job.ranks, place)
         incident = self.last_fault
         assert incident is not None
         book.mention(incident, fault)
@@ -129,11 +132,10 @@ class RecoveryMachine(Recovery, Machine):
     @on(NodeReady, *LIVE, refusal="the job is ending")
     def on_ready(self, job: View, event: NodeReady, now: Time) -> Effects:
         if isinstance(job.state, Stopping):
-            self.last |= {
-                one.rank: one.last
-                for one in event.last
-                if rank_in_force(job, event.node, event.round, one.rank) is not None
-            }
+            for one in event.last:
+                if rank_in_force(job, event.node, event.round, one.rank) is not None:
+                    self.last[one.rank] = one.last
+                    self.places[one.rank] = one.place
         return NONE
 
     @on(EventSetAside, *ALWAYS)
@@ -169,6 +171,8 @@ class RecoveryMachine(Recovery, Machine):
         if isinstance(job.state, Gathering):
             return NONE  # Its round is broken and judged already.
         rank = job.ranks[event.rank]
+        if event.raised is not None:
+            self.places[event.rank] = event.raised.where
         if event.last:
             self.last[event.rank] = event.last
         elif faults.is_aborted_by_backend(event):
@@ -180,6 +184,7 @@ class RecoveryMachine(Recovery, Machine):
 
     def round_began(self, job: View, world: World, now: Time) -> Effects:
         self.last.clear()
+        self.places.clear()
         self.aborted.clear()
         incident = self.open_incident
         if incident is not None:
