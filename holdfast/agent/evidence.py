@@ -126,8 +126,7 @@ def last_collectives(path: Path) -> tuple[Collective, ...]:
 async def last_of(workers: Sequence[Examined]) -> tuple[RankCollectives, ...]:
     """Return the newest collectives of these workers, as far as they say so in time."""
     for worker in workers:
-        _remove(worker.flight)
-        worker.vitals.want_dump()
+        worker.vitals.want_dump()  # A dump that is there is its last: its script has just failed.
     await _await_dumps(workers, asyncio.get_running_loop().time() + DUMP_LIMIT_S)
     found = [
         RankCollectives(
