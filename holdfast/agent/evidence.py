@@ -128,13 +128,12 @@ async def last_of(workers: Sequence[Examined]) -> tuple[RankCollectives, ...]:
     for worker in workers:
         worker.vitals.want_dump()  # A dump that is there is its last: its script has just failed.
     await _await_dumps(workers, asyncio.get_running_loop().time() + DUMP_LIMIT_S)
-    found = [
-        RankCollectives(
-            rank=one.rank, last=last_collectives(one.flight), place=one.vitals.read().place
-        )
-        for one in workers
-    ]
-    return tuple(one for one in found if one.last)
+    found = [(one.rank, _recorded(one.flight)[0]) for one in workers]
+    return tuple(
+        RankCollectives(rank=rank, last=seen.collectives[:MOST_LAST], place=seen.place)
+        for rank, seen in found
+        if seen is not None and seen.collectives
+    )
 
 
 def messages(number: int, evidence: Sequence[RankEvidence]) -> list[EvidenceTaken]:

@@ -35,6 +35,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from holdfast.core.collectives import is_pair
+from holdfast.diagnosis.frames import place_of
 from holdfast.errors import BadFrame
 from holdfast.messages.evidence import (
     ANY_PEER,
@@ -47,6 +48,7 @@ from holdfast.messages.evidence import (
 
 ENTRIES = 2000
 """Operations in the ring: torch's own default."""
+MAX_PLACE_CHARS = 120
 MAX_DUMP_BYTES = 16 << 20
 WORLD = "0"
 """The name of the group of all ranks."""
@@ -189,6 +191,8 @@ class FlightDump(Struct):
     recorded, under the number of the call to that peer, or 0."""
     pairs: Annotated[list[CountedPair], Meta(max_length=2 * MAX_PAIRS)] | None = None
     """All calls of these in this world; None if unknown."""
+    place: Text = ""
+    """Line of the user's code that the training thread was at."""
     missing: str = ""
     """Why there is no recorder."""
 
@@ -207,6 +211,8 @@ class Recorded:
     """Whether older ones were dropped from the ring."""
     world: int = 1
     """How often the script has created its groups."""
+    place: str = ""
+    """Line of the user's code that the training thread was at."""
 
 
 class UnrecordedCalls(Protocol):
@@ -260,6 +266,7 @@ def dump(
     trainer: int = 0,
     rank_and_size: tuple[int, int] | None = None,
     calls: UnrecordedCalls | None = None,
+    failed_at: str = "",
 ) -> bytes:
     """Dump the recorders of this process, from any thread; or say why there are none.
 
@@ -276,6 +283,7 @@ def dump(
         found = FlightDump(missing="the script gave its processes ranks of its own")
     else:
         found = _dump_of(functions, trainer, calls)
+    found.place = failed_at or place_of(sys._current_frames().get(trainer))[:MAX_PLACE_CHARS]
     return _MAGIC + zlib.compress(msgspec.json.encode(found), level=1)
 
 
@@ -415,7 +423,7 @@ def read(data: bytes) -> Recorded:
     collectives = _selected(_of_newest_groups(by_age, living), found)
     evicted = any(_first(trace) != 0 for trace in traces if trace.entries)
     blocked = _is_blocked(found, collectives)
-    return Recorded(collectives, blocked, _pairs(found), evicted, found.world)
+    return Recorded(collectives, blocked, _pairs(found), evicted, found.world, found.place)
 
 
 def _is_blocked(found: FlightDump, newest_first: tuple[Collective, ...]) -> bool:

@@ -13,8 +13,10 @@ so its Python stack alone never makes it a "no".
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
+from types import CodeType, FrameType
 from typing import Literal
 
 from holdfast.core.hangs.deadlines import OLD_BEAT_S
@@ -102,6 +104,18 @@ def telling_thread(evidence: RankEvidence) -> ThreadStack | None:
     if (evidence.beat_age_s or 0.0) < OLD_BEAT_S:
         return main
     return next((thread for thread in evidence.stacks if thread.holds_gil), main)
+
+
+def place_name(code: CodeType, line: int) -> str:
+    """Return a place as people read it: "eval.py:33 (upload)"."""
+    return f"{os.path.basename(code.co_filename)}:{line} ({code.co_name})"
+
+
+def place_of(frame: FrameType | None) -> str:
+    """Return the line of the user's code that a running thread is at; empty if there is none."""
+    while frame is not None and is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else place_name(frame.f_code, frame.f_lineno or 0)
 
 
 def user_frame(frames: Sequence[Frame]) -> Frame | None:

@@ -64,7 +64,7 @@ def become_worker(control_fd: int, page_fd: int, rehearse: bool) -> int:
 
     def died(raised: Raised) -> None:
         at = time.monotonic()
-        recorder.write()
+        recorder.write(raised.where)
         channel.send(local.Died(raised=raised, at=at))
 
     try:
@@ -167,12 +167,14 @@ class FlightFile:
         self._vitals = vitals
         self._rank_and_size = int(assign.env["RANK"]), int(assign.env["WORLD_SIZE"])
 
-    def write(self) -> None:
-        """Write it, atomically; if that fails, no old one stays."""
-        part = f"{self._path}.{threading.get_ident()}"
+    def write(self, failed_at: str = "") -> None:
+        """Write it, atomically, with the line at which the script failed or is; if that fails, no old
+        one stays."""
+        part, trainer = f"{self._path}.{threading.get_ident()}", self._vitals.trainer
         try:
+            dump = flight.dump(trainer, self._rank_and_size, self._calls, failed_at)
             with open(part, "wb") as file:
-                file.write(flight.dump(self._vitals.trainer, self._rank_and_size, self._calls))
+                file.write(dump)
             os.rename(part, self._path)
         except Exception:
             # The disk may be full, and torch's recorder may fail in its own ways: the diagnosis does

@@ -28,6 +28,7 @@ from holdfast.diagnosis.frames import (
     forwards,
     is_collective,
     is_library,
+    place_name,
     waits_locally,
 )
 from holdfast.shm.vital_signs import IN_BACKWARD, IN_COLLECTIVE, IN_LOADER, NO, Vitals
@@ -104,7 +105,7 @@ class Heartbeat:
         if place is not None and place == self._place:
             return
         self._place = place
-        self._vitals.note_place("" if place is None else _place_name(*place[:2]), marks)
+        self._vitals.note_place("" if place is None else place_name(*place[:2]), marks)
         if found == IN_COLLECTIVE:
             self._vitals.note_group_timeout(group_timeout_s(frame))
 
@@ -177,8 +178,3 @@ def _initial_timeout(frame: FrameType | None, c10d: Any) -> object:
 def _line(frame: FrameType) -> int:
     """Return a number for where a thread is, which changes when it moves."""
     return hash((frame.f_code, frame.f_lasti)) % _WORDS or 1
-
-
-def _place_name(code: CodeType, line: int) -> str:
-    """Return a place as people read it: "eval.py:33 (upload)"."""
-    return f"{os.path.basename(code.co_filename)}:{line} ({code.co_name})"
