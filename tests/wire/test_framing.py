@@ -70,7 +70,6 @@ parts = st.builds(
     ),
     **dict.fromkeys(["store_port", "restarts", "max_restarts"], numbers),
     store_address=texts,
-    alarms=st.dictionaries(texts, numbers),
     copies=st.lists(holders, max_size=3).map(tuple),
     fetch=st.lists(st.tuples(images, holders), max_size=3).map(tuple),
 )
