@@ -174,10 +174,9 @@ def a_rank(rank: int, port: int, directory: str) -> None:
     if rank == 1:
         assert pid is not None
         os.kill(pid, 9)
+    control.write_text("")
     error = str(future.exception(60))
     took_s = time.monotonic() - at
-    dist.barrier()
-    control.write_text("")
     dist.barrier()
     writer.save(state(), checkpoint_id=f"{directory}/after").result(60)
     told = {"error": error, "took_s": took_s, "pid": os.getpid()}

@@ -472,11 +472,11 @@ def test_two_processes_train_a_sharded_model(tmp_path: Path, forks: Forks) -> No
         assert equal(loaded(tmp_path / f"ours{number}", like), loaded(theirs, like))
     for rank in (0, 1):
         told = json.loads((tmp_path / f"rank{rank}.json").read_text())
-        assert "rank 1: the keeper died" in told["error"]
+        assert told["error"] == "None", "the next keeper does what the killed one had to do"
         assert told["took_s"] < PROMPT_S
         assert not homes(told["pid"])
-    assert not (tmp_path / "killed" / ".metadata").exists()
-    assert all((tmp_path / name / ".metadata").exists() for name in ("after", "last"))
+    for name in ("killed", "after", "last"):
+        assert (tmp_path / name / ".metadata").exists(), name
 
 
 # ---- deaths ----
@@ -507,7 +507,7 @@ def test_a_keeper_may_die_at_any_call_it_makes_to_the_disk(
         assert time.monotonic() - began < PROMPT_S + 1  # One has to be started, too.
         assert value in (good, number)
         good = value
-    assert died >= 20
+    assert died >= 15
     names = {file.name for file in decoded((at / MANIFEST).read_bytes(), "").files}
     assert files(at) == {MANIFEST, ".metadata", *names}
 

