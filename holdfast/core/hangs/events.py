@@ -38,7 +38,7 @@ from holdfast.messages.units import NodeId, Seconds, Time
 
 STALE_S: Seconds = 10.0
 """An older report waited for a coordinator that was gone; the agent repeats it if it still holds."""
-LOOKS_S: tuple[Seconds, ...] = (0.0, 0.3, 0.6, 2.0, 5.0)
+LOOKS_S: tuple[Seconds, ...] = (0.0, 0.3, 0.3, 0.4, 0.5, 1.0, 2.0, 5.0)
 """Distances between the first looks; later ones double up to the longest."""
 LOOK_MOST_S: Seconds = 60.0
 ANSWER_S: Seconds = 5.0
