@@ -975,14 +975,16 @@ class Saver(Driver):
             )
         )
 
-    def missed(self, rank: int, step: int, round: int = 0) -> list[AnyAction]:
+    def missed(
+        self, rank: int, step: int, outcome: Missed = "failed", round: int = 0
+    ) -> list[AnyAction]:
         return self.take(
             SnapshotMissed(
                 at=self.at,
                 node=self.node_of(rank),
                 rank=Rank(rank),
                 snapshot=snapshot_id(step, round or self.round),
-                outcome="failed",
+                outcome=outcome,
                 reason="no memory",
             )
         )
@@ -1094,6 +1096,15 @@ def test_a_checkpoint_that_slow_storage_left_no_time_for_is_an_incident(job: Sav
     assert incident.signature == "step 11 was skipped"
     assert "storage is slower than the saves" in incident.detail
     assert report.status(job.job, job.at, alive=True).checkpoints[0].skipped == 1
+
+
+def test_a_snapshot_that_a_newer_one_replaced_in_memory_is_counted_and_no_incident(
+    job: Saver,
+) -> None:
+    for step in (10, 11, 12):
+        job.missed(1, step, "skipped")
+    assert job.job.incidents == []
+    assert report.status(job.job, job.at, alive=True).checkpoints[0].skipped == 3
 
 
 def test_the_newest_snapshot_is_written_when_the_ranks_have_ended(job: Saver) -> None:

@@ -151,7 +151,10 @@ def missed(commits: Commits, event: SnapshotMissed) -> CommitEffects:
     id, why = event.snapshot, f"rank {event.rank}: {event.reason}"
     counting = next((s for s in book.snapshots if s.id == id and s.counts), None)
     if counting is None:
-        lose(book, TIERS, id, event.outcome, why, taken, event.attempt)
+        # In memory a newer snapshot is as good; one that was to go to storage is missing there.
+        stored = any(s.id == id and s.wish == "now" for s in book.snapshots)
+        quiet = event.outcome == "skipped" and not stored
+        lose(book, TIERS, id, event.outcome, why, taken, event.attempt, quiet)
         newest = _newest(book)
         if event.outcome == "failed" and (newest is None or age(newest.id) < age(id)):
             book.last_lost = LostSave(id, "failed", why)

@@ -120,14 +120,16 @@ def lose(
     why: str,
     taken: CommitEffects,
     attempt: int = 0,
+    quiet: bool = False,
 ) -> None:
     """Settle a save of which nothing came. It is counted once, whoever else reports it; the first,
-    second, fourth, eighth, ... of a kind is an incident, so that no job drowns in them."""
+    second, fourth, eighth, ... of a kind is an incident, so that no job drowns in them. A quiet one is
+    only counted."""
     keys = [outcome_key(tier, id.step, id.round) for tier in tiers]
     told = [known for key in keys if (known := book.outcomes.get(key)) is not None]
     if not any(one.answers(attempt or 1) for one in told):
         book.lost[outcome] = count = book.lost.get(outcome, 0) + 1
-        if count & (count - 1) == 0:
+        if count & (count - 1) == 0 and not quiet:
             taken.lost_saves.append(LostSave(id, outcome, why))
     settle(book, tiers, id, outcome, why, taken, attempt)
 
