@@ -87,8 +87,9 @@ def test_a_real_quota_throttles_and_is_seen() -> None:
         (group / "cpu.cfs_quota_us").write_text("4000")
         with busy(1, os.sched_getaffinity(0)) as (pid,):
             (group / "cgroup.procs").write_text(str(pid))
-            lacked = measured(pid, until_s=2.0)
-        assert lacked.throttled_s > 0.1
+            # On a busy machine it may take a while until the process has used up its quota.
+            looks = (measured(pid, until_s=2.0) for _ in range(15))
+            assert any(lacked.throttled_s > 0.1 for lacked in looks)
     finally:
         group.rmdir()
 

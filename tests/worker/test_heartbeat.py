@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -239,11 +240,11 @@ def test_while_somebody_holds_the_interpreters_lock_there_are_no_beats() -> None
     vitals = Recorded(memoryview(bytearray(VITALS_BYTES)))
     with beating(vitals):
         wait_for(lambda: vitals.beats, "a beat")
-        began = time.monotonic()
         ctypes.PyDLL(None).usleep(400_000)
         ended = time.monotonic()
         wait_for(lambda: vitals.beats[-1] > ended, "another beat")
-    assert not [at for at in vitals.beats if began + 0.01 < at < ended - 0.01]
+    # Threads may take turns right before and after the call, but not within it.
+    assert max(later - earlier for earlier, later in pairwise(vitals.beats)) >= 0.4
 
 
 def test_a_dump_is_made_when_it_is_wanted_and_one_that_fails_does_not_end_the_beats() -> None:
