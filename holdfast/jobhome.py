@@ -48,12 +48,7 @@ class JobHome:
 
     def write_job_file(self, content: dict[str, Any]) -> None:
         """Write job.json atomically, readable by this user only."""
-        temporary = self._job_file.with_suffix(".new")
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(fd, "w") as file:
-            json.dump(content, file, indent=1)
-            file.write("\n")
-        os.replace(temporary, self._job_file)
+        write_privately(self._job_file, (json.dumps(content, indent=1) + "\n").encode())
 
     def has_job_file(self) -> bool:
         return self._job_file.exists()
@@ -86,6 +81,15 @@ class JobHome:
             return True
         finally:
             os.close(fd)
+
+
+def write_privately(path: Path, content: bytes) -> None:
+    """Write a file atomically, readable by this user only."""
+    temporary = path.with_suffix(".new")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(content)
+    os.replace(temporary, path)
 
 
 def create(name: str | None, script: str) -> JobHome:

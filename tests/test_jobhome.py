@@ -63,7 +63,7 @@ def test_the_job_file_is_written_whole_or_not_at_all(monkeypatch: pytest.MonkeyP
     def broken(*_: object, **__: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(json, "dump", broken)
+    monkeypatch.setattr(os, "replace", broken)
     with pytest.raises(OSError, match="disk full"):
         made.write_job_file({"token": "second"})
     assert made.read_job_file() == {"token": "first"}

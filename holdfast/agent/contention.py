@@ -12,11 +12,11 @@ not count, or shows to nobody, reads as zero.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from holdfast import proc
 from holdfast.messages.timings import CpuShortage
 
 ROOT: Final = Path("/")
@@ -61,7 +61,7 @@ class Reading(NamedTuple):
 
 def read(pid: int, now: float, root: Path = ROOT) -> Reading:
     """Read the counters of a process, its cgroups and the machine."""
-    return Reading(now, thread_times(pid, root), cpu_ticks(root), quotas(pid, root))
+    return Reading(now, thread_times(pid), cpu_ticks(root), quotas(pid, root))
 
 
 def shortage(before: Reading, after: Reading) -> CpuShortage:
@@ -100,19 +100,10 @@ def _throttled_s(before: Quota, after: Quota, took_s: float) -> float:
     return max(0.0, min(after.throttled_s - before.throttled_s, share * took_s))
 
 
-def thread_times(pid: int, root: Path = ROOT) -> dict[int, ThreadTime]:
+def thread_times(pid: int) -> dict[int, ThreadTime]:
     """Return what each thread of a process had of the CPUs."""
-    folder = f"{root}/proc/{pid}/task"
-    found = {}
-    try:
-        threads = os.listdir(folder)
-    except OSError:
-        return {}
-    for thread in threads:
-        words = _text(f"{folder}/{thread}/schedstat").split()
-        if len(words) >= 2:
-            found[int(thread)] = ThreadTime(int(words[0]) / 1e9, int(words[1]) / 1e9)
-    return found
+    found = {thread: proc.cpu_time(pid, thread) for thread in proc.threads(pid)}
+    return {thread: ThreadTime(*(ns / 1e9 for ns in times)) for thread, times in found.items()}
 
 
 def cpu_ticks(root: Path = ROOT) -> CpuTicks:

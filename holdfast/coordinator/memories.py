@@ -7,11 +7,11 @@ read or written is lost without harm: the job learns again.
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 
 import msgspec
 
+from holdfast.jobhome import write_privately
 from holdfast.messages.hangs import Memory
 
 log = logging.getLogger("holdfast.coordinator")
@@ -35,11 +35,7 @@ class Memories:
 
     def write(self, memory: Memory) -> None:
         """Replace what the file holds."""
-        temporary = self._path.with_suffix(".new")
         try:
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with os.fdopen(fd, "wb") as file:
-                file.write(msgspec.json.encode(memory))
-            os.replace(temporary, self._path)
+            write_privately(self._path, msgspec.json.encode(memory))
         except OSError as error:
             log.debug("%s: not written (%s)", self._path, error)

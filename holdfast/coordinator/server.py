@@ -20,6 +20,7 @@ import socket
 import ssl
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import takewhile
 
 from msgspec import Struct
@@ -266,8 +267,7 @@ class Coordinator:
             self._post(Arrival(HangDecided(at=self.clock.now(), rank=rank, act=question.act)))
             what = "is ended now, and the round repaired" if question.act else "is left alone"
             answer = HangNoted(text=f"rank {rank} {what}")
-        stream.send(answer)
-        stream.transport.close()
+        _answer(stream, answer)
 
     def _asked_for_fault(self, stream: Stream, question: AskFault) -> None:
         """A user requests a fault."""
@@ -277,10 +277,7 @@ class Coordinator:
             world = job.world
             wrong = chaos.refusal(job.of(Chaos), injection, world, job.highest, job.ranks)
 
-        def tell(answer: Struct) -> None:
-            stream.send(answer)
-            stream.transport.close()
-
+        tell = partial(_answer, stream)
         if wrong or job is None:
             tell(Rejected(reason=wrong))
             return
@@ -292,8 +289,8 @@ class Coordinator:
         """Somebody wants to know why the job stands still, or whether it does."""
         job = self.job
         if job is None or job.world is None:
-            stream.send(Rejected(reason="no round is in force now; see `holdfast status`"))
-            stream.transport.close()
+            reason = "no round is in force now; see `holdfast status`"
+            _answer(stream, Rejected(reason=reason))
             return
         self._visits -= 1
 
@@ -304,8 +301,7 @@ class Coordinator:
                 suspicion=report.suspicion(job, self.clock.now()),
                 detects=job.terms.hangs.detect,
             )
-            stream.send(fitting(why))
-            stream.transport.close()
+            _answer(stream, fitting(why))
 
         finished = [rank for rank, one in job.ranks.items() if one.finished]
         nodes = self._ask(job.membership.placed, self._visits, native=True)
@@ -407,6 +403,12 @@ class Coordinator:
             stream.transport.close()
         if self._streams:
             await asyncio.wait({self._parted}, timeout=LAST_LIMIT_S)
+
+
+def _answer(stream: Stream, answer: Struct) -> None:
+    """Answer a visitor, who then goes."""
+    stream.send(answer)
+    stream.transport.close()
 
 
 def _over(incidents: Sequence[Incident]) -> list[Incident]:

@@ -107,8 +107,7 @@ class HangsMachine(Hangs, Machine):
             return NONE
         standing = self.late.get(event.rank)
         at = standing.marked_at if standing is not None else now
-        verdict = self.suspicion.verdict if self.suspicion is not None else None
-        said = f"; {verdict.sentence}" if verdict is not None else ""
+        said = f"; {self.verdict.sentence}" if self.verdict is not None else ""
         fault = Fault(
             kind="hang",
             node=rank.node,

@@ -91,7 +91,7 @@ def is_suspicious(hangs: Hangs, scene: Scene) -> bool:
 
 def suspects(hangs: Hangs) -> list[Rank]:
     """Name the ranks that the others seem to wait for: the verdict's, or those that do not wait."""
-    verdict = hangs.suspicion.verdict if hangs.suspicion is not None else None
+    verdict = hangs.verdict
     if verdict is not None and verdict.guilty:
         return list(verdict.guilty)
     stopped = [r for r, s in hangs.late.items() if s.stall.kind == "stopped"]
@@ -101,7 +101,7 @@ def suspects(hangs: Hangs) -> list[Rank]:
 
 def waiting(hangs: Hangs) -> set[Rank]:
     """Name the ranks that are known to wait for others."""
-    verdict = hangs.suspicion.verdict if hangs.suspicion is not None else None
+    verdict = hangs.verdict
     seen = {rank for rank, s in hangs.late.items() if s.stall.kind == "waits"}
     return seen.union(verdict.waiting) if verdict is not None else seen
 
@@ -173,7 +173,7 @@ def _silent(hangs: Hangs, scene: Scene, guilty: list[Rank]) -> Iterable[Outlook]
 
 def _named_pause(hangs: Hangs, standing: LateRank) -> str:
     """Return the section that names what a rank does; empty if none does."""
-    verdict = hangs.suspicion.verdict if hangs.suspicion is not None else None
+    verdict = hangs.verdict
     if verdict is not None and verdict.pause and standing.stall.rank in verdict.guilty:
         return verdict.pause
     return standing.stall.where if standing.stall.where in hangs.longest_s else ""
@@ -219,7 +219,7 @@ def signature(proof: Proof | None) -> str:
 
 def sentence(hangs: Hangs, ahead: Outlook) -> str:
     """Say why the round is broken."""
-    verdict = hangs.suspicion.verdict if hangs.suspicion is not None else None
+    verdict = hangs.verdict
     said = verdict.sentence if verdict is not None else ""
     if ahead.proof is not None:
         subject = f"rank {ahead.rank}" if ahead.rank is not None else "the job"
@@ -262,7 +262,7 @@ def _who(hangs: Hangs, rank: Rank | None, for_s: Seconds) -> str:
         places = sorted({s.stall.place for s in hangs.late.values() if s.stall.place})
         where = f" ({', '.join(places[:3])})" if places else ""
         return f"{len(hangs.late)} ranks have made no progress{where} for {for_s:.0f} s"
-    verdict = hangs.suspicion.verdict if hangs.suspicion is not None else None
+    verdict = hangs.verdict
     place = hangs.place_of(rank) or (verdict.place if verdict is not None else "")
     return f"rank {rank} has been in {place or 'an unknown place'} for {for_s:.0f} s"
 

@@ -100,6 +100,11 @@ class Hangs(Struct):
     longest_s: dict[str, Seconds] = field(default_factory=dict)
     """Longest completed duration of each section."""
 
+    @property
+    def verdict(self) -> VerdictReached | None:
+        """The newest verdict on the open suspicion."""
+        return self.suspicion.verdict if self.suspicion is not None else None
+
     def place_of(self, rank: Rank) -> str:
         standing = self.late.get(rank)
         return standing.stall.place if standing is not None else ""

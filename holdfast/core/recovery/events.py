@@ -92,9 +92,7 @@ class RecoveryMachine(Recovery, Machine):
             if fault is not guilty or fault.victim:
                 book.mention(incident, fault)
         if guilty is not known:
-            better = book.opened(incident.id, guilty, incident.cause, incident.opened_at)
-            better.also = incident.also
-            self.incidents[incident.id - 1] = better
+            self._reopen(incident, guilty)
         return guilty
 
     def explain(self, job: View, fault: Fault) -> Fault:
@@ -109,10 +107,14 @@ class RecoveryMachine(Recovery, Machine):
         incident = self.last_fault
         assert incident is not None
         book.mention(incident, fault)
+        self._reopen(incident, guilty)
+        return guilty
+
+    def _reopen(self, incident: Incident, guilty: Fault) -> None:
+        """Blame another fault for an incident."""
         better = book.opened(incident.id, guilty, incident.cause, incident.opened_at)
         better.also = incident.also
         self.incidents[incident.id - 1] = better
-        return guilty
 
     def note(self, note: Note, cause: str, now: Time) -> None:
         self.incidents.append(book.noted(len(self.incidents) + 1, note, cause, now))
