@@ -9,7 +9,8 @@
     │   ├── FrameTooLarge        peer announced a frame above the limit; none of it was read
     │   ├── BadFrame             bytes that do not decode to the expected message
     │   ├── WrongToken           peer does not know the job's token
-    │   └── WrongProtocol        peer speaks another protocol version
+    │   ├── WrongProtocol        peer speaks another protocol version
+    │   └── JobUnknown           journal knows nothing of the job that the peer trains in
     ├── JournalError         1   journal cannot be written or read
     │   └── JournalCorrupt       journal record does not decode, so nothing after it is trusted
     ├── CheckpointError      1   state cannot be saved, or no saved state verifies
@@ -82,6 +83,10 @@ class WrongToken(WireError):
 
 class WrongProtocol(WireError):
     """A peer that speaks another protocol version."""
+
+
+class JobUnknown(WireError):
+    """A node whose job is not in the coordinator's journal."""
 
 
 class JournalError(HoldfastError):

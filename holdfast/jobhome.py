@@ -57,6 +57,14 @@ class JobHome:
         content: dict[str, Any] = json.loads(self._job_file.read_text())
         return content
 
+    def note_opened(self, id: str) -> None:
+        """Note the id of the job that was opened, so that its journal will be missed if it goes."""
+        self.write_job_file({**self.read_job_file(), "id": id})
+
+    def opened_id(self) -> str:
+        """The id of the job that was opened here; empty if none was."""
+        return str(self.read_job_file().get("id", "")) if self.has_job_file() else ""
+
     def lock(self) -> bool:
         """Lock the job for this process and those it forks; False if it runs already."""
         fd = os.open(self._lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

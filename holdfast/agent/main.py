@@ -17,6 +17,7 @@ from typing import Any
 
 from holdfast import kernel
 from holdfast.agent.health_monitor import HealthMonitor, monitoring
+from holdfast.agent.lease import RoundLease
 from holdfast.agent.nodecheck import NodeTester
 from holdfast.agent.orders import AgentOrders
 from holdfast.agent.output import Console
@@ -93,6 +94,7 @@ class _Agent:
             clock=self.clock,
             state=lambda: (self.supervisor.round, self.supervisor.busy),
             act=lambda order: self.supervisor.act(order),
+            lease=RoundLease(lambda: self.supervisor),
             resumed=lambda sent: self.supervisor.requests.ask_again(sent),
         )
         self.snapshots = self._snapshots(table, env)
@@ -182,7 +184,13 @@ class _Agent:
         )
         port = self.starter.port.number
         self.stream.send(
-            NodeJoined(at=self.clock.now(), node=self.node, spec=spec, store_port=port)
+            NodeJoined(
+                at=self.clock.now(),
+                node=self.node,
+                spec=spec,
+                store_port=port,
+                replaces=self.orders.replaces,
+            )
         )
         self._joined = True
         self.snapshots.tell_images()

@@ -16,6 +16,8 @@ class AgentOrders:
     """An agent's identity, its job, and where everything is."""
 
     node: NodeId
+    replaces: NodeId
+    """The agent of this launcher before this one, if there was one; all that it had is gone."""
     settings: RunSettings
     host: str
     port: int

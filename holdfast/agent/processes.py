@@ -14,7 +14,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -59,6 +59,13 @@ class Process:
             signal.pidfd_send_signal(self._pidfd, number)
         except ProcessLookupError:
             pass
+
+    def send_group(self, number: signal.Signals) -> None:
+        """Send a signal to the process and to all that it has started in its group."""
+        if self.exit is None and self._leads_group:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, number)
+        self.send(number)
 
     def _reap(self) -> None:
         info = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)

@@ -3,10 +3,12 @@
 Usually it does: a user who ends a node signals the launcher, which signals the agent, which reports
 it, and the coordinator orders `Finish`, with all that follows from it. The exceptions:
 
-    no stream when the signal comes     the coordinator gets a moment, then the node ends alone
+    no stream when the signal comes     the coordinator gets a moment, then the node ends alone;
+                                        without grace once the lease on its round is over
     a second signal                     the node ends at once, without grace
     the launcher is gone                the same
     idle, and no coordinator for long   the node ends, and says that it may be tried again
+    ranks ended, the journal is lost    the node ends with their result: nobody will order it
 """
 
 from __future__ import annotations
@@ -87,8 +89,11 @@ class Shutdown:
             self._tell(self._wanted)
         if not self.stream.connected:
             # The coordinator may be starting or about to return; if not, the node ends alone.
-            loop = asyncio.get_running_loop()
-            loop.call_later(LEAVE_LIMIT_S, self.supervisor.act, self._wanted)
+            asyncio.get_running_loop().call_later(LEAVE_LIMIT_S, self._end_alone, number)
+
+    def _end_alone(self, number: signal.Signals) -> None:
+        # Paused ranks must not run again, not even for what they would do at their end.
+        self.supervisor.act(self._finish(number, 0.0 if self.stream.lease.over else OWN_GRACE_S))
 
     def _tell(self, finish: Finish) -> None:
         now, reason, code = self.clock.now(), finish.reason, finish.code
@@ -112,10 +117,15 @@ class Shutdown:
             if alone_s > WARN_AFTER_S and not warned:
                 log.warning("cannot reach %s; still trying", where)
             warned = alone_s > WARN_AFTER_S
+            if self.stream.orphaned and self.supervisor.round and not self.supervisor.busy:
+                code = 0 if self.supervisor.all_ended_well else EXIT_FAILED
+                why = "its ranks have ended, and the coordinator does not know the job"
+                self.supervisor.act(
+                    Finish(node=self.orders.node, code=code, reason=why, grace_s=0.0)
+                )
             if alone_s > limit_s and not self.supervisor.busy:
                 reason = f"{where} cannot be reached"
                 print(f"holdfast: {reason}; try again", file=sys.stderr)
-                order = Finish(
-                    node=self.orders.node, code=EXIT_TRY_AGAIN, reason=reason, grace_s=0.0
+                self.supervisor.act(
+                    Finish(node=self.orders.node, code=EXIT_TRY_AGAIN, reason=reason, grace_s=0.0)
                 )
-                self.supervisor.act(order)

@@ -212,6 +212,7 @@ class StallDetector:
         """Signs count as not older than this."""
         self._examinations = 0
         self._examined_at = float("-inf")
+        self._held = False
 
     def begin_round(self, part: Part) -> None:
         """Prepare for the ranks of a round."""
@@ -252,6 +253,14 @@ class StallDetector:
             self._timer.cancel()
             self._timer = None
 
+    def hold(self) -> None:
+        """Look at no rank: they are paused, and it is not their fault."""
+        self._held = True
+
+    def release(self) -> None:
+        """Look again: all deadlines begin anew."""
+        self._held = False
+
     @contextmanager
     def disturbing(self) -> Iterator[None]:
         """Do not take for signs of life what an examination does to the ranks meanwhile."""
@@ -281,7 +290,7 @@ class StallDetector:
         if not self._watched:
             return
         now = self._system.now()
-        if now - self._due_at > AGENT_LATE_S:
+        if self._held or now - self._due_at > AGENT_LATE_S:
             self._not_before = now
             for one in self._watched.values():
                 one.look_away()

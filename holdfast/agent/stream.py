@@ -2,7 +2,13 @@
 
 Events are numbered and kept until the coordinator acknowledges that they are in its journal. When
 the stream breaks the agent reconnects, with a backoff, for as long as it lives, and resends what
-was not acknowledged; its workers train on meanwhile.
+was not acknowledged; its workers train on meanwhile, for as long as `agent.lease` allows.
+
+The stream belongs to one job. A coordinator that knows nothing of it (its journal is lost, or it has
+another's) is not obeyed: the agent says so, trains on, and keeps looking for the right one.
+
+A living agent never closes a stream, it resets it: so the coordinator can take a stream that was
+closed as a proof that the agent has died.
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from holdfast import kernel
+from holdfast.agent.lease import RoundLease
 from holdfast.agent.orders import AgentOrders
 from holdfast.clock import JobClock
 from holdfast.errors import WireError
@@ -28,23 +35,30 @@ from holdfast.messages.wire import (
     EvidenceTaken,
     FromCoordinator,
     Hello,
+    Lease,
     Rejected,
     Sent,
     Welcome,
 )
 from holdfast.wire import framing
+from holdfast.wire.ends import address_of, all_acknowledged
 from holdfast.wire.tls import client_context
 
 log = logging.getLogger("holdfast.agent")
 
 FIRST_PAUSE_S = 0.01
 LONGEST_PAUSE_S = 1.0
+FIRST_BEAT_S = 1.0
 READ_BYTES = 1 << 16
 CONNECT_LIMIT_S = 3.0
 
 
 class NodeRefused(WireError):
     """The coordinator refuses this node; trying again is no use."""
+
+
+class _OtherJob(WireError):
+    """The coordinator serves another job than this node's."""
 
 
 @dataclass
@@ -54,12 +68,24 @@ class CoordinatorStream:
     state: Callable[[], tuple[RoundNumber, bool]]
     """Returns the round and whether there are workers, to announce on a new stream."""
     act: Callable[[NodeAction], None]
+    lease: RoundLease
     resumed: Callable[[list[AnyEvent]], None] = lambda sent: None
     """Called on each new stream, with the events that were just resent on it."""
     _unacked: deque[Sent] = field(default_factory=deque)
     _number: int = 0
     _writer: asyncio.StreamWriter | None = None
     _beat: asyncio.TimerHandle | None = None
+    _beats: int = 0
+    _streams: int = 0
+    _beat_s: float = FIRST_BEAT_S
+    _acked_number: int = 0
+    """The newest event that is known to be in the journal."""
+    _job_id: str = ""
+    """Id of this node's job, from the first welcome on."""
+    _direct: bool = False
+    """Whether the last stream led to the coordinator itself, and not to a proxy."""
+    orphaned: str = ""
+    """Why the coordinator that answers is not this job's; empty if it is."""
     _lost_at: float = field(default_factory=lambda: asyncio.get_running_loop().time())
     """When the last stream was lost."""
     drained: asyncio.Event = field(default_factory=asyncio.Event)
@@ -89,6 +115,7 @@ class CoordinatorStream:
             return
         transport = self._writer.transport
         self._lost()
+        self.lease.stream_lost()
         assert isinstance(transport, asyncio.Transport)
         transport.pause_reading()
         asyncio.get_running_loop().call_later(seconds, transport.abort)
@@ -111,15 +138,24 @@ class CoordinatorStream:
                 try:
                     await self._converse(reader, writer, welcomed)
                     pause = FIRST_PAUSE_S
-                except (ConnectionError, TimeoutError):
-                    pass  # Closed by the other side or by the kernel's keep-alive.
+                except OSError:
+                    pass  # Closed by the other side, or no way to it: a cable, a route, an interface.
+                except _OtherJob as error:
+                    self._orphan(str(error))
                 finally:
                     self._lost()
-                    writer.close()
+                    self.lease.stream_lost()
+                    writer.transport.abort()
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
+    def _orphan(self, why: str) -> None:
+        if why != self.orphaned:
+            log.error("%s; this node trains on as long as it can, and no fault is repaired", why)
+        self.orphaned = why
+
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
+        began = asyncio.get_running_loop().time()
         try:
             connecting = asyncio.open_connection(self.host, self.port, ssl=self._tls)
             reader, writer = await asyncio.wait_for(connecting, CONNECT_LIMIT_S)
@@ -127,9 +163,16 @@ class CoordinatorStream:
             return reader, writer
         except ssl.SSLError as error:
             raise NodeRefused(f"no TLS connection to {self.host}:{self.port}: {error}") from None
-        except (OSError, asyncio.TimeoutError):
+        except (OSError, asyncio.TimeoutError) as error:
+            if isinstance(error, ConnectionRefusedError):
+                self._host_reached(began)
             self.host, self.port = self.orders.find_coordinator() or (self.host, self.port)
             return None
+
+    def _host_reached(self, at: float) -> None:
+        """Note that the coordinator's host answered, whatever its process does."""
+        if self._direct:
+            self.lease.host_reached(at)
 
     def _lost(self) -> None:
         if self._writer is not None:
@@ -145,6 +188,7 @@ class CoordinatorStream:
         welcomed: Callable[[], None],
     ) -> None:
         round, busy = self.state()
+        self._streams += 1
         hello = Hello(
             protocol=PROTOCOL,
             token=self.orders.token,
@@ -152,24 +196,40 @@ class CoordinatorStream:
             round=round,
             busy=busy,
             terms=self.orders.terms,
+            job_id=self._job_id,
+            acked=self._acked_number,
+            stream=self._streams,
+            address=address_of(writer.get_extra_info("sockname")),
         )
         writer.write(framing.encode(hello))
+        self._keep_beating(writer, None)
         decoder = framing.FrameDecoder[FromCoordinator](FromCoordinator)  # type: ignore[arg-type]
         while data := await reader.read(READ_BYTES):
             for message in decoder.feed(data):
                 if isinstance(message, Welcome):
-                    self.clock.adopt(message.now, asyncio.get_running_loop().time())
-                    self._resume(message, writer)
-                    self._keep_beating(writer, message.beat_s)
-                    kernel.keep_alive(writer.get_extra_info("socket"), message.beat_s)
+                    self._welcomed(message, writer)
                     if self._number == 0:
                         welcomed()
                 elif isinstance(message, Rejected):
-                    raise NodeRefused(message.reason)
+                    raise (_OtherJob if message.lost else NodeRefused)(message.reason)
+                elif isinstance(message, Lease):
+                    self.lease.answered(message)
                 elif isinstance(message, Ack):
                     self._acked(message.number)
                 else:
                     self.act(message)
+
+    def _welcomed(self, welcome: Welcome, writer: asyncio.StreamWriter) -> None:
+        if self._job_id not in ("", welcome.job_id):
+            raise _OtherJob(
+                f"the coordinator at {self.host}:{self.port} serves another job"
+                f" (id {welcome.job_id}, not {self._job_id})"
+            )
+        self._job_id, self._direct, self.orphaned = welcome.job_id, welcome.direct, ""
+        self._beat_s = welcome.beat_s
+        self.clock.adopt(welcome.now, asyncio.get_running_loop().time())
+        kernel.keep_alive(writer.get_extra_info("socket"), welcome.beat_s)
+        self._resume(welcome, writer)
 
     def _resume(self, welcome: Welcome, writer: asyncio.StreamWriter) -> None:
         self._acked(welcome.acked)
@@ -178,12 +238,20 @@ class CoordinatorStream:
             writer.write(framing.encode(sent))
         self.resumed([sent.event for sent in self._unacked])
 
-    def _keep_beating(self, writer: asyncio.StreamWriter, every_s: float) -> None:
+    def _keep_beating(self, writer: asyncio.StreamWriter, last_at: float | None) -> None:
+        """Beat now and from now on, even before the welcome: the kernel's acknowledgement counts."""
         loop = asyncio.get_running_loop()
-        self._beat = loop.call_later(every_s, self._keep_beating, writer, every_s)
-        writer.write(framing.encode(Beat()))
+        now, unsent = loop.time(), writer.transport.get_write_buffer_size()
+        connection = writer.get_extra_info("socket")
+        if last_at is not None and not unsent and all_acknowledged(connection):
+            self._host_reached(last_at)
+        self._beats += 1
+        self.lease.beat_sent(self._beats)
+        writer.write(framing.encode(Beat(number=self._beats)))
+        self._beat = loop.call_at(now + self._beat_s, self._keep_beating, writer, now)
 
     def _acked(self, number: int) -> None:
+        self._acked_number = max(number, self._acked_number)
         while self._unacked and self._unacked[0].number <= number:
             self._unacked.popleft()
         if not self._unacked:

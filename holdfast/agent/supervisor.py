@@ -43,7 +43,7 @@ from holdfast.messages.actions import (
     TestNode,
     WriteShards,
 )
-from holdfast.messages.events import AnyEvent, NodeLeft, NodeReady
+from holdfast.messages.events import AnyEvent, NodeLeft, NodeReady, WorkersKilled
 from holdfast.messages.evidence import RankCollectives
 from holdfast.messages.hangs import HangTerms
 from holdfast.messages.records import Part, RankProgress
@@ -154,6 +154,11 @@ class Supervisor:
     def busy(self) -> bool:
         return bool(self._workers.running) or self._starting is not None
 
+    @property
+    def all_ended_well(self) -> bool:
+        """Whether every rank of the last round has ended with 0."""
+        return bool(self._workers.ended) and not self._workers.failed
+
     def act(self, order: NodeAction) -> None:
         """Carry out an order."""
         _ORDERS[type(order)](self, order)
@@ -161,6 +166,21 @@ class Supervisor:
     def kill_all(self) -> None:
         """Kill all workers without grace."""
         self._workers.kill()
+
+    # ---- the lease on the round: see `agent.lease` ----
+
+    def lent_until(self, until: float) -> None:
+        self._workers.lent_until(until)
+
+    def pause(self) -> None:
+        """Pause the workers where they are: their places may be given to others."""
+        self._detector.hold()
+        self._workers.pause()
+
+    def go_on(self) -> None:
+        """Let paused workers go on."""
+        self._workers.go_on()
+        self._detector.release()
 
     # ---- a round begins ----
 
@@ -191,6 +211,10 @@ class Supervisor:
                 self._spawn(self._look_then_stop(order))
             else:
                 self._stop_workers(order)
+        elif order.round == self.round and order.grace_s <= 0.0 and self._workers.running:
+            self._workers.kill()
+            at, node, round = self.clock.now(), self.node, self.round
+            self.stream.send(WorkersKilled(at=at, cause=order.id, node=node, round=round))
 
     def _finish(self, order: Finish) -> None:
         if not isinstance(self._stopping, Finish):

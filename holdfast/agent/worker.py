@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import signal
 from dataclasses import dataclass, field
@@ -176,6 +177,19 @@ class Worker:
     def kill(self) -> None:
         self.process.send(signal.SIGKILL)
 
+    def pause(self) -> None:
+        """Stop it and its children where they are (SIGSTOP)."""
+        self.process.send_group(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Let it go on where it was paused."""
+        self.process.send_group(signal.SIGCONT)
+
+    def lent_until(self, until: float) -> None:
+        """Note in its page when the lease on its rank is over."""
+        if self.runtime is not None:
+            self.runtime.page.vitals.lend(until)
+
     def hear_last_words(self) -> None:
         """Take what it still said and printed before its process ended."""
         if self._timer is not None:
@@ -260,11 +274,22 @@ class Workers:
     """Those that are gone and whose scripts had ended."""
     slowest_stop_s: Seconds | None = None
     """Longest time that a worker of the round took to exit after it was asked to stop."""
+    failed: bool = False
+    """Whether a rank of the round has ended otherwise than with 0."""
+    _paused: bool = False
+    _lent_until: float = math.inf
+
+    def add(self, worker: Worker) -> None:
+        self.running[worker.rank] = worker
+        worker.lent_until(self._lent_until)
+        if self._paused:
+            worker.pause()
 
     def begin_round(self) -> None:
         self.ended = []
         self.departed = []
         self.slowest_stop_s = None
+        self.failed = False
 
     def note_end(self, progress: RankProgress, stop_took_s: Seconds | None) -> None:
         self.ended.append(progress)
@@ -300,3 +325,20 @@ class Workers:
     def kill(self) -> None:
         for worker in self.running.values():
             worker.kill()
+
+    # ---- the lease on the round ----
+
+    def lent_until(self, until: float) -> None:
+        self._lent_until = until
+        for worker in self.running.values():
+            worker.lent_until(until)
+
+    def pause(self) -> None:
+        self._paused = True
+        for worker in self.running.values():
+            worker.pause()
+
+    def go_on(self) -> None:
+        self._paused = False
+        for worker in self.running.values():
+            worker.go_on()

@@ -228,7 +228,7 @@ class WorkerMonitor:
 
     def expect(self, worker: Worker) -> None:
         """Listen to a worker that is about to get its rank."""
-        self.workers.running[worker.rank] = worker
+        self.workers.add(worker)
         if worker.runtime is not None:
             worker.runtime.hear = lambda message: self._hear(worker, message)
         self.injector.begin_rank(worker.target())
@@ -319,6 +319,8 @@ class WorkerMonitor:
         self.workers.note_end(progress, ending.stop_took_s)
         if ending.exit.code == 0:
             self.workers.departed.append(worker.departed(progress.step))
+        else:
+            self.workers.failed = True
         if ending.by_itself:
             self.reporter.exited(worker, ending, progress)
         self.injector.gone(worker.process.pid)

@@ -16,7 +16,7 @@ from holdfast.config.values import endpoint, joined
 from holdfast.coordinator.journal import replay
 from holdfast.coordinator.main import run_coordinator
 from holdfast.core.states import Ended
-from holdfast.errors import JobHomeError, UsageError
+from holdfast.errors import JobHomeError, JournalError, UsageError
 from holdfast.jobhome import JobHome
 from holdfast.launch.orders import coordinator_orders
 from holdfast.launch.site import Site, given_token, hosted, listen
@@ -63,6 +63,10 @@ def _home(name: str) -> JobHome:
     home = jobhome.share(name)
     if home.alive():
         raise JobHomeError(f"job {name} is running already ({home.path})")
+    if home.opened_id() and not home.journal.exists():
+        raise JournalError(
+            f"{home.journal} is gone, though the job was opened; put it back, or choose another --job"
+        )
     before = replay(home.journal) if home.journal.exists() else None
     if before is None or isinstance(before.job.state, Ended):
         return jobhome.create(name, name)

@@ -7,6 +7,10 @@ end of a file torn by a power cut is repaired by SQLite itself.
 
 The state is not stored but derived: replaying the events through the core gives the same job again,
 because the core has no other input.
+
+A row that is missing, damaged, or of a version that this one does not know is read as `EventLost`, and
+all others count. A journal that is gone, empty or no journal at all is not made up for: see
+`coordinator.lost`.
 """
 
 from __future__ import annotations
@@ -25,12 +29,15 @@ from holdfast.core.ledger.books import Ledger
 from holdfast.core.replay import Entry, JobSnapshot
 from holdfast.core.story import Recorder
 from holdfast.errors import JournalCorrupt, JournalError
-from holdfast.messages.events import AnyEvent
+from holdfast.messages.events import AnyEvent, EventLost
 from holdfast.messages.reports import Booking
+from holdfast.messages.units import NodeId, Time
 
-VERSION = 3
+VERSION = 4
 SNAPSHOT_EVERY = 2000
 SNAPSHOT_BYTES = 4 << 20
+MISSING_AT_MOST = 10_000
+"""Missing events in a row with which a journal can still be read."""
 
 _SCHEMA = f"""
 BEGIN IMMEDIATE;
@@ -132,8 +139,14 @@ class Journal:
 
 def replay(path: Path) -> JobSnapshot | None:
     """Replay the journal from its newest snapshot; None when it holds no job."""
+    return reopen(path)[0]
+
+
+def reopen(path: Path) -> tuple[JobSnapshot | None, int]:
+    """Replay the journal; also return how many events of those it read are lost."""
     with _Reader(path) as reader:
-        return replaying.replay(reader.since_snapshot)
+        snapshot = replaying.replay(reader.since_snapshot)
+        return snapshot, reader.lost
 
 
 def replay_spans(path: Path) -> tuple[JobSnapshot | None, list[Booking]]:
@@ -159,6 +172,8 @@ class _Reader:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self.lost = 0
+        """Events that the last reading did not find."""
         try:
             self._db = sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)
         except sqlite3.Error as error:
@@ -166,7 +181,9 @@ class _Reader:
         (version,) = next(self._select("PRAGMA user_version"))
         self._empty = version == 0  # Its writer has just begun, or was killed before it had.
         if version not in (0, VERSION):
-            raise JournalError(f"{path}: written by a version of holdfast that is not this one")
+            raise JournalError(
+                f"{path}: written as version {version} of the journal; this holdfast reads {VERSION}"
+            )
 
     def __enter__(self) -> _Reader:
         return self
@@ -195,18 +212,42 @@ class _Reader:
     def entries(self, after: int) -> Iterator[Entry]:
         if self._empty:
             return
-        expected = after
-        query = (
-            "SELECT number, at, node, node_number, event FROM events WHERE number > ? ORDER BY 1"
-        )
-        for number, at, node, node_number, event in self._select(query, after):
-            expected += 1
-            if number != expected:
-                raise JournalCorrupt(f"{self._path}: event {expected} is missing")
+        expected, last_at, self.lost = after + 1, 0.0, 0
+        for number, at, node, node_number, event in self._rows(after):
+            if number - expected > MISSING_AT_MOST:
+                raise JournalCorrupt(f"{self._path}: events {expected} to {number - 1} are missing")
+            while expected < number:
+                yield self._lost(last_at, f"event {expected} is missing")
+                expected += 1
+            expected, last_at = number + 1, at
             try:
                 yield Entry(at, _event_decoder.decode(event), node, node_number)
             except msgspec.DecodeError as error:
-                raise JournalCorrupt(f"{self._path}: event {number} is damaged: {error}") from None
+                yield self._lost(at, f"event {number} is damaged: {error}", node, node_number)
+
+    def _lost(
+        self, at: float, error: str, node: NodeId | None = None, node_number: int | None = None
+    ) -> Entry:
+        self.lost += 1
+        return Entry(Time(at), EventLost(at=Time(at), error=error), node, node_number or 0)
+
+    def _rows(self, after: int) -> Iterator[Any]:
+        """Read the rows in order; where pages of the file are damaged, those that can be read."""
+        columns, number = "number, at, node, node_number, event", after
+        try:
+            query = f"SELECT {columns} FROM events WHERE number > ? ORDER BY 1"
+            for row in self._select(query, after):
+                number = row[0]
+                yield row
+            return
+        except JournalCorrupt:
+            ((last,),) = self._select("SELECT max(number) FROM events")
+        while number < (last or 0):
+            number += 1
+            try:
+                yield from self._select(f"SELECT {columns} FROM events WHERE number = ?", number)
+            except JournalCorrupt:  # Its page: the number is missing then.
+                continue
 
     def _select(self, query: str, *values: int) -> Iterator[Any]:
         try:

@@ -1,4 +1,8 @@
-"""One coordinator, from its start (or its start again) to the end of the job."""
+"""One coordinator, from its start (or its start again) to the end of the job.
+
+A job that was opened has its id in job.json. A coordinator that finds it there and no such job in the
+journal has lost its journal, and does not begin another: see `coordinator.lost`.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,15 @@ from dataclasses import dataclass
 from holdfast import kernel
 from holdfast.clock import JobClock
 from holdfast.coordinator.diagnosis import Examinations
-from holdfast.coordinator.journal import Journal, replay
+from holdfast.coordinator.journal import Journal, reopen
+from holdfast.coordinator.lost import LostCoordinator
 from holdfast.coordinator.memories import Memories
 from holdfast.coordinator.server import Coordinator
+from holdfast.core.replay import JobSnapshot
+from holdfast.errors import JournalError
 from holdfast.jobhome import JobHome
 from holdfast.messages.events import CoordinatorRestarted
+from holdfast.messages.exits import EXIT_FAILED
 from holdfast.messages.records import Terms
 from holdfast.messages.units import Time
 from holdfast.wire.tls import TlsFiles, server_context
@@ -50,20 +58,61 @@ def run_coordinator(orders: CoordinatorOrders) -> int:
 
 async def _run(orders: CoordinatorOrders) -> int:
     path, name = orders.home.journal, orders.home.name
-    before = replay(path) if path.exists() else None
+    before, missing, lost = _before(orders.home)
+    if lost:
+        sentence = (
+            f"the journal of job {name} is lost ({lost}): this coordinator decides nothing; put it"
+            " back and restart the coordinator, or stop the job and start it again"
+        )
+        await LostCoordinator(sentence, orders.token).serve(
+            orders.listener, server_context(orders.tls)
+        )
+        return EXIT_FAILED
     journal = Journal(path)
     try:
         clock = JobClock(not_before=before.at if before is not None else Time(0.0))
         examinations = Examinations(orders.home.incidents)
         memories = Memories(orders.home.memories)
-        coordinator = Coordinator(name, None, journal, clock, orders.token, examinations, memories)
+        coordinator = Coordinator(
+            name=name,
+            job=None,
+            journal=journal,
+            clock=clock,
+            token=orders.token,
+            examinations=examinations,
+            memories=memories,
+            note_opened=orders.home.note_opened,
+        )
         restarted = None
         if before is not None:
             coordinator.job, coordinator.acked = before.job, before.acked
-            restarted = CoordinatorRestarted(at=clock.now())
+            restarted = CoordinatorRestarted(at=clock.now(), lost=missing)
             log.warning("the coordinator is back, in round %d", before.job.membership.round)
+            if missing:
+                log.error("%d events of the journal are lost (see `holdfast incidents`)", missing)
+                journal.write_snapshot(before)  # Once is enough to have lost them.
         elif orders.terms is not None:
             coordinator.open(orders.terms, clock.at(orders.since_monotonic))
         return await coordinator.serve(orders.listener, server_context(orders.tls), restarted)
     finally:
         journal.close()
+
+
+def _before(home: JobHome) -> tuple[JobSnapshot | None, int, str]:
+    """Replay the journal; also return how many of its events are lost, or why all of them are."""
+    opened, path = home.opened_id(), home.journal
+    if not path.exists():
+        return None, 0, f"{path} is gone" if opened else ""
+    try:
+        before, missing = reopen(path)
+    except JournalError as error:
+        if not opened:
+            raise
+        return None, 0, str(error)
+    if not opened:
+        return before, missing, ""
+    if before is None:
+        return None, 0, f"{path} is empty"
+    if before.job.id != opened:
+        return None, 0, f"{path} is another job's: its id is {before.job.id}, not {opened}"
+    return before, missing, ""

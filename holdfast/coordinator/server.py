@@ -5,9 +5,8 @@ loop all that are there are journaled in one transaction, each is handed to the 
 that come out are sent. So there is one order of events, it is the journal's, and nothing is acted
 upon that is not written down. A deadline that the core asks for comes back to it as one more event.
 
-A stream that is silent for too long is cut off. Cut cables are noticed by the kernel's keep-alive
-within seconds; an agent that is there but does not run (stopped, or starved) is noticed because its
-beats stay away.
+A node that is silent for too long is given up, by the rules of `core.leases`: one whose cable is cut,
+or whose agent does not run (stopped, or starved), so that its beats stay away.
 """
 
 from __future__ import annotations
@@ -15,10 +14,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import signal
 import socket
 import ssl
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
@@ -32,13 +32,15 @@ from holdfast.coordinator.journal import Journal
 from holdfast.coordinator.memories import Memories
 from holdfast.coordinator.stream import Stream
 from holdfast.core import job as jobs
-from holdfast.core import report
+from holdfast.core import leases, report
 from holdfast.core.chaos import plans as chaos
 from holdfast.core.chaos.plans import Chaos
 from holdfast.core.hangs.state import Hangs
 from holdfast.core.job import Job
-from holdfast.core.patience import Silence
+from holdfast.core.leases import Leases
+from holdfast.core.patience import beat_s, silence_s
 from holdfast.core.replay import Entry, Intake, JobSnapshot
+from holdfast.errors import JobUnknown, WireError
 from holdfast.kernel import keep_alive
 from holdfast.messages.actions import (
     Announce,
@@ -54,7 +56,9 @@ from holdfast.messages.events import (
     HangDecided,
     HangsRemembered,
     JobOpened,
+    LeaseEnded,
     NodeResumed,
+    SilenceRaised,
     StreamEnded,
     Tick,
     VerdictReached,
@@ -62,13 +66,15 @@ from holdfast.messages.events import (
 from holdfast.messages.evidence import RankEvidence, Verdict
 from holdfast.messages.hangs import Memory
 from holdfast.messages.records import Incident, Terms
-from holdfast.messages.units import NodeId, Time
+from holdfast.messages.units import NodeId, RoundNumber, Seconds, Time
 from holdfast.messages.wire import (
     Ack,
     AskFault,
     AskHang,
+    Beat,
     HangNoted,
     Hello,
+    Lease,
     Rejected,
     Sent,
     Visit,
@@ -100,14 +106,22 @@ class Coordinator:
     token: str
     examinations: Examinations
     memories: Memories
+    note_opened: Callable[[str], None] = lambda id: None
+    """Called with the id of a job that was just opened."""
     acked: dict[NodeId, int] = field(default_factory=dict)
     _streams: dict[NodeId, Stream] = field(default_factory=dict)
     _strangers: set[Stream] = field(default_factory=set)
     _inbox: list[Arrival] = field(default_factory=list)
-    _silence: Silence = field(default_factory=Silence)
+    _leases: Leases = field(init=False)
+    _longest_silence_s: Seconds = 0.0
+    """Longest time that a node was silent and then heard of again."""
     _timer: asyncio.TimerHandle | None = None
     _journal_trouble: str | None = None
     _told: int = 0
+    _given_up: set[NodeId] = field(default_factory=set)
+    """Nodes that the core is about to lose: they get no lease any more."""
+    _raised_to_s: Seconds = 0.0
+    """The silence that was last asked for."""
     _remembered: Memory | None = None
     """What was last written of it."""
     _visits: int = 0
@@ -127,7 +141,10 @@ class Coordinator:
         loop = asyncio.get_running_loop()
         self._closed: asyncio.Future[int] = loop.create_future()
         self._parted: asyncio.Future[None] = loop.create_future()
-        if restarted is not None:
+        self._leases = Leases(loop.time())
+        if restarted is not None and self.job is not None:
+            members = self.job.membership
+            self._leases.restarted(members.known(), members.silence_s, loop.time())
             self._told = self._told_before()
             self._post(Arrival(restarted))
         server = await loop.create_server(lambda: Stream(self), sock=listener, ssl=tls)
@@ -166,6 +183,7 @@ class Coordinator:
             for action in actions:
                 self._carry_out(action)
         self.job = intake.job
+        self._given_up.clear()
         self._note_trouble(self.journal.trouble)
         for node in {arrival.node for arrival in batch if arrival.number}:
             if node is not None and node in self._streams:
@@ -340,29 +358,63 @@ class Coordinator:
 
     def connected(self, stream: Stream) -> None:
         self._strangers.add(stream)
-        beat_s = self._silence.beat_s(len(self._streams))
-        keep_alive(stream.transport.get_extra_info("socket"), beat_s)
+        keep_alive(stream.transport.get_extra_info("socket"), beat_s(len(self._streams)))
 
     def greeted(self, stream: Stream, hello: Hello) -> None:
         self._strangers.discard(stream)
-        older = self._streams.get(hello.node)
-        self._streams[hello.node] = stream
-        if older is not None:
-            older.transport.abort()
-        now, acked = self.clock.now(), self.acked.get(hello.node, 0)
+        now, older = self.clock.now(), self._streams.get(hello.node)
+        self._check_job(hello)
+        if older is not None and older.number >= hello.stream:
+            raise WireError(
+                f"another process that is connected has the id {hello.node}; was this machine or its"
+                " memory copied while the agent ran? Start this node's launcher again"
+            )
         if self.job is None:
             self.open(hello.terms, now)
-        beat_s = self._silence.beat_s(len(self._streams))
-        stream.send(Welcome(job=self.name, now=now, acked=acked, beat_s=beat_s))
-        if acked or any(arrival.node == hello.node for arrival in self._inbox):
-            resumed = NodeResumed(at=now, node=hello.node, round=hello.round, busy=hello.busy)
+        assert self.job is not None
+        self._streams[hello.node] = stream
+        self._leases.begin(hello.node, stream.remote, asyncio.get_running_loop().time())
+        self._raise_silence()
+        if older is not None:
+            older.abort()
+        acked = self.acked.get(hello.node, 0)
+        stream.send(
+            Welcome(
+                job=self.name,
+                job_id=self.job.id,
+                now=now,
+                acked=acked,
+                beat_s=beat_s(len(self._streams)),
+                direct=stream.direct,
+            )
+        )
+        unread = sum(arrival.node == hello.node for arrival in self._inbox)
+        if acked or unread or hello.acked:
+            resumed = NodeResumed(
+                at=now,
+                node=hello.node,
+                round=hello.round,
+                busy=hello.busy,
+                missing=max(0, hello.acked - acked),
+            )
             self._post(Arrival(resumed, hello.node))
+
+    def _check_job(self, hello: Hello) -> None:
+        """Refuse a node that trains in a job which this coordinator's journal knows nothing of."""
+        if hello.job_id and (self.job is None or hello.job_id != self.job.id):
+            raise JobUnknown(
+                f"this coordinator's journal ({self.journal.path}) knows nothing of the job that"
+                f" {hello.node} trains in (id {hello.job_id}, round {hello.round}); was the journal"
+                " removed, or HOLDFAST_HOME changed? Put it back and restart the coordinator, or stop"
+                " the node and start the job again"
+            )
 
     def open(self, terms: Terms, at: Time) -> None:
         """The job begins."""
-        opened = JobOpened(at=at, job=self.name, terms=terms)
+        opened = JobOpened(at=at, job=self.name, id=secrets.token_hex(8), terms=terms)
         self.journal.append([Entry(opened.at, opened)])
         self._note_trouble(self.journal.trouble)
+        self.note_opened(opened.id)
         self.job = jobs.opened(opened)
         memory = self.memories.read()
         if memory.places:
@@ -371,8 +423,31 @@ class Coordinator:
     def arrived(self, node: NodeId, message: Sent) -> None:
         self._post(Arrival(message.event, node, message.number))
 
-    def heard_again(self, silent_s: float) -> None:
-        self._silence.observe(silent_s)
+    def heard(self, stream: Stream) -> None:
+        """Note a sign of life. One that comes after a long silence shows that machines are busy."""
+        assert stream.node is not None
+        silent_s = self._leases.hear(stream.node, asyncio.get_running_loop().time())
+        if silent_s > self._longest_silence_s:
+            self._longest_silence_s = silent_s
+            self._raise_silence()
+
+    def _raise_silence(self) -> None:
+        """Give nodes more time from now on if there are more of them, or they are busier."""
+        assert self.job is not None
+        wanted_s = silence_s(len(self._streams), self._longest_silence_s)
+        if wanted_s > max(self.job.membership.silence_s, self._raised_to_s):
+            self._raised_to_s = wanted_s
+            self._post(Arrival(SilenceRaised(at=self.clock.now(), silence_s=wanted_s)))
+
+    def beaten(self, stream: Stream, beat: Beat) -> None:
+        """Answer a beat: the node keeps its places. No more is promised than is in the journal."""
+        assert stream.node is not None
+        assert self.job is not None
+        members, terms = self.job.membership, self.job.terms
+        placed = None if stream.node in self._given_up else members.placed.get(stream.node)
+        for_s = leases.lease_s(members.silence_s) if terms.max_nodes + terms.spares > 1 else 0.0
+        round = placed.round if placed is not None else RoundNumber(0)
+        stream.send(Lease(beat=beat.number, round=round, for_s=for_s))
 
     def disconnected(self, stream: Stream) -> None:
         self._strangers.discard(stream)
@@ -382,20 +457,40 @@ class Coordinator:
                 if not self._streams and not self._parted.done():
                     self._parted.set_result(None)
             else:
-                since = Time(self.clock.now() - stream.silent_s)
+                silent_s = self._leases.silent_s(stream.node, asyncio.get_running_loop().time())
+                now = self.clock.now()
+                gone = stream.closed_by_peer and stream.direct
+                since = now if gone else Time(now - silent_s)
                 self._post(Arrival(StreamEnded(at=since, node=stream.node)))
+                if gone:  # Only a process that ends closes its stream without a word.
+                    self._end_lease(stream.node, "its agent died")
+
+    def _end_lease(self, node: NodeId, why: str) -> None:
+        self._leases.forget(node)
+        self._given_up.add(node)
+        self._post(Arrival(LeaseEnded(at=self.clock.now(), node=node, why=why)))
 
     async def _watch_silence(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            beat_s = self._silence.beat_s(len(self._streams))
-            await asyncio.sleep(beat_s)
-            now, limit_s = loop.time(), self._silence.limit_s(len(self._streams))
-            for stream in list(self._streams.values()):
-                silent_s = now - stream.heard_at
-                if silent_s > limit_s:
-                    stream.silent_s = silent_s
-                    stream.cut_off(f"not heard of for {silent_s:.1f} s")
+            await asyncio.sleep(leases.LOOK_EVERY_S)
+            if self.job is not None:
+                self._give_up_silent(self.job, loop.time())
+
+    def _give_up_silent(self, job: Job, now: float) -> None:
+        members = job.membership
+        self._leases.attend(dict.fromkeys(members.known()), self._streams)
+
+        def dispensable(nodes: Collection[NodeId]) -> bool:
+            return job.result is not None or members.dispensable(nodes)
+
+        for node in self._leases.look(now, members.silence_s, dispensable):
+            silent_s = self._leases.silent_s(node, now)
+            stream = self._streams.get(node)
+            if stream is not None:
+                stream.cut_off(f"not heard of for {silent_s:.1f} s")
+                self.disconnected(stream)
+            self._end_lease(node, f"it was not heard of for {silent_s:.1f} s")
 
     async def _part(self) -> None:
         """Send what is still to be sent, and let every stream end in its own way."""

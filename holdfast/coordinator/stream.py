@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 
 from msgspec import Struct
 
-from holdfast.errors import WireError, WrongProtocol, WrongToken
+from holdfast.errors import JobUnknown, WireError, WrongProtocol, WrongToken
 from holdfast.messages.units import NodeId
 from holdfast.messages.wire import (
     PROTOCOL,
@@ -27,6 +27,7 @@ from holdfast.messages.wire import (
     Visit,
 )
 from holdfast.wire import framing
+from holdfast.wire.ends import address_of
 
 if TYPE_CHECKING:
     from holdfast.coordinator.server import Coordinator
@@ -46,9 +47,13 @@ class Stream(asyncio.Protocol):
 
     def __init__(self, coordinator: Coordinator) -> None:
         self.node: NodeId | None = None
-        self.heard_at = 0.0
-        self.silent_s = 0.0
-        """How long nothing had been heard of it when it was given up."""
+        self.number = 0
+        """Which of its streams the agent says it is."""
+        self.direct = False
+        """Whether the other end is the agent's own socket, and not a proxy's."""
+        self.closed_by_peer = False
+        """Whether the other end was closed, as the kernel does it for a process that ends."""
+        self._cut = False
         self._coordinator = coordinator
         self._loop = asyncio.get_running_loop()
         self._decoder = framing.FrameDecoder[FromAgent](FromAgent, HELLO_BYTES)  # type: ignore[arg-type]
@@ -65,7 +70,17 @@ class Stream(asyncio.Protocol):
     def cut_off(self, why: str) -> None:
         who = self.node or self.transport.get_extra_info("peername")
         log.warning("%s: cut off: %s", who, why)
+        self.abort()
+
+    def abort(self) -> None:
+        self._cut = True
         self.transport.abort()
+
+    @property
+    def remote(self) -> bool:
+        """Whether the other end is on another host."""
+        peer, here = (self.transport.get_extra_info(name) for name in ("peername", "sockname"))
+        return bool(peer and here) and peer[0] != here[0]
 
     # ---- what asyncio calls ----
 
@@ -75,21 +90,20 @@ class Stream(asyncio.Protocol):
         self._patience = self._loop.call_later(HELLO_LIMIT_S, self.cut_off, "it said no hello")
 
     def data_received(self, data: bytes) -> None:
-        now = self._loop.time()
         if self.node is not None:
-            self._coordinator.heard_again(now - self.heard_at)
-        self.heard_at = now
+            self._coordinator.heard(self)
         try:
             for message in self._decoder.feed(data):
                 self._take(message)
         except WireError as error:
             if self.node is None:
-                self.send(Rejected(reason=str(error)))
+                self.send(Rejected(reason=str(error), lost=isinstance(error, JobUnknown)))
             self.cut_off(str(error))
 
     def connection_lost(self, error: Exception | None) -> None:
         if self._patience is not None:
             self._patience.cancel()
+        self.closed_by_peer = error is None and not self._cut
         self._coordinator.disconnected(self)
 
     # ---- what is said ----
@@ -103,7 +117,9 @@ class Stream(asyncio.Protocol):
             self._coordinator.arrived(self.node, message)
         elif isinstance(message, EvidenceTaken):
             self._coordinator.examinations.add(self.node, message)
-        elif not isinstance(message, Beat):
+        elif isinstance(message, Beat):
+            self._coordinator.beaten(self, message)
+        else:
             raise WireError("it said hello twice")
 
     def _greet(self, hello: FromAgent) -> None:
@@ -121,5 +137,7 @@ class Stream(asyncio.Protocol):
             self._coordinator.visited(self, hello)
             return
         self._decoder.max_bytes = framing.MAX_FRAME_BYTES
-        self.node = hello.node
+        self.number = hello.stream
+        self.direct = hello.address == address_of(self.transport.get_extra_info("peername"))
         self._coordinator.greeted(self, hello)
+        self.node = hello.node

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from holdfast.core import faults
 from holdfast.core.chaos.events import ChaosMachine
 from holdfast.core.commits.events import CommitsMachine
-from holdfast.core.decisions import Refused
+from holdfast.core.decisions import BreakRound, Refused
 from holdfast.core.hangs.events import HangsMachine
 from holdfast.core.ledger.events import LedgerMachine
 from holdfast.core.machine import Effects, Machine, Rule
@@ -38,7 +39,7 @@ from holdfast.core.view import RankState, earliest
 from holdfast.messages.actions import AnyAction, CloseJob
 from holdfast.messages.events import AnyEvent, CoordinatorRestarted, JobOpened, Tick
 from holdfast.messages.records import Incident, JobResult, Terms, World
-from holdfast.messages.units import CauseId, Rank, StepNumber, Time
+from holdfast.messages.units import CauseId, NodeId, Rank, StepNumber, Time
 
 MACHINES: tuple[type[Machine], ...] = (
     RanksMachine,
@@ -73,6 +74,8 @@ class Job(Struct, dict=True):
     """Events taken in so far; the number of the newest."""
     refused: dict[str, int] = field(default_factory=dict)
     """Events that changed nothing, by type and reason."""
+    id: str = ""
+    """Drawn when the job opened: see `JobOpened`."""
 
     def of(self, kind: type[M]) -> M:
         """Find the machine of that type."""
@@ -190,7 +193,7 @@ class Job(Struct, dict=True):
 def opened(event: JobOpened, machines: Sequence[type[Machine]] = MACHINES) -> Job:
     """Make a job as its first event makes it."""
     made = tuple(machine.opened(event.terms, event.at) for machine in machines)
-    return Job(event.job, event.terms, event.at, made)
+    return Job(event.job, event.terms, event.at, made, id=event.id)
 
 
 def handle(job: Job, event: AnyEvent, now: Time) -> list[AnyAction]:
@@ -221,7 +224,7 @@ def decide(job: Job, event: AnyEvent, now: Time) -> list[AnyAction]:
             actions += carry_out(job, decided, now)
     if own is not None:
         decisions = kind is Tick  # After a restart, nodes come back before anything is decided.
-        actions += carry_out(job, own(job), now)
+        actions += carry_out(job, own(job, event, now), now)
     elif len(refusals) == len(listeners):
         refused = f"{kind.__name__}: {refusals[0] if refusals else 'nothing handles it'}"
         job.refused[refused] = job.refused.get(refused, 0) + 1
@@ -245,15 +248,26 @@ def validate(job: Job) -> None:
 # ---- events that are the job's own ---------------------------------------------------------------
 
 
-def on_restarted(job: Job) -> Effects:
-    """Give every node time to come back; a job that is over closes again."""
+def on_restarted(job: Job, event: CoordinatorRestarted, now: Time) -> Effects:
+    """Give every node time to come back; a job that is over closes again.
+
+    If the journal lost events, what was agreed in the round is unknown: all nodes stop and meet anew.
+    """
     if isinstance(job.state, Ended):  # It died with the last event written and not acted upon.
         return [CloseJob(code=job.state.result.code, reason=job.state.result.reason)]
-    return [moment(Machine.coordinator_restarted)]
+    restarted = moment(Machine.coordinator_restarted)
+    if not event.lost or job.world is None:
+        return [restarted]
+    why = f"the journal lost {event.lost} events"
+    fault = faults.wanted("resize", NodeId(""), job.world.round, job.highest, why, now)
+    return [restarted, BreakRound(fault=fault)]
 
 
-def on_tick(job: Job) -> Effects:
+def on_tick(job: Job, event: Tick, now: Time) -> Effects:
     return [moment(Machine.tick)]
 
 
-OWN: dict[type, Callable[[Job], Effects]] = {CoordinatorRestarted: on_restarted, Tick: on_tick}
+OWN: dict[type, Callable[[Job, Any, Time], Effects]] = {
+    CoordinatorRestarted: on_restarted,
+    Tick: on_tick,
+}

@@ -10,17 +10,12 @@ from msgspec import Struct
 
 from holdfast.messages.units import Seconds
 
-RECONNECT_S: Seconds = 0.3
-"""An agent that lives is back on a new stream within milliseconds; one that died is not."""
-
-RECONNECT_AFTER_RESTART_S: Seconds = 10.0
-"""Agents notice a dead coordinator at once and knock with a backoff of at most a second."""
-
 BEAT_FLOOR_S: Seconds = 1.0
 BEATS_PER_S = 1000.0
 SILENT_BEATS = 4.0
 SILENCE_FACTOR = 2.0
-SILENCE_MOST_S: Seconds = 60.0
+SILENCE_FLOOR_S: Seconds = SILENT_BEATS * BEAT_FLOOR_S
+SILENCE_MOST_S: Seconds = 64.0
 
 JOIN_LIMIT_S: Seconds = 600.0
 """How long a job waits below its minimum for nodes that somebody else has to start."""
@@ -32,25 +27,28 @@ PATIENCE_FACTOR = 5.0
 PATIENCE_FLOOR_S: Seconds = 1.0
 
 
-class Silence(Struct):
-    """How often an agent beats, and how long it may be silent before its stream is cut off.
+def beat_s(nodes: int) -> Seconds:
+    """Return how often an agent beats.
 
     The more nodes, the fewer beats of each, so that beats cost the coordinator the same however many
-    there are. An agent that was silent for long and came back by itself runs on a busy machine:
-    everybody is given twice that time from then on.
+    there are.
     """
+    return max(BEAT_FLOOR_S, nodes / BEATS_PER_S)
 
-    longest_s: Seconds = 0.0
 
-    def beat_s(self, nodes: int) -> Seconds:
-        return max(BEAT_FLOOR_S, nodes / BEATS_PER_S)
+def silence_s(nodes: int, longest_s: Seconds) -> Seconds:
+    """Return how long a node may be silent before it is given up.
 
-    def limit_s(self, nodes: int) -> Seconds:
-        beats = SILENT_BEATS * self.beat_s(nodes)
-        return min(max(beats, SILENCE_FACTOR * self.longest_s), max(beats, SILENCE_MOST_S))
-
-    def observe(self, silent_s: Seconds) -> None:
-        self.longest_s = max(self.longest_s, silent_s)
+    An agent that was silent for long and came back by itself runs on a busy machine: everybody is
+    given twice that time from then on. It grows by doubling, because each growth is written down
+    before any node is promised it.
+    """
+    beats_s = SILENT_BEATS * beat_s(nodes)
+    wanted_s = max(beats_s, min(SILENCE_FACTOR * longest_s, SILENCE_MOST_S))
+    found_s = SILENCE_FLOOR_S
+    while found_s < wanted_s:
+        found_s *= 2
+    return found_s
 
 
 class StopPatience(Struct):

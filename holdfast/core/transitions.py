@@ -115,12 +115,12 @@ def _break_round(job: Job, decision: BreakRound, now: Time) -> list[AnyAction]:
 def _stop_node(job: Job, node: NodeId, round: RoundNumber) -> StopWorkers:
     incident = job.recovery.last_fault
     assert incident is not None
-    hangs = incident.kind == "hang"
+    hurries = incident.kind == "hang" or job.membership.hurries
     return StopWorkers(
         node=node,
         round=round,
         # A rank that hangs does not end by itself, and the others wait for it.
-        grace_s=0.0 if hangs else job.membership.grace.limit_s(),
+        grace_s=0.0 if hurries else job.membership.grace.limit_s(),
         why=f"{faults.subject(incident)} {incident.signature}",
         look=isinstance(job.state, Stopping) and job.state.fault.unexplained,
     )
@@ -249,7 +249,7 @@ def _send_away(job: Job, decision: SendAway, now: Time) -> list[AnyAction]:
     m, node, why = job.membership, decision.node, decision.why
     actions: list[AnyAction] = [m.goodbye(node, decision.code, why)]
     round = m.round
-    if rounds.leave(m, node):
+    if rounds.send_away(m, node):
         fault = faults.wanted(decision.kind, node, round, job.highest, why, now)
         actions += _break_round(job, BreakRound(fault=fault), now)
     return actions + announce(job, Machine.node_sent_away, node, now=now)

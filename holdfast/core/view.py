@@ -31,6 +31,8 @@ class Candidate(Struct):
     """The last round that the node was placed in."""
     warm: bool = False
     """The node's standbys are ready: it could start a rank at once."""
+    killed: bool = False
+    """Its workers of the round that is being stopped were killed, though not all are gone."""
 
 
 class RankState(Struct):

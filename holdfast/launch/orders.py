@@ -23,18 +23,25 @@ if TYPE_CHECKING:
     from holdfast.coordinator.main import CoordinatorOrders
 
 
-def node_of(agent_pid: int) -> NodeId:
-    """The name of the node whose agent, on this machine, has this pid."""
-    return NodeId(f"{socket.gethostname()}:{agent_pid}")
+def node_of(agent_pid: int, launch: str) -> NodeId:
+    """The id of the node whose agent has this pid and was started by that launcher.
+
+    Host and pid alone are not unique: containers share hostnames, and in each the first pids are the
+    same.
+    """
+    return NodeId(f"{socket.gethostname()}:{agent_pid}-{launch}")
 
 
-def agent_orders(settings: RunSettings, site: Site, images: Path) -> AgentOrders:
-    """Orders for this process, which is to be the agent."""
+def agent_orders(
+    settings: RunSettings, site: Site, images: Path, launch: str, agent_before: int
+) -> AgentOrders:
+    """Orders for this process, which is to be the agent, after one with that pid (0: the first)."""
     from holdfast.agent.orders import AgentOrders
 
     static = meets_at_master(settings)
     return AgentOrders(
-        node=node_of(os.getpid()),
+        node=node_of(os.getpid(), launch),
+        replaces=node_of(agent_before, launch) if agent_before else NodeId(""),
         settings=settings,
         host=site.host,
         port=site.port,

@@ -6,6 +6,7 @@ could bring it down; and when one of its children dies, the launcher restarts it
 
     coordinator died    it is restarted on the same listening socket, which never closed
     agent died          the workers it left are killed, a new agent joins the job
+    agent was fenced    (another node had its places) the same, and it does not count as a death
     child stopped       (SIGSTOP) for longer than a limit: it is killed, and so restarted
     launcher died       the kernel tells the agent, which ends everything; the coordinator dies too
 
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import signal
 import sys
 import time
@@ -59,6 +61,8 @@ class Child:
     name: str
     run: Callable[[], int]
     pid: int = 0
+    pid_before: int = 0
+    """Of the process whose place it took."""
     deaths: list[float] = field(default_factory=list)
     stopped_at: float | None = None
     """When it was stopped (SIGSTOP); None while it runs."""
@@ -67,6 +71,7 @@ class Child:
         self.stopped_at = None
         sys.stdout.flush()
         sys.stderr.flush()
+        self.pid_before = self.pid
         self.pid = os.fork()
         if self.pid == 0:
             os._exit(self._be())
@@ -124,6 +129,8 @@ class Launcher:
     """Whether no other node can ever join."""
     read_end: Callable[[], JobEnd]
     """Reads the job's end from the journal, after the coordinator ended in order."""
+    launch: str = ""
+    """Drawn for this launcher: part of its agents' ids."""
     _over: bool = False
 
     def run(self) -> int:
@@ -188,9 +195,9 @@ class Launcher:
             self._restart(coordinator, code)
             return None
         self.coordinator, self._over = None, True
-        if self.agent.deaths:  # Only a restarted agent may have been too late to join.
+        if self.agent.pid_before:  # Only a restarted agent may have been too late to join.
             end = self.read_end()
-            if end.nodes is not None and node_of(self.agent.pid) not in end.nodes:
+            if end.nodes is not None and node_of(self.agent.pid, self.launch) not in end.nodes:
                 return end.code
         return None
 
@@ -205,7 +212,10 @@ class Launcher:
         if self._over:
             log.warning("the agent %s after the end of the job", _how(code))
             return self.read_end().code
-        self._restart(self.agent, code)
+        if code == EXIT_REJOIN:
+            self.agent.start()
+        else:
+            self._restart(self.agent, code)
         return None
 
     def _restart(self, child: Child, code: int) -> None:
@@ -289,11 +299,13 @@ def launch(settings: RunSettings, since_monotonic: float) -> tuple[int, JobHome 
     """Run this node's part of a job to its end; the exit code, and the job's home if it is hosted."""
     site = find_site(settings)
     images = ImageHome(site.home.name, Path(settings.image_dir) if settings.image_dir else None)
+    launch = secrets.token_hex(4)
 
     def be_agent() -> int:
         from holdfast.agent.main import run_agent
 
-        return run_agent(agent_orders(settings, site, images.path))
+        before = launcher.agent.pid_before
+        return run_agent(agent_orders(settings, site, images.path, launch, before))
 
     def be_coordinator() -> int:
         from holdfast.coordinator.main import run_coordinator
@@ -307,6 +319,7 @@ def launch(settings: RunSettings, since_monotonic: float) -> tuple[int, JobHome 
         coordinator=Child("coordinator", be_coordinator) if site.listener is not None else None,
         alone=settings.places == 1,
         read_end=partial(_read_end, site.home),
+        launch=launch,
     )
     try:
         return launcher.run(), site.home if site.listener is not None else None

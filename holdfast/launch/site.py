@@ -81,6 +81,8 @@ def hosted(home: JobHome, listener: socket.socket, token: str | None) -> Site:
     if host in ("0.0.0.0", "::"):  # All interfaces: others reach it by the machine's name.
         host = socket.gethostname()
     content = {"job": home.name, "host": host, "port": port, "token": token, "pid": os.getpid()}
+    if opened := home.opened_id():
+        content["id"] = opened
     home.write_job_file(content)
     return Site(host, port, token, home, listener)
 

@@ -40,6 +40,8 @@ class JobOpened(Event, frozen=True, kw_only=True):
     """The first event of every job."""
 
     job: str
+    id: str = ""
+    """Drawn when the job opens, so that no other job of the same name is taken for it."""
     terms: Terms
 
 
@@ -50,6 +52,8 @@ class NodeJoined(Event, frozen=True, kw_only=True):
     spec: NodeSpec
     store_port: int
     """A port this node keeps free, for the store of a round in which it hosts rank 0."""
+    replaces: NodeId = NodeId("")
+    """Node of the agent whose place this one takes: that agent and its workers are gone."""
 
 
 class NodeWarm(Event, frozen=True, kw_only=True):
@@ -69,6 +73,14 @@ class NodeReady(Event, frozen=True, kw_only=True):
     ranks: tuple[RankProgress, ...] = ()
     last: tuple[RankCollectives, ...] = ()
     """The newest collectives of the workers that lived when they were to stop, if that was asked."""
+
+
+class WorkersKilled(Event, frozen=True, kw_only=True):
+    """The node's workers of that round were sent SIGKILL: none of them runs any code again, though one
+    that is in the kernel may not be gone yet."""
+
+    node: NodeId
+    round: RoundNumber
 
 
 class NodeLeaving(Event, frozen=True, kw_only=True):
@@ -94,6 +106,19 @@ class StreamEnded(Event, frozen=True, kw_only=True):
     node: NodeId
 
 
+class LeaseEnded(Event, frozen=True, kw_only=True):
+    """The node has no workers any more: its agent died, or stopped them when its lease was over."""
+
+    node: NodeId
+    why: str
+
+
+class SilenceRaised(Event, frozen=True, kw_only=True):
+    """From now on a node is given up only when it was not heard of for longer."""
+
+    silence_s: Seconds
+
+
 class NodeResumed(Event, frozen=True, kw_only=True):
     """The node's agent is back on a new stream and says what it is doing."""
 
@@ -102,10 +127,15 @@ class NodeResumed(Event, frozen=True, kw_only=True):
     """The last round it was told to start."""
     busy: bool
     """Whether workers of that round are still there."""
+    missing: int = 0
+    """Number of its events that the journal had and has lost."""
 
 
 class CoordinatorRestarted(Event, frozen=True, kw_only=True):
     """The coordinator died and replayed its journal; no node is connected yet."""
+
+    lost: int = 0
+    """Number of events since the newest snapshot that the journal could not give back."""
 
 
 class ExcludeAsked(Event, frozen=True, kw_only=True):
@@ -326,6 +356,12 @@ class EventSetAside(Event, frozen=True, kw_only=True):
     """The handler failed each time: the event is not given again."""
 
 
+class EventLost(Event, frozen=True, kw_only=True):
+    """Stands for an event that the journal had and cannot give back. It is read, never written."""
+
+    error: str
+
+
 class Tick(Event, frozen=True, kw_only=True):
     """A deadline that the core asked for has come."""
 
@@ -335,12 +371,15 @@ AnyEvent = (
     | NodeJoined
     | NodeWarm
     | NodeReady
+    | WorkersKilled
     | ExcludeAsked
     | StopAsked
     | Asked
     | NodeLeaving
     | NodeLeft
     | StreamEnded
+    | LeaseEnded
+    | SilenceRaised
     | NodeResumed
     | CoordinatorRestarted
     | WorkerStarted
@@ -361,5 +400,6 @@ AnyEvent = (
     | FaultAsked
     | FaultTold
     | EventSetAside
+    | EventLost
     | Tick
 )

@@ -4,6 +4,8 @@ An agent greets with the job's token, then sends its events numbered from 1 and 
 acknowledged. After a broken stream it sends the unacknowledged events again, and the coordinator drops
 duplicates. Actions have no number: an agent that reconnects reports its state and gets what it missed.
 
+Beats go up, and each is answered with a Lease: see `core.leases`.
+
 A change to any message that can travel here needs a new PROTOCOL: see `docs/compatibility.md`.
 """
 
@@ -21,7 +23,7 @@ from holdfast.messages.records import Terms
 from holdfast.messages.reports import SuspicionReport
 from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, Time
 
-PROTOCOL = 3
+PROTOCOL = 4
 
 
 class Hello(Struct, frozen=True, kw_only=True, tag=True):
@@ -32,6 +34,14 @@ class Hello(Struct, frozen=True, kw_only=True, tag=True):
     busy: bool
     terms: Terms
     """Terms this node was started with; the first node's terms open the job."""
+    job_id: str = ""
+    """Id of the job as the agent knows it; empty before its first welcome."""
+    acked: int = 0
+    """Number of the newest event that the agent was told is in the journal."""
+    stream: int = 1
+    """Counts the streams that the agent has opened."""
+    address: str = ""
+    """Address and port of the agent's end of the stream."""
 
 
 class AskWhy(Struct, frozen=True, kw_only=True, tag=True):
@@ -83,17 +93,23 @@ class FaultTaken(Struct, frozen=True, kw_only=True, tag=True):
 
 class Welcome(Struct, frozen=True, kw_only=True, tag=True):
     job: str
+    job_id: str
     now: Time
     acked: int
     """Number of this node's newest event in the journal."""
     beat_s: Seconds
     """Interval between two Beats."""
+    direct: bool = False
+    """Whether no proxy stands between the two ends, so that what the kernel says about the stream is
+    about the other process."""
 
 
 class Rejected(Struct, frozen=True, kw_only=True, tag=True):
     """Refusal of a connection or a question; the coordinator closes the stream."""
 
     reason: str
+    lost: bool = False
+    """The coordinator knows nothing of the node's job: its journal is lost, or it has another's."""
 
 
 class Sent(Struct, frozen=True, kw_only=True, tag=True):
@@ -112,7 +128,19 @@ class EvidenceTaken(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Beat(Struct, frozen=True, kw_only=True, tag=True):
-    """Sign of life of an agent."""
+    """Sign of life of an agent. Answered: Lease."""
+
+    number: int = 0
+
+
+class Lease(Struct, frozen=True, kw_only=True, tag=True):
+    """Answer to a beat: counted from when that was sent, the node keeps its places for so long."""
+
+    beat: int
+    round: RoundNumber
+    """Round in which the node has places; 0 if it has none."""
+    for_s: Seconds
+    """0 if nobody could ever take its places."""
 
 
 class Ack(Struct, frozen=True, kw_only=True, tag=True):
@@ -121,4 +149,4 @@ class Ack(Struct, frozen=True, kw_only=True, tag=True):
 
 FromAgent = Hello | Visit | Sent | EvidenceTaken | Beat
 ToVisitor = Why | FaultTaken | HangNoted | Rejected
-FromCoordinator = Welcome | Rejected | Ack | NodeAction
+FromCoordinator = Welcome | Rejected | Ack | Lease | NodeAction

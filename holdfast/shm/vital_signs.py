@@ -71,7 +71,8 @@ _NAMES_AT: Final = 8 * (_TIMES + _TIME_WORDS * (_OWN + len(OWN_WORK)))
 _PLACE: Final = _NAMES_AT // 8 + _NAMES_BYTES // 8 * MOST_SECTIONS
 """The place: a sequence number that is odd while it is written, and the marks until it was."""
 _GROUP_TIMEOUT: Final = _PLACE + 2
-_PLACE_AT: Final = 8 * (_PLACE + 3)
+_LENT: Final = _PLACE + 3
+_PLACE_AT: Final = 8 * (_PLACE + 4)
 _PLACE_BYTES: Final = 120
 assert _PLACE_AT + _PLACE_BYTES <= VITALS_BYTES
 
@@ -327,6 +328,17 @@ class Vitals:
 
     def _text(self, at: int, size: int) -> str:
         return bytes(self._view[at : at + size]).rstrip(b"\0").decode(errors="ignore")
+
+    # ---- the lease on the round ----
+
+    def lend(self, until: float) -> None:
+        """In the agent: let the worker run until then."""
+        self._floats[_LENT] = until
+
+    def lease_is_over(self, now: float) -> bool:
+        """In the worker: return whether another process may have this rank by now."""
+        until = self._floats[_LENT]
+        return bool(until and until < now)
 
     # ---- asking the heartbeat thread for a dump ----
 

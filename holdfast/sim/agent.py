@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.agent.processes import Exit
 from holdfast.agent.requests import ScriptRequests
 from holdfast.clock import JobClock
+from holdfast.core.leases import lease_s
 from holdfast.messages import actions, local
 from holdfast.messages.actions import Finish, NodeAction, StartWorkers, StopWorkers
 from holdfast.messages.events import (
@@ -27,15 +28,26 @@ from holdfast.messages.events import (
     NodeWarm,
     Progress,
     WorkerExited,
+    WorkersKilled,
     WorkerStarted,
 )
 from holdfast.messages.exits import EXIT_TRY_AGAIN
 from holdfast.messages.records import NodeSpec, Part, Raised, RankProgress
 from holdfast.messages.requests import FindState
 from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, Time
-from holdfast.messages.wire import PROTOCOL, Ack, EvidenceTaken, Hello, Sent, Welcome
+from holdfast.messages.wire import (
+    PROTOCOL,
+    Ack,
+    Beat,
+    EvidenceTaken,
+    Hello,
+    Lease,
+    Sent,
+    Welcome,
+)
+from holdfast.sim import look
 from holdfast.sim.keeper import SimKeeper
-from holdfast.sim.network import Downward, SimStream
+from holdfast.sim.network import BEAT_S, Downward, SimStream, Upward
 from holdfast.sim.nodecheck import SimTester
 from holdfast.sim.rank import SimRank
 from holdfast.sim.rates import Chance
@@ -74,8 +86,23 @@ class SimAgent:
         self.finishing: Finish | None = None
         """The order to end, once there was one."""
         self.stream: SimStream | None = None
+        self.streams = 0
+        """Number of streams that it has opened."""
+        self.killed = RoundNumber(0)
+        """The last round whose ranks were killed: they run no code any more."""
+        self.lease_over = False
+        """Its ranks are paused: others may have their places."""
+        self.beat_ago_s = self.rng.uniform(0.0, BEAT_S)
+        """How long ago its last beat was at any moment."""
+        self.lost_at = 0.0
+        """When its last stream broke."""
+        self.beat_at = 0.0
+        """When the last beat was sent that was answered, while it cannot be reached."""
+        self.silence_s: Seconds = 0.0
+        """How long the coordinator waits for a silent node, as far as it was told."""
         self.connected_at: float | None = None
         self.unacked: deque[Sent] = deque()
+        self.acked_number = 0
         self.number = 0
         self.pause_s = FIRST_PAUSE_S
         self.running: SimRound | None = None
@@ -139,10 +166,13 @@ class SimAgent:
         if self.host.cut_until > self.clock.now or not self.cluster.coordinator.up:
             self._knock_later()
             return
-        self.stream = SimStream(self)
+        self.streams += 1
+        self.stream = SimStream(self, self.streams)
         about = {"node": self.node, "round": self.round, "busy": self.busy}
+        about |= {"stream": self.streams, "acked": self.acked_number}
         hello = Hello(protocol=PROTOCOL, token="", terms=self.cluster.terms, **about)  # type: ignore[arg-type]
-        self.cluster.network.send_up(self.stream, [hello])
+        beat: list[Upward] = [Beat()] if self.lease_over else []
+        self.cluster.network.send_up(self.stream, [hello, *beat])
 
     def _knock_later(self) -> None:
         self.later(self.pause_s, self.knock)
@@ -151,6 +181,7 @@ class SimAgent:
     def stream_lost(self, stream: SimStream) -> None:
         if self.stream is stream and not self.dead:
             self.stream, self.connected_at = None, None
+            self.lost_at = self.clock.now
             self._knock_later()
 
     def hear(self, stream: SimStream, message: Downward) -> None:
@@ -160,6 +191,8 @@ class SimAgent:
             self.acked(message.number)
         elif isinstance(message, Welcome):
             self._welcomed(stream, message)
+        elif isinstance(message, Lease):
+            self._lent(message)
         else:
             self.ordered(message)
 
@@ -177,8 +210,11 @@ class SimAgent:
         if self.unacked:
             self.cluster.network.send_up(stream, list(self.unacked))
         self.run(self.resumed, [sent.event for sent in self.unacked])
+        self.silence_s = look.silence_s(self.cluster.coordinator.job)
+        self.later(BEAT_S, self.reachable_again)
         if self.number == 0:
-            self.report(NodeJoined, spec=self._spec(), store_port=self.port)
+            spec, replaces = self._spec(), self.host.replaced
+            self.report(NodeJoined, spec=spec, store_port=self.port, replaces=replaces)
             self.keeper.tell_images()
             if self.leaving:
                 self._tell_leaving()
@@ -202,6 +238,7 @@ class SimAgent:
         self.report(NodeWarm)
 
     def acked(self, number: int) -> None:
+        self.acked_number = max(number, self.acked_number)
         while self.unacked and self.unacked[0].number <= number:
             self.unacked.popleft()
 
@@ -214,6 +251,8 @@ class SimAgent:
             return
         sent = []
         for event in events:
+            if isinstance(event, WorkersKilled):
+                self.killed = event.round
             self.number += 1
             sent.append(Sent(number=self.number, event=event))
         self.unacked.extend(sent)
@@ -224,6 +263,52 @@ class SimAgent:
         """Say something that is not worth saying twice."""
         if self.connected_at is not None and self.stream is not None and not self.dead:
             self.cluster.network.send_up(self.stream, [message])
+
+    # ---- its lease ----
+
+    def unreachable(self) -> None:
+        """Note that no beat will be answered from now on, for a while."""
+        now, coordinator = self.clock.now, self.cluster.coordinator
+        if now >= self.unreachable_until:
+            hears = coordinator.up and coordinator.stands_until <= now
+            since = self.lost_at if hears and self.connected_at is None else now
+            self.beat_at = since - self.beat_ago_s
+        self.clock.at(max(now, self.beat_at + lease_s(self.silence_s)), self.look_at_lease)
+
+    @property
+    def unreachable_until(self) -> float:
+        return max(self.host.cut_until, self.paused_until)
+
+    def look_at_lease(self) -> None:
+        """Pause the ranks if the lease is over; workers do that even if their agent stands."""
+        now, until = self.clock.now, self.beat_at + lease_s(self.silence_s)
+        if self.dead or self.lease_over or now < until or self.unreachable_until <= now:
+            return
+        self.lease_over = True
+        self.cluster.invariants.paused += 1
+        self.cluster.training.hold(self.running, ("lease", self.node))
+        self.run(self.pause_ranks)
+
+    def reachable_again(self) -> None:
+        """Beat, now that it can be answered; a stream that the cut broke is opened anew by itself."""
+        if self.lease_over and self.connected_at is not None and self.stream is not None:
+            self.cluster.network.send_up(self.stream, [Beat()])
+            self.later(BEAT_S, self.reachable_again)
+
+    def _lent(self, lease: Lease) -> None:
+        if not self.lease_over or self.unreachable_until > self.clock.now:
+            return
+        if not self.busy or lease.round == self.round:
+            self.lease_over = False
+            self.cluster.invariants.ranks_go_on(self)
+            self.cluster.training.release(self.running, ("lease", self.node))
+            self.run(self.let_ranks_go_on)
+
+    def pause_ranks(self) -> None:
+        """Do what the agent does when its lease is over."""
+
+    def let_ranks_go_on(self) -> None:
+        """Do what the agent does when its lease is renewed."""
 
     # ---- its end ----
 
@@ -255,6 +340,7 @@ class SimAgent:
         if self.dead:
             return
         self.dead = True
+        self.host.replaced = NodeId("") if silently else self.node
         self.cluster.training.break_(self.running)
         for rank in list(self.ranks.values()):
             rank.gone(Exit(signal=9))
@@ -433,6 +519,8 @@ class LightAgent(SimAgent):
 
     def _stop(self, order: StopWorkers | Finish) -> None:
         stopping = isinstance(self._stopping, StopWorkers) and isinstance(order, StopWorkers)
+        if stopping and order.grace_s <= 0.0 and self.ranks:
+            self.report(WorkersKilled, round=self._round)
         if stopping or isinstance(self._stopping, Finish):
             return
         self._stopping = order

@@ -18,13 +18,13 @@ from typing import IO
 
 import msgspec
 
-from holdfast.core.patience import Silence
 from holdfast.messages.actions import AnyAction, Diagnose, Finish
 from holdfast.messages.checkpoints import ImageId
 from holdfast.messages.events import VerdictReached
 from holdfast.messages.hangs import Proof
 from holdfast.messages.records import Terms
 from holdfast.messages.units import NodeId, Seconds, Time
+from holdfast.messages.wire import PROTOCOL, Hello
 from holdfast.sim import look
 from holdfast.sim.agent import LightAgent, SimAgent
 from holdfast.sim.clock import START, SimClock
@@ -139,6 +139,8 @@ class Host:
     agents: int = 0
     """Number of agents so far."""
     cut_until: float = 0.0
+    replaced: NodeId = field(default_factory=lambda: NodeId(""))
+    """Node of the agent before, if its launcher saw it end."""
     unfit: bool = False
     """It fails every node check."""
     images: dict[ImageId, bool] = field(default_factory=dict)
@@ -373,28 +375,51 @@ class Cluster:
 
     def pause(self, agent: SimAgent, lasts_s: Seconds) -> None:
         """Have a whole node stand still, without a word to anyone."""
+        agent.unreachable()
         agent.paused_until = max(agent.paused_until, self.clock.now + lasts_s)
         self.training.hold(agent.running, agent.node)
+        self.coordinator.silent_since(agent.node, agent.beat_at)
         self.clock.at(agent.paused_until, self._unpause, agent)
-        if agent.stream is not None:
-            limit_s = Silence().limit_s(self.settings.nodes)
-            self.clock.after(limit_s, self._silent, agent.stream)
 
     def _unpause(self, agent: SimAgent) -> None:
-        if agent.paused_until <= self.clock.now and agent.host.cut_until <= self.clock.now:
+        if agent.unreachable_until <= self.clock.now:
+            agent.reachable_again()
             self.training.release(agent.running, agent.node)
 
     def cut(self, host: Host, lasts_s: Seconds, whole: bool) -> None:
         """Cut a host's network: the whole of it, or only the way to the coordinator."""
-        host.cut_until = max(host.cut_until, self.clock.now + lasts_s)
         agent = host.agent
+        if agent is not None and not agent.dead:
+            agent.unreachable()
+        host.cut_until = max(host.cut_until, self.clock.now + lasts_s)
         if agent is None or agent.dead:
             return
+        self.coordinator.silent_since(agent.node, agent.beat_at)
         if whole:
             self.training.hold(agent.running, agent.node)
-            self.clock.at(host.cut_until + 1e-3, self._unpause, agent)
+        self.clock.at(host.cut_until + 1e-3, self._unpause, agent)
         if agent.stream is not None:
             self.clock.after(SILENCE_S, self._silent, agent.stream)
+
+    def clone(self, agent: SimAgent) -> None:
+        """Open a stream as a copy of an agent would: it knows nothing of what came since."""
+        if (
+            agent.stream is None
+            or agent.connected_at is None
+            or agent.unreachable_until > self.clock.now
+        ):
+            return
+        copy = SimStream(agent, agent.stream.number)
+        hello = Hello(
+            protocol=PROTOCOL,
+            token="",
+            node=agent.node,
+            round=agent.round,
+            busy=True,
+            terms=self.terms,
+            stream=copy.number,
+        )
+        self.network.send_up(copy, [hello])
 
     def _silent(self, stream: SimStream) -> None:
         agent, now = stream.agent, self.clock.now
@@ -403,6 +428,7 @@ class Cluster:
 
     def silence(self, stream: SimStream) -> None:
         """Have the coordinator notice a host that is gone without a word by its silence."""
+        self.coordinator.silent_since(stream.agent.node, self.clock.now)
         self.clock.after(SILENCE_S, self.coordinator.stream_lost, stream)
 
 

@@ -11,7 +11,7 @@ have, or when its time is up. The simulated evidence is empty, the verdict is th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Literal
 
@@ -19,7 +19,9 @@ import msgspec
 
 from holdfast.coordinator.journal import SNAPSHOT_EVERY
 from holdfast.core import job as jobs
+from holdfast.core import leases
 from holdfast.core.job import Job
+from holdfast.core.leases import Leases
 from holdfast.core.replay import Entry, Intake, JobSnapshot, replay
 from holdfast.messages.actions import (
     AnyAction,
@@ -40,14 +42,16 @@ from holdfast.messages.events import (
     HangDecided,
     HangsRemembered,
     JobOpened,
+    LeaseEnded,
     NodeResumed,
+    SilenceRaised,
     StreamEnded,
     Tick,
 )
 from holdfast.messages.hangs import Memory, PlaceMemory
 from holdfast.messages.records import Terms
-from holdfast.messages.units import NodeId, Rank, Seconds, Time
-from holdfast.messages.wire import Ack, EvidenceTaken, Hello, Welcome
+from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, Time
+from holdfast.messages.wire import Ack, Beat, EvidenceTaken, Hello, Lease, Welcome
 from holdfast.sim import look
 from holdfast.sim.network import SimStream, Upward
 
@@ -120,6 +124,12 @@ class SimCoordinator:
         self.ordered: Counter[str] = Counter()
         """Actions by type."""
         self.streams: dict[NodeId, SimStream] = {}
+        self.stands_until = 0.0
+        """Until when it does not run (stopped, or starved)."""
+        self.refused_streams = 0
+        self._leases = Leases(self.clock.now)
+        self._given_up: set[NodeId] = set()
+        self._looking = False
         self._heard: dict[NodeId, int] = {}
         self._inbox: list[tuple[AnyEvent, NodeId | None, int]] = []
         self._deciding = False
@@ -136,6 +146,8 @@ class SimCoordinator:
         self._crash_at_close = draw < cluster.schedule.crash_at_close
         if cluster.settings.faults == "chaos":
             self.clock.after(0.0, self._post, HangsRemembered(at=self.clock.now, memory=MEMORY))
+            raised = SilenceRaised(at=self.clock.now, silence_s=2 * look.silence_s(self.job))
+            self.clock.after(60.0, self._post, raised)
 
     # ---- streams ----
 
@@ -147,6 +159,9 @@ class SimCoordinator:
         if isinstance(message, EvidenceTaken):
             self._heard_evidence(node, message.examination)
             return
+        if isinstance(message, Beat):
+            self._lend(stream)
+            return
         self._heard[node] = max(self._heard.get(node, 0), message.number)
         self._post(message.event, node, message.number)
 
@@ -154,21 +169,29 @@ class SimCoordinator:
         if not self.up:
             self.cluster.network.close_above(stream)
             return
-        older = self.streams.pop(hello.node, None)
+        older = self.streams.get(hello.node)
+        if older is not None and older.number >= hello.stream:
+            self.refused_streams += 1
+            self.cluster.network.close_above(stream)
+            return
         if older is not None:
             older.open_above = False
         self.streams[hello.node] = stream
+        self._leases.begin(hello.node, True, self.clock.now)
         now, acked = self.clock.now, self.acked.get(hello.node, 0)
         self.cluster.network.send_down(stream, self._welcome(now, acked))
         # Not `if acked`: a join that is still in the inbox makes the node known all the same.
-        if acked or self._heard.get(hello.node):
+        if acked or self._heard.get(hello.node) or hello.acked:
+            lost = max(0, hello.acked - max(acked, self._heard.get(hello.node, 0)))
+            self.cluster.invariants.demand(not lost, f"{lost} events of {hello.node} are lost")
             resumed = NodeResumed(at=now, node=hello.node, round=hello.round, busy=hello.busy)
             self._post(resumed, hello.node)
 
     def _welcome(self, now: Time, acked: int) -> Welcome:
-        return Welcome(job="sim", now=now, acked=acked, beat_s=1.0)
+        return Welcome(job="sim", job_id="", now=now, acked=acked, beat_s=1.0)
 
-    def stream_lost(self, stream: SimStream) -> None:
+    def stream_lost(self, stream: SimStream, closed: bool = False) -> None:
+        """Note the end of a stream; one that was closed proves that its agent is dead."""
         if not stream.open_above:
             return
         stream.open_above = False
@@ -176,6 +199,72 @@ class SimCoordinator:
         if self.streams.get(node) is stream:
             del self.streams[node]
             self._post(StreamEnded(at=self.clock.now, node=node), node)
+            if closed:
+                self._end_lease(node, "its agent died")
+            elif stream.agent.unreachable_until <= self.clock.now and not stream.agent.dead:
+                self._leases.heard[node] = self.clock.now - stream.agent.beat_ago_s
+            self.watch()
+
+    # ---- leases ----
+
+    def silent_since(self, node: NodeId, beat_at: float) -> None:
+        """Note when a node was last heard of that cannot be reached now."""
+        if node in self.streams and self.up:
+            self._leases.heard[node] = beat_at
+            self.watch()
+
+    def watch(self) -> None:
+        """Look for silent nodes as often as the coordinator does, while there may be any."""
+        if not self._looking and self.up:
+            self._looking = True
+            self._leases.looked_at = self.clock.now
+            self.clock.after(leases.LOOK_EVERY_S, self._look, self._life)
+
+    def _look(self, life: int) -> None:
+        now = self.clock.now
+        if life != self._life or self.closed is not None:
+            return
+        if self.stands_until > now:
+            self.clock.at(self.stands_until, self._look, life)
+            return
+        heard = {
+            node
+            for node, stream in self.streams.items()
+            if not stream.agent.dead and stream.agent.unreachable_until <= now
+        }
+        for node in self.streams:
+            if node in heard:
+                self._leases.hear(node, now)
+        self._leases.attend(dict.fromkeys(look.known(self.job)), self.streams)
+        silence_s = look.silence_s(self.job)
+        for node in self._leases.look(now, silence_s, self._dispensable):
+            silent = self.streams.get(node)
+            if silent is not None:
+                self.cluster.network.close_above(silent)
+                del self.streams[node]
+                self._post(StreamEnded(at=Time(now), node=node), node)
+            self._end_lease(node, "it was not heard of")
+        self._looking = not self._leases.heard.keys() <= heard
+        if self._looking:
+            self.clock.after(leases.LOOK_EVERY_S, self._look, life)
+
+    def _dispensable(self, nodes: Collection[NodeId]) -> bool:
+        return look.ended(self.job) is not None or self.job.membership.dispensable(nodes)
+
+    def _end_lease(self, node: NodeId, why: str) -> None:
+        self._leases.forget(node)
+        self._given_up.add(node)
+        self._post(LeaseEnded(at=self.clock.now, node=node, why=why), node)
+
+    def _lend(self, stream: SimStream) -> None:
+        node = stream.agent.node
+        round = RoundNumber(0) if node in self._given_up else look.placed_round(self.job, node)
+        for_s = leases.lease_s(look.silence_s(self.job))
+        self.cluster.network.send_down(stream, Lease(beat=0, round=round, for_s=for_s))
+
+    def stand(self, lasts_s: Seconds) -> None:
+        """Do not run for a while; what arrives waits."""
+        self.stands_until = max(self.stands_until, self.clock.now + lasts_s)
 
     # ---- deciding ----
 
@@ -190,6 +279,9 @@ class SimCoordinator:
     def _decide(self, life: int) -> None:
         if life != self._life or self.closed is not None:
             return
+        if self.stands_until > self.clock.now:
+            self.clock.at(self.stands_until, self._decide, life)
+            return
         self._deciding = False
         batch, self._inbox = self._inbox, []
         if self._crash == "before the journal":
@@ -203,6 +295,10 @@ class SimCoordinator:
                 if number <= acked.get(node, 0):
                     self.cluster.invariants.duplicates += 1
                     continue
+                gap = number != acked.get(node, 0) + 1
+                self.cluster.invariants.demand(
+                    not gap, f"events of {node} before {number} are lost"
+                )
                 acked[node] = number
             fresh.append((event, node, number))
         intake = Intake(self.job, self.journal, self._handle)
@@ -215,6 +311,7 @@ class SimCoordinator:
                 self._crash_at_close, self._crash = False, "after the journal"
             self._carry_out(actions)
         self.job = intake.job
+        self._given_up.clear()
         if self._crash is not None:
             self._die()
             return
@@ -346,6 +443,8 @@ class SimCoordinator:
         self._heard.clear()
         self._examining.clear()
         self._timer_at = None
+        self._given_up.clear()
+        self._looking = False
         for stream in self.streams.values():
             self.cluster.network.close_above(stream)
         self.streams.clear()
@@ -360,5 +459,9 @@ class SimCoordinator:
         )
         self.job, self.acked = again.job, again.acked
         self.up, self.up_since = True, self.clock.now
+        self._leases = Leases(self.clock.now)
+        members, silence_s = look.known(self.job), look.silence_s(self.job)
+        self._leases.restarted(members, silence_s, self.clock.now)
+        self.watch()
         self.restarts += 1
         self._post(CoordinatorRestarted(at=self.clock.now))

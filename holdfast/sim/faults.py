@@ -256,6 +256,20 @@ class Faults:
         whole = self.rng.random() < 0.5
         self.cluster.cut(host, self.rng.uniform(*self.schedule.cut_s), whole)
 
+    def _isolate(self, host: Host, agent: SimAgent) -> None:
+        """Cut the coordinator off from everybody."""
+        lasts_s = self.rng.uniform(*self.schedule.cut_s)
+        for other in self.cluster.hosts:
+            self.cluster.cut(other, lasts_s, whole=False)
+
+    def _stand(self, host: Host, agent: SimAgent) -> None:
+        """Have the coordinator not run for a while."""
+        self.cluster.coordinator.stand(self.rng.uniform(*self.schedule.pause_s))
+
+    def _clone(self, host: Host, agent: SimAgent) -> None:
+        """Have another process greet with the id of a node that is connected."""
+        self.cluster.clone(agent)
+
     def _reset(self, host: Host, agent: SimAgent) -> None:
         if agent.stream is not None:
             self.cluster.network.reset(agent.stream)

@@ -12,6 +12,7 @@ demands progress; (7) by `bug_struck`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -50,6 +51,8 @@ class Invariants:
         self.duplicates = 0
         """Events that came twice and were dropped by their number."""
         self.replays = 0
+        self.paused = 0
+        """Times that an agent paused its ranks because its lease was over."""
         self.rounds = 0
         self.frozen: dict[RoundNumber, World] = {}
         self._mark: tuple[object, ...] = ()
@@ -57,6 +60,8 @@ class Invariants:
         self._bugs = 0
         self._bug_highest = -1
         self._strangers: dict[NodeId, float] = {}
+        self._barred: dict[str, list[NodeId]] = {}
+        """Hosts that are not let in again, and who was a member when that was decided."""
         self._written: dict[tuple[str, int], RoundNumber] = {}
         """Which round wrote which step of a checkpointer."""
         self._sound: set[RoundNumber] = set()
@@ -117,13 +122,15 @@ class Invariants:
             jobs.validate(job)
         except AssertionError as error:
             self.demand(False, f"after {what}: {error}")
+        for host in look.excluded(job):
+            self._barred.setdefault(host, look.known(job))
         world, number, training = look.world(job), look.round_number(job), self.cluster.training
         size = look.rank_count(job)
         if world is not None:
             self.demand(world == self.frozen[number], f"{what} changed the frozen round {number}")
             self.demand(list(look.ranks(job)) == list(range(world.size)), "ranks have gaps")
             for node, host in look.placed_hosts(job).items():
-                out = host in look.excluded(job) and not look.is_absent(job, node)
+                out = node not in self._barred.get(host, (node,)) and not look.is_absent(job, node)
                 self.demand(not out, f"excluded {node} is in")
         real = training.rounds.get(number)
         if world is not None and look.unstepped(job) < size:
@@ -234,13 +241,35 @@ class Invariants:
             return
         self.demand(False, f"{agent.node} was given the part of another")
 
+    def rank_begins(self, agent: SimAgent, round: RoundNumber) -> None:
+        """Check that no rank of another round runs anywhere when a script begins."""
+        self.demand(not agent.lease_over, f"{agent.node} begins round {round} without a lease")
+        for other, older in self._running():
+            same = older == round
+            self.demand(same, f"{other.node} runs round {older} while round {round} begins")
+
+    def ranks_go_on(self, agent: SimAgent) -> None:
+        """Check that no other round began while a node's ranks were paused."""
+        newest = max(self.frozen, default=agent.round)
+        if agent.ranks:
+            self.demand(agent.round == newest, f"{agent.node} goes on in round {agent.round}")
+
+    def _running(self) -> Iterator[tuple[SimAgent, RoundNumber]]:
+        for host in self.cluster.hosts:
+            agent = host.agent
+            if agent is None or agent.dead or agent.lease_over or agent.killed == agent.round:
+                continue
+            if agent.ranks:
+                yield agent, agent.round
+
     def _was_member(self, node: NodeId, world: World) -> bool:
         return any(place.node == node for place in world.places)
 
     def look_around(self) -> None:
         """Check that fenced nodes that are connected were told to finish."""
         coordinator, now = self.cluster.coordinator, self.cluster.clock.now
-        if not coordinator.up or now - coordinator.up_since < FENCED_WITHIN_S:
+        runs_since = max(coordinator.up_since, coordinator.stands_until)
+        if not coordinator.up or now - runs_since < FENCED_WITHIN_S:
             self._strangers.clear()
             return
         strangers: dict[NodeId, float] = {}

@@ -29,9 +29,25 @@ def is_member(job: Job, node: NodeId) -> bool:
     return job.membership.has(node)
 
 
+def known(job: Job) -> list[NodeId]:
+    """Return all nodes that may have workers, or get some."""
+    return job.membership.known()
+
+
 def placed_hosts(job: Job) -> Mapping[NodeId, str]:
     """Return the hosts of the nodes that have a place."""
     return {node: candidate.spec.host for node, candidate in job.membership.placed.items()}
+
+
+def silence_s(job: Job) -> Seconds:
+    """Return how long a node may be silent before it is given up."""
+    return job.membership.silence_s
+
+
+def placed_round(job: Job, node: NodeId) -> RoundNumber:
+    """Return the round in which a node has places; 0 if it has none."""
+    placed = job.membership.placed.get(node)
+    return RoundNumber(0) if placed is None else placed.round
 
 
 def is_absent(job: Job, node: NodeId) -> bool:
@@ -45,7 +61,7 @@ def node_count(job: Job) -> int:
 
 def is_stopping_nodes(job: Job) -> bool:
     """Whether nodes still have workers of a broken round."""
-    return bool(job.membership.busy)
+    return bool(job.membership.busy or job.membership.leaving)
 
 
 def could_be_larger(job: Job, terms: Terms) -> bool:

@@ -3,6 +3,10 @@
 The two ends learn of the end of a stream separately, so what was on its way may still arrive at one
 side after the other has given up. While a host is cut off, messages wait (TCP sends them again); when
 the cut lasts longer than `SILENCE_S`, the keep-alive of both kernels ends the stream.
+
+Beats that change nothing are not simulated. An agent that can be reached has a lease; one that cannot
+be reached has had its last beat answered up to `BEAT_S` before, and both sides count from that: see
+`SimAgent.unreachable`.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.messages.actions import NodeAction
 from holdfast.messages.units import Seconds
-from holdfast.messages.wire import Ack, EvidenceTaken, Hello, Sent, Welcome
+from holdfast.messages.wire import Ack, Beat, EvidenceTaken, Hello, Lease, Sent, Welcome
 from holdfast.sim.clock import SimClock
 
 if TYPE_CHECKING:
@@ -24,18 +28,21 @@ SILENCE_S: Seconds = 5.0
 """Time without a sign of life of the other machine after which a stream counts as dead."""
 
 LEAST_DELAY_S: Seconds = 0.0002
+BEAT_S: Seconds = 1.0
 
-Upward = Hello | Sent | EvidenceTaken
-Downward = Welcome | Ack | NodeAction
+Upward = Hello | Sent | EvidenceTaken | Beat
+Downward = Welcome | Ack | Lease | NodeAction
 
 
 class SimStream:
     """One connection of an agent to the coordinator."""
 
-    __slots__ = ("agent", "down", "down_at", "open_above", "open_below", "up", "up_at")
+    __slots__ = ("agent", "down", "down_at", "number", "open_above", "open_below", "up", "up_at")
 
-    def __init__(self, agent: SimAgent) -> None:
+    def __init__(self, agent: SimAgent, number: int) -> None:
         self.agent = agent
+        self.number = number
+        """Which of the agent's streams it is."""
         self.open_above = True
         """The coordinator still reads from it."""
         self.open_below = True
@@ -108,7 +115,14 @@ class Network:
         """End the agent's side; the kernel tells the coordinator after what was sent."""
         stream.open_below = False
         arrives = max(stream.up_at, self.clock.now + self.delay_s())
-        self.clock.at(arrives, self.coordinator.stream_lost, stream)
+        self.clock.at(arrives, self._closed_below, stream)
+
+    def _closed_below(self, stream: SimStream) -> None:
+        back_at = stream.agent.host.cut_until
+        if back_at > self.clock.now:
+            self.clock.at(back_at + self.delay_s(), self._closed_below, stream)
+        else:
+            self.coordinator.stream_lost(stream, closed=True)
 
     def close_above(self, stream: SimStream) -> None:
         """End the coordinator's side; the agent hears of it after what was sent to it."""

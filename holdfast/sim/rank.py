@@ -87,6 +87,10 @@ class SimRank:
         """Begin the user's script."""
         if self.exit is not None:
             return
+        if self.agent.lease_over:  # It is paused at once.
+            self.agent.later(0.1, self.begin)
+            return
+        self.agent.cluster.invariants.rank_begins(self.agent, self.round.number)
         self.hear(local.Began(at=self.agent.clock.now))
         training = self.agent.cluster.training
         self.round.started += 1
@@ -214,6 +218,9 @@ class SimRank:
             took_s, by_itself = self.agent.chance.stop_s()
             code, by = (0, None) if by_itself else (None, int(signal.SIGTERM))
             self.agent.later(took_s, self.die, code, by)
+
+    def send_group(self, number: signal.Signals) -> None:
+        """Be paused or continued with the whole node: `SimAgent` has the truth of that."""
 
     def reaction_to_sigterm(self) -> str:
         return "handles"

@@ -97,7 +97,7 @@ _CHAOS_RATES = (
     *(("host", 8.0), ("switch", 3.0), ("pause", 15.0), ("cut", 15.0), ("reset", 60.0)),
     *(("slow", 10.0), ("flap", 5.0), ("leave", 6.0), ("exclude", 1.5), ("hang", 10.0)),
     *(("keeper", 10.0), ("disk", 6.0), ("bitflip", 6.0), ("health", 4.0), ("inject", 15.0)),
-    *(("why", 5.0), ("decide", 5.0)),
+    *(("why", 5.0), ("decide", 5.0), ("isolate", 1.0), ("stand", 2.0), ("clone", 4.0)),
 )
 
 _CHAOS = Schedule(

@@ -97,6 +97,12 @@ class SupervisedAgent(SimAgent):
     def resumed(self, sent: list[AnyEvent]) -> None:
         self.supervisor.requests.ask_again(sent)
 
+    def pause_ranks(self) -> None:
+        self.supervisor.pause()
+
+    def let_ranks_go_on(self) -> None:
+        self.supervisor.go_on()
+
     def fall_silent(self, seconds: Seconds) -> None:
         self.cluster.cut(self.host, seconds, whole=True)
 
@@ -277,6 +283,9 @@ class SimVitals:
             warm=steps >= WARM_UP,
             sections=(),
         )
+
+    def lend(self, until: float) -> None:
+        """Take no note of the lease: `SimAgent` has the truth of it."""
 
     def times(self) -> dict[str, Times]:
         steps, round = self._steps(), self._one.round

@@ -7,13 +7,15 @@ from one that is anywhere else. If the thread stays between two marks, the line 
 noted for people, and the timeout of the process group that it waits in.
 
 It also does what can only be done from within and must not wait for the main thread: dump the
-flight recorder.
+flight recorder, and stop the process (SIGSTOP) when the lease on the rank is over, in case the agent
+cannot: see `agent.lease`.
 """
 
 from __future__ import annotations
 
 import _thread
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -77,6 +79,8 @@ class Heartbeat:
                     # but beats that ended would look as if another thread kept the GIL.
                     pass
             self._each_beat()
+            if self._vitals.lease_is_over(time.monotonic()):
+                os.kill(self._pid, signal.SIGSTOP)
             time.sleep(BEAT_EVERY_S)
 
     def look(self, frame: FrameType | None, now: float) -> None:

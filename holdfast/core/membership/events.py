@@ -1,12 +1,13 @@
 """What nodes do: they join, get ready, leave, vanish, and come back.
 
-A node without a stream is absent, not lost: it has a moment to come back, and is then told what it
-missed. One that comes back later finds itself fenced, and joins as another node.
+A node without a stream is absent, not lost: when it comes back it is told what it missed. It is lost
+once its lease is over (`core.leases` says when); one that comes back later finds itself fenced, and
+joins as another node.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from holdfast.core import faults
 from holdfast.core.decisions import (
@@ -21,16 +22,13 @@ from holdfast.core.decisions import (
 )
 from holdfast.core.machine import NONE, Effects, Machine, on, tell
 from holdfast.core.membership import rounds, seating
-from holdfast.core.membership.state import Absence, Membership
-from holdfast.core.patience import (
-    RECONNECT_AFTER_RESTART_S,
-    RECONNECT_S,
-    StopGrace,
-)
+from holdfast.core.membership.state import Membership
+from holdfast.core.patience import StopGrace
 from holdfast.core.states import ALWAYS, LIVE, OVER, Running
 from holdfast.core.view import Candidate, View, earliest
-from holdfast.messages.actions import Finish, Prepare
+from holdfast.messages.actions import Finish, Prepare, StopWorkers
 from holdfast.messages.events import (
+    LeaseEnded,
     NodeJoined,
     NodeLeaving,
     NodeLeft,
@@ -38,11 +36,13 @@ from holdfast.messages.events import (
     NodeResumed,
     NodeWarm,
     Progress,
+    SilenceRaised,
     StreamEnded,
+    WorkersKilled,
 )
 from holdfast.messages.exits import EXIT_DO_NOT_REQUEUE, EXIT_TRY_AGAIN
 from holdfast.messages.records import JobResult, Terms, World
-from holdfast.messages.units import NodeId, Time
+from holdfast.messages.units import NodeId, RoundNumber, Time
 
 
 class MembershipMachine(Membership, Machine):
@@ -60,10 +60,13 @@ class MembershipMachine(Membership, Machine):
         if host in self.excluded:
             why = f"host {host} is excluded: {self.excluded[host]}"
             return [self.goodbye(event.node, EXIT_DO_NOT_REQUEUE, why)]
+        joins = tell(Machine.node_joined, event)
         if event.node in self.placed:  # It lost its workers, and asks for a place again.
-            again = LoseNode(node=event.node, why="it joined again", at=event.at)
-            return [again, tell(Machine.node_joined, event)]
-        return [tell(Machine.node_joined, event)]
+            return [LoseNode(node=event.node, why="it joined again", at=event.at), joins]
+        if self.has(event.replaces):
+            at = self.absent.get(event.replaces, event.at)
+            return [LoseNode(node=event.replaces, why="its agent died", at=at), joins]
+        return [joins]
 
     def node_joined(self, job: View, event: NodeJoined, now: Time) -> Effects:
         if isinstance(job.state, OVER):
@@ -91,6 +94,14 @@ class MembershipMachine(Membership, Machine):
         # The next round may have begun without it: then the world can grow.
         return [Settle(), *(self._grow(job, now) if job.world is not None else NONE)]
 
+    @on(WorkersKilled, *LIVE, refusal="the job is ending")
+    def on_killed(self, job: View, event: WorkersKilled, now: Time) -> Effects | Refused:
+        held = self.busy.get(event.node) or self.leaving.get(event.node)
+        if held is None or held.round != event.round:
+            return Refused(reason="the node was not asked to stop that round")
+        held.killed = True
+        return [Settle()]
+
     @on(NodeLeaving, *LIVE, refusal="the job is ending")
     def on_leaving(self, job: View, event: NodeLeaving, now: Time) -> Effects | Refused:
         if not self.has(event.node):
@@ -108,13 +119,25 @@ class MembershipMachine(Membership, Machine):
     def on_stream_ended(self, job: View, event: StreamEnded, now: Time) -> Effects | Refused:
         if not self.has(event.node):
             return NOT_A_MEMBER
-        self._miss(event.node, Absence(event.at, Time(now + RECONNECT_S)))
+        self.absent[event.node] = event.at
+        return NONE
+
+    @on(LeaseEnded, *ALWAYS)
+    def on_lease_ended(self, job: View, event: LeaseEnded, now: Time) -> Effects | Refused:
+        if not self.has(event.node) and event.node not in self.leaving:
+            return NOT_A_MEMBER
+        at = self.absent.get(event.node, event.at)
+        return [LoseNode(node=event.node, why=event.why, at=at)]
+
+    @on(SilenceRaised, *ALWAYS)
+    def on_silence_raised(self, job: View, event: SilenceRaised, now: Time) -> Effects:
+        self.silence_s = max(self.silence_s, event.silence_s)
         return NONE
 
     @on(NodeResumed, *ALWAYS)
     def on_resumed(self, job: View, event: NodeResumed, now: Time) -> Effects:
         """Tell a node again what it may have missed while it had no stream."""
-        self.absent.pop(event.node, None)
+        back = self.absent.pop(event.node, None) is not None and job.world is None
         reminders = tell(Machine.node_resumed, event)
         if isinstance(job.state, OVER):
             return [reminders, self.dismiss(event.node, job.state.result)]
@@ -122,7 +145,8 @@ class MembershipMachine(Membership, Machine):
             return [_fence(event.node)]
         if event.round > self.round:
             return [reminders]
-        return [reminders, Repeat(node=event.node, round=event.round)]
+        again = Repeat(node=event.node, round=event.round)
+        return [reminders, again, *([Settle()] if back else [])]
 
     @on(Progress, Running, refusal="no round is in force")
     def on_progress(self, job: View, event: Progress, now: Time) -> Effects:
@@ -148,7 +172,8 @@ class MembershipMachine(Membership, Machine):
         return NONE
 
     def node_resumed(self, job: View, event: NodeResumed, now: Time) -> Effects:
-        if event.round > self.round:
+        lost = event.missing > 0 and event.round == self.round and job.world is not None
+        if event.round > self.round or lost:
             return self._relearn(job, event, now)
         held = self.busy.get(event.node)
         if held is not None and event.round != held.round:
@@ -159,23 +184,23 @@ class MembershipMachine(Membership, Machine):
         return NONE
 
     def coordinator_restarted(self, job: View, now: Time) -> Effects:
-        for node in self.nodes():
-            self._miss(node, Absence(now, Time(now + RECONNECT_AFTER_RESTART_S)))
+        self.absent = dict.fromkeys(self.nodes(), now)
         return NONE
 
     def tick(self, job: View, now: Time) -> Effects:
         if self.patient_until is not None and self.patient_until <= now:
             self.patient_until = None
-        if self.absent_until is None or self.absent_until > now:
-            return NONE
-        late = [(node, one) for node, one in self.absent.items() if one.until <= now]
-        rest = (one.until for one in self.absent.values() if one.until > now)
-        self.absent_until = min(rest, default=None)
-        return [LoseNode(node=node, why="its stream ended", at=one.since) for node, one in late]
+            stopping = {**self.busy, **self.leaving}
+            return [self._hurry(node, held.round) for node, held in stopping.items()]
+        return NONE
+
+    def withheld(self, job: View) -> Collection[NodeId]:
+        return [node for node in self.absent if node in self.waiting]
 
     def deadline(self, job: View) -> Time | None:
-        patient = self.patient_until if self.busy and not isinstance(job.state, OVER) else None
-        return earliest(self.absent_until, self.closes_at, patient)
+        stopping = self.busy or self.leaving
+        patient = self.patient_until if stopping and not isinstance(job.state, OVER) else None
+        return earliest(self.closes_at, patient)
 
     def job_ended(self, job: View, *_: object) -> Effects:
         self.closes_at = None
@@ -194,6 +219,12 @@ class MembershipMachine(Membership, Machine):
     def formable(self, candidates: Mapping[NodeId, Candidate]) -> int:
         return len(seating.choose(candidates, self.terms))
 
+    def dispensable(self, nodes: Collection[NodeId]) -> bool:
+        """Return whether a world could be formed without these nodes."""
+        members = {**self.placed, **self.busy, **self.waiting}
+        others = {node: one for node, one in members.items() if node not in nodes}
+        return self.formable(others) >= max(1, self.terms.min_nodes)
+
     def is_complete(self, now: Time) -> bool:
         return rounds.may_close(self, now)
 
@@ -206,9 +237,14 @@ class MembershipMachine(Membership, Machine):
     def goodbye(self, node: NodeId, code: int, reason: str) -> Finish:
         return Finish(node=node, code=code, reason=reason, grace_s=self.grace.limit_s())
 
-    def _miss(self, node: NodeId, absence: Absence) -> None:
-        self.absent[node] = absence
-        self.absent_until = min(absence.until, self.absent_until or absence.until)
+    @property
+    def hurries(self) -> bool:
+        """Whether nodes that stop their workers have had all the time that they get."""
+        return self.patient_until is None
+
+    def _hurry(self, node: NodeId, round: RoundNumber) -> StopWorkers:
+        why = "it takes too long to stop, and others could go on"
+        return StopWorkers(node=node, round=round, grace_s=0.0, why=why)
 
     def _grow(self, job: View, now: Time) -> Effects:
         """Form a larger world once nodes wait for it, right after a checkpoint if there are any.
@@ -231,15 +267,18 @@ class MembershipMachine(Membership, Machine):
         return [BreakRound(fault=fault)]
 
     def _relearn(self, job: View, event: NodeResumed, now: Time) -> Effects:
-        """Give up a round that a node knows and the journal lost (its disk was full when the
-        coordinator died): what was agreed in it is unknown, so all nodes stop and meet anew."""
+        """Give up a round that a node knows and the journal lost, or of which it lost events (its
+        disk was full when the coordinator died; it was damaged): what was agreed in it is unknown,
+        so all nodes stop and meet anew."""
+        why = f"knows round {event.round}, which the journal lost"
+        if event.round == self.round:
+            why = f"reported {event.missing} events that the journal lost"
         self.round = event.round
         for candidate in [*self.placed.values(), *self.busy.values()]:
             candidate.round = event.round
         if event.node in self.waiting:
             self.busy[event.node] = self.waiting.pop(event.node)
             self.busy[event.node].round = event.round
-        why = f"knows round {event.round}, which the journal lost"
         fault = faults.wanted("resize", event.node, event.round, job.highest, why, now)
         return [BreakRound(fault=fault)]
 

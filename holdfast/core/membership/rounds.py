@@ -4,18 +4,23 @@ A round gathers nodes until it may close, then it is frozen: ranks, addresses an
 again, and a node that is not in it waits for the next. Closing is decided when a node joins, gets
 ready or leaves, or when a deadline passes, never because somebody asks.
 
-A node is in exactly one of three places:
+A member is in exactly one of three places:
 
     waiting    it has no workers and wants a place; beyond the maximum such a node is a spare
     busy       it was in the last round and is still stopping its workers
     placed     it is in the frozen world
 
-A round does not close while a node is busy: it will be ready in a moment, and it has a seat; only
-when that takes far too long do spares go on without it. Then it closes when as many nodes wait as
+or it was one, and is leaving: told to finish, while it stops its workers.
+
+A round does not close while a node is busy: it will be ready in a moment, and it has a seat. When that
+takes far too long its workers are killed, and spares go on without a node whose workers are not gone
+even then. Then it closes when as many nodes wait as
 the job may have, or when at least the minimum waits and the grace for newcomers is over. There is
 such a grace only before the first round, when nodes are still being started one after the other;
 later, a node that is not there is not waited for. The grace is learnt from the gaps between the joins
-seen so far. `membership.seating` decides who gets the places, and in which order.
+seen so far. A member without a stream gets no place: the round waits until it is back or given up,
+unless it is complete without that one. `membership.seating` decides who gets the places, and in which
+order.
 """
 
 from __future__ import annotations
@@ -51,7 +56,18 @@ def leave(m: Membership, node: NodeId) -> bool:
     m.absent.pop(node, None)
     m.waiting.pop(node, None)
     m.busy.pop(node, None)
+    m.leaving.pop(node, None)
     return m.placed.pop(node, None) is not None
+
+
+def send_away(m: Membership, node: NodeId) -> bool:
+    """Part with a living node; True when the world in force has lost a member by that."""
+    stops = m.placed.get(node) or m.busy.get(node)
+    placed = leave(m, node)
+    if stops is not None:
+        m.leaving[node] = stops
+        stops.killed = False
+    return placed
 
 
 def dissolve(m: Membership, now: Time) -> None:
@@ -61,6 +77,8 @@ def dissolve(m: Membership, now: Time) -> None:
     """
     m.dissolved_at = now
     m.patient_until = Time(now + m.patience.limit_s())
+    for candidate in m.placed.values():
+        candidate.killed = False
     m.busy.update(m.placed)
     m.placed.clear()
 
@@ -77,7 +95,13 @@ def ready(m: Membership, node: NodeId, round: RoundNumber, store_port: int) -> b
 
 
 def must_wait(m: Membership) -> bool:
-    """Whether nodes that are still busy hold up the next round."""
+    """Whether nodes that are still busy hold up the next round.
+
+    One whose workers may still run always does, so that no two worlds run at once.
+    """
+    stopping = [*m.busy.values(), *m.leaving.values()]
+    if any(not candidate.killed for candidate in stopping):
+        return True
     patient = m.patient_until is not None
     return bool(m.busy) and (patient or len(m.waiting) < most_nodes(m))
 
@@ -101,7 +125,7 @@ def close(m: Membership, now: Time, withheld: Collection[NodeId] = ()) -> World 
 
     Withheld nodes stay waiting and count for nothing.
     """
-    aside = {node: m.waiting.pop(node) for node in withheld}
+    aside = {node: m.waiting.pop(node) for node in dict.fromkeys(withheld)}
     try:
         return _close(m, now)
     finally:
@@ -126,7 +150,7 @@ def may_close(m: Membership, now: Time) -> bool:
     fewest = max(1, m.terms.min_nodes)
     if len(m.waiting) < fewest or must_wait(m):  # The cheap answer, for most of many joins.
         return False
-    if len(m.waiting) < most_nodes(m) and not _grace_is_over(m, now):
+    if len(m.waiting) < most_nodes(m) and (m.absent or not _grace_is_over(m, now)):
         return False
     size = len(seating.choose(m.waiting, m.terms))
     if size < fewest:

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from msgspec import Struct, field
 
-from holdfast.core.patience import StopGrace, StopPatience
+from holdfast.core.patience import SILENCE_FLOOR_S, StopGrace, StopPatience
 from holdfast.core.view import Candidate
 from holdfast.messages.records import Terms
 from holdfast.messages.units import NodeId, RoundNumber, Seconds, Time
-
-
-class Absence(Struct):
-    """A node without a stream: since when, and when it is given up."""
-
-    since: Time
-    until: Time
 
 
 class Membership(Struct):
@@ -24,6 +17,8 @@ class Membership(Struct):
     busy: dict[NodeId, Candidate] = field(default_factory=dict)
     placed: dict[NodeId, Candidate] = field(default_factory=dict)
     """Members of the world in force; empty without one."""
+    leaving: dict[NodeId, Candidate] = field(default_factory=dict)
+    """Members no more: told to finish, while they still stop their workers."""
     seats: list[str] = field(default_factory=list)
     """The switch of each seat of the last round; a seat's number is its group rank."""
     joins: int = 0
@@ -35,9 +30,10 @@ class Membership(Struct):
     """When the world was given up, while its nodes stop."""
     patient_until: Time | None = None
     """Until when busy nodes are waited for although others could take their places; None: no more."""
-    absent: dict[NodeId, Absence] = field(default_factory=dict)
-    absent_until: Time | None = None
-    """A lower bound of when the next absent node is given up."""
+    absent: dict[NodeId, Time] = field(default_factory=dict)
+    """Members without a stream, since when. They get no place in a new round."""
+    silence_s: Seconds = SILENCE_FLOOR_S
+    """How long a member may be silent before it is given up; it never shrinks."""
     excluded: dict[str, str] = field(default_factory=dict)
     """Hosts that are not let in again, and why."""
     saves_at_wish: int | None = None
@@ -47,6 +43,10 @@ class Membership(Struct):
 
     def nodes(self) -> list[NodeId]:
         return [*self.placed, *self.busy, *self.waiting]
+
+    def known(self) -> list[NodeId]:
+        """All nodes that may have workers, or get some."""
+        return [*self.nodes(), *self.leaving]
 
     def has(self, node: NodeId) -> bool:
         return node in self.placed or node in self.busy or node in self.waiting

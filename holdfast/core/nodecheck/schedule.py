@@ -20,10 +20,10 @@ from collections.abc import Iterable
 
 from msgspec import Struct, field
 
+from holdfast.core.leases import AFTER_RESTART_S
 from holdfast.core.nodecheck import trials as nodecheck
 from holdfast.core.nodecheck.evidence import Trial
 from holdfast.core.nodecheck.trials import NodeCheck
-from holdfast.core.patience import RECONNECT_AFTER_RESTART_S
 from holdfast.core.view import Members
 from holdfast.messages.actions import AnyAction, TestNode
 from holdfast.messages.nodecheck import NodeVerdict, TestResult
@@ -157,7 +157,7 @@ def remind(checking: Checking, m: Members, node: NodeId) -> list[AnyAction]:
 def restarted(checking: Checking, now: Time) -> None:
     """The coordinator was away: whoever could not reach it meanwhile has time to do so."""
     if checking.until is not None:
-        later = now + RECONNECT_AFTER_RESTART_S + ANSWER_S
+        later = now + AFTER_RESTART_S + ANSWER_S
         checking.until = Time(max(checking.until, later))
 
 

@@ -20,7 +20,14 @@ from holdfast.core.recovery import rules
 from holdfast.core.recovery.rules import FaultHistory
 from holdfast.core.states import ALWAYS, LIVE, Gathering, Stopping
 from holdfast.core.view import View, rank_in_force
-from holdfast.messages.events import EventSetAside, NodeReady, Tick, WorkerExited, WorkerStarted
+from holdfast.messages.events import (
+    EventLost,
+    EventSetAside,
+    NodeReady,
+    Tick,
+    WorkerExited,
+    WorkerStarted,
+)
 from holdfast.messages.evidence import Collective
 from holdfast.messages.records import Incident, JobResult, RankProgress, Terms, World
 from holdfast.messages.units import NodeId, Rank, Seconds, Time
@@ -159,6 +166,22 @@ class RecoveryMachine(Recovery, Machine):
                 round=job.membership.round,
                 step=job.highest,
                 detail=event.traceback,
+            )
+        ]
+
+    @on(EventLost, *ALWAYS)
+    def on_lost(self, job: View, event: EventLost, now: Time) -> Effects:
+        """Record that the journal is damaged."""
+        self.failures += 1
+        if self.failures > INTERNAL_AT_MOST:
+            return NONE
+        return [
+            Note(
+                kind="internal",
+                signature=f"the journal lost an event: {event.error}",
+                action="the rest of it is used; what nodes report shows what is missing",
+                round=job.membership.round,
+                step=job.highest,
             )
         ]
 

@@ -1,0 +1,64 @@
+"""Serves in the place of a coordinator whose journal is lost.
+
+Without its journal a coordinator does not know the job: which rounds there were, which checkpoints
+count, what was decided. It must not open a new job under the same name while nodes still train in the
+old one. So it decides nothing, and tells everybody who asks what is wrong and what can be done. Nodes
+train on without it for as long as they can. It ends when nobody has asked for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+from dataclasses import dataclass, field
+from typing import cast
+
+from holdfast.coordinator.server import Coordinator
+from holdfast.coordinator.stream import Stream
+from holdfast.errors import JobUnknown
+from holdfast.messages.wire import Hello, Rejected, Visit
+
+log = logging.getLogger("holdfast.coordinator")
+
+ASKED_WITHIN_S = 30.0
+"""Agents knock about once a second: after this long without one, all of them are gone."""
+
+
+@dataclass
+class LostCoordinator:
+    """Refuses every node and every question with one sentence."""
+
+    reason: str
+    token: str
+    _asked: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def serve(self, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
+        log.error("%s", self.reason)
+        loop = asyncio.get_running_loop()
+        here = cast(Coordinator, self)  # As much of one as a stream needs that nobody gets past.
+        server = await loop.create_server(lambda: Stream(here), sock=listener, ssl=tls)
+        try:
+            while True:
+                self._asked.clear()
+                await asyncio.wait_for(self._asked.wait(), ASKED_WITHIN_S)
+        except asyncio.TimeoutError:
+            log.error("no node is left of the job whose journal was lost")
+        finally:
+            server.close()
+
+    # ---- what a stream calls ----
+
+    def greeted(self, stream: Stream, hello: Hello) -> None:
+        self._asked.set()
+        raise JobUnknown(self.reason)
+
+    def visited(self, stream: Stream, visit: Visit) -> None:
+        stream.send(Rejected(reason=self.reason, lost=True))
+        stream.transport.close()
+
+    def connected(self, stream: Stream) -> None:
+        """Take no count of strangers: there is no job to protect."""
+
+    disconnected = connected
