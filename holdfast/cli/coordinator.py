@@ -47,10 +47,10 @@ def main(argv: Sequence[str]) -> int:
     if given.job is None:
         raise UsageError("the job has no name; give --job NAME")
     host, port = endpoint(parsed.listen, "--listen")
-    home = _home(given.job)
     token = given_token(given.token_file)
+    home = _home(given.job)
     if token is None and home.has_job_file():
-        token = str(home.read_job_file()["token"])
+        token = home.read_job_file().token
     site = hosted(home, listen(host, port or 0), token)
     _tell_address(site, parsed.json)
     code = run_coordinator(coordinator_orders(site, tls, None, time.monotonic()))

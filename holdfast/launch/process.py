@@ -31,6 +31,7 @@ from pathlib import Path
 
 from holdfast import kernel
 from holdfast.checkpoint.memory.image_home import ImageHome
+from holdfast.config.schema import Settings
 from holdfast.config.settings import RunSettings
 from holdfast.config.sources import from_environment
 from holdfast.errors import HoldfastError, JobError, JournalError
@@ -288,6 +289,7 @@ def _reap(pid: int) -> None:
 def launch(settings: RunSettings, since_monotonic: float) -> tuple[int, JobHome | None]:
     """Run this node's part of a job to its end; the exit code, and the job's home if it is hosted."""
     site = find_site(settings)
+    os.environ.pop(Settings.token.variables[0], None)  # The site has it; scripts are not to.
     images = ImageHome(site.home.name, Path(settings.image_dir) if settings.image_dir else None)
 
     def be_agent() -> int:
