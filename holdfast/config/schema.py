@@ -222,7 +222,7 @@ class AsInTorchrun:
     rdzv_endpoint = Setting(values.endpoint, None, "HOST:PORT",
         "see --rdzv-backend; without a port 29400 (c10d) or 29500 (static)",
         otherwise="localhost with c10d and several nodes", torchrun=True)
-    rdzv_id = Setting(values.any_text, None, "ID",
+    rdzv_id = Setting(values.run_id, None, "ID",
         "TORCHELASTIC_RUN_ID for the ranks", otherwise="generated", torchrun=True)
     rdzv_conf: Setting[dict[str, str]] = Setting(values.key_values, {}, "KEY=VALUE,...",
         "join_timeout, last_call_timeout (seconds) and is_host; torchrun's other keys have no "

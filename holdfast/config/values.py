@@ -73,6 +73,17 @@ def job_name(text: str, flag: str) -> str:
     return text
 
 
+def run_id(text: str, flag: str) -> str:
+    """Read an id as torchrun takes them, unless it could not be the name of a directory."""
+    size = len(text.encode(errors="replace"))
+    if not 1 <= size <= 100 or "/" in text or text[0] == "." or not text.isprintable():
+        raise UsageError(
+            f"{flag} {text[:120]}: a name is needed, not a path: 1 to 100 printable characters "
+            "without /, the first one not a dot"
+        )
+    return text
+
+
 def nodes_range(text: str, flag: str) -> tuple[int, int]:
     """Read N or MIN:MAX as (min, max)."""
     match = re.fullmatch(r"\s*([0-9]{1,9})\s*(?::\s*([0-9]{1,9})\s*)?", text)

@@ -23,8 +23,8 @@ def ask(home: JobHome, question: Question, answer: type[T], tls: TlsFiles | None
     if not home.alive():
         raise JobError(f"job {home.name} does not run; see `holdfast incidents {home.name}`")
     content = home.read_job_file()
-    address = (str(content["host"]), int(content["port"]))
-    visit = Visit(protocol=PROTOCOL, token=str(content["token"]), question=question)
+    address = (content.host, content.port)
+    visit = Visit(protocol=PROTOCOL, token=content.token, question=question)
     try:
         told = _exchange(address, visit, tls)
     except OSError as error:
