@@ -33,7 +33,7 @@ from holdfast.messages.wire import (
     Welcome,
 )
 from holdfast.wire import framing
-from holdfast.wire.tls import client_context
+from holdfast.wire.tls import client_context, explained
 
 log = logging.getLogger("holdfast.agent")
 
@@ -113,6 +113,8 @@ class CoordinatorStream:
                     pause = FIRST_PAUSE_S
                 except (ConnectionError, TimeoutError):
                     pass  # Closed by the other side or by the kernel's keep-alive.
+                except ssl.SSLError as error:
+                    self._refuse_without_tls(error)
                 finally:
                     self._lost()
                     writer.close()
@@ -126,10 +128,17 @@ class CoordinatorStream:
             kernel.keep_alive(writer.get_extra_info("socket"))
             return reader, writer
         except ssl.SSLError as error:
-            raise NodeRefused(f"no TLS connection to {self.host}:{self.port}: {error}") from None
+            self._refuse_without_tls(error)
+            return None
         except (OSError, asyncio.TimeoutError):
             self.host, self.port = self.orders.find_coordinator() or (self.host, self.port)
             return None
+
+    def _refuse_without_tls(self, error: ssl.SSLError) -> None:
+        """Raise NodeRefused, unless there was a stream before, or trying again may help."""
+        interrupted = isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError)
+        if not interrupted and self._number == 0:
+            raise NodeRefused(f"{self.host}:{self.port}: {explained(error)}") from None
 
     def _lost(self) -> None:
         if self._writer is not None:

@@ -22,7 +22,7 @@ from holdfast.errors import UsageError
 from holdfast.messages.hangs import HangTerms
 from holdfast.messages.local import Entry
 from holdfast.messages.records import Terms
-from holdfast.wire.tls import TlsFiles
+from holdfast.wire.tls import TlsFiles, check_files
 
 
 class Terminal(Struct, frozen=True, kw_only=True):
@@ -144,7 +144,9 @@ def tls_files(given: Settings) -> TlsFiles | None:
         return None
     if not (cert and key and ca):
         raise UsageError("--tls-cert, --tls-key and --tls-ca go together: both sides are checked")
-    return TlsFiles(cert=cert, key=key, ca=ca)
+    files = TlsFiles(cert=cert, key=key, ca=ca)
+    check_files(files)
+    return files
 
 
 # What runs

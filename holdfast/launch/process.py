@@ -34,7 +34,7 @@ from holdfast.checkpoint.memory.image_home import ImageHome
 from holdfast.config.schema import Settings
 from holdfast.config.settings import RunSettings
 from holdfast.config.sources import from_environment
-from holdfast.errors import HoldfastError, JobError, JournalError
+from holdfast.errors import HoldfastError, JobError, JournalError, UsageError
 from holdfast.jobhome import JobHome
 from holdfast.launch.orders import agent_orders, coordinator_orders, node_of
 from holdfast.launch.site import find_site
@@ -77,7 +77,7 @@ class Child:
         os.setpgid(0, 0)
         try:
             return self.run()
-        except JobError as error:  # A restarted one would fail the same way.
+        except (JobError, UsageError) as error:  # A restarted one would fail the same way.
             log.error("%s", error)
             return EXIT_TURNED_AWAY
         except HoldfastError as error:
@@ -185,6 +185,9 @@ class Launcher:
 
     def _coordinator_ended(self, coordinator: Child, code: int) -> int | None:
         """The job's exit code, or None while the agent still runs."""
+        if code == EXIT_TURNED_AWAY:
+            self.coordinator = None
+            return EXIT_FAILED
         if code != 0:
             self._restart(coordinator, code)
             return None
