@@ -36,6 +36,7 @@ from holdfast.config.settings import RunSettings
 from holdfast.config.sources import from_environment
 from holdfast.errors import HoldfastError, JobError, JournalError, UsageError
 from holdfast.jobhome import JobHome
+from holdfast.launch.machine import make_directories
 from holdfast.launch.orders import agent_orders, coordinator_orders, node_of
 from holdfast.launch.site import find_site
 from holdfast.messages.exits import EXIT_BROKEN, EXIT_FAILED, EXIT_REJOIN, EXIT_TURNED_AWAY
@@ -291,6 +292,7 @@ def _reap(pid: int) -> None:
 
 def launch(settings: RunSettings, since_monotonic: float) -> tuple[int, JobHome | None]:
     """Run this node's part of a job to its end; the exit code, and the job's home if it is hosted."""
+    make_directories(settings)
     site = find_site(settings)
     os.environ.pop(Settings.token.variables[0], None)  # The site has it; scripts are not to.
     images = ImageHome(site.home.name, Path(settings.image_dir) if settings.image_dir else None)

@@ -49,23 +49,33 @@ class PortTaken(JobError):
 
 def find_site(settings: RunSettings) -> Site:
     """Host the coordinator where that is this node's part, join it where it runs already."""
-    hosts, address = settings.rendezvous.hosts_coordinator, settings.rendezvous.coordinator
-    if meets_at_master(settings):
-        address = f"{settings.rendezvous.master_addr}:{settings.rendezvous.master_port}"
-        hosts = settings.node_rank in (None, 0)
     token = given_token(settings.token_file)
+    address, hosts = coordinator_address(settings)
     if address is None:
         return _host(settings, "127.0.0.1", 0, token)
-    name, _, number = address.rpartition(":")
-    host, port = name.strip("[]"), int(number)
+    host, port = address
     if hosts is False:
         return _join(settings, host, port, token)
     try:
         return _host(settings, host, port, token)
     except PortTaken:
-        if hosts or settings.places == 1:  # No other node could listen there.
+        if hosts:  # No other node could listen there.
             raise
         return _join(settings, host, port, token)
+
+
+def coordinator_address(settings: RunSettings) -> tuple[tuple[str, int] | None, bool | None]:
+    """The coordinator's address, None for any on loopback; and whether this launcher hosts it, None
+    if that depends on whether the address is this machine's and free."""
+    meeting = settings.rendezvous
+    if meets_at_master(settings):
+        assert meeting.master_addr is not None
+        return (meeting.master_addr, meeting.master_port or 0), settings.node_rank in (None, 0)
+    if meeting.coordinator is None:
+        return None, True
+    host, _, port = meeting.coordinator.rpartition(":")
+    hosts = meeting.hosts_coordinator
+    return (host.strip("[]"), int(port)), True if hosts is None and settings.places == 1 else hosts
 
 
 def meets_at_master(settings: RunSettings) -> bool:
