@@ -27,10 +27,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--incident", metavar="N", help="the number of a past hang")
     add_tls_flags(parser)
     arguments = parser.parse_args(argv)
-    number = arguments.incident and whole_number(arguments.incident, "--incident")
+    if arguments.incident is not None:
+        number = whole_number(arguments.incident, "--incident")
+        return _print_past(find(arguments.job), number, arguments.json)
     home = find(arguments.job)
-    if number is not None:
-        return _print_past(home, number, arguments.json)
     why = ask(home, AskWhy(), Why, tls_given(arguments))
     if arguments.json:
         print_json(why)

@@ -202,6 +202,7 @@ incidents ../x 1                                                | a name is need
 why /etc/passwd                                                 | a name is needed, not a path
 why llm --incident -1                                           | --incident
 why llm --incident x                                            | --incident
+why llm --incident ''                                           | --incident
 hang                                                            | required
 hang llm now                                                    | --rank
 hang llm --rank -1 now                                          | --rank
