@@ -9,26 +9,45 @@
         pauses.json   where its ranks were seen to pause; a new job of the same name inherits it
         lock          held by the launcher or coordinator while the job runs
 
-A home is never overwritten: a new job of the same name first renames the old one's home.
+A home is never overwritten: a new job of the same name first renames the old one's home. It is for its
+user alone, directories 0700 and files 0600 whatever the umask: it holds the token, the ends of logs,
+tracebacks and values that scripts have stored. An older home with wider modes is tightened when it is
+used again.
 """
 
 from __future__ import annotations
 
 import fcntl
-import json
 import os
-import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from holdfast.config.sources import holdfast_home, nearest
+from holdfast.config.values import run_id
 from holdfast.errors import JobError, JobHomeError
 
 SHOWN_JOBS: Final = 5
 """Jobs that are named when one is not found."""
+
+
+class JobFile(Struct, frozen=True, kw_only=True):
+    """What job.json says: how to reach the job's coordinator."""
+
+    job: str
+    host: str
+    port: Annotated[int, Meta(ge=1, le=65535)]
+    token: Annotated[str, Meta(min_length=1)]
+    pid: int
+    """The process that hosts the coordinator."""
+    id: str = ""
+    """Id of the job, once it was opened."""
 
 
 class JobHome:
@@ -46,28 +65,45 @@ class JobHome:
         self._lock_file = path / "lock"
         self._lock_fd = -1
 
-    def write_job_file(self, content: dict[str, Any]) -> None:
+    def write_job_file(self, content: JobFile) -> None:
         """Write job.json atomically, readable by this user only."""
-        write_privately(self._job_file, (json.dumps(content, indent=1) + "\n").encode())
+        encoded = msgspec.json.format(msgspec.json.encode(content), indent=1)
+        try:
+            write_privately(self._job_file, encoded + b"\n")
+        except OSError as error:
+            raise _unwritable(self._job_file, error) from None
 
     def has_job_file(self) -> bool:
         return self._job_file.exists()
 
-    def read_job_file(self) -> dict[str, Any]:
-        content: dict[str, Any] = json.loads(self._job_file.read_text())
-        return content
+    def read_job_file(self) -> JobFile:
+        """Read job.json; a file that is damaged or unreadable is a JobError."""
+        try:
+            return msgspec.json.decode(self._job_file.read_bytes(), type=JobFile)
+        except OSError as error:
+            reason = f"cannot be read ({error.strerror})"
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            reason = f"is damaged ({error})"
+        raise JobError(
+            f"{self._job_file} {reason}: the address and token of job {self.name} are not known;"
+            " restore the file, or end the job and start it again"
+        )
 
     def note_opened(self, id: str) -> None:
         """Note the id of the job that was opened, so that its journal will be missed if it goes."""
-        self.write_job_file({**self.read_job_file(), "id": id})
+        with suppress(JobError):  # A job whose job.json is damaged goes on without the note.
+            self.write_job_file(replace(self.read_job_file(), id=id))
 
     def opened_id(self) -> str:
-        """The id of the job that was opened here; empty if none was."""
-        return str(self.read_job_file().get("id", "")) if self.has_job_file() else ""
+        """The id of the job that was opened here; empty if none was, or job.json is damaged."""
+        try:
+            return self.read_job_file().id if self.has_job_file() else ""
+        except JobError:
+            return ""
 
     def lock(self) -> bool:
         """Lock the job for this process and those it forks; False if it runs already."""
-        fd = os.open(self._lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = open_privately(self._lock_file, os.O_RDWR)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -91,13 +127,40 @@ class JobHome:
             os.close(fd)
 
 
+def open_privately(path: Path, flags: int) -> int:
+    """Open a file, created if it is missing, that only this user can read, whatever the umask."""
+    fd = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    os.fchmod(fd, 0o600)
+    return fd
+
+
 def write_privately(path: Path, content: bytes) -> None:
     """Write a file atomically, readable by this user only."""
     temporary = path.with_suffix(".new")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(fd, "wb") as file:
+    with os.fdopen(open_privately(temporary, os.O_WRONLY | os.O_TRUNC), "wb") as file:
         file.write(content)
     os.replace(temporary, path)
+
+
+def make_private_directory(path: Path) -> None:
+    """Create a directory, with missing parents, that only this user can enter, whatever the umask."""
+    if path.is_dir():
+        return
+    make_private_directory(path.parent)
+    path.mkdir(mode=0o700, exist_ok=True)
+    path.chmod(0o700)
+
+
+def _tighten(home: Path) -> None:
+    """Close an older home, in which modes followed the umask, to other users."""
+    if not home.stat().st_mode & 0o077:
+        return
+    home.chmod(0o700)
+    for folder, directories, files in os.walk(home):
+        for names, mode in ((directories, 0o700), (files, 0o600)):
+            for path in (Path(folder, name) for name in names):
+                if not path.is_symlink():
+                    path.chmod(mode)
 
 
 def create(name: str | None, script: str) -> JobHome:
@@ -106,30 +169,31 @@ def create(name: str | None, script: str) -> JobHome:
     stem = Path(script).stem or "job"
     safe = "".join(c if c.isalnum() or c in "._-" else "-" for c in stem).lstrip(".") or "job"
     chosen = name or f"{safe[:60]}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    home = JobHome(jobs / chosen)
+    home = _home_of(chosen)
     before: JobHome | None = None
     try:
-        jobs.mkdir(parents=True, exist_ok=True)
+        make_private_directory(jobs)
         with _one_at_a_time(jobs):
             if home.path.exists():
                 if home.alive():
                     raise JobHomeError(
                         f"job {chosen} is running already ({home.path}); choose another --job name"
                     )
+                _tighten(home.path)
                 before = JobHome(_set_aside(home.path))
-            home.logs.mkdir(parents=True, mode=0o700)
+            make_private_directory(home.logs)
             if before is not None and before.memories.exists():
-                shutil.copyfile(before.memories, home.memories)
+                write_privately(home.memories, before.memories.read_bytes())
             if not home.lock():
                 raise JobHomeError(f"job {chosen} was started twice at the same time; try again")
     except OSError as error:
-        raise _unwritable(home, error) from None
+        raise _unwritable(home.path, error) from None
     return home
 
 
-def _unwritable(home: JobHome, error: OSError) -> JobHomeError:
+def _unwritable(path: Path, error: OSError) -> JobHomeError:
     return JobHomeError(
-        f"{home.path}: cannot be written ({error.strerror}); set HOLDFAST_HOME to another directory"
+        f"{path}: cannot be written ({error.strerror}); set HOLDFAST_HOME to another directory"
     )
 
 
@@ -153,20 +217,23 @@ def _set_aside(path: Path) -> Path:
 
 def share(name: str) -> JobHome:
     """Open the home of a job that another machine hosts, for this node's logs."""
-    home = JobHome(_jobs() / name)
+    home = _home_of(name)
     try:
-        home.logs.mkdir(parents=True, mode=0o700, exist_ok=True)
+        make_private_directory(home.logs)
+        _tighten(home.path)
     except OSError as error:
-        raise _unwritable(home, error) from None
+        raise _unwritable(home.path, error) from None
     return home
 
 
 def at_port(port: int) -> JobHome | None:
     """The running job on this machine whose coordinator listens on this port."""
-    for path in _homes(_jobs()):
-        home = JobHome(path)
-        if home.alive() and home.read_job_file().get("port") == port:
-            return home
+    for home in map(JobHome, _homes(_jobs())):
+        try:
+            if home.alive() and home.read_job_file().port == port:
+                return home
+        except JobError:  # Damaged. That of another job must not keep a node from joining its own.
+            continue
     return None
 
 
@@ -174,7 +241,7 @@ def find(name: str | None) -> JobHome:
     """Find the home of a job by its name, or of the newest job."""
     jobs = _jobs()
     if name is not None:
-        home = JobHome(jobs / name)
+        home = _home_of(name)
         if not home.journal.exists():
             raise JobError(f"no job {name} in {jobs}; {_meant(name, jobs)}")
         return home
@@ -193,6 +260,11 @@ def _meant(name: str, jobs: Path) -> str:
         return f"did you mean {near}?"
     more = f" and {len(names) - SHOWN_JOBS} older ones" if len(names) > SHOWN_JOBS else ""
     return f"known are: {', '.join(names[:SHOWN_JOBS]) or 'none'}{more}"
+
+
+def _home_of(name: str) -> JobHome:
+    """The home of a job of this name. A path is no name, and is refused."""
+    return JobHome(_jobs() / run_id(name, "job"))
 
 
 def _jobs() -> Path:

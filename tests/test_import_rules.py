@@ -51,7 +51,11 @@ RULES: dict[str, set[str]] = {
         *TOOLS,
     },
     "worker": {"messages", "core", "checkpoint", "diagnosis", *LEAVES, *TOOLS},
-    "launch": {"coordinator", "agent", "checkpoint", "messages", "core", *LEAVES, *TOOLS},
+    "launch": {
+        *("coordinator", "agent", "checkpoint", "messages", "core", "platforms"),
+        *LEAVES,
+        *TOOLS,
+    },
     "platforms": {"errors", "config"},
     # A script without a coordinator runs the core's commit protocol itself.
     "checkpoint": {"messages", "core", *LEAVES, *TOOLS},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -10,12 +11,13 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from holdfast import jobhome
-from holdfast.errors import JobError, JobHomeError
+from holdfast.errors import JobError, JobHomeError, UsageError
 
 
 @pytest.fixture(autouse=True)
@@ -24,10 +26,14 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def job_file(*, job: str = "llm", token: str = "t", pid: int = 1) -> jobhome.JobFile:
+    return jobhome.JobFile(job=job, host="127.0.0.1", port=1, token=token, pid=pid)
+
+
 def finished(name: str) -> jobhome.JobHome:
     """A job of that name that ran and is over."""
     made = jobhome.create(name, "train.py")
-    made.write_job_file({"job": name})
+    made.write_job_file(job_file(job=name))
     made.journal.touch()
     os.close(made._lock_fd)
     return made
@@ -48,25 +54,25 @@ def test_the_job_file_is_for_its_owner_alone() -> None:
     made = jobhome.create("llm", "train.py")
     old = os.umask(0)
     try:
-        made.write_job_file({"token": "secret"})
+        made.write_job_file(job_file(token="secret"))
     finally:
         os.umask(old)
     mode = stat.S_IMODE((made.path / "job.json").stat().st_mode)
     assert mode == 0o600
-    assert made.read_job_file() == {"token": "secret"}
+    assert made.read_job_file() == job_file(token="secret")
 
 
 def test_the_job_file_is_written_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     made = jobhome.create("llm", "train.py")
-    made.write_job_file({"token": "first"})
+    made.write_job_file(job_file(token="first"))
 
     def broken(*_: object, **__: object) -> None:
-        raise OSError("disk full")
+        raise OSError(errno.ENOSPC, "disk full")
 
     monkeypatch.setattr(os, "replace", broken)
-    with pytest.raises(OSError, match="disk full"):
-        made.write_job_file({"token": "second"})
-    assert made.read_job_file() == {"token": "first"}
+    with pytest.raises(JobHomeError, match="disk full"):
+        made.write_job_file(job_file(token="second"))
+    assert made.read_job_file() == job_file(token="first")
 
 
 def test_a_second_live_job_of_the_same_name_is_refused() -> None:
@@ -107,7 +113,7 @@ def _create(ready: object, answers: object) -> None:
     ready.wait()  # type: ignore[attr-defined]
     try:
         made = jobhome.create("llm", "train.py")
-        made.write_job_file({"pid": os.getpid()})
+        made.write_job_file(job_file(pid=os.getpid()))
         answers.put(("won", os.getpid()))  # type: ignore[attr-defined]
         ready.wait()  # type: ignore[attr-defined]
     except JobHomeError as error:
@@ -129,7 +135,7 @@ def test_of_many_jobs_started_at_once_with_one_name_exactly_one_runs(home: Path)
     winners = [pid for outcome, pid in told if outcome == "won"]
     assert len(winners) == 1
     content = json.loads((home / "jobs" / "llm" / "job.json").read_text())
-    assert content == {"pid": winners[0]}
+    assert content["pid"] == winners[0]
     assert sorted(p.name for p in (home / "jobs").iterdir()) == ["llm", "llm.1"]
 
 
@@ -218,3 +224,152 @@ def test_of_many_jobs_the_newest_are_named_and_the_rest_counted() -> None:
 def test_no_jobs_at_all_is_said_so() -> None:
     with pytest.raises(JobError, match="holdfast run"):
         jobhome.find(None)
+
+
+@pytest.fixture(params=[0o000, 0o022, 0o077, 0o777], ids=oct)
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    """One umask after another, and the old one again in the end."""
+    old = os.umask(request.param)
+    yield request.param
+    os.umask(old)
+
+
+def modes(path: Path) -> set[tuple[str, str]]:
+    """What is in a directory, itself included: its kind and its mode."""
+    found = [path, *path.rglob("*")]
+    return {
+        ("directory" if one.is_dir() else "file", oct(stat.S_IMODE(one.stat().st_mode)))
+        for one in found
+    }
+
+
+PRIVATE = {("directory", "0o700"), ("file", "0o600")}
+
+
+def test_a_home_is_for_its_user_alone_whatever_the_umask(home: Path, umask: int) -> None:
+    made = finished("llm")
+    jobhome.write_privately(made.memories, b"{}")
+    second = jobhome.create("llm", "train.py")  # Inherits what is in pauses.json.
+    assert second.memories.exists()
+    assert modes(home / "jobs" / "llm") == PRIVATE
+    assert oct(stat.S_IMODE((home / "jobs").stat().st_mode)) == "0o700"
+
+
+def test_a_directory_of_all_jobs_that_is_there_keeps_its_mode(home: Path) -> None:
+    (home / "jobs").mkdir()
+    (home / "jobs").chmod(0o755)
+    jobhome.create("llm", "train.py")
+    assert oct(stat.S_IMODE((home / "jobs").stat().st_mode)) == "0o755"
+
+
+@pytest.mark.parametrize("use", [lambda: jobhome.create("llm", "x"), lambda: jobhome.share("llm")])
+def test_an_open_home_is_tightened_when_it_is_used_again(
+    home: Path, use: Callable[[], object]
+) -> None:
+    made = finished("llm")
+    (made.incidents / "1").mkdir(parents=True)
+    (made.incidents / "1" / "verdict.json").touch()
+    outside = home / "outside"
+    outside.touch()
+    (made.path / "link").symlink_to(outside)
+    for path in (outside, made.path, *made.path.rglob("*")):
+        path.chmod(0o777 if path.is_dir() else 0o666)
+    use()
+    (made.path / "link").unlink(missing_ok=True)
+    (home / "jobs" / "llm.1" / "link").unlink(missing_ok=True)
+    assert modes(home / "jobs") == PRIVATE
+    assert oct(stat.S_IMODE(outside.stat().st_mode)) == "0o666"
+
+
+PATHS = [
+    ".",
+    "..",
+    "/",
+    "/etc",
+    "a/b",
+    "../x",
+    ".hidden",
+    "",
+    "a\nb",
+    "\x1b[2J",
+    "a\x00",
+    "x" * 101,
+]
+
+
+@pytest.mark.parametrize("name", PATHS)
+@pytest.mark.parametrize(
+    "use", [jobhome.find, jobhome.share, lambda name: jobhome.create(name, "x")]
+)
+def test_a_path_is_no_name_and_nothing_is_touched(
+    home: Path, use: Callable[[str], object], name: str
+) -> None:
+    if name == "" and use not in (jobhome.find, jobhome.share):
+        return  # No name at all: one is generated.
+    finished("llm")
+    before = sorted(home.rglob("*"))
+    with pytest.raises(UsageError) as refused:
+        use(name)
+    assert "a name is needed, not a path" in str(refused.value)
+    assert str(refused.value).isprintable()
+    assert sorted(home.rglob("*")) == before
+
+
+def test_names_as_torchrun_takes_them_are_names() -> None:
+    for name in ("my run: 3", "größe", "123", "-x", "a.b"):
+        assert jobhome.create(name, "x").name == name
+
+
+DAMAGED = {
+    "empty": b"",
+    "truncated": b'{"job": "llm", "host": "127.0',
+    "binary": bytes(range(256)),
+    "another kind": b"[1, 2]",
+    "a field is missing": b'{"job": "llm", "host": "127.0.0.1", "port": 1, "pid": 1}',
+    "wrong types": b'{"job": "llm", "host": 7, "port": "x", "token": {}, "pid": null}',
+    "no port": b'{"job": "llm", "host": "h", "port": 99999, "token": "t", "pid": 1}',
+    "empty token": b'{"job": "llm", "host": "h", "port": 1, "token": "", "pid": 1}',
+    "too deep": b'{"x": ' + b"[" * 100_000,
+}
+
+
+def damage(made: jobhome.JobHome, how: str) -> None:
+    path = made.path / "job.json"
+    path.unlink()
+    if how == "directory":
+        path.mkdir()
+    else:
+        path.write_bytes(DAMAGED[how])
+
+
+@pytest.mark.parametrize("how", [*DAMAGED, "directory"])
+def test_a_damaged_job_file_is_one_line_that_names_it(how: str) -> None:
+    made = finished("llm")
+    damage(made, how)
+    with pytest.raises(
+        JobError, match=r"job\.json (is damaged|cannot be read) \(.*start it again"
+    ) as it:
+        made.read_job_file()
+    assert "\n" not in str(it.value)
+
+
+@pytest.mark.parametrize("how", [*DAMAGED, "directory"])
+def test_a_damaged_job_file_hides_neither_its_job_nor_another(how: str) -> None:
+    damaged, whole = jobhome.create("damaged", "x"), jobhome.create("whole", "x")
+    for made in (damaged, whole):
+        made.write_job_file(job_file(job=made.name))
+        made.journal.touch()
+    damage(damaged, how)
+    found = jobhome.at_port(1)
+    assert found is not None
+    assert found.name == "whole"
+    assert jobhome.find("damaged").name == "damaged"
+    os.utime(damaged.path / "job.json", (4e9, 4e9))
+    assert jobhome.find(None).name == "damaged"
+
+
+def test_a_job_file_that_cannot_be_written_is_one_line() -> None:
+    made = jobhome.create("llm", "x")
+    (made.path / "job.json").mkdir()
+    with pytest.raises(JobHomeError, match=r"job\.json: cannot be written"):
+        made.write_job_file(job_file())

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.config.settings import RunSettings
+from holdfast.errors import JobError
 from holdfast.jobhome import JobHome
 from holdfast.messages.records import Terms
 from holdfast.messages.units import NodeId
@@ -38,7 +39,6 @@ class AgentOrders:
         """Return the coordinator's address from the job's home, if it is still this job's."""
         try:
             content = self.home.read_job_file()
-            known = content["token"] == self.token
-            return (str(content["host"]), int(content["port"])) if known else None
-        except (OSError, ValueError, KeyError, TypeError):
+        except JobError:  # There is none on this machine, or it is damaged.
             return None
+        return (content.host, content.port) if content.token == self.token else None

@@ -18,6 +18,7 @@ from pathlib import Path
 from string import Template
 
 from holdfast.config.settings import RunSettings
+from holdfast.jobhome import make_private_directory, open_privately
 
 log = logging.getLogger("holdfast.agent")
 
@@ -107,9 +108,8 @@ class LogFile:
         self.tail = (self.tail + data[-TAIL_BYTES:])[-TAIL_BYTES:]
         try:
             if self._fd < 0:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-                self._fd = os.open(self.path, flags, 0o600)
+                make_private_directory(self.path.parent)
+                self._fd = open_privately(self.path, os.O_WRONLY | os.O_APPEND)
             if self._lost:
                 _write_all(self._fd, f"\n[holdfast] {self._lost} bytes lost here\n".encode())
                 log.warning("%s can be written again; %d bytes were lost", self.path, self._lost)

@@ -32,6 +32,7 @@ from holdfast.agent.processes import (
     spawn,
 )
 from holdfast.config.settings import RunSettings
+from holdfast.jobhome import open_privately
 from holdfast.messages.local import NOT_FORKABLE, PACKET_BYTES, Fork, FromNursery, Local, Warm
 
 log = logging.getLogger("holdfast.agent")
@@ -174,9 +175,7 @@ class Pool:
             "HOLDFAST_NURSERY_PRELOAD": " ".join(self.orders.settings.preload),
             "HOLDFAST_FIRST_PATH": _first_path(self.orders.settings),
         }
-        output = os.open(
-            self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
-        )
+        output = open_privately(self._log_path, os.O_WRONLY | os.O_APPEND)
         null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         pid = spawn(self._command(), env, [theirs.fileno()], [null, output, output])
         theirs.close()

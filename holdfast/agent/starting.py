@@ -28,6 +28,7 @@ from holdfast.agent.worker import Worker
 from holdfast.agent.worker_monitor import WorkerMonitor
 from holdfast.config.settings import RunSettings
 from holdfast.errors import JobError
+from holdfast.jobhome import make_private_directory
 from holdfast.messages.local import Assign
 from holdfast.messages.records import Part
 from holdfast.messages.units import Rank, Time
@@ -89,7 +90,7 @@ class Starter:
         """Start a process for each rank of the part."""
         folder = self.orders.logs / f"round_{part.round}"
         try:
-            folder.mkdir(parents=True, exist_ok=True)  # Ranks write their error files into it.
+            make_private_directory(folder)  # Ranks write their error files into it.
         except OSError as error:
             log.error("%s: no logs of round %d (%s)", folder.parent, part.round, error.strerror)
         is_command = self.settings.entry == "command"

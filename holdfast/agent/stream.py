@@ -42,7 +42,7 @@ from holdfast.messages.wire import (
 )
 from holdfast.wire import framing
 from holdfast.wire.ends import address_of, all_acknowledged
-from holdfast.wire.tls import client_context
+from holdfast.wire.tls import client_context, explained
 
 log = logging.getLogger("holdfast.agent")
 
@@ -138,6 +138,8 @@ class CoordinatorStream:
                 try:
                     await self._converse(reader, writer, welcomed)
                     pause = FIRST_PAUSE_S
+                except ssl.SSLError as error:
+                    self._refuse_without_tls(error)
                 except OSError:
                     pass  # Closed by the other side, or no way to it: a cable, a route, an interface.
                 except _OtherJob as error:
@@ -162,12 +164,19 @@ class CoordinatorStream:
             kernel.keep_alive(writer.get_extra_info("socket"))
             return reader, writer
         except ssl.SSLError as error:
-            raise NodeRefused(f"no TLS connection to {self.host}:{self.port}: {error}") from None
+            self._refuse_without_tls(error)
+            return None
         except (OSError, asyncio.TimeoutError) as error:
             if isinstance(error, ConnectionRefusedError):
                 self._host_reached(began)
             self.host, self.port = self.orders.find_coordinator() or (self.host, self.port)
             return None
+
+    def _refuse_without_tls(self, error: ssl.SSLError) -> None:
+        """Raise NodeRefused, unless there was a stream before, or trying again may help."""
+        interrupted = isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError)
+        if not interrupted and self._number == 0:
+            raise NodeRefused(f"{self.host}:{self.port}: {explained(error)}") from None
 
     def _host_reached(self, at: float) -> None:
         """Note that the coordinator's host answered, whatever its process does."""

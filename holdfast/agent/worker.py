@@ -21,6 +21,7 @@ import logging
 import math
 import os
 import signal
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -236,6 +237,8 @@ class Worker:
 
     def close(self) -> None:
         self.output.close()
+        with suppress(OSError):  # Only a script that failed has one; torch follows its umask.
+            self.error_file.chmod(0o600)
         if self.stacks_fd is not None:
             os.close(self.stacks_fd)
             self.stacks_fd = None

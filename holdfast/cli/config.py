@@ -11,8 +11,8 @@ from holdfast.errors import UsageError
 
 ABOUT = """\
 Show every setting: its value, where the value came from, and what it means. Give the flags that you
-would give to `holdfast run`, to see what they change; with SCRIPT, all that `run` refuses before it
-starts is reported too. Ends with 2 if a value is wrong.
+would give to `holdfast run`, to see what they change; with SCRIPT, what does not fit together or does
+not fit this machine is reported too. Ends with 2 if a value is wrong.
 
 The strongest source of a setting counts:
   1. flag               --nproc-per-node 2
@@ -108,9 +108,10 @@ def _problems(given: Settings, command: Sequence[str]) -> list[str]:
             problems.append(str(error))
     if command and not problems:
         from holdfast.config.settings import run_settings
+        from holdfast.launch.machine import check_machine
 
         try:
-            run_settings(given, command)
+            check_machine(run_settings(given, command), waits=False)
         except UsageError as error:
             problems.append(str(error))
     return problems

@@ -18,6 +18,7 @@ from holdfast.coordinator.main import run_coordinator
 from holdfast.core.states import Ended
 from holdfast.errors import JobHomeError, JournalError, UsageError
 from holdfast.jobhome import JobHome
+from holdfast.launch.machine import require_own
 from holdfast.launch.orders import coordinator_orders
 from holdfast.launch.site import Site, given_token, hosted, listen
 
@@ -47,11 +48,13 @@ def main(argv: Sequence[str]) -> int:
     if given.job is None:
         raise UsageError("the job has no name; give --job NAME")
     host, port = endpoint(parsed.listen, "--listen")
-    home = _home(given.job)
+    require_own(host, f"--listen {parsed.listen}")
     token = given_token(given.token_file)
+    listener = listen(host, port or 0)
+    home = _home(given.job)
     if token is None and home.has_job_file():
-        token = str(home.read_job_file()["token"])
-    site = hosted(home, listen(host, port or 0), token)
+        token = home.read_job_file().token
+    site = hosted(home, listener, token)
     _tell_address(site, parsed.json)
     code = run_coordinator(coordinator_orders(site, tls, None, time.monotonic()))
     tell_end(home, quiet=False)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from holdfast.cli.tlsflags import add_tls_flags, tls_given
 from holdfast.cli.view import Parser, print_json
+from holdfast.config.values import whole_number
 from holdfast.jobhome import find
 from holdfast.messages.units import Rank
 from holdfast.messages.wire import AskHang, HangNoted
@@ -29,12 +30,13 @@ def main(argv: Sequence[str]) -> int:
     parser = Parser(prog="holdfast hang", description=ABOUT, raw=True)
     parser.epilog = EPILOG
     parser.add_argument("job", metavar="JOB", help="its name")
-    parser.add_argument("--rank", type=int, required=True, metavar="N", help="global rank")
+    parser.add_argument("--rank", required=True, metavar="N", help="global rank")
     parser.add_argument("decision", choices=("now", "never"), help="see below")
     add_tls_flags(parser)
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
     given = parser.parse_args(argv)
-    question = AskHang(rank=Rank(given.rank), act=given.decision == "now")
+    rank = Rank(whole_number(given.rank, "--rank"))
+    question = AskHang(rank=rank, act=given.decision == "now")
     noted = ask(find(given.job), question, HangNoted, tls_given(given))
     if given.json:
         print_json(noted)

@@ -19,12 +19,14 @@ def main(argv: Sequence[str]) -> int:
     for warning in settings.warnings:
         print(f"holdfast run: {warning}", file=sys.stderr)
 
+    from holdfast.launch.machine import check_machine
     from holdfast.launch.process import launch
 
     logging.basicConfig(
         format="[holdfast] %(message)s",
         level=logging.ERROR if settings.terminal.quiet else logging.INFO,
     )
+    check_machine(settings)
     code, home = launch(settings, since)
     if home is not None:
         from holdfast.cli.view import tell_end

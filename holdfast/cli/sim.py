@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--slots", type=_positive, default=8, help="ranks on each node (8)")
     add("--spares", type=int, help="nodes that wait for a place (one per 200 nodes)")
     add("--min-nodes", type=_positive, help="smallest number of nodes in a round (nine tenths)")
-    add("--hours", type=float, default=24.0, help="simulated time (24)")
+    add("--hours", type=_duration, default=24.0, help="simulated time (24)")
     add("--faults", choices=sorted(SCHEDULES), default="default", help="fault rates")
     add("--seed", type=int, default=0, help="source of all randomness (0)")
     add("--seeds", metavar="A..B", help="run every seed from A to B")
@@ -79,6 +79,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--log", metavar="FILE", help="write the event log")
     add("--json", action="store_true", help="print JSON for programs")
     return parser
+
+
+def _duration(text: str) -> float:
+    hours = float(text)
+    if not 0 < hours < 1e6:
+        raise ValueError
+    return hours
 
 
 def _positive(text: str) -> int:

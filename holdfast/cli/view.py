@@ -16,7 +16,7 @@ from holdfast.core import report
 from holdfast.core.replay import JobSnapshot
 from holdfast.core.story import Recorder
 from holdfast.errors import HoldfastError, JobError, UsageError
-from holdfast.jobhome import JobHome, find
+from holdfast.jobhome import JobHome, find, write_privately
 from holdfast.messages.reports import GoodputReport, IncidentReport, StatusReport, StoryStep
 from holdfast.messages.units import Time
 from holdfast.view.summary import summary
@@ -101,7 +101,7 @@ def tell_end(home: JobHome, quiet: bool) -> None:
         status = report.status(snapshot.job, snapshot.at, alive=False)
         incidents = report.incidents(snapshot.job)
         drawn = trace(status.job, status.opened_at, bookings, incidents)
-        home.trace.write_text(json.dumps(drawn))
+        write_privately(home.trace, json.dumps(drawn).encode())
         if not quiet:
             goodput = report.goodput(snapshot.job, snapshot.at)
             lines = [*summary(status, goodput, incidents), f"more in {home.path}"]

@@ -9,6 +9,7 @@ import msgspec
 
 from holdfast.cli.tlsflags import add_tls_flags, tls_given
 from holdfast.cli.view import print_json, view_parser
+from holdfast.config.values import whole_number
 from holdfast.errors import JobError
 from holdfast.jobhome import JobHome, find
 from holdfast.messages.evidence import StackGroup
@@ -23,12 +24,13 @@ incident's number: print what was seen when that one hung."""
 
 def main(argv: Sequence[str]) -> int:
     parser = view_parser("why", ABOUT)
-    parser.add_argument("--incident", type=int, metavar="N", help="the number of a past hang")
+    parser.add_argument("--incident", metavar="N", help="the number of a past hang")
     add_tls_flags(parser)
     arguments = parser.parse_args(argv)
-    home = find(arguments.job)
     if arguments.incident is not None:
-        return _print_past(home, arguments.incident, arguments.json)
+        number = whole_number(arguments.incident, "--incident")
+        return _print_past(find(arguments.job), number, arguments.json)
+    home = find(arguments.job)
     why = ask(home, AskWhy(), Why, tls_given(arguments))
     if arguments.json:
         print_json(why)

@@ -50,7 +50,7 @@ def rendezvous(given: Settings, max_nodes: int, warnings: list[str]) -> Rendezvo
         master_addr=master_addr,
         master_port=master_port,
         local_addr=given.local_addr,
-        run_id=None if given.rdzv_id == "none" or given.standalone else given.rdzv_id,
+        run_id=None if given.standalone or given.rdzv_id == "none" else given.rdzv_id,
     )
 
 

@@ -132,7 +132,7 @@ class MostUsed:
         otherwise="none", separator=",")
     coordinator = Setting(values.address, None, "HOST:PORT",
         "address of the job's coordinator", otherwise="embedded in this process, on loopback")
-    spares = Setting(values.whole_number, 0, "N",
+    spares = Setting(values.node_count, 0, "N",
         "nodes beyond --nnodes that join and wait for a place")
     hang_after = Setting(values.time_limit, None, "SECONDS",
         "how long a rank that others wait for may show no sign of life: its line, CPU time, I/O, "
@@ -153,7 +153,7 @@ class MostUsed:
     no_hang_detection = _switch("never end a rank because it makes no progress")
     exclude_stragglers = _switch(
         "replace the node of a rank that slows the others down with a spare")
-    copies = Setting(values.whole_number, 1, "N",
+    copies = Setting(values.node_count, 1, "N",
         "other nodes that keep a copy of each snapshot in memory")
     image_dir = Setting(values.directory, None, "DIR",
         "directory for snapshots in memory, on each node; one on disk is slower",
@@ -209,12 +209,12 @@ class AsInTorchrun:
         variable="TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
     node_rank = Setting(values.whole_number, None, "N",
         "place of this node among the nodes", otherwise="in the order they join", torchrun=True)
-    master_addr = Setting(values.any_text, None, "HOST",
+    master_addr = Setting(values.host, None, "HOST",
         "MASTER_ADDR for the ranks", otherwise="chosen by the coordinator", torchrun=True)
     master_port = Setting(values.port_number, None, "PORT",
         "MASTER_PORT for the ranks",
         otherwise="a free one, 29500 with more than one node", torchrun=True)
-    local_addr = Setting(values.any_text, None, "HOST",
+    local_addr = Setting(values.host, None, "HOST",
         "address at which other nodes reach this one", otherwise="detected", torchrun=True)
     rdzv_backend = Setting(values.any_text, "static", "NAME",
         "c10d: --rdzv-endpoint is the coordinator's address; static: it is "
@@ -222,7 +222,7 @@ class AsInTorchrun:
     rdzv_endpoint = Setting(values.endpoint, None, "HOST:PORT",
         "see --rdzv-backend; without a port 29400 (c10d) or 29500 (static)",
         otherwise="localhost with c10d and several nodes", torchrun=True)
-    rdzv_id = Setting(values.any_text, None, "ID",
+    rdzv_id = Setting(values.run_id, None, "ID",
         "TORCHELASTIC_RUN_ID for the ranks", otherwise="generated", torchrun=True)
     rdzv_conf: Setting[dict[str, str]] = Setting(values.key_values, {}, "KEY=VALUE,...",
         "join_timeout, last_call_timeout (seconds) and is_host; torchrun's other keys have no "

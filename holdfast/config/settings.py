@@ -10,19 +10,21 @@ Torch is never imported: GPUs are counted from CUDA_VISIBLE_DEVICES and the devi
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Sequence
 
 from msgspec import Struct
 
+from holdfast.config.modules import check_runnable, top_level_found
 from holdfast.config.rendezvous import Rendezvous, rendezvous, timeouts
-from holdfast.config.schema import Settings
+from holdfast.config.schema import OfTheMachine, Settings, settings_of
 from holdfast.errors import UsageError
 from holdfast.messages.hangs import HangTerms
 from holdfast.messages.local import Entry
 from holdfast.messages.records import Terms
-from holdfast.wire.tls import TlsFiles
+from holdfast.wire.tls import TlsFiles, check_files
 
 
 class Terminal(Struct, frozen=True, kw_only=True):
@@ -81,6 +83,7 @@ def run_settings(given: Settings, command: Sequence[str]) -> RunSettings:
     entry = _entry(given)
     _check_launchable(script, entry)
     terms = job_terms(given)
+    _check_machine_settings(given)
     nproc = given.nproc_per_node
     return RunSettings(
         script=script,
@@ -110,12 +113,13 @@ def run_settings(given: Settings, command: Sequence[str]) -> RunSettings:
 def job_terms(given: Settings) -> Terms:
     """What the user asks of the job as a whole."""
     min_nodes, max_nodes = _nodes(given)
+    _check_units(given, min_nodes, max_nodes)
     join_timeout_s, last_call_timeout_s = timeouts(given)
     return Terms(
         min_nodes=min_nodes,
         max_nodes=max_nodes,
-        node_unit=_divisor(given, "node_unit", given.node_unit, max_nodes),
-        segment=_divisor(given, "segment", given.segment, max_nodes),
+        node_unit=given.node_unit,
+        segment=given.segment,
         spares=given.spares,
         copies=given.copies,
         node_check=given.node_check,
@@ -144,7 +148,9 @@ def tls_files(given: Settings) -> TlsFiles | None:
         return None
     if not (cert and key and ca):
         raise UsageError("--tls-cert, --tls-key and --tls-ca go together: both sides are checked")
-    return TlsFiles(cert=cert, key=key, ca=ca)
+    files = TlsFiles(cert=cert, key=key, ca=ca)
+    check_files(files)
+    return files
 
 
 # What runs
@@ -165,8 +171,7 @@ def _entry(given: Settings) -> Entry:
 def _check_launchable(script: str, entry: Entry) -> None:
     """Refuse a script that could not be started."""
     if entry == "module":
-        if not _module_found(script, os.getcwd()):
-            raise UsageError(f"-m {script}: no such module here or in this Python")
+        check_runnable(script)
     elif entry == "command":
         if shutil.which(script) is None:
             there = os.path.isfile(script) and os.sep in script
@@ -179,18 +184,10 @@ def _check_launchable(script: str, entry: Entry) -> None:
         raise UsageError(f"{script}: not readable by this user")
 
 
-def _module_found(name: str, *directories: str) -> bool:
-    """Whether the top-level package of a module can be found, without importing anything."""
-    from importlib.machinery import PathFinder
-    from importlib.util import find_spec
-
-    if not all(part.isidentifier() for part in name.split(".")):
-        return False
-    top = name.partition(".")[0]
-    try:
-        return bool(PathFinder.find_spec(top, list(directories)) or find_spec(top))
-    except ValueError:  # Loaded without a spec, as __main__ is: it exists.
-        return True
+def _check_machine_settings(given: Settings) -> None:
+    """Read what only the agent and the launcher will need, while it can still be one line."""
+    for setting in settings_of(OfTheMachine):
+        getattr(given, setting.name)
 
 
 def _standby(given: Settings, entry: Entry) -> int | None:
@@ -210,7 +207,7 @@ def _preload(given: Settings, entry: Entry, script: str, warnings: list[str]) ->
         return ()
     near = os.path.dirname(os.path.abspath(script)) if entry != "module" else os.getcwd()
     for name in given.preload:
-        if not _module_found(name, near, os.getcwd()):
+        if not top_level_found(name, near, os.getcwd()):
             raise UsageError(
                 f"{given.said['preload'].source} {name}: no such module here or in this Python"
             )
@@ -242,13 +239,21 @@ def _node_rank(given: Settings, places: int) -> int | None:
     return rank
 
 
-def _divisor(given: Settings, name: str, number: int, max_nodes: int) -> int:
-    """Check a number of nodes that the size of a world is a multiple of."""
-    if not 1 <= number <= max_nodes:
+def _check_units(given: Settings, min_nodes: int, max_nodes: int) -> None:
+    """Check the numbers of nodes that the size of a world is a multiple of."""
+    for name, number in (("node_unit", given.node_unit), ("segment", given.segment)):
+        if not 1 <= number <= max_nodes:
+            raise UsageError(
+                f"{given.shown(name)}: a number from 1 to --nnodes ({max_nodes}) is needed"
+            )
+    unit = math.lcm(given.node_unit, given.segment)
+    if max_nodes // unit * unit < min_nodes:
+        units = [name for name in ("node_unit", "segment") if name in given.said]
+        said = " and ".join(map(given.shown, units))
         raise UsageError(
-            f"{given.shown(name)}: a number from 1 to --nnodes ({max_nodes}) is needed"
+            f"{said}: no number of nodes from {min_nodes} to {max_nodes} is a multiple of {unit}; "
+            "change it or --nnodes"
         )
-    return number
 
 
 # What is shown

@@ -2,9 +2,10 @@
 
     flag  >  HOLDFAST_* variable  >  torchrun's PET_* variable  >  holdfast.toml  >  default
 
-An empty variable counts as not set. `holdfast.toml` is read from the working directory, or from where
---config or HOLDFAST_CONFIG says. A key in the file that is no setting is an error; a variable that
-looks like a misspelt setting is a warning, because an environment is inherited.
+An empty variable counts as not set; only an empty HOLDFAST_TOKEN is an error (`launch/site.py`).
+`holdfast.toml` is read from the working directory, or from where --config or HOLDFAST_CONFIG says. A
+key in the file that is no setting is an error; a variable that looks like a misspelt setting is a
+warning, because an environment is inherited.
 """
 
 from __future__ import annotations
@@ -133,6 +134,8 @@ def _scalar(value: Any, place: str, separator: str | None = None) -> str:
     if not isinstance(value, str | int | float):
         raise UsageError(f"{place}: a text, a number or true/false is needed, not {value}")
     text = str(value)
+    if "\0" in text:
+        raise UsageError(f"{place}: the value contains a NUL character; take it out")
     if separator is not None and separator in text:
         raise UsageError(f"{place}: {text}: write values with {separator!r} as one string")
     return text

@@ -14,6 +14,10 @@ import signal
 
 from holdfast.errors import UsageError
 
+MOST_NODES = 1_000_000
+MOST_RANKS = 4096
+"""Ranks, or standbys, of one node."""
+MOST_SECONDS = 1e9
 NUMA_BINDINGS = ("node", "socket", "exclusive", "core-complex")
 
 
@@ -25,6 +29,16 @@ def whole_number(text: str, flag: str) -> int:
     if re.fullmatch(r"[0-9]{1,9}", text.strip()) is None:
         raise UsageError(f"{flag} {text}: a whole number, 0 or more, is needed")
     return int(text)
+
+
+def _at_most(number: int, most: int, flag: str) -> int:
+    if number > most:
+        raise UsageError(f"{flag} {number}: {most} is the most; give a smaller number")
+    return number
+
+
+def node_count(text: str, flag: str) -> int:
+    return _at_most(whole_number(text, flag), MOST_NODES, flag)
 
 
 def seconds(text: str, flag: str) -> float:
@@ -51,6 +65,8 @@ def _number(text: str, flag: str, least: int, what: str) -> float:
         value = math.nan
     if not least <= value < math.inf:
         raise UsageError(f"{flag} {text}: {what}, {least} or more, is needed")
+    if value > MOST_SECONDS:
+        raise UsageError(f"{flag} {text}: {what}, {MOST_SECONDS:.0e} or less, is needed")
     return value
 
 
@@ -73,6 +89,17 @@ def job_name(text: str, flag: str) -> str:
     return text
 
 
+def run_id(text: str, flag: str) -> str:
+    """Read an id as torchrun takes them, unless it could not be the name of a directory."""
+    size = len(text.encode(errors="replace"))
+    if not 1 <= size <= 100 or "/" in text or text[0] == "." or not text.isprintable():
+        raise UsageError(
+            f"{flag} {text[:120]}: a name is needed, not a path: 1 to 100 printable characters "
+            "without /, the first one not a dot"
+        )
+    return text
+
+
 def nodes_range(text: str, flag: str) -> tuple[int, int]:
     """Read N or MIN:MAX as (min, max)."""
     match = re.fullmatch(r"\s*([0-9]{1,9})\s*(?::\s*([0-9]{1,9})\s*)?", text)
@@ -84,7 +111,7 @@ def nodes_range(text: str, flag: str) -> tuple[int, int]:
         raise UsageError(f"{flag} {text}: at least one node is needed")
     if highest < lowest:
         raise UsageError(f"{flag} {text}: MIN is above MAX; did you mean {highest}:{lowest}?")
-    return lowest, highest
+    return lowest, _at_most(highest, MOST_NODES, flag)
 
 
 def ranks_per_node(text: str, flag: str) -> int:
@@ -100,11 +127,11 @@ def ranks_per_node(text: str, flag: str) -> int:
         return gpus or _cpu_count()
     if text == "cpu":
         return _cpu_count()
-    if re.fullmatch(r"\s*-?[0-9]{1,9}\s*", text) is None:
+    if re.fullmatch(r"\s*-?[0-9]{1,18}\s*", text) is None:
         raise UsageError(f"{flag} {text}: auto, cpu, gpu or a number is needed")
     if int(text) < 1:
         raise UsageError(f"{flag} {text}: at least one rank per node is needed")
-    return int(text)
+    return _at_most(int(text), MOST_RANKS, flag)
 
 
 def gpu_count(visible: str | None, devices: int) -> int:
@@ -139,7 +166,7 @@ def standby_count(text: str, flag: str) -> int | None:
         return None
     if re.fullmatch(r"[0-9]{1,9}", text) is None:
         raise UsageError(f"{flag} {text}: auto or a number of standbys (0 for none) is needed")
-    return int(text)
+    return _at_most(int(text), MOST_RANKS, flag)
 
 
 def stream_masks(text: str, flag: str) -> int | dict[int, int]:
@@ -224,6 +251,13 @@ def endpoint(text: str, flag: str, *, needs_port: bool = False) -> tuple[str, in
         wanted = "HOST:PORT" if needs_port else "HOST or HOST:PORT"
         raise UsageError(f"{flag} {text}: {wanted} is needed, as in node0:29400 or [::1]:29400")
     return match[1].strip("[]"), port
+
+
+def host(text: str, flag: str) -> str:
+    """Read a host's name or address; IPv6 without brackets."""
+    if re.fullmatch(r"[\w.:%-]+", text) is None:
+        raise UsageError(f"{flag} {text}: a host is needed, as in node0, 10.0.0.1 or fd00::1")
+    return text
 
 
 def joined(host: str, port: int) -> str:

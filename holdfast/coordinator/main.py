@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ def run_coordinator(orders: CoordinatorOrders) -> int:
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    os.umask(0o077)  # The journal and the evidence of incidents are for this user alone.
     kernel.unblock_signals()
     kernel.open_many_files()
     return asyncio.run(_run(orders))

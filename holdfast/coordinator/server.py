@@ -81,6 +81,7 @@ from holdfast.messages.wire import (
     Welcome,
     Why,
 )
+from holdfast.wire.gate import Gate
 
 log = logging.getLogger("holdfast.coordinator")
 
@@ -147,7 +148,7 @@ class Coordinator:
             self._leases.restarted(members.known(), members.silence_s, loop.time())
             self._told = self._told_before()
             self._post(Arrival(restarted))
-        server = await loop.create_server(lambda: Stream(self), sock=listener, ssl=tls)
+        server = await loop.create_server(lambda: Gate(Stream(self), tls), sock=listener)
         watching = asyncio.ensure_future(self._watch_silence())
         try:
             code = await self._closed

@@ -33,10 +33,12 @@ from pathlib import Path
 
 from holdfast import kernel
 from holdfast.checkpoint.memory.image_home import ImageHome
+from holdfast.config.schema import Settings
 from holdfast.config.settings import RunSettings
 from holdfast.config.sources import from_environment
-from holdfast.errors import HoldfastError, JobError, JournalError
+from holdfast.errors import HoldfastError, JobError, JournalError, UsageError
 from holdfast.jobhome import JobHome
+from holdfast.launch.machine import make_directories
 from holdfast.launch.orders import agent_orders, coordinator_orders, node_of
 from holdfast.launch.site import find_site
 from holdfast.messages.exits import EXIT_BROKEN, EXIT_FAILED, EXIT_REJOIN, EXIT_TURNED_AWAY
@@ -81,7 +83,7 @@ class Child:
         os.setpgid(0, 0)
         try:
             return self.run()
-        except JobError as error:  # A restarted one would fail the same way.
+        except (JobError, UsageError) as error:  # A restarted one would fail the same way.
             log.error("%s", error)
             return EXIT_TURNED_AWAY
         except HoldfastError as error:
@@ -191,6 +193,9 @@ class Launcher:
 
     def _coordinator_ended(self, coordinator: Child, code: int) -> int | None:
         """The job's exit code, or None while the agent still runs."""
+        if code == EXIT_TURNED_AWAY:
+            self.coordinator = None
+            return EXIT_FAILED
         if code != 0:
             self._restart(coordinator, code)
             return None
@@ -297,7 +302,9 @@ def _reap(pid: int) -> None:
 
 def launch(settings: RunSettings, since_monotonic: float) -> tuple[int, JobHome | None]:
     """Run this node's part of a job to its end; the exit code, and the job's home if it is hosted."""
+    make_directories(settings)
     site = find_site(settings)
+    os.environ.pop(Settings.token.variables[0], None)  # The site has it; scripts are not to.
     images = ImageHome(site.home.name, Path(settings.image_dir) if settings.image_dir else None)
     launch = secrets.token_hex(4)
 

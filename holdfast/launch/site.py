@@ -8,21 +8,27 @@ has the coordinator's address and the port is free.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import secrets
 import socket
+import stat
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast import jobhome
+from holdfast.config.schema import Settings
 from holdfast.config.settings import RunSettings
-from holdfast.config.sources import from_environment
 from holdfast.errors import JobError, UsageError
-from holdfast.jobhome import JobHome
+from holdfast.jobhome import JobFile, JobHome
+
+log = logging.getLogger("holdfast")
 
 JOB_FILE_LIMIT_S = 5.0
 JOB_FILE_LOOK_S = 0.02
+MAX_TOKEN_CHARS = 1024
+READ_CHARS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -43,22 +49,33 @@ class PortTaken(JobError):
 
 def find_site(settings: RunSettings) -> Site:
     """Host the coordinator where that is this node's part, join it where it runs already."""
-    hosts, address = settings.rendezvous.hosts_coordinator, settings.rendezvous.coordinator
-    if meets_at_master(settings):
-        address = f"{settings.rendezvous.master_addr}:{settings.rendezvous.master_port}"
-        hosts = settings.node_rank in (None, 0)
+    token = given_token(settings.token_file)
+    address, hosts = coordinator_address(settings)
     if address is None:
-        return _host(settings, "127.0.0.1", 0)
-    name, _, number = address.rpartition(":")
-    host, port = name.strip("[]"), int(number)
+        return _host(settings, "127.0.0.1", 0, token)
+    host, port = address
     if hosts is False:
-        return _join(settings, host, port)
+        return _join(settings, host, port, token)
     try:
-        return _host(settings, host, port)
+        return _host(settings, host, port, token)
     except PortTaken:
-        if hosts or settings.places == 1:  # No other node could listen there.
+        if hosts:  # No other node could listen there.
             raise
-        return _join(settings, host, port)
+        return _join(settings, host, port, token)
+
+
+def coordinator_address(settings: RunSettings) -> tuple[tuple[str, int] | None, bool | None]:
+    """The coordinator's address, None for any on loopback; and whether this launcher hosts it, None
+    if that depends on whether the address is this machine's and free."""
+    meeting = settings.rendezvous
+    if meets_at_master(settings):
+        assert meeting.master_addr is not None
+        return (meeting.master_addr, meeting.master_port or 0), settings.node_rank in (None, 0)
+    if meeting.coordinator is None:
+        return None, True
+    host, _, port = meeting.coordinator.rpartition(":")
+    hosts = meeting.hosts_coordinator
+    return (host.strip("[]"), int(port)), True if hosts is None and settings.places == 1 else hosts
 
 
 def meets_at_master(settings: RunSettings) -> bool:
@@ -68,10 +85,10 @@ def meets_at_master(settings: RunSettings) -> bool:
     return several and rendezvous.master_addr is not None
 
 
-def _host(settings: RunSettings, host: str, port: int) -> Site:
+def _host(settings: RunSettings, host: str, port: int, token: str | None) -> Site:
     listener = listen(host, port)
     home = jobhome.create(settings.job or settings.rendezvous.run_id, settings.script)
-    return hosted(home, listener, given_token(settings.token_file))
+    return hosted(home, listener, token)
 
 
 def hosted(home: JobHome, listener: socket.socket, token: str | None) -> Site:
@@ -80,16 +97,21 @@ def hosted(home: JobHome, listener: socket.socket, token: str | None) -> Site:
     host, port = listener.getsockname()[:2]
     if host in ("0.0.0.0", "::"):  # All interfaces: others reach it by the machine's name.
         host = socket.gethostname()
-    content = {"job": home.name, "host": host, "port": port, "token": token, "pid": os.getpid()}
-    if opened := home.opened_id():
-        content["id"] = opened
-    home.write_job_file(content)
+    home.write_job_file(
+        JobFile(
+            job=home.name,
+            host=host,
+            port=port,
+            token=token,
+            pid=os.getpid(),
+            id=home.opened_id(),
+        )
+    )
     return Site(host, port, token, home, listener)
 
 
-def _join(settings: RunSettings, host: str, port: int) -> Site:
+def _join(settings: RunSettings, host: str, port: int, token: str | None) -> Site:
     name = settings.job or settings.rendezvous.run_id
-    token = given_token(settings.token_file)
     if token is not None:
         return Site(host, port, token, jobhome.share(name or f"joined-{port}"), None)
     # A coordinator that starts on this machine at this moment has its port before its job.json.
@@ -106,7 +128,7 @@ def _join(settings: RunSettings, host: str, port: int) -> Site:
             f"the coordinator at {host}:{port} belongs to job {home.name}, not to {name};"
             " correct --job or the address"
         )
-    return Site(host, port, str(home.read_job_file()["token"]), home, None)
+    return Site(host, port, home.read_job_file().token, home, None)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -121,12 +143,41 @@ def listen(host: str, port: int) -> socket.socket:
 
 def given_token(path: str | None) -> str | None:
     """The token that the user provides, from a file or HOLDFAST_TOKEN."""
-    if path is None:
-        return from_environment(os.environ).token
+    if path is not None:
+        return _token_in(Path(path))
+    variable = Settings.token.variables[0]
+    if variable not in os.environ:
+        return None
+    return _checked_token(os.environ[variable], variable)
+
+
+def _token_in(path: Path) -> str:
+    """Read a token file; warn of one that other users can read too."""
+    flag = f"--token-file {path}"
     try:
-        return Path(path).read_text().strip()
+        with path.open(encoding="utf-8") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            text = file.read(READ_CHARS)
     except OSError as error:
-        raise UsageError(f"--token-file {path}: {error.strerror}") from None
+        raise UsageError(f"{flag}: {error.strerror}; name a file with the job's token") from None
+    except ValueError:
+        raise UsageError(f"{flag}: is no text; name a file with the job's token") from None
+    token = _checked_token(text, flag)
+    if mode & (stat.S_IRGRP | stat.S_IROTH):
+        log.warning("%s can be read by other users of this machine; chmod 600 it", flag)
+    return token
+
+
+def _checked_token(text: str, source: str) -> str:
+    """A token without the white space around it; the message never shows the token."""
+    token = text.strip()
+    if not token:
+        raise UsageError(f"{source}: is empty; put the job's token there, or leave it out")
+    if len(token) > MAX_TOKEN_CHARS or not token.isprintable():
+        raise UsageError(
+            f"{source}: is no token; one line of at most {MAX_TOKEN_CHARS} characters is needed"
+        )
+    return token
 
 
 def own_address(settings: RunSettings, coordinator: str) -> str:

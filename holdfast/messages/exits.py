@@ -11,4 +11,4 @@ EXIT_BROKEN = 70
 EXIT_REJOIN = 71
 """Agent to launcher: start a new agent in its place."""
 EXIT_TURNED_AWAY = 72
-"""Agent to launcher: the coordinator refused this node."""
+"""Agent or coordinator to launcher: refused, or misconfigured; starting it again is no use."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import ssl
 from typing import TypeVar
 
 import msgspec
@@ -11,7 +12,7 @@ from holdfast.errors import JobError
 from holdfast.jobhome import JobHome
 from holdfast.messages.wire import PROTOCOL, Question, Rejected, ToVisitor, Visit
 from holdfast.wire import framing
-from holdfast.wire.tls import TlsFiles, client_context
+from holdfast.wire.tls import TlsFiles, client_context, explained
 
 LIMIT_S = 10.0
 
@@ -23,14 +24,15 @@ def ask(home: JobHome, question: Question, answer: type[T], tls: TlsFiles | None
     if not home.alive():
         raise JobError(f"job {home.name} does not run; see `holdfast incidents {home.name}`")
     content = home.read_job_file()
-    address = (str(content["host"]), int(content["port"]))
-    visit = Visit(protocol=PROTOCOL, token=str(content["token"]), question=question)
+    address = (content.host, content.port)
+    visit = Visit(protocol=PROTOCOL, token=content.token, question=question)
     try:
         told = _exchange(address, visit, tls)
     except OSError as error:
+        reason = explained(error) if isinstance(error, ssl.SSLError) else error
         where = f"{address[0]}:{address[1]}"
         raise JobError(
-            f"job {home.name}: no answer from its coordinator at {where}: {error}"
+            f"job {home.name}: no answer from its coordinator at {where}: {reason}"
         ) from None
     if isinstance(told, Rejected):
         raise JobError(f"job {home.name}: {told.reason}")

@@ -173,7 +173,8 @@ class FlightFile:
         part, trainer = f"{self._path}.{threading.get_ident()}", self._vitals.trainer
         try:
             dump = flight.dump(trainer, self._rank_and_size, self._calls, failed_at)
-            with open(part, "wb") as file:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+            with os.fdopen(os.open(part, flags, 0o600), "wb") as file:
                 file.write(dump)
             os.rename(part, self._path)
         except Exception:

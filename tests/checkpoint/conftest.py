@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -11,8 +9,6 @@ from pathlib import Path
 
 import pytest
 from keepers import NewNode, Node, keepers
-
-from holdfast.wire.tls import TlsFiles
 
 
 @pytest.fixture(autouse=True)
@@ -45,20 +41,3 @@ def here(new_node: NewNode) -> Node:
 @pytest.fixture
 def there(new_node: NewNode) -> Node:
     return new_node()
-
-
-@pytest.fixture(scope="session")
-def certificates() -> Iterator[TlsFiles]:
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl is not installed")
-    with tempfile.TemporaryDirectory() as folder:
-
-        def openssl(*words: str) -> None:
-            subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
-
-        new = ("-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj")
-        openssl("req", "-x509", *new, "/CN=authority", "-keyout", "ca.key", "-out", "ca.pem")
-        openssl("req", *new, "/CN=node", "-keyout", "node.key", "-out", "node.csr")
-        signing = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2")
-        openssl("x509", "-req", "-in", "node.csr", *signing, "-out", "node.pem")
-        yield TlsFiles(cert=f"{folder}/node.pem", key=f"{folder}/node.key", ca=f"{folder}/ca.pem")

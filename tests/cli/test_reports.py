@@ -13,7 +13,7 @@ import pytest
 from holdfast.cli.main import main
 from holdfast.cli.view import tell_end
 from holdfast.coordinator.journal import Entry, Journal
-from holdfast.jobhome import JobHome, create
+from holdfast.jobhome import JobFile, JobHome, create
 from holdfast.messages.events import (
     AnyEvent,
     JobOpened,
@@ -74,7 +74,7 @@ def progress(rank: Rank, at: float, step: int) -> RankProgress:
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobHome:
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
     home = create("j", "train.py")
-    home.write_job_file({"host": "127.0.0.1", "port": 1, "token": "t"})
+    home.write_job_file(JobFile(job="llm", host="127.0.0.1", port=1, token="t", pid=1))
     journal = Journal(home.journal)
     assert journal.append([Entry(event.at, event) for event in a_killed_rank()]) is None
     journal.close()

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from holdfast.cli.main import main
-from holdfast.jobhome import JobHome, create
+from holdfast.jobhome import JobFile, JobHome, create
 from holdfast.messages.evidence import Frame, RankEvidence, StackGroup, Verdict
 from holdfast.messages.reports import SuspicionReport
 from holdfast.messages.units import NodeId, Rank, RoundNumber
@@ -52,7 +52,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobHome:
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
     made = create("j", "train.py")
     made.journal.touch()
-    made.write_job_file({"host": "127.0.0.1", "port": 1, "token": "t"})
+    made.write_job_file(JobFile(job="llm", host="127.0.0.1", port=1, token="t", pid=1))
     return made
 
 
@@ -64,7 +64,7 @@ def serve(home: JobHome) -> Iterator[Serve]:
     """A coordinator that says one thing to whoever comes; what it was asked is in the list."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    home.write_job_file({"host": "127.0.0.1", "port": port, "token": "t"})
+    home.write_job_file(JobFile(job="llm", host="127.0.0.1", port=port, token="t", pid=1))
     asked: list[Visit] = []
     threads: list[threading.Thread] = []
 

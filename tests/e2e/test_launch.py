@@ -344,6 +344,59 @@ def test_the_token_is_nobody_elses_to_read(run: Run) -> None:
     assert run.code() == 0
 
 
+FAILS_ONCE = """
+    import os, subprocess, sys, time
+    import holdfast
+
+    assert "HOLDFAST_TOKEN" not in os.environ
+    assert b"HOLDFAST_TOKEN" not in open("/proc/self/environ", "rb").read()
+    holdfast.progress(1)
+    holdfast.barrier("both")
+    if holdfast.restarts() == 0:
+        with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
+            file.write('{"message": "on purpose"}')
+        sys.exit(1)
+    with open("umask", "w") as file:
+        old = os.umask(0)
+        file.write(oct(old))
+    nested = [sys.executable, "-m", "holdfast", "why", "--json"]
+    print("why", subprocess.run(nested, stdout=subprocess.DEVNULL).returncode)
+    while not os.path.exists("end"):
+        time.sleep(0.01)
+        holdfast.progress(2)
+"""
+
+
+def test_a_given_token_stays_out_of_scripts_and_a_home_is_for_its_user_alone(run: Run) -> None:
+    script = run.write(FAILS_ONCE)
+    run.without_torch()
+    run.start(script, nproc=1, env={"HOLDFAST_TOKEN": "s3cret"}, umask=0)
+    run.until_stepping(round=2)
+    token = json.loads((run.job_home / "job.json").read_text())["token"]
+    seen = {path.name for path in _walked(run.job_home)}
+    _assert_private(run.job_home)
+    inherited = [b"s3cret" in Path(f"/proc/{pid}/environ").read_bytes() for pid in run.alive()]
+    run.end()
+    assert run.code() == 0
+    assert token == "s3cret"
+    assert {"journal.db-wal", "journal.db-shm", "rank_0.error.json"} <= seen
+    assert sum(inherited) <= 3  # The launcher, and the agent and coordinator that it forked.
+    assert "why 0" in run.out
+    assert (run.folder / "umask").read_text() == "0o0"
+    _assert_private(run.job_home)
+    assert (run.job_home / "trace.json").exists()
+
+
+def _walked(home: Path) -> list[Path]:
+    return [home, *home.rglob("*")]
+
+
+def _assert_private(home: Path) -> None:
+    for path in _walked(home):
+        mode = stat.S_IMODE(path.stat().st_mode)
+        assert mode == (0o700 if path.is_dir() else 0o600), (path, oct(mode))
+
+
 def test_a_job_on_one_node_listens_on_loopback_only(run: Run) -> None:
     run.train("--standby", "0", nproc=1)
     run.until_stepping()

@@ -45,7 +45,7 @@ def test_one_node_hosts_its_coordinator_on_loopback(find: Find) -> None:
     assert site.listener is not None
     assert (site.host, site.port) == site.listener.getsockname()
     assert site.host == "127.0.0.1"
-    assert site.home.read_job_file()["token"] == site.token
+    assert site.home.read_job_file().token == site.token
 
 
 def test_of_two_launchers_at_one_endpoint_the_second_joins_the_first(find: Find) -> None:
@@ -96,3 +96,39 @@ def test_a_token_file_wins_over_the_variable(
     assert given_token(None) == "from variable"
     with pytest.raises(UsageError, match=r"--token-file .*gone: No such file"):
         given_token(str(tmp_path / "gone"))
+
+
+@pytest.mark.parametrize("text", ["", "  \n", "\n"])
+def test_an_empty_token_is_refused_before_anything_is_made(
+    find: Find, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    file = tmp_path / "token"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=r"--token-file .*token: is empty; .*leave it out"):
+        find(f"--token-file={file}")
+    monkeypatch.setenv("HOLDFAST_TOKEN", text.strip("\n"))
+    with pytest.raises(UsageError, match="HOLDFAST_TOKEN: is empty"):
+        find()
+    assert not (tmp_path / "jobs").exists()
+
+
+@pytest.mark.parametrize("content", [b'{\n "token": "s3cret"\n}', b"\xff\xfe", b"s3cret" * 1000])
+def test_what_is_no_token_is_refused_and_not_shown(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "token").write_bytes(content)
+    with pytest.raises(UsageError, match=r"token: is no t(oken|ext); ") as refused:
+        given_token(str(tmp_path / "token"))
+    assert "s3cret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("mode", "lines"), [(0o600, 0), (0o400, 0), (0o640, 1), (0o604, 1), (0o644, 1)]
+)
+def test_a_token_file_that_others_can_read_is_warned_of_once(
+    find: Find, tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, lines: int
+) -> None:
+    (tmp_path / "token").write_text("abc")
+    (tmp_path / "token").chmod(mode)
+    assert find(f"--token-file={tmp_path / 'token'}").token == "abc"
+    warned = [record.getMessage() for record in caplog.records]
+    assert len(warned) == lines
+    assert all("can be read by other users" in line and "abc" not in line for line in warned)
