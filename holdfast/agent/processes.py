@@ -138,9 +138,12 @@ class ProcessTable:
         del self._known[process.pid]
 
     def end_strays(self) -> int:
-        """Kill what scripts left behind; return how many there were."""
+        """Kill what scripts left behind; return how many there were.
+
+        A manager of shared memory is left alone: it ends once it has removed what the others left.
+        """
         ended = 0
-        while strays := self._strays():
+        while strays := [pid for pid in self._strays() if not proc.removes_shared_memory(pid)]:
             for pid in strays:
                 try:
                     os.kill(pid, signal.SIGKILL)
