@@ -238,15 +238,15 @@ class AsInTorchrun:
 
 
 class WithoutEffect:
-    monitor_interval = Setting(values.any_text, None, "SECONDS",
+    monitor_interval = Setting(values.seconds, None, "SECONDS",
         "a dead rank is noticed at once, without polling", otherwise="none", torchrun=True)
-    start_method = Setting(values.any_text, None, "NAME",
+    start_method = Setting(values.one_of(*values.START_METHODS), None, "NAME",
         "ranks are always new processes or standbys", otherwise="none", torchrun=True)
-    event_log_handler = Setting(values.any_text, None, "NAME",
+    event_log_handler = Setting(values.one_of(*values.EVENT_HANDLERS), None, "NAME",
         "see holdfast incidents and trace.json", otherwise="none", torchrun=True)
     logs_specs = Setting(values.any_text, None, "NAME",
         "see --log-dir", otherwise="none")
-    numa_binding = Setting(values.numa_binding, None, "MODE",
+    numa_binding = Setting(values.one_of(*values.NUMA_BINDINGS), None, "MODE",
         "ranks are not bound to CPUs", otherwise="none")
 
 

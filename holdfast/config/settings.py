@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 
 from holdfast.config.rendezvous import Rendezvous, rendezvous, timeouts
-from holdfast.config.schema import Settings
+from holdfast.config.schema import Settings, WithoutEffect, settings_of
 from holdfast.errors import UsageError
 from holdfast.messages.hangs import HangTerms
 from holdfast.messages.local import Entry
@@ -76,7 +76,7 @@ def run_settings(given: Settings, command: Sequence[str]) -> RunSettings:
     """Resolve and check what was said. `command` is the script and its own arguments."""
     if not command:
         raise UsageError("no script given; try `holdfast run train.py`")
-    warnings = list(given.warnings)
+    warnings = [*given.warnings, *_without_effect(given)]
     script, *script_args = command
     entry = _entry(given)
     _check_launchable(script, entry)
@@ -145,6 +145,19 @@ def tls_files(given: Settings) -> TlsFiles | None:
     if not (cert and key and ca):
         raise UsageError("--tls-cert, --tls-key and --tls-ca go together: both sides are checked")
     return TlsFiles(cert=cert, key=key, ca=ca)
+
+
+def _without_effect(given: Settings) -> Iterator[str]:
+    """Check settings that only torchrun has a use for; say which is missed."""
+    for setting in settings_of(WithoutEffect):
+        getattr(given, setting.name)
+    name = given.logs_specs
+    if name is not None:
+        from importlib.metadata import entry_points
+
+        if not entry_points(group="torchrun.logs_specs", name=name):
+            raise UsageError(f"{given.shown('logs_specs')}: no installed package provides it")
+        yield f"{given.shown('logs_specs')} has no effect here; see --log-dir"
 
 
 # What runs

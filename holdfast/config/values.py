@@ -11,10 +11,13 @@ import math
 import os
 import re
 import signal
+from collections.abc import Callable
 
 from holdfast.errors import UsageError
 
 NUMA_BINDINGS = ("node", "socket", "exclusive", "core-complex")
+START_METHODS = ("spawn", "fork", "forkserver")
+EVENT_HANDLERS = ("null", "console", "dynamic_rendezvous")
 
 
 def any_text(text: str, flag: str) -> str:
@@ -192,10 +195,15 @@ def signal_names(text: str, flag: str) -> tuple[str, ...]:
     return names
 
 
-def numa_binding(text: str, flag: str) -> str:
-    if text not in NUMA_BINDINGS:
-        raise UsageError(f"{flag} {text}: one of {', '.join(NUMA_BINDINGS)} is needed")
-    return text
+def one_of(*names: str) -> Callable[[str, str], str]:
+    """Return a reader of one of these names."""
+
+    def read(text: str, flag: str) -> str:
+        if text not in names:
+            raise UsageError(f"{flag} {text}: one of {', '.join(names)} is needed")
+        return text
+
+    return read
 
 
 def directory(text: str, flag: str) -> str:

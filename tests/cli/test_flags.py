@@ -158,8 +158,38 @@ def test_an_unknown_flag_gets_the_nearest_known_one() -> None:
     assert line == "unknown flag --nproc_per_nodes; did you mean --nproc-per-node?"
 
 
-def test_an_abbreviation_gets_the_full_flag() -> None:
-    assert refusal("--max=3", "train.py") == "unknown flag --max; did you mean --max-restarts?"
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["--nproc", "3"], ["--nproc-per-node", "3"]),
+        (["--nproc_per=3"], ["--nproc-per-node", "3"]),
+        (["--redirect", "3"], ["--redirects", "3"]),
+        (["--max=3"], ["--max-restarts", "3"]),
+        (["--t", "3"], ["--tee", "3"]),  # Ours are --tls-cert and --token-file.
+        (["--stand"], ["--standalone"]),  # Ours is --standby.
+        (["--virtual"], ["--virtual-local-rank"]),
+        (["--hang", "9"], ["--hang-after", "9"]),
+    ],
+)
+def test_a_flag_may_be_abbreviated(words: list[str], meant: list[str]) -> None:
+    assert run(*words) == run(*meant)
+
+
+@pytest.mark.parametrize(
+    ("word", "line"),
+    [
+        ("--master", "--master is ambiguous: --master-addr, --master-port"),
+        ("--tls=x", "--tls is ambiguous: --tls-cert, --tls-key, --tls-ca"),
+        ("--dup", "--dup is ambiguous: --duplicate-stdout-filters, --duplicate-stderr-filters"),
+    ],
+)
+def test_an_ambiguous_abbreviation_is_refused(word: str, line: str) -> None:
+    assert refusal(word, "3", "train.py") == line
+
+
+def test_an_abbreviation_without_its_value_is_told_by_its_full_name() -> None:
+    assert refusal("--nproc") == "--nproc-per-node: N is missing after it"
+    assert refusal("--t") == "--tee: MASK is missing after it"
 
 
 def test_an_unknown_flag_like_no_other_gets_the_help() -> None:
@@ -275,8 +305,22 @@ def test_the_rest_of_torchruns_flags_arrive() -> None:
 def test_flags_without_effect_change_nothing() -> None:
     assert run() == run(
         *("--monitor-interval", "5", "--start-method", "fork"),
-        *("--event-log-handler", "null", "--logs-specs", "x"),
+        *("--event-log-handler", "null"),
     )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--start-method", "teleport"],
+        ["--logs-specs", "nobodys"],
+        ["--event-log-handler", "carrier-pigeon"],
+        ["--monitor-interval", "often"],
+        ["--numa-binding", "moon"],
+    ],
+)
+def test_a_value_that_torchrun_refuses_is_refused_even_without_effect(words: list[str]) -> None:
+    assert refusal(*words, "train.py").startswith(" ".join(words))
 
 
 def test_standalone_sets_aside_what_was_said_about_meeting() -> None:

@@ -198,7 +198,7 @@ def test_a_last_line_without_newline_is_shown(run: Run) -> None:
         (["missing.py"], "holdfast run: missing.py: no such file"),
         (["--nproc-per-node", "0", "train.py"], "holdfast run: --nproc-per-node 0: "),
         (["--nproc-per-node", "many", "train.py"], "holdfast run: --nproc-per-node many: "),
-        (["--nproc-per-nod", "2", "train.py"], "holdfast run: unknown flag --nproc-per-nod; "),
+        (["--nproc-per-nods", "2", "train.py"], "holdfast run: unknown flag --nproc-per-nods; "),
         (["--max-restarts"], "holdfast run: --max-restarts: N is missing"),
         ([], "holdfast run: no script given"),
     ],
