@@ -60,6 +60,14 @@ class Process:
         except ProcessLookupError:
             pass
 
+    def send_to_group(self, number: signal.Signals) -> None:
+        """Send a signal to all processes of the group that it leads."""
+        if self.exit is None:  # Until it is reaped, its pid is that of no other group.
+            try:
+                os.killpg(self.pid, number)
+            except (ProcessLookupError, PermissionError):
+                pass
+
     def _reap(self) -> None:
         info = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if info is None:
@@ -78,9 +86,9 @@ class Process:
         self.exit = Exit(code=info.si_status) if by_itself else Exit(signal=info.si_status)
         self.on_exit(self.exit)
 
-    def reaction_to_sigterm(self) -> proc.Reaction:
-        """Return what SIGTERM would do to it."""
-        return proc.reaction_to(self.pid, signal.SIGTERM)
+    def reaction_to(self, number: signal.Signals) -> proc.Reaction:
+        """Return what a signal would do to it."""
+        return proc.reaction_to(self.pid, number)
 
 
 def spawn(

@@ -14,6 +14,7 @@ next round starts clean. Finish is the last order: all later ones are ignored.
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
@@ -104,6 +105,8 @@ class Supervisor:
     """How long the end of the node waits for snapshots on their way to storage."""
     system: System | None = None
     """The machine as the stall detector sees it; None for the real one."""
+    stop_signal: signal.Signals = signal.SIGTERM
+    """The signal that asks workers to stop: the one that was sent to this node, if one was."""
     round: RoundNumber = NO_ROUND
     finished: asyncio.Future[Finish] = field(init=False)
     """Done once the node has left."""
@@ -213,7 +216,7 @@ class Supervisor:
                 self._stop_workers(order)
 
     def _stop_workers(self, order: StopWorkers | Finish) -> None:
-        self._workers.ask_to_stop(order.grace_s)
+        self._workers.ask_to_stop(order.grace_s, self.stop_signal)
         if not self._workers.running:
             self._stopped(order)
 

@@ -1,7 +1,9 @@
 """One rank's worker: its progress, how it is stopped, and what its end means for the rank.
 
-Stopping: a worker that dies of SIGTERM or ignores it is gone at once. One that handles it gets the
-grace period, then SIGKILL.
+Stopping: a worker gets SIGTERM, or the signal by which the user stops the node. One that dies of it or
+ignores it is gone at once. One that handles it gets the grace period, then SIGKILL. The signal is for
+the worker alone, whose loaders it needs until it has saved; but a command may be a shell that runs the
+training, so there it is for all of its process group.
 
 How a process ended and how its rank ended are two things. A script that ran to its end has
 succeeded and one that raised has failed, whatever its interpreter dies of afterwards. And a worker
@@ -78,6 +80,7 @@ class Worker:
     _done: bool = False
     """Whether its script ran to the end."""
     _stop_sent: float | None = None
+    _stop_signal: signal.Signals = signal.SIGTERM
     _timer: asyncio.TimerHandle | None = None
     """Kills it when its grace period is over."""
     _teardown: Teardown | None = None
@@ -160,17 +163,18 @@ class Worker:
             log.warning("rank %d hangs after its script has ended; killing it", self.rank)
             self.kill()
 
-    def ask_to_stop(self, grace_s: Seconds) -> None:
-        """Stop it, with SIGKILL after the grace period."""
+    def ask_to_stop(self, grace_s: Seconds, number: signal.Signals = signal.SIGTERM) -> None:
+        """Stop it by this signal, with SIGKILL after the grace period."""
         if self._stop_sent is not None:
             return
         loop = asyncio.get_running_loop()
-        self._stop_sent = loop.time()
-        if grace_s <= 0 or self.process.reaction_to_sigterm() == "ignores":
+        self._stop_sent, self._stop_signal = loop.time(), number
+        if grace_s <= 0 or self.process.reaction_to(number) == "ignores":
             self.kill()
             return
-        self.process.send(signal.SIGTERM)
-        self.process.send(signal.SIGCONT)
+        send = self.process.send if self.runtime is not None else self.process.send_to_group
+        send(number)
+        send(signal.SIGCONT)
         self._timer = loop.call_later(grace_s, self.kill)
 
     def kill(self) -> None:
@@ -196,7 +200,7 @@ class Worker:
             end = Exit(code=1)
         if self._stop_sent is None or self._failed:
             return RankEnding(end, by_itself=True)
-        if end.signal in (signal.SIGTERM, signal.SIGKILL):
+        if end.signal in (self._stop_signal, signal.SIGKILL):
             return RankEnding(end, by_itself=False)
         took_s = asyncio.get_running_loop().time() - self._stop_sent
         return RankEnding(end, by_itself=self._raised is not None, stop_took_s=took_s)
@@ -287,9 +291,9 @@ class Workers:
         if worker is not None and worker.runtime is not None:
             worker.runtime.reply(message)
 
-    def ask_to_stop(self, grace_s: Seconds) -> None:
+    def ask_to_stop(self, grace_s: Seconds, number: signal.Signals) -> None:
         for worker in self.running.values():
-            worker.ask_to_stop(grace_s)
+            worker.ask_to_stop(grace_s, number)
 
     def end_process(self, rank: Rank) -> None:
         """Kill the process of a rank whose script has ended, if it is still there."""

@@ -215,7 +215,7 @@ class SimRank:
             code, by = (0, None) if by_itself else (None, int(signal.SIGTERM))
             self.agent.later(took_s, self.die, code, by)
 
-    def reaction_to_sigterm(self) -> str:
+    def reaction_to(self, number: signal.Signals) -> str:
         return "handles"
 
     def die(

@@ -1,0 +1,79 @@
+"""`holdfast run` does what `torchrun` does, wherever docs/torchrun.md says "same"."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from .harness import Run, wait_for
+
+# ---- signals -----------------------------------------------------------------------------------
+
+TAKE_SIGNALS = """
+    import os, signal, sys, time
+    rank = os.environ["RANK"]
+
+    def note(number, frame):
+        print("got", signal.Signals(number).name, flush=True)
+        with open(f"got_{rank}", "a") as file:
+            file.write(signal.Signals(number).name + " ")
+        if "stay" not in sys.argv:
+            sys.exit(0)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, note)
+    open(f"ready_{rank}", "w").close()
+    while True:
+        time.sleep(60)
+"""
+
+
+def until_ready(run: Run, count: int = 2) -> None:
+    wait_for(lambda: len(list(run.folder.glob("ready_*"))) == count, "the ranks' handlers")
+
+
+def got(folder: Path) -> list[str]:
+    return [path.read_text().strip() for path in sorted(folder.glob("got_*"))]
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
+def test_the_ranks_get_the_signal_that_was_sent(run: Run, name: str) -> None:
+    flags = ["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGUSR1", "--standby", "0"]
+    run.train(*flags, script=TAKE_SIGNALS)
+    until_ready(run)
+    run.kill(run.pid, signal.Signals[name])
+    assert run.code() == (1 if name == "SIGINT" else 75)
+    assert got(run.folder) == [name, name]
+
+
+def test_a_rank_that_stays_is_killed_after_the_shutdown_timeout(run: Run) -> None:
+    run.train("--shutdown-timeout", "1", "--standby", "0", script=TAKE_SIGNALS, args=["stay"])
+    until_ready(run)
+    began = time.monotonic()
+    run.kill(run.pid, signal.SIGINT)
+    assert run.code() == 1
+    assert time.monotonic() - began >= 1
+    assert got(run.folder) == ["SIGINT", "SIGINT"]
+
+
+def test_the_training_within_a_command_gets_the_signal_too(run: Run) -> None:
+    script = run.write(TAKE_SIGNALS)
+    shell = f"trap : TERM; {sys.executable} {script} & wait; wait"
+    run.start("--no-python", "sh", "-c", shell)
+    until_ready(run)
+    run.kill(run.pid, signal.SIGTERM)
+    assert run.code() == 75
+    assert got(run.folder) == ["SIGTERM", "SIGTERM"]
+
+
+def test_a_script_that_is_interrupted_ends_with_a_keyboard_interrupt(run: Run) -> None:
+    script = "open('ready_0', 'w').close(); import time; time.sleep(600)"
+    run.train("--standby", "0", script=script, nproc=1)
+    until_ready(run, 1)
+    run.kill(run.pid, signal.SIGINT)
+    assert run.code() == 1
+    assert run.log(0).endswith(b"KeyboardInterrupt\n")
