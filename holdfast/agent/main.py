@@ -172,6 +172,8 @@ class _Agent:
             address=self.orders.address,
             slots=settings.nproc,
             pid=os.getpid(),
+            role=settings.role,
+            store_name=self.orders.store_name,
             node_rank=settings.node_rank,
             infra_rank=topology.infra_rank(os.environ, host),
             switch=switch,

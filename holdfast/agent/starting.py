@@ -78,12 +78,16 @@ class Starter:
 
     def __post_init__(self) -> None:
         self.settings = self.orders.settings
-        self.port = StorePort(self.orders.address, self.orders.store_port)
+        self.port = self._open_port()
 
     def renew_port(self) -> None:
         """Offer a socket for the store of the next round."""
         self.port.close()
-        self.port = StorePort(self.orders.address, self.orders.store_port)
+        self.port = self._open_port()
+
+    def _open_port(self) -> StorePort:
+        orders = self.orders
+        return StorePort(orders.store_name or orders.address, orders.store_port)
 
     async def start(self, part: Part, monitor: WorkerMonitor) -> None:
         """Start a process for each rank of the part."""
@@ -177,12 +181,12 @@ def rank_environment(
         "RANK": rank,
         "LOCAL_RANK": str(local_rank),
         "GROUP_RANK": str(part.group_rank),
-        "ROLE_RANK": rank,
+        "ROLE_RANK": str(part.first_role_rank + local_rank),
         "ROLE_NAME": settings.role,
         "LOCAL_WORLD_SIZE": str(part.slots),
         "WORLD_SIZE": str(part.world_size),
         "GROUP_WORLD_SIZE": str(part.group_world_size),
-        "ROLE_WORLD_SIZE": str(part.world_size),
+        "ROLE_WORLD_SIZE": str(part.role_size),
         "MASTER_ADDR": part.store_address,
         "MASTER_PORT": str(part.store_port),
         "TORCHELASTIC_RESTART_COUNT": str(part.restarts),

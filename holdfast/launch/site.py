@@ -46,7 +46,7 @@ def find_site(settings: RunSettings) -> Site:
     hosts, address = settings.rendezvous.hosts_coordinator, settings.rendezvous.coordinator
     if meets_at_master(settings):
         address = f"{settings.rendezvous.master_addr}:{settings.rendezvous.master_port}"
-        hosts = settings.node_rank in (None, 0)
+        hosts = is_master(settings)
     if address is None:
         return _host(settings, "127.0.0.1", 0)
     name, _, number = address.rpartition(":")
@@ -66,6 +66,11 @@ def meets_at_master(settings: RunSettings) -> bool:
     rendezvous = settings.rendezvous
     several = settings.terms.max_nodes > 1 and rendezvous.coordinator is None
     return several and rendezvous.master_addr is not None
+
+
+def is_master(settings: RunSettings) -> bool:
+    """Whether this is the node that MASTER_ADDR names, if it names one."""
+    return settings.terms.max_nodes == 1 or settings.node_rank in (None, 0)
 
 
 def _host(settings: RunSettings, host: str, port: int) -> Site:

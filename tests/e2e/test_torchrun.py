@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -77,3 +78,16 @@ def test_a_script_that_is_interrupted_ends_with_a_keyboard_interrupt(run: Run) -
     run.kill(run.pid, signal.SIGINT)
     assert run.code() == 1
     assert run.log(0).endswith(b"KeyboardInterrupt\n")
+
+
+# ---- addresses ---------------------------------------------------------------------------------
+
+
+def test_the_ranks_get_the_masters_address_as_it_was_given(run: Run) -> None:
+    with socket.create_server(("", 0)) as free:
+        port = str(free.getsockname()[1])
+    script = "import os; print(os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'])"
+    flags = ["--master-addr", socket.gethostname(), "--master-port", port, "--standby", "0"]
+    run.train(*flags, script=script, nproc=1)
+    assert run.code() == 0
+    assert run.log(0).decode().split() == [socket.gethostname(), port]
