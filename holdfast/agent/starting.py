@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.agent.orders import AgentOrders
-from holdfast.agent.output import Console, Output, rank_output
+from holdfast.agent.output import Console, Output, StreamFolder, rank_output
 from holdfast.agent.processes import Process, ProcessTable, WorkerProcess, spawn
 from holdfast.agent.standbys import Pool
 from holdfast.agent.worker import Worker
@@ -79,6 +79,9 @@ class Starter:
     def __post_init__(self) -> None:
         self.settings = self.orders.settings
         self.port = self._open_port()
+        log_dir = self.settings.log_dir
+        base = Path(log_dir).absolute() if log_dir is not None else self.orders.logs
+        self._streams = StreamFolder(self.settings, base, self.orders.run_id)
 
     def renew_port(self) -> None:
         """Offer a socket for the store of the next round."""
@@ -96,11 +99,12 @@ class Starter:
             folder.mkdir(parents=True, exist_ok=True)  # Ranks write their error files into it.
         except OSError as error:
             log.error("%s: no logs of round %d (%s)", folder.parent, part.round, error.strerror)
+        attempt = self._streams.attempt(part.restarts)
         is_command = self.settings.entry == "command"
         try:
             standbys = [None] * part.slots if is_command else await self.pool.take(part.slots)
             for local_rank, standby in enumerate(standbys):
-                self._start_rank(part, local_rank, standby, folder, monitor)
+                self._start_rank(part, local_rank, standby, folder, attempt, monitor)
         finally:
             self.port.close()
 
@@ -110,14 +114,19 @@ class Starter:
         local_rank: int,
         standby: WorkerProcess | None,
         folder: Path,
+        attempt: Path | None,
         monitor: WorkerMonitor,
     ) -> None:
         """Give a rank to a standby, or to the user's command if there is none."""
         rank = Rank(part.first_rank + local_rank)
         path = folder / f"rank_{rank}"
         error_file = path.with_suffix(".error.json")
-        log_file = path.with_suffix(".log")
-        output = rank_output(self.settings, self.console, log_file, rank, local_rank)
+        if attempt is not None:
+            error_file = attempt / str(local_rank) / "error.json"
+            error_file.parent.mkdir(exist_ok=True)
+        unwanted = self.settings.log_dir == os.devnull
+        log_file = Path(os.devnull) if unwanted else path.with_suffix(".log")
+        output = rank_output(self.settings, self.console, log_file, rank, local_rank, attempt)
         run_id = self.orders.run_id
         env = rank_environment(self.settings, part, local_rank, run_id, error_file, self.env)
         process = standby.process if standby is not None else self._run_command(env, output)

@@ -212,6 +212,11 @@ def directory(text: str, flag: str) -> str:
     return text
 
 
+def log_directory(text: str, flag: str) -> str:
+    """Read a directory, or /dev/null for no logs."""
+    return text if text == os.devnull else directory(text, flag)
+
+
 def port_number(text: str, flag: str) -> int:
     if re.fullmatch(r"[0-9]{1,5}", text.strip()) is None or int(text) > 65535:
         raise UsageError(f"{flag} {text}: a port from 0 to 65535 is needed")

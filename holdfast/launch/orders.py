@@ -69,7 +69,7 @@ def coordinator_orders(
 
 
 def _logs(settings: RunSettings, home: JobHome) -> Path:
-    if settings.log_dir is None:
+    if settings.log_dir in (None, os.devnull):
         return home.logs
     logs = Path(settings.log_dir).absolute() / home.name
     logs.mkdir(parents=True, exist_ok=True)
