@@ -16,6 +16,7 @@ import sys
 from typing import Any
 
 from holdfast import kernel
+from holdfast.agent import launcher_error
 from holdfast.agent.health_monitor import HealthMonitor, monitoring
 from holdfast.agent.nodecheck import NodeTester
 from holdfast.agent.orders import AgentOrders
@@ -153,6 +154,8 @@ class _Agent:
         if order.rejoin:
             log.warning("%s", order.reason)
             return EXIT_REJOIN
+        if order.code != 0:
+            launcher_error.write(self.supervisor.failure or order.reason)
         return order.code
 
     def _refused(self, talking: asyncio.Future[None]) -> int:
@@ -161,6 +164,7 @@ class _Agent:
         if not isinstance(error, NodeRefused) and error is not None:
             raise error
         print(f"holdfast: the coordinator refused this node: {error}", file=sys.stderr)
+        launcher_error.write(f"the coordinator refused this node: {error}")
         return EXIT_TURNED_AWAY
 
     def _join(self) -> None:

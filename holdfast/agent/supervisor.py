@@ -22,6 +22,7 @@ from typing import Any, Protocol, cast
 from holdfast.agent import evidence
 from holdfast.agent.evidence import Examined
 from holdfast.agent.fault_injector import Injector
+from holdfast.agent.launcher_error import Failure
 from holdfast.agent.requests import ScriptRequests
 from holdfast.agent.snapshots import Snapshots
 from holdfast.agent.stall_detector import KernelSystem, StallDetector, System
@@ -156,6 +157,11 @@ class Supervisor:
     @property
     def busy(self) -> bool:
         return bool(self._workers.running) or self._starting is not None
+
+    @property
+    def failure(self) -> Failure | None:
+        """How the first rank of this round failed here."""
+        return self._workers.failure
 
     def act(self, order: NodeAction) -> None:
         """Carry out an order."""

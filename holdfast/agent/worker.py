@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from holdfast import cgroups
+from holdfast.agent import launcher_error
 from holdfast.agent.evidence import Departed, Examined
 from holdfast.agent.fault_injector import FaultTarget
 from holdfast.agent.output import Output
@@ -220,6 +221,10 @@ class Worker:
         kind = text.partition("\n")[0].rpartition(": ")[2]
         return Raised(type=kind, message="", where=where, traceback=text[:TRACEBACK_CHARS])
 
+    def failure(self, end: Exit) -> launcher_error.Failure:
+        """Return how its rank failed."""
+        return launcher_error.of_rank(self.rank, end, self.raised(), self.error_file)
+
     def memory_ran_out(self) -> bool:
         """Return whether the kernel has killed a process for memory since this one began."""
         return cgroups.kill_count() > self._oom_kills
@@ -262,12 +267,15 @@ class Workers:
     ended: list[RankProgress] = field(default_factory=list)
     departed: list[Departed] = field(default_factory=list)
     """Those that are gone and whose scripts had ended."""
+    failure: launcher_error.Failure | None = None
+    """How the first rank of the round that failed by itself did so."""
     slowest_stop_s: Seconds | None = None
     """Longest time that a worker of the round took to exit after it was asked to stop."""
 
     def begin_round(self) -> None:
         self.ended = []
         self.departed = []
+        self.failure = None
         self.slowest_stop_s = None
 
     def note_end(self, progress: RankProgress, stop_took_s: Seconds | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import sys
@@ -91,3 +92,15 @@ def test_the_ranks_get_the_masters_address_as_it_was_given(run: Run) -> None:
     run.train(*flags, script=script, nproc=1)
     assert run.code() == 0
     assert run.log(0).decode().split() == [socket.gethostname(), port]
+
+
+# ---- the launcher's own error file -------------------------------------------------------------
+
+
+def test_the_launchers_error_file_says_which_error_ended_the_job(run: Run) -> None:
+    run.train("--standby", "0", script="1 / 0", nproc=1, env={"TORCHELASTIC_ERROR_FILE": "why"})
+    assert run.code() == 1
+    message = json.loads((run.folder / "why").read_text())["message"]
+    assert message["message"] == "ZeroDivisionError: division by zero"
+    assert message["errorCode"] == 1
+    assert "ZeroDivisionError" in message["extraInfo"]["py_callstack"]
