@@ -17,6 +17,7 @@ from typing import Any
 
 from holdfast import kernel
 from holdfast.agent import launcher_error
+from holdfast.agent.file_timer import PIPE, serving, timer_file
 from holdfast.agent.health_monitor import HealthMonitor, monitoring
 from holdfast.agent.nodecheck import NodeTester
 from holdfast.agent.orders import AgentOrders
@@ -52,12 +53,15 @@ def run_agent(orders: AgentOrders) -> int:
 async def _run(orders: AgentOrders) -> int:
     settings = orders.settings
     env = node_environment(settings, os.environ)
+    timers = timer_file(os.environ, orders.launcher_pid)
+    if timers is not None:
+        env[PIPE] = timers
     table = ProcessTable()
     pool = Pool(orders, table, env)
     pool.open()
     agent = _Agent(orders, table, pool, env)
     try:
-        with monitoring(agent.health):
+        with monitoring(agent.health), serving(timers, agent.supervisor.rank_pids):
             return await agent.run()
     finally:
         pool.close()

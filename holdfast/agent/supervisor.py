@@ -163,6 +163,10 @@ class Supervisor:
         """How the first rank of this round failed here."""
         return self._workers.failure
 
+    def rank_pids(self) -> set[int]:
+        """Return the processes of the ranks that run here."""
+        return {worker.process.pid for worker in self._workers.running.values()}
+
     def act(self, order: NodeAction) -> None:
         """Carry out an order."""
         _ORDERS[type(order)](self, order)

@@ -104,3 +104,36 @@ def test_the_launchers_error_file_says_which_error_ended_the_job(run: Run) -> No
     assert message["message"] == "ZeroDivisionError: division by zero"
     assert message["errorCode"] == 1
     assert "ZeroDivisionError" in message["extraInfo"]["py_callstack"]
+
+
+# ---- timers ------------------------------------------------------------------------------------
+
+LATE = """
+    import json, os, time
+
+    def timer(after_s, scope):
+        at = time.time() + after_s if after_s else -1
+        request = dict(pid=os.getpid(), scope_id=scope, expiration_time=at, signal=9, version=1)
+        with open(os.environ["TORCHELASTIC_TIMER_FILE"], "w") as pipe:
+            pipe.write(json.dumps(request) + chr(10))
+
+    timer(0.1, "in time")
+    timer(0, "in time")
+    time.sleep(0.3)
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        timer(0.1, "too long")
+        time.sleep(600)
+    with open("served", "w") as file:
+        file.write(os.environ["TORCHELASTIC_TIMER_FILE"])
+"""
+"""Says what torch's client says, without its imports."""
+
+
+def test_a_rank_that_misses_its_timer_is_killed_and_comes_back(run: Run) -> None:
+    env = {"TORCHELASTIC_ENABLE_FILE_TIMER": "1", "TMPDIR": str(run.folder)}
+    run.train("--standby", "0", "--max-restarts", "1", script=LATE, nproc=1, env=env)
+    assert run.code() == 0
+    assert run.err.count("did not leave") == run.err.count("did not leave too long in time") == 1
+    pipe = Path((run.folder / "served").read_text())
+    assert pipe.parent == run.folder
+    assert not pipe.exists()
