@@ -27,6 +27,7 @@ from holdfast.agent.standbys import Pool
 from holdfast.agent.worker import Worker
 from holdfast.agent.worker_monitor import WorkerMonitor
 from holdfast.config.settings import RunSettings
+from holdfast.config.values import with_local_rank
 from holdfast.errors import JobError
 from holdfast.messages.local import Assign
 from holdfast.messages.records import Part
@@ -129,18 +130,21 @@ class Starter:
         output = rank_output(self.settings, self.console, log_file, rank, local_rank, attempt)
         run_id = self.orders.run_id
         env = rank_environment(self.settings, part, local_rank, run_id, error_file, self.env)
-        process = standby.process if standby is not None else self._run_command(env, output)
+        process = (
+            standby.process if standby is not None else self._run_command(env, output, local_rank)
+        )
         assert process is not None
         flight = path.with_suffix(".flight")
         worker = Worker(part.round, rank, process, standby, output, error_file, flight)
         monitor.expect(worker)
         if standby is not None:
-            self._assign(worker, standby, env, output, part.opened_at)
+            self._assign(worker, standby, env, output, local_rank, part.opened_at)
         output.handed_over()
         monitor.follow(worker)
 
-    def _run_command(self, env: dict[str, str], output: Output) -> Process:
-        command = [self.settings.script, *self.settings.script_args]
+    def _run_command(self, env: dict[str, str], output: Output, local_rank: int) -> Process:
+        arguments = with_local_rank(self.settings.script_args, local_rank)
+        command = [self.settings.script, *arguments]
         stdio = [STDIN, *output.writers()]
         return self.table.watch(spawn(command, {**self.env, **env}, stdio=stdio))
 
@@ -150,6 +154,7 @@ class Starter:
         standby: WorkerProcess,
         env: dict[str, str],
         output: Output,
+        local_rank: int,
         opened_at: Time,
     ) -> None:
         worker.stacks_fd = os.memfd_create("holdfast-stacks", os.MFD_CLOEXEC)
@@ -157,6 +162,7 @@ class Starter:
             env=env,
             entry=self.settings.entry,
             agent_pid=os.getpid(),
+            local_rank=local_rank,
             round=worker.round,
             images=str(self.orders.images),
             flight=str(worker.flight),
@@ -207,7 +213,9 @@ def rank_environment(
     }
     if settings.virtual_local_rank:
         env["LOCAL_RANK"] = "0"
-        devices = environ.get("CUDA_VISIBLE_DEVICES", "")
-        visible = [word for word in devices.split(",") if word]
-        env["CUDA_VISIBLE_DEVICES"] = visible[local_rank] if visible else str(local_rank)
+        visible = environ.get("CUDA_VISIBLE_DEVICES")
+        devices = None if visible is None else visible.split(",")
+        env["CUDA_VISIBLE_DEVICES"] = (
+            str(local_rank) if devices is None else devices[local_rank].strip()
+        )
     return env

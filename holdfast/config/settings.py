@@ -95,7 +95,7 @@ def run_settings(given: Settings, command: Sequence[str]) -> RunSettings:
         standby=_standby(given, entry),
         preload=_preload(given, entry, script, warnings),
         signals_to_handle=given.signals_to_handle,
-        virtual_local_rank=given.virtual_local_rank,
+        virtual_local_rank=_virtual_local_rank(given, nproc),
         numa_binding=given.numa_binding,
         log_dir=given.log_dir,
         terminal=_terminal(given, nproc),
@@ -262,6 +262,16 @@ def _divisor(given: Settings, name: str, number: int, max_nodes: int) -> int:
             f"{given.shown(name)}: a number from 1 to --nnodes ({max_nodes}) is needed"
         )
     return number
+
+
+def _virtual_local_rank(given: Settings, nproc: int) -> bool:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given.virtual_local_rank and visible is not None and visible.count(",") + 1 < nproc:
+        raise UsageError(
+            f"{given.said['virtual_local_rank'].source}: {nproc} ranks need as many GPUs, and "
+            f"CUDA_VISIBLE_DEVICES={visible} names fewer"
+        )
+    return given.virtual_local_rank
 
 
 # What is shown

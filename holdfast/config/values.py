@@ -11,7 +11,8 @@ import math
 import os
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from string import Template
 
 from holdfast.errors import UsageError
 
@@ -242,6 +243,11 @@ def endpoint(text: str, flag: str, *, needs_port: bool = False) -> tuple[str, in
 def joined(host: str, port: int) -> str:
     """Write an address as HOST:PORT."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def with_local_rank(words: Sequence[str], local_rank: int) -> list[str]:
+    """Replace ${local_rank} in a script's arguments, as torchrun does."""
+    return [Template(word).safe_substitute(local_rank=local_rank) for word in words]
 
 
 def key_values(text: str, flag: str) -> dict[str, str]:

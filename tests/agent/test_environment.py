@@ -107,7 +107,9 @@ def test_what_torchrun_overwrites_is_overwritten(script: Path) -> None:
     assert environment(settings(script), RANK="99", WORLD_SIZE="99")["RANK"] == "7"
 
 
-@pytest.mark.parametrize(("visible", "device"), [({}, "1"), ({"CUDA_VISIBLE_DEVICES": "4,6"}, "6")])
+@pytest.mark.parametrize(
+    ("visible", "device"), [({}, "1"), ({"CUDA_VISIBLE_DEVICES": "4, 6"}, "6")]
+)
 def test_a_virtual_local_rank_sees_one_device(
     script: Path, visible: dict[str, Any], device: str
 ) -> None:

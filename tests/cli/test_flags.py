@@ -323,6 +323,13 @@ def test_a_value_that_torchrun_refuses_is_refused_even_without_effect(words: lis
     assert refusal(*words, "train.py").startswith(" ".join(words))
 
 
+def test_virtual_local_ranks_need_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    assert run("--virtual-local-rank", "--nproc-per-node", "2").virtual_local_rank
+    line = refusal("--virtual-local-rank", "--nproc-per-node", "3", "train.py")
+    assert line.startswith("--virtual-local-rank: 3 ranks need as many GPUs")
+
+
 def test_standalone_sets_aside_what_was_said_about_meeting() -> None:
     settings = run(
         *("--standalone", "--nnodes", "1:4", "--node-rank", "3", "--rdzv-id", "x"),

@@ -137,3 +137,18 @@ def test_a_rank_that_misses_its_timer_is_killed_and_comes_back(run: Run) -> None
     pipe = Path((run.folder / "served").read_text())
     assert pipe.parent == run.folder
     assert not pipe.exists()
+
+
+# ---- arguments ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["script", "command"])
+def test_a_local_rank_in_the_arguments_is_replaced(run: Run, how: str) -> None:
+    script = "import sys; print(*sys.argv[1:])"
+    words = ["a${local_rank}b", "$local_rank", "$HOME", "$$", "100%"]
+    if how == "command":
+        run.start("--no-python", sys.executable, run.write(script), *words)
+    else:
+        run.train("--standby", "0", script=script, args=words)
+    assert run.code() == 0
+    assert [run.log(rank) for rank in (0, 1)] == [b"a0b 0 $HOME $ 100%\n", b"a1b 1 $HOME $ 100%\n"]
