@@ -214,7 +214,7 @@ class RankPipe:
 
 
 @dataclass(frozen=True)
-class Stream:
+class RankStream:
     """Where a rank's stdout or stderr goes, besides its log."""
 
     console: Console | None = None
@@ -227,7 +227,7 @@ class Stream:
 class Output:
     """Both pipes and the log of one rank."""
 
-    def __init__(self, path: Path, streams: tuple[Stream, Stream], prefix: str) -> None:
+    def __init__(self, path: Path, streams: tuple[RankStream, RankStream], prefix: str) -> None:
         self.log = LogFile(path)
         self._files = [self.log]
         self._pipes = [
@@ -235,10 +235,10 @@ class Output:
             for fd, stream in zip((OUT, ERR), streams, strict=True)
         ]
 
-    def _files_of(self, stream: Stream) -> list[LogFile]:
+    def _files_of(self, stream: RankStream) -> list[LogFile]:
         return [self.log] if stream.file is None else [self.log, self._opened(stream.file)]
 
-    def _readers_of(self, fd: int, stream: Stream, prefix: bytes) -> list[LineReader]:
+    def _readers_of(self, fd: int, stream: RankStream, prefix: bytes) -> list[LineReader]:
         readers: list[LineReader] = []
         if stream.console is not None:
             readers.append(onto(stream.console, fd, prefix))
@@ -320,13 +320,13 @@ def rank_output(
         role_name=settings.role, local_rank=local_rank, rank=rank
     )
 
-    def stream(bit: int, name: str, texts: Sequence[str]) -> Stream:
+    def stream(bit: int, name: str, texts: Sequence[str]) -> RankStream:
         file = matching = None
         if attempt is not None and (redirected | teed) & bit:
             file = attempt / str(local_rank) / f"{name}.log"
         if attempt is not None and texts and shown & bit:
             matching = attempt / f"filtered_{name}.log"
-        return Stream(console if shown & bit else None, file, texts, matching)
+        return RankStream(console if shown & bit else None, file, texts, matching)
 
     streams = (
         stream(OUT, "stdout", terminal.stdout_filters),

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.agent import output as outputs
-from holdfast.agent.output import Console, LogFile, Output, Stream, StreamFolder, rank_output
+from holdfast.agent.output import Console, LogFile, Output, RankStream, StreamFolder, rank_output
 from holdfast.cli.flags import parse_run
 
 
@@ -34,7 +34,7 @@ def printed(
     path: Path, write: Callable[[int, int], object], console: Console | None = None
 ) -> Output:
     """An output after a writer in another thread wrote to both ends and closed them."""
-    return written(lambda: Output(path, (Stream(console), Stream(console)), "[0]:"), write)
+    return written(lambda: Output(path, (RankStream(console), RankStream(console)), "[0]:"), write)
 
 
 def written(make: Callable[[], Output], write: Callable[[int, int], object]) -> Output:
@@ -238,7 +238,7 @@ def test_draining_ends_though_somebody_keeps_writing(
         return b"y" * 10
 
     async def scenario() -> None:
-        output = Output(tmp_path / "log", (Stream(), Stream()), "")
+        output = Output(tmp_path / "log", (RankStream(), RankStream()), "")
         output.handed_over()
         with monkeypatch.context() as patched:
             patched.setattr(outputs.os, "read", always_full)

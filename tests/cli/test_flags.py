@@ -39,46 +39,6 @@ def refusal(*argv: str) -> str:
     return line
 
 
-# torchrun's own parser, version 2.13, as name → does it read a PET_* variable
-TORCHRUN = {
-    "--nnodes": True,
-    "--nproc-per-node": True,
-    "--rdzv-backend": True,
-    "--rdzv-endpoint": True,
-    "--rdzv-id": True,
-    "--rdzv-conf": True,
-    "--standalone": True,
-    "--max-restarts": True,
-    "--monitor-interval": True,
-    "--start-method": True,
-    "--event-log-handler": True,
-    "--role": True,
-    "--module": True,
-    "--no-python": True,
-    "--run-path": True,
-    "--log-dir": True,
-    "--redirects": True,
-    "--tee": True,
-    "--local-ranks-filter": True,
-    "--duplicate-stdout-filters": True,
-    "--duplicate-stderr-filters": True,
-    "--node-rank": True,
-    "--master-addr": True,
-    "--master-port": True,
-    "--local-addr": True,
-    "--logs-specs": False,
-    "--numa-binding": False,
-    "--signals-to-handle": True,
-    "--shutdown-timeout": True,
-    "--virtual-local-rank": True,
-}
-
-
-def test_every_flag_of_torchrun_is_known_with_its_variable() -> None:
-    ours = {setting.flag: setting.torchrun for setting in flagged()}
-    assert {name: ours.get(name) for name in TORCHRUN} == TORCHRUN
-
-
 def test_the_short_flags_of_torchrun_are_known() -> None:
     short = {setting.short: setting.flag for setting in flagged() if setting.short}
     assert short == {"-m": "--module", "-r": "--redirects", "-t": "--tee"}
