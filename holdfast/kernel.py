@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import select
 import signal
 import socket
 
@@ -97,3 +98,15 @@ def children(pid: int) -> list[int]:
             return [int(word) for word in listing.read().split()]
     except (FileNotFoundError, ProcessLookupError):
         return []
+
+
+def await_end(pid: int, limit_s: float) -> None:
+    """Wait until a process has ended, within a limit. A child stays a zombie: it is not reaped."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        select.select([pidfd], [], [], limit_s)
+    finally:
+        os.close(pidfd)

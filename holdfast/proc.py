@@ -19,6 +19,8 @@ _PIECE_BYTES = 1 << 16
 LOADER_WORKER = "pt_data_worker"
 """The name that torch gives the workers of a data loader."""
 
+_SHM_MANAGER = "torch_shm_manager"[:15]
+
 Reaction = Literal["dies", "handles", "ignores"]
 
 
@@ -108,6 +110,15 @@ def threads(pid: int) -> list[int]:
 def thread_name(pid: int, thread: int) -> str:
     """Return the name that a thread has given itself, or inherited."""
     return _read(f"/proc/{pid}/task/{thread}/comm").rstrip("\n")
+
+
+def removes_shared_memory(pid: int) -> bool:
+    """Return whether it is torch's manager of shared memory files (the `file_system` strategy).
+
+    It removes the files of processes that died, and ends by itself after the last of them: whoever
+    kills it leaves those files behind.
+    """
+    return thread_name(pid, pid) == _SHM_MANAGER
 
 
 def thread_state(pid: int, thread: int) -> str:

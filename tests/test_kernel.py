@@ -93,3 +93,13 @@ def test_a_mapping_keeps_no_descriptor() -> None:
     mapping.view[0] = 7
     assert mapping.view[0] == 7
     mapping.close()
+
+
+def test_the_end_of_a_process_is_waited_for_within_a_limit() -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    kernel.await_end(child.pid, 0.01)
+    assert child.poll() is None
+    child.kill()
+    kernel.await_end(child.pid, 60)
+    assert child.poll() == -signal.SIGKILL
+    kernel.await_end(child.pid, 60)  # There is no such process any more.

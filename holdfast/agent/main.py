@@ -16,6 +16,8 @@ import sys
 from typing import Any
 
 from holdfast import kernel
+from holdfast.agent import launcher_error
+from holdfast.agent.file_timer import PIPE, serving, timer_file
 from holdfast.agent.health_monitor import HealthMonitor, monitoring
 from holdfast.agent.lease import RoundLease
 from holdfast.agent.nodecheck import NodeTester
@@ -52,12 +54,15 @@ def run_agent(orders: AgentOrders) -> int:
 async def _run(orders: AgentOrders) -> int:
     settings = orders.settings
     env = node_environment(settings, os.environ)
+    timers = timer_file(os.environ, orders.launcher_pid)
+    if timers is not None:
+        env[PIPE] = timers
     table = ProcessTable()
     pool = Pool(orders, table, env)
     pool.open()
     agent = _Agent(orders, table, pool, env)
     try:
-        with monitoring(agent.health):
+        with monitoring(agent.health), serving(timers, agent.supervisor.rank_pids):
             return await agent.run()
     finally:
         pool.close()
@@ -155,6 +160,8 @@ class _Agent:
         if order.rejoin:
             log.warning("%s", order.reason)
             return EXIT_REJOIN
+        if order.code != 0:
+            launcher_error.write(self.supervisor.failure or order.reason)
         return order.code
 
     def _refused(self, talking: asyncio.Future[None]) -> int:
@@ -163,6 +170,7 @@ class _Agent:
         if not isinstance(error, NodeRefused) and error is not None:
             raise error
         print(f"holdfast: the coordinator refused this node: {error}", file=sys.stderr)
+        launcher_error.write(f"the coordinator refused this node: {error}")
         return EXIT_TURNED_AWAY
 
     def _join(self) -> None:
@@ -174,6 +182,8 @@ class _Agent:
             address=self.orders.address,
             slots=settings.nproc,
             pid=os.getpid(),
+            role=settings.role,
+            store_name=self.orders.store_name,
             node_rank=settings.node_rank,
             infra_rank=topology.infra_rank(os.environ, host),
             switch=switch,

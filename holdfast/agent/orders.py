@@ -28,6 +28,8 @@ class AgentOrders:
     """Where other nodes reach this one."""
     store_port: int
     """The port that the user wants for rank 0's store; 0 for any."""
+    store_name: str
+    """MASTER_ADDR as the user gave it, if that is this node; else empty."""
     run_id: str
     logs: Path
     launcher_pid: int

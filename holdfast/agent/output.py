@@ -1,5 +1,10 @@
 """Takes what the ranks print: all of it into their logs, line by line onto the terminal.
 
+A stream that --redirects or --tee names has a file of its own as well, where torchrun has it:
+
+    <log dir>/<run id>_<random>/attempt_<restarts>/<local rank>/stdout.log, stderr.log, error.json
+    <log dir>/<run id>_<random>/attempt_<restarts>/filtered_stdout.log, filtered_stderr.log
+
 A worker writes into pipes and the agent writes the file, so a full disk costs log lines and not the
 training; and the terminal has a thread of its own, so that one that does not read (a paused pager)
 stops neither the ranks nor their repair. What the terminal misses is still in the log.
@@ -11,9 +16,11 @@ import asyncio
 import logging
 import os
 import select
+import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
@@ -135,13 +142,13 @@ def onto(console: Console, fd: int, prefix: bytes) -> LineReader:
     return lambda lines: console.write(fd, b"".join(prefix + line + b"\n" for line in lines))
 
 
-def matching_into(log_file: LogFile, texts: Sequence[bytes]) -> LineReader:
+def matching_into(log_file: LogFile, texts: Sequence[bytes], prefix: bytes) -> LineReader:
     """Return a reader that copies lines with one of the texts to a file of their own."""
 
     def copy(lines: list[bytes]) -> None:
         found = [line for line in lines if any(text in line for text in texts)]
         if found:
-            log_file.write(b"".join(line + b"\n" for line in found))
+            log_file.write(b"".join(prefix + line + b"\n" for line in found))
 
     return copy
 
@@ -149,8 +156,8 @@ def matching_into(log_file: LogFile, texts: Sequence[bytes]) -> LineReader:
 class RankPipe:
     """One pipe of one rank: stdout or stderr."""
 
-    def __init__(self, log_file: LogFile, readers: Sequence[LineReader]) -> None:
-        self._log = log_file
+    def __init__(self, files: Sequence[LogFile], readers: Sequence[LineReader]) -> None:
+        self._files = files
         self._line_readers = readers
         self._line = bytearray()
         self._reader, self.writer = os.pipe2(os.O_CLOEXEC)
@@ -165,7 +172,8 @@ class RankPipe:
         if not data:
             self._stop()
             return False
-        self._log.write(data)
+        for file in self._files:
+            file.write(data)
         if self._line_readers:
             self._split(data)
         return True
@@ -205,28 +213,43 @@ class RankPipe:
             self._reader = -1
 
 
+@dataclass(frozen=True)
+class RankStream:
+    """Where a rank's stdout or stderr goes, besides its log."""
+
+    console: Console | None = None
+    file: Path | None = None
+    texts: Sequence[str] = ()
+    """Lines with one of these are also copied to `matching`."""
+    matching: Path | None = None
+
+
 class Output:
     """Both pipes and the log of one rank."""
 
-    def __init__(
-        self,
-        path: Path,
-        consoles: tuple[Console | None, Console | None],
-        prefix: str,
-        filters: tuple[Sequence[str], Sequence[str]] = ((), ()),
-    ) -> None:
+    def __init__(self, path: Path, streams: tuple[RankStream, RankStream], prefix: str) -> None:
         self.log = LogFile(path)
         self._files = [self.log]
-        self._pipes: list[RankPipe] = []
-        for fd, name in ((1, "stdout"), (2, "stderr")):
-            readers: list[LineReader] = []
-            console, texts = consoles[fd - 1], filters[fd - 1]
-            if console is not None:
-                readers.append(onto(console, fd, prefix.encode()))
-            if texts:
-                self._files.append(LogFile(path.with_name(f"filtered_{name}.log")))
-                readers.append(matching_into(self._files[-1], [text.encode() for text in texts]))
-            self._pipes.append(RankPipe(self.log, readers))
+        self._pipes = [
+            RankPipe(self._files_of(stream), self._readers_of(fd, stream, prefix.encode()))
+            for fd, stream in zip((OUT, ERR), streams, strict=True)
+        ]
+
+    def _files_of(self, stream: RankStream) -> list[LogFile]:
+        return [self.log] if stream.file is None else [self.log, self._opened(stream.file)]
+
+    def _readers_of(self, fd: int, stream: RankStream, prefix: bytes) -> list[LineReader]:
+        readers: list[LineReader] = []
+        if stream.console is not None:
+            readers.append(onto(stream.console, fd, prefix))
+        if stream.matching is not None:
+            texts = [text.encode() for text in stream.texts]
+            readers.append(matching_into(self._opened(stream.matching), texts, prefix))
+        return readers
+
+    def _opened(self, path: Path) -> LogFile:
+        self._files.append(LogFile(path))
+        return self._files[-1]
 
     def writers(self) -> list[int]:
         """Return the writing ends, for the worker's stdout and stderr."""
@@ -251,17 +274,62 @@ class Output:
         return self.log.tail.decode("utf-8", "replace")
 
 
+class StreamFolder:
+    """The directory for this node's streams, in torchrun's layout."""
+
+    def __init__(self, settings: RunSettings, base: Path, run_id: str) -> None:
+        terminal = settings.terminal
+        masks = [*terminal.redirects.values(), *terminal.tee.values()]
+        wanted = any(masks) or bool(terminal.stdout_filters or terminal.stderr_filters)
+        self._wanted = wanted and settings.log_dir != os.devnull
+        self._base = base
+        self._run_id = run_id
+        self._path: Path | None = None
+
+    def attempt(self, restarts: int) -> Path | None:
+        """Return the directory for the ranks that start now; None if no flag asks for files."""
+        if not self._wanted:
+            return None
+        try:
+            if self._path is None:
+                self._base.mkdir(parents=True, exist_ok=True)
+                self._path = Path(tempfile.mkdtemp(prefix=f"{self._run_id}_", dir=self._base))
+            attempt = self._path / f"attempt_{restarts}"
+            attempt.mkdir(exist_ok=True)
+        except OSError as error:
+            log.error("%s: no files for streams (%s)", self._base, error.strerror)
+            return None
+        return attempt
+
+
 def rank_output(
-    settings: RunSettings, console: Console, path: Path, rank: int, local_rank: int
+    settings: RunSettings,
+    console: Console,
+    path: Path,
+    rank: int,
+    local_rank: int,
+    attempt: Path | None = None,
 ) -> Output:
-    """Create a rank's output: to its log, and to the terminal as far as the user wants."""
+    """Create a rank's output: to its log, and to files and the terminal as far as the user wants."""
     terminal = settings.terminal
-    shown = OUT | ERR
-    shown &= ~terminal.redirects.get(local_rank, 0) | terminal.tee.get(local_rank, 0)
+    redirected, teed = terminal.redirects.get(local_rank, 0), terminal.tee.get(local_rank, 0)
+    shown = (OUT | ERR) & (~redirected | teed)
     if terminal.local_ranks_filter is not None and local_rank not in terminal.local_ranks_filter:
         shown = 0
     prefix = Template(terminal.log_line_prefix_template).safe_substitute(
         role_name=settings.role, local_rank=local_rank, rank=rank
     )
-    consoles = (console if shown & OUT else None, console if shown & ERR else None)
-    return Output(path, consoles, prefix, (terminal.stdout_filters, terminal.stderr_filters))
+
+    def stream(bit: int, name: str, texts: Sequence[str]) -> RankStream:
+        file = matching = None
+        if attempt is not None and (redirected | teed) & bit:
+            file = attempt / str(local_rank) / f"{name}.log"
+        if attempt is not None and texts and shown & bit:
+            matching = attempt / f"filtered_{name}.log"
+        return RankStream(console if shown & bit else None, file, texts, matching)
+
+    streams = (
+        stream(OUT, "stdout", terminal.stdout_filters),
+        stream(ERR, "stderr", terminal.stderr_filters),
+    )
+    return Output(path, streams, prefix)

@@ -14,7 +14,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import msgspec
@@ -60,12 +60,13 @@ class Process:
         except ProcessLookupError:
             pass
 
-    def send_group(self, number: signal.Signals) -> None:
-        """Send a signal to the process and to all that it has started in its group."""
-        if self.exit is None and self._leads_group:
-            with suppress(ProcessLookupError, PermissionError):
+    def send_to_group(self, number: signal.Signals) -> None:
+        """Send a signal to all processes of the group that it leads."""
+        if self.exit is None:  # Until it is reaped, its pid is that of no other group.
+            try:
                 os.killpg(self.pid, number)
-        self.send(number)
+            except (ProcessLookupError, PermissionError):
+                pass
 
     def _reap(self) -> None:
         info = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -85,9 +86,9 @@ class Process:
         self.exit = Exit(code=info.si_status) if by_itself else Exit(signal=info.si_status)
         self.on_exit(self.exit)
 
-    def reaction_to_sigterm(self) -> proc.Reaction:
-        """Return what SIGTERM would do to it."""
-        return proc.reaction_to(self.pid, signal.SIGTERM)
+    def reaction_to(self, number: signal.Signals) -> proc.Reaction:
+        """Return what a signal would do to it."""
+        return proc.reaction_to(self.pid, number)
 
 
 def spawn(
@@ -145,9 +146,12 @@ class ProcessTable:
         del self._known[process.pid]
 
     def end_strays(self) -> int:
-        """Kill what scripts left behind; return how many there were."""
+        """Kill what scripts left behind; return how many there were.
+
+        A manager of shared memory is left alone: it ends once it has removed what the others left.
+        """
         ended = 0
-        while strays := self._strays():
+        while strays := [pid for pid in self._strays() if not proc.removes_shared_memory(pid)]:
             for pid in strays:
                 try:
                     os.kill(pid, signal.SIGKILL)

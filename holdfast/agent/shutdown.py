@@ -1,7 +1,8 @@
 """Ends a node when the coordinator does not order it.
 
 Usually it does: a user who ends a node signals the launcher, which signals the agent, which reports
-it, and the coordinator orders `Finish`, with all that follows from it. The exceptions:
+it, and the coordinator orders `Finish`, with all that follows from it; the workers of the node get
+the signal that the user sent. The exceptions:
 
     no stream when the signal comes     the coordinator gets a moment, then the node ends alone;
                                         without grace once the lease on its round is over
@@ -84,7 +85,9 @@ class Shutdown:
             self.supervisor.act(self._finish(number, grace_s=0.0))
             self.supervisor.kill_all()
             return
-        self._wanted = self._finish(number, OWN_GRACE_S)
+        grace_s = self.orders.terms.grace_s
+        self._wanted = self._finish(number, OWN_GRACE_S if grace_s is None else grace_s)
+        self.supervisor.stop_signal = number
         if self._joined:
             self._tell(self._wanted)
         if not self.stream.connected:

@@ -21,12 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.agent.orders import AgentOrders
-from holdfast.agent.output import Console, Output, rank_output
+from holdfast.agent.output import Console, Output, StreamFolder, rank_output
 from holdfast.agent.processes import Process, ProcessTable, WorkerProcess, spawn
 from holdfast.agent.standbys import Pool
 from holdfast.agent.worker import Worker
 from holdfast.agent.worker_monitor import WorkerMonitor
 from holdfast.config.settings import RunSettings
+from holdfast.config.values import with_local_rank
 from holdfast.errors import JobError
 from holdfast.jobhome import make_private_directory
 from holdfast.messages.local import Assign
@@ -79,12 +80,19 @@ class Starter:
 
     def __post_init__(self) -> None:
         self.settings = self.orders.settings
-        self.port = StorePort(self.orders.address, self.orders.store_port)
+        self.port = self._open_port()
+        log_dir = self.settings.log_dir
+        base = Path(log_dir).absolute() if log_dir is not None else self.orders.logs
+        self._streams = StreamFolder(self.settings, base, self.orders.run_id)
 
     def renew_port(self) -> None:
         """Offer a socket for the store of the next round."""
         self.port.close()
-        self.port = StorePort(self.orders.address, self.orders.store_port)
+        self.port = self._open_port()
+
+    def _open_port(self) -> StorePort:
+        orders = self.orders
+        return StorePort(orders.store_name or orders.address, orders.store_port)
 
     async def start(self, part: Part, monitor: WorkerMonitor) -> None:
         """Start a process for each rank of the part."""
@@ -93,11 +101,12 @@ class Starter:
             make_private_directory(folder)  # Ranks write their error files into it.
         except OSError as error:
             log.error("%s: no logs of round %d (%s)", folder.parent, part.round, error.strerror)
+        attempt = self._streams.attempt(part.restarts)
         is_command = self.settings.entry == "command"
         try:
             standbys = [None] * part.slots if is_command else await self.pool.take(part.slots)
             for local_rank, standby in enumerate(standbys):
-                self._start_rank(part, local_rank, standby, folder, monitor)
+                self._start_rank(part, local_rank, standby, folder, attempt, monitor)
         finally:
             self.port.close()
 
@@ -107,28 +116,36 @@ class Starter:
         local_rank: int,
         standby: WorkerProcess | None,
         folder: Path,
+        attempt: Path | None,
         monitor: WorkerMonitor,
     ) -> None:
         """Give a rank to a standby, or to the user's command if there is none."""
         rank = Rank(part.first_rank + local_rank)
         path = folder / f"rank_{rank}"
         error_file = path.with_suffix(".error.json")
-        log_file = path.with_suffix(".log")
-        output = rank_output(self.settings, self.console, log_file, rank, local_rank)
+        if attempt is not None:
+            error_file = attempt / str(local_rank) / "error.json"
+            error_file.parent.mkdir(exist_ok=True)
+        unwanted = self.settings.log_dir == os.devnull
+        log_file = Path(os.devnull) if unwanted else path.with_suffix(".log")
+        output = rank_output(self.settings, self.console, log_file, rank, local_rank, attempt)
         run_id = self.orders.run_id
         env = rank_environment(self.settings, part, local_rank, run_id, error_file, self.env)
-        process = standby.process if standby is not None else self._run_command(env, output)
+        process = (
+            standby.process if standby is not None else self._run_command(env, output, local_rank)
+        )
         assert process is not None
         flight = path.with_suffix(".flight")
         worker = Worker(part.round, rank, process, standby, output, error_file, flight)
         monitor.expect(worker)
         if standby is not None:
-            self._assign(worker, standby, env, output, part.opened_at)
+            self._assign(worker, standby, env, output, local_rank, part.opened_at)
         output.handed_over()
         monitor.follow(worker)
 
-    def _run_command(self, env: dict[str, str], output: Output) -> Process:
-        command = [self.settings.script, *self.settings.script_args]
+    def _run_command(self, env: dict[str, str], output: Output, local_rank: int) -> Process:
+        arguments = with_local_rank(self.settings.script_args, local_rank)
+        command = [self.settings.script, *arguments]
         stdio = [STDIN, *output.writers()]
         return self.table.watch(spawn(command, {**self.env, **env}, stdio=stdio))
 
@@ -138,6 +155,7 @@ class Starter:
         standby: WorkerProcess,
         env: dict[str, str],
         output: Output,
+        local_rank: int,
         opened_at: Time,
     ) -> None:
         worker.stacks_fd = os.memfd_create("holdfast-stacks", os.MFD_CLOEXEC)
@@ -145,6 +163,7 @@ class Starter:
             env=env,
             entry=self.settings.entry,
             agent_pid=os.getpid(),
+            local_rank=local_rank,
             round=worker.round,
             images=str(self.orders.images),
             flight=str(worker.flight),
@@ -178,12 +197,12 @@ def rank_environment(
         "RANK": rank,
         "LOCAL_RANK": str(local_rank),
         "GROUP_RANK": str(part.group_rank),
-        "ROLE_RANK": rank,
+        "ROLE_RANK": str(part.first_role_rank + local_rank),
         "ROLE_NAME": settings.role,
         "LOCAL_WORLD_SIZE": str(part.slots),
         "WORLD_SIZE": str(part.world_size),
         "GROUP_WORLD_SIZE": str(part.group_world_size),
-        "ROLE_WORLD_SIZE": str(part.world_size),
+        "ROLE_WORLD_SIZE": str(part.role_size),
         "MASTER_ADDR": part.store_address,
         "MASTER_PORT": str(part.store_port),
         "TORCHELASTIC_RESTART_COUNT": str(part.restarts),
@@ -195,7 +214,9 @@ def rank_environment(
     }
     if settings.virtual_local_rank:
         env["LOCAL_RANK"] = "0"
-        devices = environ.get("CUDA_VISIBLE_DEVICES", "")
-        visible = [word for word in devices.split(",") if word]
-        env["CUDA_VISIBLE_DEVICES"] = visible[local_rank] if visible else str(local_rank)
+        visible = environ.get("CUDA_VISIBLE_DEVICES")
+        devices = None if visible is None else visible.split(",")
+        env["CUDA_VISIBLE_DEVICES"] = (
+            str(local_rank) if devices is None else devices[local_rank].strip()
+        )
     return env

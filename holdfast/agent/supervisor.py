@@ -14,6 +14,7 @@ next round starts clean. Finish is the last order: all later ones are ignored.
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
@@ -21,6 +22,7 @@ from typing import Any, Protocol, cast
 from holdfast.agent import evidence
 from holdfast.agent.evidence import Examined
 from holdfast.agent.fault_injector import Injector
+from holdfast.agent.launcher_error import Failure
 from holdfast.agent.requests import ScriptRequests
 from holdfast.agent.snapshots import Snapshots
 from holdfast.agent.stall_detector import KernelSystem, StallDetector, System
@@ -104,6 +106,8 @@ class Supervisor:
     """How long the end of the node waits for snapshots on their way to storage."""
     system: System | None = None
     """The machine as the stall detector sees it; None for the real one."""
+    stop_signal: signal.Signals = signal.SIGTERM
+    """The signal that asks workers to stop: the one that was sent to this node, if one was."""
     round: RoundNumber = NO_ROUND
     finished: asyncio.Future[Finish] = field(init=False)
     """Done once the node has left."""
@@ -157,7 +161,16 @@ class Supervisor:
     @property
     def all_ended_well(self) -> bool:
         """Whether every rank of the last round has ended with 0."""
-        return bool(self._workers.ended) and not self._workers.failed
+        return bool(self._workers.ended) and self._workers.failure is None
+
+    @property
+    def failure(self) -> Failure | None:
+        """How the first rank of this round failed here."""
+        return self._workers.failure
+
+    def rank_pids(self) -> set[int]:
+        """Return the processes of the ranks that run here."""
+        return {worker.process.pid for worker in self._workers.running.values()}
 
     def act(self, order: NodeAction) -> None:
         """Carry out an order."""
@@ -237,7 +250,7 @@ class Supervisor:
                 self._stop_workers(order)
 
     def _stop_workers(self, order: StopWorkers | Finish) -> None:
-        self._workers.ask_to_stop(order.grace_s)
+        self._workers.ask_to_stop(order.grace_s, self.stop_signal)
         if not self._workers.running:
             self._stopped(order)
 

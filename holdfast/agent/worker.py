@@ -1,7 +1,9 @@
 """One rank's worker: its progress, how it is stopped, and what its end means for the rank.
 
-Stopping: a worker that dies of SIGTERM or ignores it is gone at once. One that handles it gets the
-grace period, then SIGKILL.
+Stopping: a worker gets SIGTERM, or the signal by which the user stops the node. One that dies of it or
+ignores it is gone at once. One that handles it gets the grace period, then SIGKILL. The signal is for
+the worker alone, whose loaders it needs until it has saved; but a command may be a shell that runs the
+training, so there it is for all of its process group.
 
 How a process ended and how its rank ended are two things. A script that ran to its end has
 succeeded and one that raised has failed, whatever its interpreter dies of afterwards. And a worker
@@ -26,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from holdfast import cgroups
+from holdfast.agent import launcher_error
 from holdfast.agent.evidence import Departed, Examined
 from holdfast.agent.fault_injector import FaultTarget
 from holdfast.agent.output import Output
@@ -80,6 +83,7 @@ class Worker:
     _done: bool = False
     """Whether its script ran to the end."""
     _stop_sent: float | None = None
+    _stop_signal: signal.Signals = signal.SIGTERM
     _timer: asyncio.TimerHandle | None = None
     """Kills it when its grace period is over."""
     _teardown: Teardown | None = None
@@ -162,17 +166,18 @@ class Worker:
             log.warning("rank %d hangs after its script has ended; killing it", self.rank)
             self.kill()
 
-    def ask_to_stop(self, grace_s: Seconds) -> None:
-        """Stop it, with SIGKILL after the grace period."""
+    def ask_to_stop(self, grace_s: Seconds, number: signal.Signals = signal.SIGTERM) -> None:
+        """Stop it by this signal, with SIGKILL after the grace period."""
         if self._stop_sent is not None:
             return
         loop = asyncio.get_running_loop()
-        self._stop_sent = loop.time()
-        if grace_s <= 0 or self.process.reaction_to_sigterm() == "ignores":
+        self._stop_sent, self._stop_signal = loop.time(), number
+        if grace_s <= 0 or self.process.reaction_to(number) == "ignores":
             self.kill()
             return
-        self.process.send(signal.SIGTERM)
-        self.process.send(signal.SIGCONT)
+        send = self.process.send if self.runtime is not None else self.process.send_to_group
+        send(number)
+        send(signal.SIGCONT)
         self._timer = loop.call_later(grace_s, self.kill)
 
     def kill(self) -> None:
@@ -180,11 +185,13 @@ class Worker:
 
     def pause(self) -> None:
         """Stop it and its children where they are (SIGSTOP)."""
-        self.process.send_group(signal.SIGSTOP)
+        self.process.send(signal.SIGSTOP)
+        self.process.send_to_group(signal.SIGSTOP)
 
     def go_on(self) -> None:
         """Let it go on where it was paused."""
-        self.process.send_group(signal.SIGCONT)
+        self.process.send_to_group(signal.SIGCONT)
+        self.process.send(signal.SIGCONT)
 
     def lent_until(self, until: float) -> None:
         """Note in its page when the lease on its rank is over."""
@@ -211,7 +218,7 @@ class Worker:
             end = Exit(code=1)
         if self._stop_sent is None or self._failed:
             return RankEnding(end, by_itself=True)
-        if end.signal in (signal.SIGTERM, signal.SIGKILL):
+        if end.signal in (self._stop_signal, signal.SIGKILL):
             return RankEnding(end, by_itself=False)
         took_s = asyncio.get_running_loop().time() - self._stop_sent
         return RankEnding(end, by_itself=self._raised is not None, stop_took_s=took_s)
@@ -230,6 +237,10 @@ class Worker:
         where = f"{Path(frame.file).name}:{frame.line}" if frame is not None else ""
         kind = text.partition("\n")[0].rpartition(": ")[2]
         return Raised(type=kind, message="", where=where, traceback=text[:TRACEBACK_CHARS])
+
+    def failure(self, end: Exit) -> launcher_error.Failure:
+        """Return how its rank failed."""
+        return launcher_error.of_rank(self.rank, end, self.raised(), self.error_file)
 
     def memory_ran_out(self) -> bool:
         """Return whether the kernel has killed a process for memory since this one began."""
@@ -275,10 +286,10 @@ class Workers:
     ended: list[RankProgress] = field(default_factory=list)
     departed: list[Departed] = field(default_factory=list)
     """Those that are gone and whose scripts had ended."""
+    failure: launcher_error.Failure | None = None
+    """How the first rank of the round that failed by itself did so."""
     slowest_stop_s: Seconds | None = None
     """Longest time that a worker of the round took to exit after it was asked to stop."""
-    failed: bool = False
-    """Whether a rank of the round has ended otherwise than with 0."""
     _paused: bool = False
     _lent_until: float = math.inf
 
@@ -291,8 +302,8 @@ class Workers:
     def begin_round(self) -> None:
         self.ended = []
         self.departed = []
+        self.failure = None
         self.slowest_stop_s = None
-        self.failed = False
 
     def note_end(self, progress: RankProgress, stop_took_s: Seconds | None) -> None:
         self.ended.append(progress)
@@ -315,9 +326,13 @@ class Workers:
         if worker is not None and worker.runtime is not None:
             worker.runtime.reply(message)
 
-    def ask_to_stop(self, grace_s: Seconds) -> None:
+    def ask_to_stop(self, grace_s: Seconds, number: signal.Signals) -> None:
+        """Stop all of them. Paused ones go on first: the order says that nobody has their places."""
+        if self._paused and grace_s > 0:
+            self.lent_until(math.inf)
+            self.go_on()
         for worker in self.running.values():
-            worker.ask_to_stop(grace_s)
+            worker.ask_to_stop(grace_s, number)
 
     def end_process(self, rank: Rank) -> None:
         """Kill the process of a rank whose script has ended, if it is still there."""

@@ -319,8 +319,8 @@ class WorkerMonitor:
         self.workers.note_end(progress, ending.stop_took_s)
         if ending.exit.code == 0:
             self.workers.departed.append(worker.departed(progress.step))
-        else:
-            self.workers.failed = True
+        if ending.by_itself and ending.exit.code != 0 and self.workers.failure is None:
+            self.workers.failure = worker.failure(ending.exit)
         if ending.by_itself:
             self.reporter.exited(worker, ending, progress)
         self.injector.gone(worker.process.pid)

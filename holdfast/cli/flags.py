@@ -4,9 +4,9 @@ Three rules. The first word that is no flag is the script, and all that follows 
 `--help` and `--` too. A flag wins over a variable and over `holdfast.toml`. An error is one line
 (`UsageError`).
 
-Flags are not abbreviated. torchrun's parser allows it in principle, but there nearly every
-abbreviation is ambiguous between its two spellings, so nobody can rely on it; a short form gets a
-hint with the full one instead.
+A flag may be abbreviated as far as it is unambiguous. Where torchrun has one flag that begins so and
+we have more, torchrun's is meant. argparse would find nearly every abbreviation ambiguous between the
+two spellings of a flag, so abbreviations are names of their own here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from holdfast.config.schema import WITH_FLAGS, MostUsed, Said, Setting, Settings, settings_of
@@ -78,9 +78,10 @@ class _OneLineParser(argparse.ArgumentParser):
         match = re.fullmatch(r"argument (\S+): (.*)", message, re.DOTALL)
         if match is None:
             raise UsageError(message)
-        spelling = next((name for name in match[1].split("/") if name[:2] == "--"), match[1])
-        takes = {setting.flag: setting.takes for setting in flagged()}
-        missing = takes.get(spelling.replace("_", "-"))
+        name = max(match[1].split("/"), key=len)  # Long enough to be unambiguous.
+        setting = next((s for s in flagged() if _begins(name, s)), None)
+        spelling = setting.flag if setting is not None else name
+        missing = setting.takes if setting is not None else ""
         why = f"{missing} is missing after it" if missing else "takes no value"
         raise UsageError(f"{spelling}: {why}")
 
@@ -97,12 +98,13 @@ def run_parser(prog: str, *, usage: str, description: str, epilog: str) -> argpa
         allow_abbrev=False,
         add_help=False,
     )
+    short_forms = abbreviations(flagged())
     for title, group in WITH_FLAGS.items():
         section = parser.add_argument_group(title)
         if group is MostUsed:
             section.add_argument("-h", "--help", action="help", help="show this and exit")
         for setting in settings_of(group):
-            add_flag(section, setting)
+            add_flag(section, setting, short_forms[setting.name])
     # "A...": one word and all that follows it. Not REMAINDER after a positional, as torchrun has
     # it: that loses a "--" that is meant for the script.
     script = parser.add_argument("command", nargs="A...", help=argparse.SUPPRESS)
@@ -110,12 +112,14 @@ def run_parser(prog: str, *, usage: str, description: str, epilog: str) -> argpa
     return parser
 
 
-def add_flag(section: argparse._ActionsContainer, setting: Setting[object]) -> None:
-    """Add a setting's flag; the help does not show its spelling with underscores."""
+def add_flag(
+    section: argparse._ActionsContainer, setting: Setting[object], abbreviations: Sequence[str] = ()
+) -> None:
+    """Add a setting's flag; the help shows neither its spelling with underscores nor short forms."""
     help = f"{setting.help}; default: {setting.otherwise}" if setting.takes else setting.help
     shown = (setting.short, setting.flag) if setting.short else (setting.flag,)
     hidden = () if setting.key == setting.name else (f"--{setting.name}",)
-    for names, text in ((shown, help), (hidden, argparse.SUPPRESS)):
+    for names, text in ((shown, help), ((*hidden, *abbreviations), argparse.SUPPRESS)):
         if names and setting.takes:
             action = "append" if setting.repeatable else "store"
             section.add_argument(
@@ -123,6 +127,28 @@ def add_flag(section: argparse._ActionsContainer, setting: Setting[object]) -> N
             )
         elif names:
             section.add_argument(*names, dest=setting.name, action="store_true", help=text)
+
+
+def abbreviations(settings: Iterable[Setting[object]]) -> dict[str, list[str]]:
+    """By setting, the beginnings of its flag, longest first, that mean no other."""
+    settings = list(settings)
+    meanings: dict[str, list[Setting[object]]] = {}
+    for setting in settings:
+        for flag in {setting.flag, f"--{setting.name}"}:
+            for end in range(len(flag) - 1, 2, -1):
+                meanings.setdefault(flag[:end], []).append(setting)
+    found: dict[str, list[str]] = {setting.name: [] for setting in settings}
+    for word, begun in meanings.items():
+        theirs = {setting.name for setting in begun if setting.torchrun}
+        meant = theirs if len(theirs) == 1 else {setting.name for setting in begun}
+        if len(meant) == 1:
+            found[meant.pop()].append(word)
+    full = {flag for setting in settings for flag in (setting.flag, f"--{setting.name}")}
+    return {name: sorted(set(words) - full, key=len)[::-1] for name, words in found.items()}
+
+
+def _begins(word: str, setting: Setting[object]) -> bool:
+    return f"--{setting.key}".startswith(word) or f"--{setting.name}".startswith(word)
 
 
 def flagged() -> Iterator[Setting[object]]:
@@ -146,7 +172,9 @@ def _from_flags(parsed: Mapping[str, object]) -> dict[str, Said]:
 def _unknown(word: str) -> str:
     """One line for an unknown flag, with the flag that was probably meant."""
     spelt = word.partition("=")[0]
-    known = [setting.key for setting in flagged()]
-    meant = nearest(spelt.lstrip("-").replace("_", "-"), known)
+    begins = [setting.flag for setting in flagged() if _begins(spelt, setting)]
+    if len(begins) > 1:
+        return f"{spelt} is ambiguous: {', '.join(begins)}"
+    meant = nearest(spelt.lstrip("-").replace("_", "-"), [setting.key for setting in flagged()])
     hint = f"did you mean --{meant}?" if meant else "`holdfast run --help` lists them"
     return f"unknown flag {spelt}; {hint}"

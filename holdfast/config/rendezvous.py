@@ -113,4 +113,4 @@ def _master(given: Settings, max_nodes: int, warnings: list[str]) -> tuple[str |
             warnings.append(f"{asked[0]} ignored: without --master-port one node needs none")
         return None, None
     port = STATIC_PORT if given.master_port is None else given.master_port
-    return given.master_addr or "127.0.0.1", port or None
+    return (given.master_addr or "127.0.0.1").strip("[]"), port or None

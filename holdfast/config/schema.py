@@ -190,18 +190,20 @@ class AsInTorchrun:
         "run SCRIPT with runpy.run_path; wins over -m and --no-python", torchrun=True)
     role = Setting(values.any_text, "default", "NAME",
         "ROLE_NAME of the ranks", torchrun=True)
-    log_dir = Setting(values.directory, None, "DIR",
-        "directory for the ranks' logs", otherwise="logs/ in the job's home", torchrun=True)
+    log_dir = Setting(values.log_directory, None, "DIR",
+        "directory for the ranks' logs; /dev/null for none", otherwise="logs/ in the job's home",
+        torchrun=True)
     redirects: Setting[int | dict[int, int]] = Setting(values.stream_masks, 0, "MASK",
         "streams to keep off the terminal (1 stdout, 2 stderr, 3 both), for all ranks or by local "
-        "rank, as in 0:1,1:2; logs have all", short="-r", torchrun=True, pair=":")
+        "rank, as in 0:1,1:2; each has a file of its own in torchrun's layout", short="-r",
+        torchrun=True, pair=":")
     tee: Setting[int | dict[int, int]] = Setting(values.stream_masks, 0, "MASK",
-        "streams to show although redirected", short="-t", torchrun=True, pair=":")
+        "streams to show although they have a file of their own", short="-t", torchrun=True, pair=":")
     local_ranks_filter = Setting(values.rank_list, None, "RANKS",
         "show only these local ranks, as in 0,1", otherwise="all", torchrun=True, separator=",")
     duplicate_stdout_filters: Setting[tuple[str, ...]] = Setting(values.line_filters, (), "TEXTS",
-        "copy stdout lines with one of these texts to a separate file (separated by commas; ,, is "
-        "a comma)", otherwise="none", torchrun=True, separator=",")
+        "copy stdout lines with one of these texts that are shown to a separate file (separated by "
+        "commas; ,, is a comma)", otherwise="none", torchrun=True, separator=",")
     duplicate_stderr_filters: Setting[tuple[str, ...]] = Setting(values.line_filters, (), "TEXTS",
         "the same for stderr", otherwise="none", torchrun=True, separator=",")
     log_line_prefix_template = Setting(values.any_text, "[${role_name}${local_rank}]:", "TEXT",
@@ -238,15 +240,15 @@ class AsInTorchrun:
 
 
 class WithoutEffect:
-    monitor_interval = Setting(values.any_text, None, "SECONDS",
+    monitor_interval = Setting(values.seconds, None, "SECONDS",
         "a dead rank is noticed at once, without polling", otherwise="none", torchrun=True)
-    start_method = Setting(values.any_text, None, "NAME",
+    start_method = Setting(values.one_of(*values.START_METHODS), None, "NAME",
         "ranks are always new processes or standbys", otherwise="none", torchrun=True)
-    event_log_handler = Setting(values.any_text, None, "NAME",
+    event_log_handler = Setting(values.one_of(*values.EVENT_HANDLERS), None, "NAME",
         "see holdfast incidents and trace.json", otherwise="none", torchrun=True)
     logs_specs = Setting(values.any_text, None, "NAME",
         "see --log-dir", otherwise="none")
-    numa_binding = Setting(values.numa_binding, None, "MODE",
+    numa_binding = Setting(values.one_of(*values.NUMA_BINDINGS), None, "MODE",
         "ranks are not bound to CPUs", otherwise="none")
 
 

@@ -13,13 +13,13 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 
 from holdfast.config.modules import check_runnable, top_level_found
 from holdfast.config.rendezvous import Rendezvous, rendezvous, timeouts
-from holdfast.config.schema import OfTheMachine, Settings, settings_of
+from holdfast.config.schema import OfTheMachine, Settings, WithoutEffect, settings_of
 from holdfast.errors import UsageError
 from holdfast.messages.hangs import HangTerms
 from holdfast.messages.local import Entry
@@ -78,7 +78,7 @@ def run_settings(given: Settings, command: Sequence[str]) -> RunSettings:
     """Resolve and check what was said. `command` is the script and its own arguments."""
     if not command:
         raise UsageError("no script given; try `holdfast run train.py`")
-    warnings = list(given.warnings)
+    warnings = [*given.warnings, *_without_effect(given)]
     script, *script_args = command
     entry = _entry(given)
     _check_launchable(script, entry)
@@ -98,7 +98,7 @@ def run_settings(given: Settings, command: Sequence[str]) -> RunSettings:
         standby=_standby(given, entry),
         preload=_preload(given, entry, script, warnings),
         signals_to_handle=given.signals_to_handle,
-        virtual_local_rank=given.virtual_local_rank,
+        virtual_local_rank=_virtual_local_rank(given, nproc),
         numa_binding=given.numa_binding,
         log_dir=given.log_dir,
         terminal=_terminal(given, nproc),
@@ -151,6 +151,19 @@ def tls_files(given: Settings) -> TlsFiles | None:
     files = TlsFiles(cert=cert, key=key, ca=ca)
     check_files(files)
     return files
+
+
+def _without_effect(given: Settings) -> Iterator[str]:
+    """Check settings that only torchrun has a use for; say which is missed."""
+    for setting in settings_of(WithoutEffect):
+        getattr(given, setting.name)
+    name = given.logs_specs
+    if name is not None:
+        from importlib.metadata import entry_points
+
+        if not entry_points(group="torchrun.logs_specs", name=name):
+            raise UsageError(f"{given.shown('logs_specs')}: no installed package provides it")
+        yield f"{given.shown('logs_specs')} has no effect here; see --log-dir"
 
 
 # What runs
@@ -254,6 +267,16 @@ def _check_units(given: Settings, min_nodes: int, max_nodes: int) -> None:
             f"{said}: no number of nodes from {min_nodes} to {max_nodes} is a multiple of {unit}; "
             "change it or --nnodes"
         )
+
+
+def _virtual_local_rank(given: Settings, nproc: int) -> bool:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given.virtual_local_rank and visible is not None and visible.count(",") + 1 < nproc:
+        raise UsageError(
+            f"{given.said['virtual_local_rank'].source}: {nproc} ranks need as many GPUs, and "
+            f"CUDA_VISIBLE_DEVICES={visible} names fewer"
+        )
+    return given.virtual_local_rank
 
 
 # What is shown

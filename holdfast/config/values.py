@@ -11,6 +11,8 @@ import math
 import os
 import re
 import signal
+from collections.abc import Callable, Sequence
+from string import Template
 
 from holdfast.errors import UsageError
 
@@ -19,6 +21,8 @@ MOST_RANKS = 4096
 """Ranks, or standbys, of one node."""
 MOST_SECONDS = 1e9
 NUMA_BINDINGS = ("node", "socket", "exclusive", "core-complex")
+START_METHODS = ("spawn", "fork", "forkserver")
+EVENT_HANDLERS = ("null", "console", "dynamic_rendezvous")
 
 
 def any_text(text: str, flag: str) -> str:
@@ -219,16 +223,26 @@ def signal_names(text: str, flag: str) -> tuple[str, ...]:
     return names
 
 
-def numa_binding(text: str, flag: str) -> str:
-    if text not in NUMA_BINDINGS:
-        raise UsageError(f"{flag} {text}: one of {', '.join(NUMA_BINDINGS)} is needed")
-    return text
+def one_of(*names: str) -> Callable[[str, str], str]:
+    """Return a reader of one of these names."""
+
+    def read(text: str, flag: str) -> str:
+        if text not in names:
+            raise UsageError(f"{flag} {text}: one of {', '.join(names)} is needed")
+        return text
+
+    return read
 
 
 def directory(text: str, flag: str) -> str:
     if os.path.exists(text) and not os.path.isdir(text):
         raise UsageError(f"{flag} {text}: is a file; name a directory, which is created if missing")
     return text
+
+
+def log_directory(text: str, flag: str) -> str:
+    """Read a directory, or /dev/null for no logs."""
+    return text if text == os.devnull else directory(text, flag)
 
 
 def port_number(text: str, flag: str) -> int:
@@ -263,6 +277,11 @@ def host(text: str, flag: str) -> str:
 def joined(host: str, port: int) -> str:
     """Write an address as HOST:PORT."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def with_local_rank(words: Sequence[str], local_rank: int) -> list[str]:
+    """Replace ${local_rank} in a script's arguments, as torchrun does."""
+    return [Template(word).safe_substitute(local_rank=local_rank) for word in words]
 
 
 def key_values(text: str, flag: str) -> dict[str, str]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.config.settings import RunSettings
 from holdfast.jobhome import JobHome
-from holdfast.launch.site import Site, meets_at_master, own_address
+from holdfast.launch.site import Site, is_master, meets_at_master, own_address
 from holdfast.messages.records import Terms
 from holdfast.messages.units import NodeId
 from holdfast.wire.tls import TlsFiles
@@ -49,6 +49,7 @@ def agent_orders(
         terms=settings.terms,
         address=own_address(settings, site.host),
         store_port=0 if static else settings.rendezvous.master_port or 0,
+        store_name=settings.rendezvous.master_addr or "" if is_master(settings) else "",
         run_id=settings.rendezvous.run_id or site.home.name,
         logs=_logs(settings, site.home),
         launcher_pid=os.getppid(),
@@ -75,7 +76,7 @@ def coordinator_orders(
 
 
 def _logs(settings: RunSettings, home: JobHome) -> Path:
-    if settings.log_dir is None:
+    if settings.log_dir in (None, os.devnull):
         return home.logs
     logs = Path(settings.log_dir).absolute() / home.name
     logs.mkdir(parents=True, exist_ok=True)

@@ -26,12 +26,12 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from holdfast import kernel
+from holdfast import kernel, proc
 from holdfast.checkpoint.memory.image_home import ImageHome
 from holdfast.config.schema import Settings
 from holdfast.config.settings import RunSettings
@@ -50,6 +50,8 @@ DEATHS_WINDOW_S = 60.0
 MAX_DEATHS = 5
 """A child that dies more often than this within the window is not restarted."""
 TELL_AFTER_S = 3.0
+TIDY_LIMIT_S = 5.0
+"""How long a manager of shared memory may take to remove what dead processes left there."""
 LATE_S = 1.0
 """A launcher that wakes up this much too late was stopped itself."""
 
@@ -238,12 +240,21 @@ class Launcher:
             self.coordinator = None
 
     def _end_orphans(self) -> None:
-        """Kill all processes that a dead agent left behind, which the launcher has adopted."""
+        """Kill all processes that a dead agent left behind, which the launcher has adopted.
+
+        Managers of shared memory come last: they remove what the others had there, and end.
+        """
+        while others := [pid for pid in self._orphans() if not proc.removes_shared_memory(pid)]:
+            _end(others)
+        deadline = time.monotonic() + TIDY_LIMIT_S
+        for manager in self._orphans():
+            kernel.await_end(manager, max(0.0, deadline - time.monotonic()))
+        while orphans := self._orphans():
+            _end(orphans)
+
+    def _orphans(self) -> list[int]:
         ours = {self.coordinator.pid} if self.coordinator is not None else set()
-        while orphans := [pid for pid in kernel.children(os.getpid()) if pid not in ours]:
-            for pid in orphans:
-                _signal(pid, signal.SIGKILL)
-                _reap(pid)
+        return [pid for pid in kernel.children(os.getpid()) if pid not in ours]
 
     def _end_all(self) -> None:
         """Let the coordinator finish the job, then kill what is left."""
@@ -291,6 +302,12 @@ def _signal(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
     except ProcessLookupError:
         pass
+
+
+def _end(pids: Iterable[int]) -> None:
+    for pid in pids:
+        _signal(pid, signal.SIGKILL)
+        _reap(pid)
 
 
 def _reap(pid: int) -> None:

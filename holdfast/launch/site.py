@@ -70,7 +70,7 @@ def coordinator_address(settings: RunSettings) -> tuple[tuple[str, int] | None, 
     meeting = settings.rendezvous
     if meets_at_master(settings):
         assert meeting.master_addr is not None
-        return (meeting.master_addr, meeting.master_port or 0), settings.node_rank in (None, 0)
+        return (meeting.master_addr, meeting.master_port or 0), is_master(settings)
     if meeting.coordinator is None:
         return None, True
     host, _, port = meeting.coordinator.rpartition(":")
@@ -83,6 +83,11 @@ def meets_at_master(settings: RunSettings) -> bool:
     rendezvous = settings.rendezvous
     several = settings.terms.max_nodes > 1 and rendezvous.coordinator is None
     return several and rendezvous.master_addr is not None
+
+
+def is_master(settings: RunSettings) -> bool:
+    """Whether this is the node that MASTER_ADDR names, if it names one."""
+    return settings.terms.max_nodes == 1 or settings.node_rank in (None, 0)
 
 
 def _host(settings: RunSettings, host: str, port: int, token: str | None) -> Site:

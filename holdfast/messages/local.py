@@ -61,6 +61,7 @@ class Assign(Local, frozen=True, kw_only=True):
     entry: Entry
     """How to start the script that is on the process's command line."""
     agent_pid: int
+    local_rank: int = 0
     round: int = 0
     images: str = ""
     """Directory for this node's images."""

@@ -87,6 +87,10 @@ class NodeSpec(Struct, frozen=True, kw_only=True):
     address: str
     slots: Annotated[int, Meta(ge=1, le=1 << 16)]
     pid: int
+    role: str = "default"
+    """Role of its ranks; ranks are also counted by role."""
+    store_name: str = ""
+    """Name by which ranks shall find a store on it, as the user gave it; empty for its address."""
     node_rank: int | None = None
     """Where the user wants it."""
     infra_rank: int | None = None
@@ -144,6 +148,10 @@ class Place(Struct, frozen=True, kw_only=True):
     group_rank: int
     first_rank: Rank
     slots: int
+    first_role_rank: int
+    """Place of its first rank among the ranks of its role."""
+    role_size: int
+    """Ranks of its role in the world."""
 
 
 class World(Struct, frozen=True, kw_only=True):
@@ -166,6 +174,8 @@ class Part(Struct, frozen=True, kw_only=True):
     group_rank: int
     group_world_size: int
     world_size: int
+    first_role_rank: int
+    role_size: int
     store_address: str
     store_port: int
     restarts: int

@@ -219,10 +219,10 @@ class SimRank:
             code, by = (0, None) if by_itself else (None, int(signal.SIGTERM))
             self.agent.later(took_s, self.die, code, by)
 
-    def send_group(self, number: signal.Signals) -> None:
+    def send_to_group(self, number: signal.Signals) -> None:
         """Be paused or continued with the whole node: `SimAgent` has the truth of that."""
 
-    def reaction_to_sigterm(self) -> str:
+    def reaction_to(self, number: signal.Signals) -> str:
         return "handles"
 
     def die(

@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from holdfast.config.values import with_local_rank
 from holdfast.diagnosis import faulthandling, flight
 from holdfast.kernel import PR_SET_PDEATHSIG, prctl
 from holdfast.messages import local
@@ -68,7 +69,9 @@ def become_worker(control_fd: int, page_fd: int, rehearse: bool) -> int:
         channel.send(local.Died(raised=raised, at=at))
 
     try:
-        code = script.run(assign.entry, sys.argv[1:], died)
+        name, *arguments = sys.argv[1:]
+        argv = [name, *with_local_rank(arguments, assign.local_rank)]
+        code = script.run(assign.entry, argv, died)
     except SystemExit as leaving:
         if leaving.code in (None, 0):
             _finish(worker, recorder)

@@ -22,6 +22,8 @@ PART = Part(
     group_rank=3,
     group_world_size=5,
     world_size=10,
+    first_role_rank=4,
+    role_size=6,
     store_address="10.0.0.7",
     store_port=12345,
     restarts=2,
@@ -51,12 +53,12 @@ def test_a_rank_has_torchruns_variables_and_no_others(script: Path) -> None:
         "RANK": "7",
         "LOCAL_RANK": "1",
         "GROUP_RANK": "3",
-        "ROLE_RANK": "7",
+        "ROLE_RANK": "5",
         "ROLE_NAME": "trainer",
         "LOCAL_WORLD_SIZE": "2",
         "WORLD_SIZE": "10",
         "GROUP_WORLD_SIZE": "5",
-        "ROLE_WORLD_SIZE": "10",
+        "ROLE_WORLD_SIZE": "6",
         "MASTER_ADDR": "10.0.0.7",
         "MASTER_PORT": "12345",
         "TORCHELASTIC_RESTART_COUNT": "2",
@@ -105,7 +107,9 @@ def test_what_torchrun_overwrites_is_overwritten(script: Path) -> None:
     assert environment(settings(script), RANK="99", WORLD_SIZE="99")["RANK"] == "7"
 
 
-@pytest.mark.parametrize(("visible", "device"), [({}, "1"), ({"CUDA_VISIBLE_DEVICES": "4,6"}, "6")])
+@pytest.mark.parametrize(
+    ("visible", "device"), [({}, "1"), ({"CUDA_VISIBLE_DEVICES": "4, 6"}, "6")]
+)
 def test_a_virtual_local_rank_sees_one_device(
     script: Path, visible: dict[str, Any], device: str
 ) -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.agent import output as outputs
-from holdfast.agent.output import Console, LogFile, Output
+from holdfast.agent.output import Console, LogFile, Output, RankStream, StreamFolder, rank_output
+from holdfast.cli.flags import parse_run
 
 
 class Recorded(Console):
@@ -33,9 +34,12 @@ def printed(
     path: Path, write: Callable[[int, int], object], console: Console | None = None
 ) -> Output:
     """An output after a writer in another thread wrote to both ends and closed them."""
+    return written(lambda: Output(path, (RankStream(console), RankStream(console)), "[0]:"), write)
 
+
+def written(make: Callable[[], Output], write: Callable[[int, int], object]) -> Output:
     async def scenario() -> Output:
-        output = Output(path, (console, console), "[0]:")
+        output = make()
         out, err = (os.dup(fd) for fd in output.writers())
         output.handed_over()
 
@@ -234,7 +238,7 @@ def test_draining_ends_though_somebody_keeps_writing(
         return b"y" * 10
 
     async def scenario() -> None:
-        output = Output(tmp_path / "log", (None, None), "")
+        output = Output(tmp_path / "log", (RankStream(), RankStream()), "")
         output.handed_over()
         with monkeypatch.context() as patched:
             patched.setattr(outputs.os, "read", always_full)
@@ -252,3 +256,77 @@ def test_the_tail_is_the_last_of_both_streams_and_bounded(tmp_path: Path) -> Non
     assert log.tail.endswith(b"end!")
     assert len(log.tail) == outputs.TAIL_BYTES
     log.close()
+
+
+# ---- torchrun's layout ----
+
+
+def talk(out: int, err: int) -> None:
+    write_all(out, b"loss 1\nfine\n")
+    write_all(err, b"warn 2\n")
+
+
+def two_ranks(folder: Path, *flags: str) -> tuple[Recorded, dict[str, bytes]]:
+    """What two ranks show, and the files that they leave under the log directory."""
+    (folder / "train.py").touch()
+    words = ["--nproc-per-node", "2", "--log-dir", str(folder / "logs"), "--role", "t"]
+    settings = parse_run([*words, *flags, str(folder / "train.py")])
+    streams = StreamFolder(settings, folder / "logs", "run7")
+    console = Recorded()
+    for local_rank in (0, 1):
+        log = folder / f"rank_{local_rank}.log"
+        attempt = streams.attempt(restarts=3)
+        written(
+            lambda rank=local_rank, log=log, attempt=attempt: rank_output(  # type: ignore[misc]
+                settings, console, log, 4 + rank, rank, attempt
+            ),
+            talk,
+        )
+        assert sorted(log.read_bytes().split(b"\n")) == [b"", b"fine", b"loss 1", b"warn 2"]
+    files = [path for path in folder.glob("logs/**/*") if path.is_file()]
+    assert all(path.relative_to(folder / "logs").parts[0].startswith("run7_") for path in files)
+    return console, {
+        "/".join(path.relative_to(folder / "logs").parts[1:]): path.read_bytes() for path in files
+    }
+
+
+def test_no_flag_no_files(tmp_path: Path) -> None:
+    assert two_ranks(tmp_path)[1] == {}
+
+
+def test_a_redirected_stream_has_a_file_where_torchrun_has_it(tmp_path: Path) -> None:
+    console, files = two_ranks(tmp_path, "--redirects", "0:1,1:2")
+    assert files == {
+        "attempt_3/0/stdout.log": b"loss 1\nfine\n",
+        "attempt_3/1/stderr.log": b"warn 2\n",
+    }
+    assert (console.text(1), console.text(2)) == (b"[t1]:loss 1\n[t1]:fine\n", b"[t0]:warn 2\n")
+
+
+def test_a_teed_stream_has_a_file_and_is_shown_with_the_prefix_of_the_template(
+    tmp_path: Path,
+) -> None:
+    template = ["--log-line-prefix-template", "${role_name}/${rank}/${local_rank}/${other} "]
+    console, files = two_ranks(tmp_path, "--tee", "1", *template)
+    assert sorted(files) == ["attempt_3/0/stdout.log", "attempt_3/1/stdout.log"]
+    assert console.text(1).splitlines()[::2] == [
+        b"t/4/0/${other} loss 1",
+        b"t/5/1/${other} loss 1",
+    ]
+
+
+def test_a_rank_that_is_filtered_out_has_files_and_is_not_shown(tmp_path: Path) -> None:
+    console, files = two_ranks(tmp_path, "--tee", "3", "--local-ranks-filter", "1")
+    assert len(files) == 4
+    assert b"[t0]" not in console.text(1) + console.text(2)
+
+
+def test_lines_with_a_text_of_all_ranks_that_are_shown_are_in_one_file(tmp_path: Path) -> None:
+    filters = ["--duplicate-stdout-filters", "loss", "--duplicate-stderr-filters", "x,warn"]
+    _, files = two_ranks(tmp_path, "--redirects", "0:2", *filters)
+    assert files["attempt_3/filtered_stdout.log"] == b"[t0]:loss 1\n[t1]:loss 1\n"
+    assert files["attempt_3/filtered_stderr.log"] == b"[t1]:warn 2\n"
+
+
+def test_a_log_directory_of_dev_null_has_no_files(tmp_path: Path) -> None:
+    assert two_ranks(tmp_path, "--log-dir", os.devnull, "--tee", "3")[1] == {}

@@ -128,6 +128,8 @@ class Scene:
             group_rank=0,
             group_world_size=1,
             world_size=len(self.vitals),
+            first_role_rank=0,
+            role_size=1,
             store_address="",
             store_port=0,
             restarts=0,

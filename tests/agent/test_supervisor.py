@@ -85,6 +85,8 @@ def part(round: int) -> Part:
         first_rank=Rank(0),
         slots=1,
         world_size=1,
+        first_role_rank=0,
+        role_size=1,
         group_rank=0,
         group_world_size=1,
         store_address="127.0.0.1",

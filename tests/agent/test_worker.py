@@ -38,27 +38,37 @@ class FakeProcess:
     def __init__(self, reaction: str) -> None:
         self.exit: Exit | None = None
         self.sent: list[signal.Signals] = []
+        self.sent_to_group: list[signal.Signals] = []
         self._reaction = reaction
 
     def send(self, number: signal.Signals) -> None:
         self.sent.append(number)
 
-    def reaction_to_sigterm(self) -> str:
+    def send_to_group(self, number: signal.Signals) -> None:
+        self.sent_to_group.append(number)
+
+    def reaction_to(self, number: signal.Signals) -> str:
         return self._reaction
+
+
+class FakeRuntime:
+    def read_all(self) -> None: ...
 
 
 class FakeOutput:
     def drain(self) -> None: ...
 
 
-def worker(tmp_path: Path, reaction: str = "handles") -> tuple[Worker, FakeProcess]:
+def worker(
+    tmp_path: Path, reaction: str = "handles", runtime: Any = None
+) -> tuple[Worker, FakeProcess]:
     process: Any = FakeProcess(reaction)
     output: Any = FakeOutput()
     made = Worker(
         round=RoundNumber(1),
         rank=Rank(0),
         process=process,
-        runtime=None,
+        runtime=runtime,
         output=output,
         error_file=tmp_path / "error.json",
         flight=tmp_path / "flight",
@@ -145,8 +155,25 @@ async def test_one_that_ignores_sigterm_or_has_no_grace_is_killed_at_once(
 
 @in_loop
 async def test_one_that_handles_sigterm_is_woken_up_for_it_and_asked_once(tmp_path: Path) -> None:
-    one, process = worker(tmp_path)
+    one, process = worker(tmp_path, runtime=FakeRuntime())
     one.ask_to_stop(30.0)
     one.ask_to_stop(30.0)
     assert process.sent == [signal.SIGTERM, signal.SIGCONT]
+    one.hear_last_words()
+
+
+@in_loop
+async def test_a_command_is_asked_with_all_of_its_group(tmp_path: Path) -> None:
+    one, process = worker(tmp_path)
+    one.ask_to_stop(30.0)
+    assert (process.sent, process.sent_to_group) == ([], [signal.SIGTERM, signal.SIGCONT])
+    one.hear_last_words()
+
+
+@in_loop
+async def test_one_that_dies_of_the_users_own_signal_did_not_end_by_itself(tmp_path: Path) -> None:
+    one, process = worker(tmp_path, runtime=FakeRuntime())
+    one.ask_to_stop(30.0, signal.SIGINT)
+    assert process.sent == [signal.SIGINT, signal.SIGCONT]
+    assert not one.ending(Exit(signal=signal.SIGINT)).by_itself
     one.hear_last_words()

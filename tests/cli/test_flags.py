@@ -39,46 +39,6 @@ def refusal(*argv: str) -> str:
     return line
 
 
-# torchrun's own parser, version 2.13, as name → does it read a PET_* variable
-TORCHRUN = {
-    "--nnodes": True,
-    "--nproc-per-node": True,
-    "--rdzv-backend": True,
-    "--rdzv-endpoint": True,
-    "--rdzv-id": True,
-    "--rdzv-conf": True,
-    "--standalone": True,
-    "--max-restarts": True,
-    "--monitor-interval": True,
-    "--start-method": True,
-    "--event-log-handler": True,
-    "--role": True,
-    "--module": True,
-    "--no-python": True,
-    "--run-path": True,
-    "--log-dir": True,
-    "--redirects": True,
-    "--tee": True,
-    "--local-ranks-filter": True,
-    "--duplicate-stdout-filters": True,
-    "--duplicate-stderr-filters": True,
-    "--node-rank": True,
-    "--master-addr": True,
-    "--master-port": True,
-    "--local-addr": True,
-    "--logs-specs": False,
-    "--numa-binding": False,
-    "--signals-to-handle": True,
-    "--shutdown-timeout": True,
-    "--virtual-local-rank": True,
-}
-
-
-def test_every_flag_of_torchrun_is_known_with_its_variable() -> None:
-    ours = {setting.flag: setting.torchrun for setting in flagged()}
-    assert {name: ours.get(name) for name in TORCHRUN} == TORCHRUN
-
-
 def test_the_short_flags_of_torchrun_are_known() -> None:
     short = {setting.short: setting.flag for setting in flagged() if setting.short}
     assert short == {"-m": "--module", "-r": "--redirects", "-t": "--tee"}
@@ -158,8 +118,38 @@ def test_an_unknown_flag_gets_the_nearest_known_one() -> None:
     assert line == "unknown flag --nproc_per_nodes; did you mean --nproc-per-node?"
 
 
-def test_an_abbreviation_gets_the_full_flag() -> None:
-    assert refusal("--max=3", "train.py") == "unknown flag --max; did you mean --max-restarts?"
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["--nproc", "3"], ["--nproc-per-node", "3"]),
+        (["--nproc_per=3"], ["--nproc-per-node", "3"]),
+        (["--redirect", "3"], ["--redirects", "3"]),
+        (["--max=3"], ["--max-restarts", "3"]),
+        (["--t", "3"], ["--tee", "3"]),  # Ours are --tls-cert and --token-file.
+        (["--stand"], ["--standalone"]),  # Ours is --standby.
+        (["--virtual"], ["--virtual-local-rank"]),
+        (["--hang", "9"], ["--hang-after", "9"]),
+    ],
+)
+def test_a_flag_may_be_abbreviated(words: list[str], meant: list[str]) -> None:
+    assert run(*words) == run(*meant)
+
+
+@pytest.mark.parametrize(
+    ("word", "line"),
+    [
+        ("--master", "--master is ambiguous: --master-addr, --master-port"),
+        ("--tls=x", "--tls is ambiguous: --tls-cert, --tls-key, --tls-ca"),
+        ("--dup", "--dup is ambiguous: --duplicate-stdout-filters, --duplicate-stderr-filters"),
+    ],
+)
+def test_an_ambiguous_abbreviation_is_refused(word: str, line: str) -> None:
+    assert refusal(word, "3", "train.py") == line
+
+
+def test_an_abbreviation_without_its_value_is_told_by_its_full_name() -> None:
+    assert refusal("--nproc") == "--nproc-per-node: N is missing after it"
+    assert refusal("--t") == "--tee: MASK is missing after it"
 
 
 def test_an_unknown_flag_like_no_other_gets_the_help() -> None:
@@ -275,8 +265,29 @@ def test_the_rest_of_torchruns_flags_arrive() -> None:
 def test_flags_without_effect_change_nothing() -> None:
     assert run() == run(
         *("--monitor-interval", "5", "--start-method", "fork"),
-        *("--event-log-handler", "null", "--logs-specs", "x"),
+        *("--event-log-handler", "null"),
     )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--start-method", "teleport"],
+        ["--logs-specs", "nobodys"],
+        ["--event-log-handler", "carrier-pigeon"],
+        ["--monitor-interval", "often"],
+        ["--numa-binding", "moon"],
+    ],
+)
+def test_a_value_that_torchrun_refuses_is_refused_even_without_effect(words: list[str]) -> None:
+    assert refusal(*words, "train.py").startswith(" ".join(words))
+
+
+def test_virtual_local_ranks_need_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    assert run("--virtual-local-rank", "--nproc-per-node", "2").virtual_local_rank
+    line = refusal("--virtual-local-rank", "--nproc-per-node", "3", "train.py")
+    assert line.startswith("--virtual-local-rank: 3 ranks need as many GPUs")
 
 
 def test_standalone_sets_aside_what_was_said_about_meeting() -> None:

@@ -188,7 +188,7 @@ Reader = Callable[[str, str], object]
         (values.signal_names, "SIGNOPE"),
         (values.signal_names, "SIGTERM,SIGKILL"),
         (values.signal_names, ","),
-        (values.numa_binding, "near"),
+        (values.one_of("node"), "near"),
         (values.directory, __file__),
         (values.port_number, "65536"),
         (values.port_number, "http"),

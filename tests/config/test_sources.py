@@ -130,6 +130,7 @@ TEXTS = {
     **{"rank_section_timeouts": "step:1,save:2", "redirects": "0:1,1:2", "tee": "3"},
     **{"local_ranks_filter": "0,1", "rdzv_endpoint": "[::1]:7", "rdzv_conf": "is_host=1"},
     **{"signals_to_handle": "SIGTERM,SIGUSR1", "numa_binding": "node"},
+    **{"start_method": "fork", "event_log_handler": "console"},
 }
 """Texts for the readers that do not take "2"."""
 

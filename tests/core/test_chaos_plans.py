@@ -25,7 +25,16 @@ def world(*slots: int, round: int = 1) -> World:
     places, first = [], 0
     for index, count in enumerate(slots):
         node = NodeId(f"host{index}:{100 + index}")
-        places.append(Place(node=node, group_rank=index, first_rank=Rank(first), slots=count))
+        places.append(
+            Place(
+                node=node,
+                group_rank=index,
+                first_rank=Rank(first),
+                slots=count,
+                first_role_rank=first,
+                role_size=0,
+            )
+        )
         first += count
     return World(
         round=RoundNumber(round),

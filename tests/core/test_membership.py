@@ -137,6 +137,28 @@ def test_ranks_are_prefix_sums_of_the_slots() -> None:
     assert world.size == 7
 
 
+def test_ranks_are_counted_by_role_too() -> None:
+    m = Membership(Terms(min_nodes=4, max_nodes=4))
+    for i, (slots, role) in enumerate(((2, "actor"), (1, "critic"), (3, "actor"), (2, "critic"))):
+        join(m, f"n{i}", slots=slots, role=role)
+    world = closed(m)
+    assert [(p.first_role_rank, p.role_size) for p in world.places] == [
+        (0, 5),
+        (0, 3),
+        (2, 5),
+        (1, 3),
+    ]
+    part = rounds.part_of(world, world.places[2], 0, 0)
+    assert (part.first_rank, part.first_role_rank, part.role_size) == (3, 2, 5)
+
+
+def test_the_store_has_the_name_that_the_user_gave_its_node() -> None:
+    m = Membership(Terms(min_nodes=2, max_nodes=2))
+    rounds.join(m, NodeId("a"), spec(node_rank=0, store_name="node0"), 111, Time(NOON))
+    rounds.join(m, NodeId("b"), spec(node_rank=1), 222, Time(NOON))
+    assert closed(m).store_address == "node0"
+
+
 def test_the_store_is_at_the_node_of_rank_0() -> None:
     m = Membership(Terms(min_nodes=2, max_nodes=2))
     rounds.join(m, NodeId("a"), spec(node_rank=1), 111, Time(NOON))

@@ -176,21 +176,41 @@ def _newcomer_grace_s(m: Membership) -> Seconds:
 def _freeze(m: Membership, now: Time) -> World:
     places = []
     rank = 0
+    role_sizes = _role_sizes(m)
+    role_ranks = dict.fromkeys(role_sizes, 0)
     for group_rank, (node, candidate) in enumerate(m.placed.items()):
         candidate.round = m.round
         candidate.seat = group_rank
-        slots = candidate.spec.slots
-        places.append(Place(node=node, group_rank=group_rank, first_rank=Rank(rank), slots=slots))
+        slots, role = candidate.spec.slots, candidate.spec.role
+        place = Place(
+            node=node,
+            group_rank=group_rank,
+            first_rank=Rank(rank),
+            slots=slots,
+            first_role_rank=role_ranks[role],
+            role_size=role_sizes[role],
+        )
+        places.append(place)
         rank += slots
+        role_ranks[role] += slots
     host = m.placed[places[0].node]
     return World(
         round=m.round,
         places=tuple(places),
         size=rank,
-        store_address=host.spec.address,
+        store_address=host.spec.store_name or host.spec.address,
         store_port=host.store_port,
         frozen_at=now,
     )
+
+
+def _role_sizes(m: Membership) -> dict[str, int]:
+    """Count the ranks of each role."""
+    sizes: dict[str, int] = {}
+    for candidate in m.placed.values():
+        spec = candidate.spec
+        sizes[spec.role] = sizes.get(spec.role, 0) + spec.slots
+    return sizes
 
 
 def part_of(world: World, place: Place, restarts: int, max_restarts: int) -> Part:
@@ -202,6 +222,8 @@ def part_of(world: World, place: Place, restarts: int, max_restarts: int) -> Par
         group_rank=place.group_rank,
         group_world_size=len(world.places),
         world_size=world.size,
+        first_role_rank=place.first_role_rank,
+        role_size=place.role_size,
         store_address=world.store_address,
         store_port=world.store_port,
         restarts=restarts,
