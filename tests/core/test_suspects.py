@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -483,7 +484,7 @@ def test_a_bug_that_always_strikes_one_rank_never_excludes_a_node(
         hosts.append(node)
         job.strike(node, local=rank - job.first_rank(node), moving=moves, **how)
     assert job.job.membership.excluded == {}
-    moved = sum(one != other for one, other in zip(hosts, hosts[1:], strict=False))
+    moved = sum(one != other for one, other in pairwise(hosts))
     assert moved <= 1, hosts
     if len(hosts) == 30:
         assert job.suspicions == {}, "it followed the rank"
