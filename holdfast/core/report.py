@@ -291,7 +291,7 @@ def _node_state(job: Job, node: NodeId) -> NodeState:
 
 
 def _suspects(job: Job) -> dict[str, str]:
-    return {one.node: one.line for one in job.of(Suspects).suspicions.values()}
+    return {one.node: one.line for one in job.of(Suspects).all.values()}
 
 
 def _ranks(job: Job) -> dict[NodeId, list[RankReport]]:

@@ -63,7 +63,7 @@ def excluded(job: Job) -> Mapping[str, str]:
 
 def suspects(job: Job) -> Mapping[str, str]:
     """Return the hosts that faults point at, and what became of each."""
-    return {machine: one.state for machine, one in job.of(Suspects).suspicions.items()}
+    return {machine: one.state for machine, one in job.of(Suspects).all.items()}
 
 
 def state(job: Job) -> str:

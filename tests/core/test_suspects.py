@@ -17,7 +17,7 @@ from lab import Lab
 
 from holdfast.core import report
 from holdfast.core.suspects import rules
-from holdfast.core.suspects.state import Sign, Strike, Suspects, Suspicion
+from holdfast.core.suspects.state import Sign, Strike, Suspect, Suspects
 from holdfast.messages.events import HealthFound
 from holdfast.messages.exits import EXIT_DO_NOT_REQUEUE
 from holdfast.messages.health import HealthResult
@@ -80,8 +80,8 @@ class Nodes(Driver):
         self.take(HealthFound(at=self.at, node=NodeId(node), results=results))
 
     @property
-    def suspicions(self) -> dict[str, Suspicion]:
-        return self.job.of(Suspects).suspicions
+    def suspicions(self) -> dict[str, Suspect]:
+        return self.job.of(Suspects).all
 
     @property
     def told(self) -> list[Incident]:
@@ -102,7 +102,7 @@ def needed(nodes: int, sign: Sign) -> int:
         share, signature = 1 / nodes, f"failed like {sign}"
         strike = struck("bad", Rank(2 + count % 2), sign, signature, share, nodes)
         rules.take(s, strike, NodeId("bad:1"), [Rank(2), Rank(3)])
-        if "bad" in s.suspicions:
+        if "bad" in s.all:
             return count
     raise AssertionError("never")
 
@@ -172,10 +172,10 @@ def lost_nodes() -> Nodes:
     return job
 
 
-def repeated() -> Nodes:
+def repeated(how: dict[str, Any] = SEGV) -> Nodes:
     job = Nodes()
     for _ in range(2):
-        job.strike("n1", moving=False)
+        job.strike("n1", moving=False, **how)
     assert job.places == ["n0", "n2"], "the third try is on another node"
     job.go_on()
     return job
@@ -270,6 +270,7 @@ ROWS: dict[str, tuple[str, Callable[[], Nodes]]] = {
     "other faults": (SUSPECT, other_faults),
     "lost again and again": (STAYS, lost_nodes),
     "the same step": (SUSPECT, repeated),
+    "the same exception": (NOTHING, lambda: repeated(ERROR)),
     "before the first step": (SUSPECT, before_the_first_step),
     "no spare": (STAYS, no_spare),
     "rank 0 alone": (NOTHING, rank_0_alone),
@@ -450,11 +451,11 @@ def test_faults_that_strike_at_random_almost_never_make_a_suspect(
             rank = Rank(8 * machine + rng.randrange(8))
             strike = struck(f"h{machine}", rank, sign, f"failure {i}", 1 / nodes, nodes)
             rules.take(s, strike, NodeId(f"h{machine}:1"), [rank])
-            suspects += len(s.suspicions)
-            assert not any(one.unfit for one in s.suspicions.values())
-            for found in list(s.suspicions):
+            suspects += len(s.all)
+            assert not any(one.unfit for one in s.all.values())
+            for found in list(s.all):
                 rules.replaced(s, found)
-                del s.suspicions[found]
+                del s.all[found]
     assert suspects / 6000 <= most
 
 
@@ -515,7 +516,7 @@ def test_a_suspect_always_has_enough_faults_and_little_chance_while_it_is_one(
         number = machine % nodes
         strike = struck(f"h{number}", Rank(number), "crash", f"failure {i}", 1 / nodes, nodes)
         rules.take(s, strike, NodeId(f"h{number}:1"), [Rank(number)])
-        for name in s.suspicions:
+        for name in s.all:
             case = rules.case_against(s, name)
             assert case is None or len(case.hits) >= rules.FEWEST
             assert rules.case_against(s, name, rules.LAPSE_CHANCE, rules.LAPSE_CHANCE)

@@ -16,8 +16,7 @@ from holdfast.core.faults import Fault
 from holdfast.core.machine import NONE, Effects, Machine, on
 from holdfast.core.states import LIVE, Gathering
 from holdfast.core.suspects import evidence, rules
-from holdfast.core.suspects import state as known
-from holdfast.core.suspects.state import Strike, Suspects, Suspicion
+from holdfast.core.suspects.state import MachineName, Strike, Suspect, Suspects
 from holdfast.core.view import Candidate, Members, View
 from holdfast.messages.events import HealthFound, WorkerExited
 from holdfast.messages.exits import EXIT_DO_NOT_REQUEUE
@@ -90,21 +89,9 @@ class SuspectsMachine(Suspects, Machine):
             nodes=len(self.machines),
         )
 
-    def before_round(self, job: View, now: Time) -> Effects:
-        """Send away a suspect that is proven to be at fault, as soon as another has its place."""
-        m = job.membership
-        for machine, one in self.suspicions.items():
-            node = _waiting(m.waiting, machine)
-            if one.unfit and node is not None and m.is_complete(now):
-                if not _dispensable(m, m.waiting, [node]):
-                    continue
-                del self.suspicions[machine]
-                return _exclusion(job, node, one)
-        return NONE
-
     def withheld(self, job: View, waiting: Mapping[NodeId, Candidate]) -> Collection[NodeId]:
         """Withhold suspects that the round can be formed without."""
-        machines = set(self.suspicions)
+        machines = set(self.all)
         if self.trial is not None:
             machines.add(self.trial.machine)
         if not machines:
@@ -122,17 +109,25 @@ class SuspectsMachine(Suspects, Machine):
         here = {*m.placed, *(one.spec.host for one in m.placed.values())}
         self._try_elsewhere(here)
         effects: list[Effect] = []
-        for machine, one in list(self.suspicions.items()):
+        for machine, one in list(self.all.items()):
             if machine in here:
                 effects += self._stays(job, one)
             elif one.state == "named":
                 rules.replaced(self, machine)
-                effects.append(_naming(job, one, REPLACED if one.node in m.waiting else GONE))
+                effects += self._goes(job, machine, one)
             else:
                 one.state = "replaced"
         return effects
 
-    def _stays(self, job: View, one: Suspicion) -> list[Effect]:
+    def _goes(self, job: View, machine: MachineName, one: Suspect) -> list[Effect]:
+        if one.node not in job.membership.waiting:
+            return [_naming(job, one, GONE)]
+        if not one.unfit:
+            return [_naming(job, one, REPLACED)]
+        del self.all[machine]
+        return _exclusion(job, one)
+
+    def _stays(self, job: View, one: Suspect) -> list[Effect]:
         if one.state == "replaced":
             one.state = "back"
         if one.state != "named" or one.told:
@@ -140,7 +135,7 @@ class SuspectsMachine(Suspects, Machine):
         one.told = True
         return [_naming(job, one, STAYS)]
 
-    def _try_elsewhere(self, here: Collection[known.Machine]) -> None:
+    def _try_elsewhere(self, here: Collection[MachineName]) -> None:
         trial = self.trial
         if trial is not None:
             trial.away = trial.machine not in here
@@ -153,23 +148,20 @@ class SuspectsMachine(Suspects, Machine):
         step = trial.strike.step
         if progress.rank != trial.strike.rank or step is None or progress.step <= step:
             return NONE
-        return [_naming(job, rules.went_well(self, trial), REPLACED)]
+        suspect = rules.went_well(self, trial)
+        return [] if suspect is None else [_naming(job, suspect, REPLACED)]
 
     def validate(self, job: View) -> None:
         rules.validate(self)
 
 
-def _machines(m: Members) -> dict[NodeId, known.Machine]:
+def _machines(m: Members) -> dict[NodeId, MachineName]:
     """Say under which name the faults of each placed node are counted."""
     members = [*m.placed.values(), *m.busy.values(), *m.waiting.values()]
     nodes = Counter(one.spec.host for one in members)
     return {
         node: one.spec.host if nodes[one.spec.host] == 1 else node for node, one in m.placed.items()
     }
-
-
-def _waiting(waiting: Mapping[NodeId, Candidate], machine: known.Machine) -> NodeId | None:
-    return next((node for node, one in waiting.items() if one.spec.host == machine), None)
 
 
 def _dispensable(
@@ -183,7 +175,7 @@ def _dispensable(
 # ---- what incidents say ----
 
 
-def _naming(job: View, one: Suspicion, action: str) -> Note:
+def _naming(job: View, one: Suspect, action: str) -> Note:
     return Note(
         kind="suspect",
         node=one.node,
@@ -194,7 +186,7 @@ def _naming(job: View, one: Suspicion, action: str) -> Note:
     )
 
 
-def _clearing(job: View, one: Suspicion, strike: Strike) -> Note:
+def _clearing(job: View, one: Suspect, strike: Strike) -> Note:
     return Note(
         kind="suspect",
         node=one.node,
@@ -206,16 +198,16 @@ def _clearing(job: View, one: Suspicion, strike: Strike) -> Note:
     )
 
 
-def _exclusion(job: View, node: NodeId, one: Suspicion) -> list[Effect]:
+def _exclusion(job: View, one: Suspect) -> list[Effect]:
+    """Send a node away whose place another has."""
     why = f"{one.why}; {one.unfit}"
-    away = SendAway(node=node, kind="exclude", code=EXIT_DO_NOT_REQUEUE, why=f"suspect: {why}")
-    action = "its host is excluded; another node takes its place"
     note = Note(
         kind="suspect",
-        node=node,
+        node=one.node,
         round=job.membership.round,
         step=job.highest,
         signature=f"is at fault: {why}",
-        action=action,
+        action="another node has its place; its host is excluded",
     )
-    return [note, Exclude(node=node, why=why), away]
+    away = SendAway(node=one.node, kind="exclude", code=EXIT_DO_NOT_REQUEUE, why=f"suspect: {why}")
+    return [note, Exclude(node=one.node, why=why), away]

@@ -23,7 +23,7 @@ import signal
 from collections.abc import Sequence
 
 from holdfast.core.faults import Fault, signal_name
-from holdfast.core.suspects.state import Machine, Sign, Strike
+from holdfast.core.suspects.state import MachineName, Sign, Strike
 
 CRASHES = frozenset(
     f"killed by {signal_name(number)}" for number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
@@ -41,7 +41,7 @@ def sign_of(fault: Fault) -> Sign | None:
     return "script"
 
 
-def hits(strikes: Sequence[Strike], machine: Machine) -> list[Strike]:
+def hits(strikes: Sequence[Strike], machine: MachineName) -> list[Strike]:
     """Return the strikes that count against a machine.
 
     Those that look like the script's do so unless the same failure was seen elsewhere, and unless all

@@ -15,15 +15,17 @@ Only faults of the newest WINDOW are looked at (`evidence` says which count, and
    could not be replaced is no suspect any more when so many faults have struck others meanwhile that
    chance would do the same in LAPSE_CHANCE of all cases.
 3. The same failure at the same step REPEATS times in a row on one machine is tried on another, if one
-   waits: once more would end the job. If the step then goes well, the machine is a suspect; if it
-   fails there too, the failure is the script's.
+   waits: once more would end the job. If it fails there too, the failure is the script's. If the step
+   then goes well, the machine is a suspect, but only after crashes: what made a script raise may have
+   passed by itself meanwhile (a file server that was away), so that blames nobody, and is not tried
+   again.
 4. If a failure that made a node a suspect strikes the ranks that it had, on another node, it follows
    the ranks and not the node: the suspect is cleared, and that failure in those ranks never counts
    again.
-5. A machine's host is excluded only with proof, and only if another node can take its place: if it is
-   a suspect and a health check that no script can upset warned of it (HARDWARE); or if it was replaced,
-   got a place again because it was needed, and is a suspect once more by faults that struck it since,
-   in other ranks than before.
+5. A machine's host is excluded only with proof, and only when another node has taken its place: if it
+   is a suspect and a health check that no script can upset warned of it (HARDWARE); or if it was
+   replaced, got a place again because it was needed, and is a suspect once more by faults that struck
+   it since, in other ranks than before.
 
 A bug of the script that always strikes the same ranks can thus cost their node its place once, never
 more: rule 4 finds out. Faults that strike nodes at random make a suspect of one now and then (once in
@@ -38,7 +40,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from holdfast.core.suspects import evidence
-from holdfast.core.suspects.state import Followed, Machine, Strike, Suspects, Suspicion, Trial
+from holdfast.core.suspects.state import Followed, MachineName, NodeTrial, Strike, Suspect, Suspects
 from holdfast.messages.units import NodeId, Rank
 
 WINDOW = 30
@@ -79,7 +81,10 @@ def _told(hits: Sequence[Strike]) -> str:
 
 
 def case_against(
-    s: Suspects, machine: Machine, crashes_by: float = CRASH_CHANCE, faults_by: float = FAULT_CHANCE
+    s: Suspects,
+    machine: MachineName,
+    crashes_by: float = CRASH_CHANCE,
+    faults_by: float = FAULT_CHANCE,
 ) -> Case | None:
     """Return what makes a machine a suspect, if chance is as unlikely; None if it is none."""
     crashes = [one for one in s.strikes if one.sign == "crash"]
@@ -93,28 +98,26 @@ def case_against(
     return None
 
 
-def take(s: Suspects, strike: Strike, node: NodeId, ranks: list[Rank]) -> list[Suspicion]:
-    """Take in a fault that struck a node with these ranks; the suspicions that it refutes."""
+def take(s: Suspects, strike: Strike, node: NodeId, ranks: list[Rank]) -> list[Suspect]:
+    """Take in a fault that struck a node with these ranks; the suspects that it clears."""
     if any(strike.signature == one.signature and strike.rank in one.ranks for one in s.followed):
         return []
     tried, s.trial = s.trial, None
     if tried is not None and tried.away and _is_same(tried.strike, strike):
         _follow(s, Followed(strike.signature, tuple(tried.ranks)))
         return []
-    refuted = [
-        m for m, one in s.suspicions.items() if m != strike.machine and _refutes(strike, one)
-    ]
+    refuted = [m for m, one in s.all.items() if m != strike.machine and _refutes(strike, one)]
     if refuted:
         return [_clear(s, machine, strike.signature) for machine in refuted]
     s.strikes = [*s.strikes, strike][-WINDOW:]
-    for machine, one in list(s.suspicions.items()):
+    for machine, one in list(s.all.items()):
         if one.state == "named" and not case_against(s, machine, LAPSE_CHANCE, LAPSE_CHANCE):
-            del s.suspicions[machine]
+            del s.all[machine]
     case = case_against(s, strike.machine)
     if case is not None:
         _accuse(s, strike.machine, node, ranks, case)
-    elif strike.machine not in s.suspicions and _is_repeated(s.strikes):
-        s.trial = Trial(machine=strike.machine, node=node, strike=strike, ranks=ranks)
+    elif strike.machine not in s.all and _is_repeated(s.strikes):
+        s.trial = NodeTrial(machine=strike.machine, node=node, strike=strike, ranks=ranks)
     return []
 
 
@@ -130,14 +133,14 @@ def _is_repeated(strikes: Sequence[Strike]) -> bool:
     return len(newest) == REPEATS and same and countable
 
 
-def _refutes(strike: Strike, suspicion: Suspicion) -> bool:
+def _refutes(strike: Strike, suspect: Suspect) -> bool:
     """Whether a failure on another machine follows the ranks that a suspect had."""
-    replaced = suspicion.state != "named"
-    return replaced and strike.rank in suspicion.ranks and strike.signature in suspicion.signatures
+    replaced = suspect.state != "named"
+    return replaced and strike.rank in suspect.ranks and strike.signature in suspect.signatures
 
 
-def _clear(s: Suspects, machine: Machine, signature: str) -> Suspicion:
-    cleared = s.suspicions.pop(machine)
+def _clear(s: Suspects, machine: MachineName, signature: str) -> Suspect:
+    cleared = s.all.pop(machine)
     _follow(s, Followed(signature, tuple(cleared.ranks)))
     return cleared
 
@@ -151,53 +154,53 @@ def _follow(s: Suspects, failure: Followed) -> None:
     ]
 
 
-def _accuse(s: Suspects, machine: Machine, node: NodeId, ranks: list[Rank], case: Case) -> None:
-    known = s.suspicions.get(machine)
+def _accuse(s: Suspects, machine: MachineName, node: NodeId, ranks: list[Rank], case: Case) -> None:
+    known = s.all.get(machine)
     warnings = s.warnings.get(machine, {})
     why = "; ".join([str(case), *(f"{check}: {said}" for check, said in warnings.items())])
     proof = next((f"{check}: {warnings[check]}" for check in HARDWARE if check in warnings), "")
-    times = 1
     if known is not None:
-        times = known.times + (known.state == "back")
         elsewhere = {one.rank for one in case.hits}.isdisjoint(known.ranks)
         came_back = CAME_BACK if known.state == "back" and elsewhere else ""
         proof = proof or known.unfit or came_back
-    s.suspicions[machine] = Suspicion(
+    s.all[machine] = Suspect(
         node=node,
         why=why,
         ranks=ranks,
         signatures=sorted({one.signature for one in case.hits}),
-        times=times,
         told=known is not None and known.told and known.state == "named",
         unfit=proof if machine != node else "",
     )
 
 
-def replaced(s: Suspects, machine: Machine) -> None:
+def replaced(s: Suspects, machine: MachineName) -> None:
     """Note that a round has begun without a suspect: only faults from now on count once more."""
-    s.suspicions[machine].state = "replaced"
+    s.all[machine].state = "replaced"
     s.strikes = [one for one in s.strikes if one.machine != machine]
 
 
-def went_well(s: Suspects, trial: Trial) -> Suspicion:
-    """Note that a step went well on another node: the failure was the machine's."""
+def went_well(s: Suspects, trial: NodeTrial) -> Suspect | None:
+    """Note that a step went well on another node; the suspect, if a crash was the machine's."""
     s.trial = None
     strike = trial.strike
+    if strike.sign != "crash":
+        _follow(s, Followed(strike.signature, tuple(trial.ranks)))
+        return None
     where = f"before the first step of rank {strike.rank}"
     if strike.step:
         where = f"at step {strike.step} of rank {strike.rank}"
-    suspicion = Suspicion(
+    suspect = Suspect(
         node=trial.node,
         why=f"{strike.signature} {where} {REPEATS} times in a row, and not on another node",
         ranks=trial.ranks,
         signatures=[strike.signature],
     )
-    s.suspicions[trial.machine] = suspicion
+    s.all[trial.machine] = suspect
     replaced(s, trial.machine)
-    return suspicion
+    return suspect
 
 
 def validate(s: Suspects) -> None:
     assert len(s.strikes) <= WINDOW, "more faults than the window holds"
-    assert s.trial is None or s.trial.machine not in s.suspicions, "a suspect is on trial"
+    assert s.trial is None or s.trial.machine not in s.all, "a suspect is on trial"
     assert all(len(machines) <= 2 for machines in s.struck.values())

@@ -8,7 +8,7 @@ from msgspec import Struct, field
 
 from holdfast.messages.units import NodeId, Rank, StepNumber
 
-Machine = str
+MachineName = str
 """What faults are counted for: a host, whose nodes come and go; where several members share a host, as
 on one machine in a test, each node by itself."""
 
@@ -20,7 +20,7 @@ likely, the script did."""
 class Strike(Struct, frozen=True, kw_only=True):
     """A fault that may be a node's."""
 
-    machine: Machine
+    machine: MachineName
     rank: Rank
     """The rank that it struck; of a lost node, its first."""
     sign: Sign
@@ -33,7 +33,7 @@ class Strike(Struct, frozen=True, kw_only=True):
     """Nodes of the round."""
 
 
-class Suspicion(Struct, kw_only=True):
+class Suspect(Struct, kw_only=True):
     """A machine that faults point at."""
 
     node: NodeId
@@ -44,8 +44,6 @@ class Suspicion(Struct, kw_only=True):
     signatures: list[str]
     state: Literal["named", "replaced", "back"] = "named"
     """In the round, or not yet replaced; out of it, with another in its place; in it again."""
-    times: int = 1
-    """How often it became a suspect."""
     told: bool = False
     """Whether an incident says that it could not be replaced."""
     unfit: str = ""
@@ -62,10 +60,10 @@ class Suspicion(Struct, kw_only=True):
         return f"{self.why}; {done[self.state]}"
 
 
-class Trial(Struct, kw_only=True):
+class NodeTrial(Struct, kw_only=True):
     """A failure that would end the job if it came once more, and is tried on another node first."""
 
-    machine: Machine
+    machine: MachineName
     node: NodeId
     strike: Strike
     ranks: list[Rank]
@@ -75,7 +73,8 @@ class Trial(Struct, kw_only=True):
 
 
 class Followed(Struct, frozen=True):
-    """A failure that stayed with these ranks when another node got them: the script's, not a node's."""
+    """A failure of these ranks that is no node's: it stayed with them when another node got them, or
+    nothing can be told by it."""
 
     signature: str
     ranks: tuple[Rank, ...]
@@ -84,12 +83,12 @@ class Followed(Struct, frozen=True):
 class Suspects(Struct):
     strikes: list[Strike] = field(default_factory=list)
     """The newest faults that may be a node's, oldest first."""
-    suspicions: dict[Machine, Suspicion] = field(default_factory=dict)
-    trial: Trial | None = None
+    all: dict[MachineName, Suspect] = field(default_factory=dict)
+    trial: NodeTrial | None = None
     followed: list[Followed] = field(default_factory=list)
-    warnings: dict[Machine, dict[str, str]] = field(default_factory=dict)
+    warnings: dict[MachineName, dict[str, str]] = field(default_factory=dict)
     """What health checks of the GPUs found on each machine that is no failure, by check."""
-    machines: dict[NodeId, Machine] = field(default_factory=dict)
+    machines: dict[NodeId, MachineName] = field(default_factory=dict)
     """The machines of the newest round."""
-    struck: dict[str, list[Machine]] = field(default_factory=dict)
+    struck: dict[str, list[MachineName]] = field(default_factory=dict)
     """In this round: where each failure was seen that is no consequence of another; two at most."""
