@@ -34,6 +34,7 @@ from holdfast.core.recovery.events import RecoveryMachine
 from holdfast.core.requests.events import RequestsMachine
 from holdfast.core.states import OVER, AnyState, Ended, Gathering, Running
 from holdfast.core.stragglers.events import StragglersMachine
+from holdfast.core.suspects.events import SuspectsMachine
 from holdfast.core.transitions import STEPS, carry_out, settle
 from holdfast.core.view import RankState, earliest
 from holdfast.messages.actions import AnyAction, CloseJob
@@ -51,6 +52,7 @@ MACHINES: tuple[type[Machine], ...] = (
     HangsMachine,
     StragglersMachine,
     NodecheckMachine,
+    SuspectsMachine,
     ChaosMachine,
 )
 

@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from holdfast.core.decisions import Asker, Effect, Refused, Tell
 from holdfast.core.faults import Fault
-from holdfast.core.view import View
+from holdfast.core.view import Candidate, View
 from holdfast.messages.events import Asked, NodeJoined, NodeResumed, WorkerExited, WorkerStarted
 from holdfast.messages.records import JobResult, Place, RankProgress, Terms, World
 from holdfast.messages.units import NodeId, Time
@@ -136,8 +136,8 @@ class Machine(Struct):
         """Whether the next round has to wait for this machine."""
         return False
 
-    def withheld(self, job: View) -> Collection[NodeId]:
-        """Name waiting nodes that must not get a place yet."""
+    def withheld(self, job: View, waiting: Mapping[NodeId, Candidate]) -> Collection[NodeId]:
+        """Name those of these waiting nodes that must not get a place yet."""
         return ()
 
     def part_of(self, job: View, world: World, place: Place) -> Mapping[str, Any]:

@@ -22,6 +22,7 @@ from holdfast.core.nodecheck.schedule import Checking
 from holdfast.core.states import Ended
 from holdfast.core.stragglers import windows as stragglers
 from holdfast.core.stragglers.windows import Stragglers
+from holdfast.core.suspects.state import Suspects
 from holdfast.messages.chaos import FaultsReport, InjectionReport
 from holdfast.messages.records import Incident
 from holdfast.messages.reports import (
@@ -68,6 +69,7 @@ def status(job: Job, now: Time, alive: bool) -> StatusReport:
         reason=end.reason if end is not None else None,
         opened_at=job.opened_at,
         suspicion=suspicion(job, now),
+        suspects=_suspects(job),
         refused=job.refused,
         no_step_s=_rounded(no_step_s, 3),
     )
@@ -286,6 +288,10 @@ def _node_state(job: Job, node: NodeId) -> NodeState:
     if node in job.membership.placed:
         return "placed"
     return "busy" if node in job.membership.busy else "waiting"
+
+
+def _suspects(job: Job) -> dict[str, str]:
+    return {one.node: one.line for one in job.of(Suspects).all.values()}
 
 
 def _ranks(job: Job) -> dict[NodeId, list[RankReport]]:

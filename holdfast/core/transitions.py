@@ -12,7 +12,7 @@ nothing: whatever the verdict, the workers had to be stopped before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -46,6 +46,7 @@ from holdfast.core.states import (
     Running,
     Stopping,
 )
+from holdfast.core.view import Candidate
 from holdfast.messages.actions import (
     AnyAction,
     CloseJob,
@@ -172,12 +173,23 @@ def _gather(job: Job, state: Gathering, now: Time) -> list[AnyAction]:
         # As many nodes as are needed are there: from here on it is the check that takes its time.
         state.short_until = m.closes_at = None
         return actions
-    withheld = [node for ask in job.hearers["withheld"] for node in ask(job)]
-    world = rounds.close(m, now, withheld)
+    world = rounds.close(m, now, _withheld(job))
     if world is not None:
         return actions + _begin_round(job, world, now)
     actions += announce(job, Machine.round_awaited, now=now)
     return actions + _mind_shortage(job, state, now)
+
+
+def _withheld(job: Job) -> list[NodeId]:
+    """Gather the nodes that get no place yet; each machine is asked about those that are left."""
+    withheld: list[NodeId] = []
+    waiting: Mapping[NodeId, Candidate] = job.membership.waiting
+    for ask in job.hearers["withheld"]:
+        named = set(ask(job, waiting))
+        if named:
+            withheld += (node for node in waiting if node in named)
+            waiting = {node: one for node, one in waiting.items() if node not in named}
+    return withheld
 
 
 def _held(job: Job) -> bool:

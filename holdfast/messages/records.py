@@ -41,6 +41,7 @@ FaultKind = Literal[
     "resize",
     "hang",
     "unfit",
+    "suspect",
     "straggler",
     "overload",
     "ending",
@@ -48,8 +49,9 @@ FaultKind = Literal[
     "internal",
 ]
 """What broke a round (a worker's death in four ways, a hang, a lost node, a change that was wanted), or
-what broke none: an unfit node, a slow rank, a node with too little CPU time for its ranks, a process
-that hung after its script had ended, a checkpoint that was not written, an error of our own."""
+what broke none: an unfit node, a node that faults point at, a slow rank, a node with too little CPU
+time for its ranks, a process that hung after its script had ended, a checkpoint that was not written,
+an error of our own."""
 
 
 class Terms(Struct, frozen=True, kw_only=True):

@@ -67,8 +67,8 @@ class Faults:
             self._plan_next(name)
         if self.schedule.coordinator_crashes:
             self._plan_crash()
-        for host in self.cluster.hosts:
-            if self.rng.random() < self.schedule.bad_hosts:
+        for number, host in enumerate(self.cluster.hosts):
+            if self.rng.random() < self.schedule.bad_hosts or number < self.schedule.surely_bad:
                 self._plan_bad(host)
 
     def _plan_next(self, name: str) -> None:

@@ -11,6 +11,7 @@ from holdfast.core.ledger.books import Ledger
 from holdfast.core.membership.seating import choose
 from holdfast.core.recovery.incidents import QUIET
 from holdfast.core.states import Ended, Stopping
+from holdfast.core.suspects.state import Suspects
 from holdfast.messages.checkpoints import SnapshotId
 from holdfast.messages.records import Incident, JobResult, Terms, World
 from holdfast.messages.units import NodeId, RoundNumber, Seconds, Time
@@ -74,6 +75,11 @@ def could_be_larger(job: Job, terms: Terms) -> bool:
 def excluded(job: Job) -> Mapping[str, str]:
     """Return the hosts that are not let in again."""
     return job.membership.excluded
+
+
+def suspects(job: Job) -> Mapping[str, str]:
+    """Return the hosts that faults point at, and what became of each."""
+    return {machine: one.state for machine, one in job.of(Suspects).all.items()}
 
 
 def state(job: Job) -> str:

@@ -4,7 +4,8 @@ Rates are per node and hour. `default` is a large cluster as operators have desc
 16,384 GPUs (2,048 nodes of 8) is interrupted every 1.8 hours, so one node interrupts it every 3,700
 hours; about half of that is software or single GPUs (a worker dies), the other half takes the node.
 Broken streams, slow nodes and short pauses come on top and need not interrupt anything. `chaos` is no
-cluster anybody has: it exists to find bugs in minutes of simulated time.
+cluster anybody has: it exists to find bugs in minutes of simulated time. In `faulty-node` one host ends
+its ranks every minute, and the others fail as in a cluster that has seen better days.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ class Schedule:
     """How likely the coordinator dies between writing the job's last event and acting on it."""
     bad_hosts: float = 0.0
     """Share of hosts on which workers die again and again."""
+    surely_bad: int = 0
+    """Hosts, the first ones, that are bad in any case."""
     bad_host_rate: float = 0.0
     """How often a bad host fails, per hour."""
     unfit_hosts: float = 0.0
@@ -121,11 +124,22 @@ _CHAOS = Schedule(
     return_excluded=0.7,
 )
 
+_FAULTY_NODE = replace(
+    _DEFAULT,
+    rates={name: 30 * rate for name, rate in _DEFAULT.rates.items() if name != "exclude"},
+    coordinator_crashes=2.0,
+    bad_hosts=0.0,
+    surely_bad=1,
+    bad_host_rate=60.0,
+    away_s=(10.0, 60.0),
+)
+
 SCHEDULES: dict[str, Schedule] = {
     "default": _DEFAULT,
     "heavy": _HEAVY,
     "none": Schedule(rates={}),
     "chaos": _CHAOS,
+    "faulty-node": _FAULTY_NODE,
 }
 
 

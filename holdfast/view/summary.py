@@ -13,7 +13,8 @@ INCIDENTS_SHOWN = 10
 def summary(
     status: StatusReport, goodput: GoodputReport, incidents: Sequence[IncidentReport]
 ) -> list[str]:
-    """Summarize a job in a few lines: its end, its steps and goodput, its last incidents."""
+    """Summarize a job in a few lines: its end, its steps and goodput, the nodes that are to
+    blame, its last incidents."""
     lines = [_headline(status)]
     total = sum(goodput.seconds.values())
     if status.step and total:
@@ -23,6 +24,8 @@ def summary(
             f"{status.step} steps in {goodput.wall_s:.1f} s on {goodput.ranks} ranks,"
             f" goodput {goodput.goodput:.1%} ({shown})"
         )
+    lines += [f"suspect: node {node}: {why}" for node, why in status.suspects.items()]
+    lines += [f"excluded: host {host}: {why}" for host, why in status.excluded.items()]
     if len(incidents) > INCIDENTS_SHOWN:
         lines.append(
             f"{len(incidents)} incidents, the last {INCIDENTS_SHOWN} of them"

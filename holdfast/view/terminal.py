@@ -60,6 +60,8 @@ def print_status(status: StatusReport) -> None:
     for node in status.nodes:
         if node.overload is not None:
             print(f"overloaded: node {node.node}: {node.overload}")
+    for suspect, why in status.suspects.items():
+        print(f"suspect: node {suspect}: {why}")
     for host, why in status.excluded.items():
         print(f"excluded: host {host}: {why}")
     for fault in status.faults.pending:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from driver import spec
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
@@ -312,22 +312,110 @@ def test_a_world_is_always_a_legal_multiple(lowest: int, more: int, unit: int, c
         assert len(world.places) == max(legal)
 
 
-@given(st.integers(1, 4), st.integers(1, 3), st.lists(st.sampled_from("xyz"), max_size=14))
+labels = st.tuples(st.sampled_from("xyz"), st.sampled_from("stu"), st.sampled_from("bc"))
+"""Domain, switch and block of a node: a domain may span switches, and a switch domains."""
+
+
+@given(
+    st.integers(2, 4),
+    st.integers(1, 3),
+    st.lists(labels, max_size=14),
+    st.lists(st.tuples(st.sets(st.integers(0, 13)), st.lists(labels, max_size=4)), max_size=3),
+)
 def test_segments_are_complete_and_side_by_side(
-    segment: int, groups: int, domains: list[str]
+    segment: int,
+    groups: int,
+    first: list[tuple[str, ...]],
+    later: list[tuple[set[int], list[tuple[str, ...]]]],
 ) -> None:
-    assume(segment > 1)
+    """In the first round, and after any nodes were lost and any others came."""
     m = Membership(Terms(min_nodes=segment, max_nodes=segment * groups, segment=segment))
-    of = {}
-    for i, domain in enumerate(domains):
-        of[f"n{i}"] = domain
-        join(m, f"n{i}", domain=domain)
-    world = close(m) or close(m, NOON + 1e6)
-    if world is None:
-        return
-    order = names(world)
-    for i in range(0, len(order), segment):
-        assert len({of[node] for node in order[i : i + segment]}) == 1
+    domains: dict[str, str] = {}
+    for lost, joining in [(set[int](), first), *later]:
+        rounds.dissolve(m, Time(NOON))
+        for node in list(m.busy):
+            ready(m, node, m.round)
+        for node in [f"n{i}" for i in lost]:
+            rounds.leave(m, NodeId(node))
+        for domain, switch, block in joining:
+            node = f"n{len(domains)}"
+            domains[node] = domain
+            join(m, node, domain=domain, switch=switch, block=block)
+        world = close(m) or close(m, NOON + 1e6)
+        order = names(world) if world is not None else []
+        for i in range(0, len(order), segment):
+            assert len({domains[node] for node in order[i : i + segment]}) == 1
+
+
+def segments_of_two(*nodes: tuple[str, str, str], most: int = 4) -> Membership:
+    m = Membership(Terms(min_nodes=2, max_nodes=most, segment=2))
+    for node, domain, switch in nodes:
+        join(m, node, domain=domain, switch=switch)
+    return m
+
+
+def test_a_domain_that_spans_switches_keeps_its_segments_side_by_side() -> None:
+    m = segments_of_two(("a", "x", "s"), ("b", "y", "s"), ("c", "x", "t"), ("d", "y", "t"))
+    assert names(closed(m)) == ["a", "c", "b", "d"]
+
+
+def test_segments_of_a_switch_are_side_by_side() -> None:
+    m = segments_of_two(
+        *(("a", "x", "s"), ("b", "y", "t"), ("c", "z", "s")),
+        *(("d", "x", "s"), ("e", "y", "t"), ("f", "z", "s")),
+        most=6,
+    )
+    assert names(closed(m)) == ["a", "d", "c", "f", "b", "e"]
+
+
+def after_losing(m: Membership, lost: str) -> list[str]:
+    """The next world, without that node."""
+    rounds.dissolve(m, Time(NOON))
+    rounds.leave(m, NodeId(lost))
+    for node in list(m.busy):
+        assert ready(m, node, m.round)
+    return names(closed(m, NOON + 60))
+
+
+def test_survivors_keep_their_seats_in_segments_too() -> None:
+    m = segments_of_two(*((node, "x", "s") for node in "abcd"))
+    assert names(closed(m)) == ["a", "b", "c", "d"]
+    join(m, "e", domain="x", switch="t")
+    assert after_losing(m, "a") == ["e", "b", "c", "d"]
+
+
+def test_a_segment_that_cannot_be_filled_up_closes_a_gap() -> None:
+    m = segments_of_two(("a", "x", "s"), ("b", "x", "s"), ("c", "y", "s"), ("d", "y", "s"))
+    closed(m)
+    assert after_losing(m, "a") == ["c", "d"]
+    join(m, "e", domain="x", switch="s")
+    rounds.dissolve(m, Time(NOON))
+    for node in ("c", "d"):
+        assert ready(m, node, m.round)
+    assert names(closed(m)) == ["c", "d", "e", "b"], "b had the second seat of a segment"
+
+
+def test_survivors_keep_their_seats_in_a_domain_without_segments() -> None:
+    m = Membership(Terms(min_nodes=2, max_nodes=3))
+    for node, switch in (("a", "s"), ("b", "t"), ("c", "u")):
+        join(m, node, domain="x", switch=switch)
+    assert names(closed(m)) == ["a", "b", "c"]
+    join(m, "d", domain="x", switch="u")
+    assert after_losing(m, "a") == ["d", "b", "c"]
+
+
+def test_a_node_of_an_older_round_does_not_take_its_seat_back() -> None:
+    m = waiting(3, min_nodes=2, max_nodes=2)
+    assert names(closed(m)) == ["n0", "n1"]
+    rounds.dissolve(m, Time(NOON))
+    assert ready(m, "n0", 1)
+    m.patient_until = None
+    assert names(closed(m)) == ["n0", "n2"], "n1 took too long to stop"
+    assert ready(m, "n1", 1)
+    rounds.dissolve(m, Time(NOON))
+    assert ready(m, "n0", 2)
+    assert ready(m, "n2", 2)
+    assert names(closed(m)) == ["n0", "n2"]
 
 
 class Churn(RuleBasedStateMachine):

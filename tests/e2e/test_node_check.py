@@ -76,7 +76,7 @@ class Nodes:
         node = self._make()
         if self.all:
             node.job, node.job_home = self.all[0].job, self.all[0].job_home
-        if "--node-check" not in flags and script == TRAINER:
+        if "--node-check" not in flags and "import torch" not in script:
             node.without_torch()
         meet = ("--nnodes", nnodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", self.endpoint)
         node.start(*meet, *flags, node.write(script), nproc=1, env=env)

@@ -42,3 +42,12 @@ def test_of_many_incidents_the_last_ten_are_told() -> None:
     told = summary(of_two_ranks(), GOODPUT, incidents)[1:]
     assert told[0] == "12 incidents, the last 10 of them (`holdfast incidents` has all):"
     assert [line.partition(":")[0] for line in told[1:]] == [f"incident {n}" for n in range(3, 13)]
+
+
+def test_nodes_that_are_to_blame_are_named_however_many_incidents_there_were() -> None:
+    status = replace(of_two_ranks(), suspects={"n1": "7 crashes"}, excluded={"bad": "gpu-ecc"})
+    incidents = [an_incident(id=number) for number in range(1, 13)]
+    assert summary(status, GOODPUT, incidents)[1:3] == [
+        "suspect: node n1: 7 crashes",
+        "excluded: host bad: gpu-ecc",
+    ]

@@ -94,6 +94,11 @@ def test_excluded_hosts_are_told_with_the_reason(shown: Shown) -> None:
     assert last == "excluded: host bad: gpu-ecc: GPU 3 has uncorrectable errors"
 
 
+def test_suspects_are_told_with_the_reason(shown: Shown) -> None:
+    *_, last = shown(suspects={"n1": "7 of the last 7 crashes struck it"})
+    assert last == "suspect: node n1: 7 of the last 7 crashes struck it"
+
+
 def test_an_overloaded_node_is_told_with_what_keeps_its_cpus_busy(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -138,7 +138,7 @@ def _close(m: Membership, now: Time) -> World | None:
     m.closes_at = m.patient_until = m.dissolved_at = m.saves_at_wish = None
     m.round = RoundNumber(m.round + 1)
     chosen = seating.choose(m.waiting, m.terms)
-    order = seating.seat(chosen, m.waiting, m.seats)
+    order = seating.seat(chosen, m.waiting, m.seats, m.terms.segment)
     m.placed = {node: m.waiting.pop(node) for node in order}
     m.seats = [candidate.spec.switch for candidate in m.placed.values()]
     return _freeze(m, now)

@@ -6,7 +6,7 @@ checks fail goes too, as soon as the job can do without it.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from holdfast.core.decisions import (
     NOT_A_MEMBER,
@@ -23,7 +23,7 @@ from holdfast.core.machine import NONE, Effects, Machine, on, tell
 from holdfast.core.nodecheck import schedule
 from holdfast.core.nodecheck.schedule import Checking
 from holdfast.core.states import LIVE, OVER
-from holdfast.core.view import View, can_spare_a_node, earliest
+from holdfast.core.view import Candidate, View, can_spare_a_node, earliest
 from holdfast.messages.events import HealthFound, NodeResumed, NodeTested
 from holdfast.messages.exits import EXIT_DO_NOT_REQUEUE
 from holdfast.messages.records import JobResult, World
@@ -76,7 +76,7 @@ class NodecheckMachine(Checking, Machine):
     def holds_round(self) -> bool:
         return self.check is not None
 
-    def withheld(self, job: View) -> Collection[NodeId]:
+    def withheld(self, job: View, waiting: Mapping[NodeId, Candidate]) -> Collection[NodeId]:
         return schedule.unchecked(self, job.membership) if job.terms.node_check else ()
 
     def round_began(self, job: View, world: World, now: Time) -> Effects:

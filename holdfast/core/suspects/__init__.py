@@ -1,0 +1,1 @@
+"""Finds the node that the faults come from."""
