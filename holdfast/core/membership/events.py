@@ -194,8 +194,8 @@ class MembershipMachine(Membership, Machine):
             return [self._hurry(node, held.round) for node, held in stopping.items()]
         return NONE
 
-    def withheld(self, job: View) -> Collection[NodeId]:
-        return [node for node in self.absent if node in self.waiting]
+    def withheld(self, job: View, waiting: Mapping[NodeId, Candidate]) -> Collection[NodeId]:
+        return self.absent
 
     def deadline(self, job: View) -> Time | None:
         stopping = self.busy or self.leaving

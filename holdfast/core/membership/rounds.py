@@ -125,7 +125,7 @@ def close(m: Membership, now: Time, withheld: Collection[NodeId] = ()) -> World 
 
     Withheld nodes stay waiting and count for nothing.
     """
-    aside = {node: m.waiting.pop(node) for node in dict.fromkeys(withheld)}
+    aside = {node: m.waiting.pop(node) for node in withheld}
     try:
         return _close(m, now)
     finally:
