@@ -27,7 +27,23 @@ from holdfast.messages.nodecheck import TestResult
 from holdfast.messages.records import NodeSpec, Raised, RankProgress, Terms
 from holdfast.messages.requests import AnyRequest, ChannelNumber, Number
 from holdfast.messages.timings import RankTimings
-from holdfast.messages.units import CauseId, NodeId, Rank, RoundNumber, Seconds, StepNumber, Time
+from holdfast.messages.units import (
+    CauseId,
+    Count,
+    Int64,
+    Listed,
+    NodeId,
+    Port,
+    ProcessId,
+    Rank,
+    RoundNumber,
+    Seconds,
+    StepNumber,
+    Text,
+    Time,
+    Word,
+    WorldSize,
+)
 
 
 class Event(Struct, frozen=True, kw_only=True, tag=True):
@@ -39,7 +55,7 @@ class Event(Struct, frozen=True, kw_only=True, tag=True):
 class JobOpened(Event, frozen=True, kw_only=True):
     """The first event of every job."""
 
-    job: str
+    job: Word
     terms: Terms
 
 
@@ -48,7 +64,7 @@ class NodeJoined(Event, frozen=True, kw_only=True):
 
     node: NodeId
     spec: NodeSpec
-    store_port: int
+    store_port: Port
     """A port this node keeps free, for the store of a round in which it hosts rank 0."""
 
 
@@ -63,11 +79,11 @@ class NodeReady(Event, frozen=True, kw_only=True):
 
     node: NodeId
     round: RoundNumber
-    store_port: int
+    store_port: Port
     slowest_stop_s: Seconds | None
     """Longest time a worker took to end by itself after SIGTERM; None when none had to."""
-    ranks: tuple[RankProgress, ...] = ()
-    last: tuple[RankCollectives, ...] = ()
+    ranks: Listed[RankProgress] = ()
+    last: Listed[RankCollectives] = ()
     """The newest collectives of the workers that lived when they were to stop, if that was asked."""
 
 
@@ -75,8 +91,8 @@ class NodeLeaving(Event, frozen=True, kw_only=True):
     """Somebody told the launcher to stop: the node goes, but politely."""
 
     node: NodeId
-    reason: str
-    code: int
+    reason: Text
+    code: Int64
 
 
 class NodeLeft(Event, frozen=True, kw_only=True):
@@ -85,7 +101,7 @@ class NodeLeft(Event, frozen=True, kw_only=True):
     node: NodeId
     round: RoundNumber
     """The last round it was told to start; `ranks` are of that one."""
-    ranks: tuple[RankProgress, ...] = ()
+    ranks: Listed[RankProgress] = ()
 
 
 class StreamEnded(Event, frozen=True, kw_only=True):
@@ -114,7 +130,7 @@ class ExcludeAsked(Event, frozen=True, kw_only=True):
     node: NodeId
     round: RoundNumber
     rank: Rank
-    reason: str
+    reason: Text
 
 
 class StopAsked(Event, frozen=True, kw_only=True):
@@ -123,8 +139,8 @@ class StopAsked(Event, frozen=True, kw_only=True):
     node: NodeId
     round: RoundNumber
     rank: Rank
-    reason: str
-    code: int
+    reason: Text
+    code: Int64
 
 
 class Asked(Event, frozen=True, kw_only=True):
@@ -145,7 +161,7 @@ class WorkerStarted(Event, frozen=True, kw_only=True):
     node: NodeId
     round: RoundNumber
     rank: Rank
-    pid: int
+    pid: ProcessId
     warm: bool
     """Whether the process was a standby that had rehearsed."""
 
@@ -156,17 +172,17 @@ class WorkerExited(Event, frozen=True, kw_only=True):
     node: NodeId
     round: RoundNumber
     rank: Rank
-    code: int | None = None
-    signal: int | None = None
+    code: Int64 | None = None
+    signal: Int64 | None = None
     oom: bool = False
     """The kernel's out-of-memory killer was seen at work while this worker died of SIGKILL."""
     progress: RankProgress
     raised: Raised | None = None
-    last: tuple[Collective, ...] = ()
+    last: Listed[Collective] = ()
     """The newest collectives that it had entered, newest first, if its script failed and said so."""
     raised_at: Time | None = None
     """When the exception left the script; the process ended later, by the time of its teardown."""
-    log_tail: str = ""
+    log_tail: Text = ""
 
 
 class Progress(Event, frozen=True, kw_only=True):
@@ -174,10 +190,10 @@ class Progress(Event, frozen=True, kw_only=True):
 
     node: NodeId
     round: RoundNumber
-    ranks: tuple[RankProgress, ...]
+    ranks: Listed[RankProgress]
     paces: Paces | None = None
     """How long things take there, when there is news."""
-    timings: tuple[RankTimings, ...] = ()
+    timings: Listed[RankTimings] = ()
     """What each rank's steps consist of, since the last time."""
 
 
@@ -186,20 +202,20 @@ class RanksStalled(Event, frozen=True, kw_only=True):
 
     node: NodeId
     round: RoundNumber
-    stalls: tuple[Stall, ...]
-    pauses: tuple[Pause, ...] = ()
+    stalls: Listed[Stall]
+    pauses: Listed[Pause] = ()
     """Pauses that ended by themselves since the last report."""
 
 
 class VerdictReached(Event, frozen=True, kw_only=True):
     """The ranks of a round with a suspicion were examined."""
 
-    examination: int
+    examination: Int64
     round: RoundNumber
-    guilty: tuple[Rank, ...]
-    sentence: str
+    guilty: Listed[Rank]
+    sentence: Text
     proof: Proof | None = None
-    waiting: tuple[Rank, ...] = ()
+    waiting: Listed[Rank] = ()
     place: PlaceName = ""
     pause: Name = ""
     left_s: Seconds | None = None
@@ -222,7 +238,7 @@ class NodeTested(Event, frozen=True, kw_only=True):
     """How a test that was ordered went."""
 
     node: NodeId
-    check: int
+    check: Count
     result: TestResult
 
 
@@ -230,7 +246,7 @@ class HealthFound(Event, frozen=True, kw_only=True):
     """What the node's own checks found that is not as it should be."""
 
     node: NodeId
-    results: tuple[HealthResult, ...]
+    results: Listed[HealthResult]
 
 
 class SnapshotsSealed(Event, frozen=True, kw_only=True):
@@ -238,8 +254,8 @@ class SnapshotsSealed(Event, frozen=True, kw_only=True):
 
     node: NodeId
     snapshot: SnapshotId
-    world_size: int
-    ranks: tuple[Sealed, ...]
+    world_size: WorldSize
+    ranks: Listed[Sealed]
     wish: Wish
     attempt: Attempt = 1
 
@@ -248,7 +264,7 @@ class ImagesHeld(Event, frozen=True, kw_only=True):
     """The node has these images too: it got them from another, or had them from before."""
 
     node: NodeId
-    images: tuple[ImageId, ...]
+    images: Listed[ImageId]
 
 
 class ShardsWritten(Event, frozen=True, kw_only=True):
@@ -256,8 +272,8 @@ class ShardsWritten(Event, frozen=True, kw_only=True):
 
     node: NodeId
     snapshot: SnapshotId
-    shards: tuple[Shard, ...] = ()
-    error: str = ""
+    shards: Listed[Shard] = ()
+    error: Text = ""
     gone: bool = False
     """A newer snapshot had taken the place of an image before it could be read."""
 
@@ -269,7 +285,7 @@ class SnapshotMissed(Event, frozen=True, kw_only=True):
     rank: Rank
     snapshot: SnapshotId
     outcome: Missed
-    reason: str
+    reason: Text
     attempt: Attempt = 1
 
 
@@ -278,7 +294,7 @@ class CheckpointWritten(Event, frozen=True, kw_only=True):
 
     node: NodeId
     snapshot: SnapshotId
-    error: str = ""
+    error: Text = ""
 
 
 class StoredFound(Event, frozen=True, kw_only=True):
@@ -287,8 +303,8 @@ class StoredFound(Event, frozen=True, kw_only=True):
     node: NodeId
     round: RoundNumber
     checkpointer: CheckpointerId
-    steps: tuple[StoredStep, ...] = ()
-    refused: tuple[str, ...] = ()
+    steps: Listed[StoredStep] = ()
+    refused: Listed[Text] = ()
     """What is there and does not count, with why; or why nothing could be looked up."""
 
 
@@ -296,7 +312,7 @@ class FaultAsked(Event, frozen=True, kw_only=True):
     """A user requests a fault."""
 
     injection: Injection
-    visit: int = 0
+    visit: Int64 = 0
     """Number of the request, which waits for an answer."""
 
 
@@ -308,20 +324,20 @@ class FaultTold(Event, frozen=True, kw_only=True):
     trap: Trap
     outcome: Outcome
     step: StepNumber = StepNumber(0)
-    detail: str = ""
+    detail: Text = ""
 
 
 class EventSetAside(Event, frozen=True, kw_only=True):
     """The handler of an event raised an exception. The state is as if the event had never come."""
 
-    number: int
+    number: Count
     """Of the event. Replaying the journal skips it and those up to `last`, which are given again."""
-    last: int
-    what: str
+    last: Count
+    what: Word
     """The event's type."""
     node: NodeId | None = None
-    error: str
-    traceback: str
+    error: Text
+    traceback: Text
     dropped: bool
     """The handler failed each time: the event is not given again."""
 

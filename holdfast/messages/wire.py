@@ -19,7 +19,7 @@ from holdfast.messages.events import AnyEvent
 from holdfast.messages.evidence import RankEvidence, Verdict
 from holdfast.messages.records import Terms
 from holdfast.messages.reports import SuspicionReport
-from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, Time
+from holdfast.messages.units import Int64, Listed, NodeId, Rank, RoundNumber, Seconds, Time
 
 PROTOCOL = 3
 
@@ -104,9 +104,9 @@ class Sent(Struct, frozen=True, kw_only=True, tag=True):
 class EvidenceTaken(Struct, frozen=True, kw_only=True, tag=True):
     """An agent's observations of its ranks. It is not an event: no decision depends on it."""
 
-    examination: int
+    examination: Int64
     """Number of the examination; a negative one is a question of `holdfast why`."""
-    evidence: tuple[RankEvidence, ...]
+    evidence: Listed[RankEvidence]
     more: bool = False
     """Whether more follows from this node."""
 
