@@ -30,6 +30,7 @@ from holdfast.messages.timings import RankTimings
 from holdfast.messages.units import (
     CauseId,
     Count,
+    ExitCode,
     Int64,
     Listed,
     NodeId,
@@ -92,7 +93,7 @@ class NodeLeaving(Event, frozen=True, kw_only=True):
 
     node: NodeId
     reason: Text
-    code: Int64
+    code: ExitCode
 
 
 class NodeLeft(Event, frozen=True, kw_only=True):
@@ -140,7 +141,7 @@ class StopAsked(Event, frozen=True, kw_only=True):
     round: RoundNumber
     rank: Rank
     reason: Text
-    code: Int64
+    code: ExitCode
 
 
 class Asked(Event, frozen=True, kw_only=True):
@@ -342,6 +343,26 @@ class EventSetAside(Event, frozen=True, kw_only=True):
     """The handler failed each time: the event is not given again."""
 
 
+class EventsRefused(Event, frozen=True, kw_only=True):
+    """Events of agents did not fit their senders: they are in no journal, only counted."""
+
+    reason: Text
+    """Type of the events, and why."""
+    count: Count
+
+
+class TaskFailed(Event, frozen=True, kw_only=True):
+    """A background task of an agent or of the coordinator raised; it was started again."""
+
+    node: NodeId
+    """Empty for the coordinator."""
+    task: Word
+    error: Text
+    traceback: Text
+    count: Count = 1
+    """Failures since the last report."""
+
+
 class Tick(Event, frozen=True, kw_only=True):
     """A deadline that the core asked for has come."""
 
@@ -377,5 +398,7 @@ AnyEvent = (
     | FaultAsked
     | FaultTold
     | EventSetAside
+    | EventsRefused
+    | TaskFailed
     | Tick
 )

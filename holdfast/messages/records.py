@@ -69,6 +69,17 @@ what broke none: an unfit node, a slow rank, a node with too little CPU time for
 that hung after its script had ended, a checkpoint that was not written, an error of our own."""
 
 
+class Script(Struct, frozen=True, kw_only=True):
+    """What the nodes of a job run, as far as they can be compared."""
+
+    name: Word
+    """File name without its directory, module or command."""
+    content: Word = ""
+    """Digest of the file; empty where there is no single one."""
+    arguments: Word = ""
+    """Digest of the script's arguments."""
+
+
 class Terms(Struct, frozen=True, kw_only=True):
     """What the user asked of the job; fixed when it opens."""
 
@@ -95,6 +106,8 @@ class Terms(Struct, frozen=True, kw_only=True):
     """How long the job waits below the minimum before it ends with 75."""
     chaos: Listed[Injection] = ()
     """Faults to inject."""
+    script: Script | None = None
+    """What is run."""
 
 
 class NodeSpec(Struct, frozen=True, kw_only=True):

@@ -19,7 +19,7 @@ from holdfast.messages.events import AnyEvent
 from holdfast.messages.evidence import RankEvidence, Verdict
 from holdfast.messages.records import Terms
 from holdfast.messages.reports import SuspicionReport
-from holdfast.messages.units import Int64, Listed, NodeId, Rank, RoundNumber, Seconds, Time
+from holdfast.messages.units import Int64, Listed, NodeId, Rank, RoundNumber, Seconds, Time, Word
 
 PROTOCOL = 3
 
@@ -32,6 +32,8 @@ class Hello(Struct, frozen=True, kw_only=True, tag=True):
     busy: bool
     terms: Terms
     """Terms this node was started with; the first node's terms open the job."""
+    version: Word = ""
+    """Version of Holdfast."""
 
 
 class AskWhy(Struct, frozen=True, kw_only=True, tag=True):

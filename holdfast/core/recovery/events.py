@@ -20,13 +20,23 @@ from holdfast.core.recovery import rules
 from holdfast.core.recovery.rules import FaultHistory
 from holdfast.core.states import ALWAYS, LIVE, Gathering, Stopping
 from holdfast.core.view import View, rank_in_force
-from holdfast.messages.events import EventSetAside, NodeReady, Tick, WorkerExited, WorkerStarted
+from holdfast.messages.events import (
+    EventSetAside,
+    EventsRefused,
+    NodeReady,
+    TaskFailed,
+    Tick,
+    WorkerExited,
+    WorkerStarted,
+)
 from holdfast.messages.evidence import Collective
 from holdfast.messages.records import Incident, JobResult, RankProgress, Terms, World
 from holdfast.messages.units import NodeId, Rank, Seconds, Time
 
 INTERNAL_AT_MOST = 20
 """Internal incidents that are recorded; later ones are only counted."""
+TASKS_AT_MOST = 100
+"""Names of failed tasks that are kept."""
 TICK_PAUSE_S: Seconds = 1.0
 TICK_PAUSE_MOST_S: Seconds = 60.0
 
@@ -39,6 +49,10 @@ class Recovery(Struct):
     """Id of the newest incident that broke a round."""
     failures: int = 0
     """Events whose handler raised an exception."""
+    refused: dict[str, int] = field(default_factory=dict)
+    """Events that did not fit their senders, by type and reason."""
+    failed_tasks: dict[str, int] = field(default_factory=dict)
+    """How often each background task raised."""
     last: dict[Rank, tuple[Collective, ...]] = field(default_factory=dict)
     """The newest collectives of ranks of the round that breaks, as far as they are known."""
     places: dict[Rank, str] = field(default_factory=dict)
@@ -156,6 +170,32 @@ class RecoveryMachine(Recovery, Machine):
                 signature=f"handling {event.what} raised {event.error}",
                 action=f"the event was set aside and {again}; training goes on",
                 node=event.node or NodeId(""),
+                round=job.membership.round,
+                step=job.highest,
+                detail=event.traceback,
+            )
+        ]
+
+    @on(EventsRefused, *ALWAYS)
+    def on_refused(self, job: View, event: EventsRefused, now: Time) -> Effects:
+        self.refused[event.reason] = self.refused.get(event.reason, 0) + event.count
+        return NONE
+
+    @on(TaskFailed, *ALWAYS)
+    def on_task_failed(self, job: View, event: TaskFailed, now: Time) -> Effects:
+        """Count a failure of a background task; the first of each task is an incident."""
+        before = self.failed_tasks.get(event.task, 0)
+        if before == 0 and len(self.failed_tasks) >= TASKS_AT_MOST:
+            return NONE
+        self.failed_tasks[event.task] = before + event.count
+        if before > 0:
+            return NONE
+        return [
+            Note(
+                kind="internal",
+                signature=f"the {event.task} raised {event.error}",
+                action="it was started again; training goes on",
+                node=event.node,
                 round=job.membership.round,
                 step=job.highest,
                 detail=event.traceback,
