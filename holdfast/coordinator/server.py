@@ -18,6 +18,7 @@ import os
 import signal
 import socket
 import ssl
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +27,11 @@ from itertools import takewhile
 from msgspec import Struct
 
 from holdfast.clock import JobClock
+from holdfast.coordinator import admission, greeting
+from holdfast.coordinator.admission import Unfit
+from holdfast.coordinator.complaints import Complaints
 from holdfast.coordinator.diagnosis import Examinations, fitting
+from holdfast.coordinator.door import Door
 from holdfast.coordinator.fault_requests import FaultRequests
 from holdfast.coordinator.journal import Journal
 from holdfast.coordinator.memories import Memories
@@ -50,6 +55,7 @@ from holdfast.messages.actions import (
 )
 from holdfast.messages.events import (
     AnyEvent,
+    EventsRefused,
     FaultAsked,
     HangDecided,
     HangsRemembered,
@@ -62,7 +68,7 @@ from holdfast.messages.events import (
 from holdfast.messages.evidence import RankEvidence, Verdict
 from holdfast.messages.hangs import Memory
 from holdfast.messages.records import Incident, Terms
-from holdfast.messages.units import NodeId, Time
+from holdfast.messages.units import NodeId, RoundNumber, Time
 from holdfast.messages.wire import (
     Ack,
     AskFault,
@@ -75,19 +81,24 @@ from holdfast.messages.wire import (
     Welcome,
     Why,
 )
+from holdfast.tasks import BackgroundTasks, TaskFailure
 
 log = logging.getLogger("holdfast.coordinator")
 
 LAST_LIMIT_S = 1.0
 EXAMINE_S = 1.0
+COUNTED_EVERY_S = 0.5
+"""Refused events are counted in the journal this often, however many there are."""
 
 
 class Arrival(Struct):
     """An event on its way to the core."""
 
-    event: AnyEvent
+    event: AnyEvent | Unfit
     node: NodeId | None = None
     number: int = 0
+    known: RoundNumber = RoundNumber(0)
+    """The round that the node's hello named."""
 
 
 @dataclass
@@ -101,8 +112,9 @@ class Coordinator:
     examinations: Examinations
     memories: Memories
     acked: dict[NodeId, int] = field(default_factory=dict)
+    complaints: Complaints = field(default_factory=Complaints)
+    _door: Door = field(init=False)
     _streams: dict[NodeId, Stream] = field(default_factory=dict)
-    _strangers: set[Stream] = field(default_factory=set)
     _inbox: list[Arrival] = field(default_factory=list)
     _silence: Silence = field(default_factory=Silence)
     _timer: asyncio.TimerHandle | None = None
@@ -113,6 +125,8 @@ class Coordinator:
     _visits: int = 0
     """Examinations of visitors have negative numbers."""
     _fault_requests: FaultRequests = field(init=False)
+    _refused: Counter[str] = field(default_factory=Counter)
+    """Events that did not fit their senders, by type and reason, since this was last journaled."""
 
     def __post_init__(self) -> None:
         self._fault_requests = FaultRequests(lambda: self.job)
@@ -130,15 +144,17 @@ class Coordinator:
         if restarted is not None:
             self._told = self._told_before()
             self._post(Arrival(restarted))
-        server = await loop.create_server(lambda: Stream(self), sock=listener, ssl=tls)
-        watching = asyncio.ensure_future(self._watch_silence())
+        self._door = Door(listener, tls, lambda caller: Stream(self, caller), self.complaints)
+        self._door.open()
+        tasks = BackgroundTasks(self._task_failed)
+        tasks.keep("watch for silent nodes", self._watch_silence)
         try:
             code = await self._closed
             await self._part()
             return code
         finally:
-            watching.cancel()
-            server.close()
+            tasks.close()
+            self._door.close()
 
     # ---- deciding ----
 
@@ -156,10 +172,13 @@ class Coordinator:
 
     def _decide(self) -> None:
         batch, self._inbox = self._inbox, []
-        fresh = [arrival for arrival in batch if self._is_new(arrival)]
         now = self.clock.now()
-        entries = [Entry(now, a.event, a.node if a.number else None, a.number) for a in fresh]
         assert self.job is not None
+        entries = [
+            Entry(now, event, arrival.node if arrival.number else None, arrival.number)
+            for arrival in batch
+            if self._is_new(arrival) and (event := self._fitting(arrival, now)) is not None
+        ]
         intake = Intake(self.job, self.journal)
         for _, actions in intake.take(entries):
             self.job = intake.job
@@ -200,6 +219,41 @@ class Coordinator:
             return False
         self.acked[arrival.node] = arrival.number
         return True
+
+    def _fitting(self, arrival: Arrival, now: Time) -> AnyEvent | None:
+        """Return the event if it may be journaled; None if it does not fit its sender."""
+        event, node = arrival.event, arrival.node
+        if not isinstance(event, Unfit):
+            if node is None or not arrival.number:
+                return event
+            assert self.job is not None
+            reason = admission.misfit(self.job, node, arrival.known, event, now)
+            if reason is None:
+                return event
+            event = Unfit(arrival.number, type(event).__name__, reason)
+        assert node is not None
+        self._count_refused(f"{event.what}: {event.reason}")
+        if event.tolerable:
+            self.complaints.say(node, event.line)
+        elif node in self._streams:
+            self._streams[node].refuse(event.line)
+        return None
+
+    def _count_refused(self, reason: str) -> None:
+        if not self._refused:
+            asyncio.get_running_loop().call_later(COUNTED_EVERY_S, self._journal_refused)
+        self._refused[reason] += 1
+
+    def _journal_refused(self) -> None:
+        now = self.clock.now()
+        for reason, count in self._refused.items():
+            self._post(Arrival(EventsRefused(at=now, reason=reason, count=count)))
+        self._refused.clear()
+
+    def _task_failed(self, failure: TaskFailure) -> None:
+        """Write down that a task of the coordinator's own raised."""
+        if self.job is not None and not self._closed.done():
+            self._post(Arrival(failure.event(NodeId(""), self.clock.now())))
 
     def _set_timer(self) -> None:
         if self._timer is not None:
@@ -249,6 +303,7 @@ class Coordinator:
         return asked
 
     def visited(self, stream: Stream, visit: Visit) -> None:
+        self._door.greeted(stream.caller)
         if isinstance(visit.question, AskFault):
             self._asked_for_fault(stream, visit.question)
         elif isinstance(visit.question, AskHang):
@@ -339,12 +394,20 @@ class Coordinator:
     # ---- streams ----
 
     def connected(self, stream: Stream) -> None:
-        self._strangers.add(stream)
         beat_s = self._silence.beat_s(len(self._streams))
         keep_alive(stream.transport.get_extra_info("socket"), beat_s)
 
+    def refusal(self, hello: Hello) -> str | None:
+        """Say why a node may not join; None if it may."""
+        known = hello.node in self.acked
+        refusal = greeting.refusal(hello, self.job, known)
+        if refusal is None and not known and self.job is not None:
+            for remark in greeting.remarks(hello.terms, self.job.terms):
+                self.complaints.say(hello.node, remark)
+        return refusal
+
     def greeted(self, stream: Stream, hello: Hello) -> None:
-        self._strangers.discard(stream)
+        self._door.greeted(stream.caller)
         older = self._streams.get(hello.node)
         self._streams[hello.node] = stream
         if older is not None:
@@ -368,14 +431,17 @@ class Coordinator:
         if memory.places:
             self._post(Arrival(HangsRemembered(at=at, memory=memory)))
 
-    def arrived(self, node: NodeId, message: Sent) -> None:
-        self._post(Arrival(message.event, node, message.number))
+    def arrived(self, stream: Stream, message: Sent) -> None:
+        self._post(Arrival(message.event, stream.node, message.number, stream.round))
+
+    def arrived_unfit(self, stream: Stream, unfit: Unfit) -> None:
+        self._post(Arrival(unfit, stream.node, unfit.number))
 
     def heard_again(self, silent_s: float) -> None:
         self._silence.observe(silent_s)
 
     def disconnected(self, stream: Stream) -> None:
-        self._strangers.discard(stream)
+        self._door.gone(stream.caller)
         if stream.node is not None and self._streams.get(stream.node) is stream:
             del self._streams[stream.node]
             if self._closed.done():
@@ -399,7 +465,7 @@ class Coordinator:
 
     async def _part(self) -> None:
         """Send what is still to be sent, and let every stream end in its own way."""
-        for stream in [*self._streams.values(), *self._strangers]:
+        for stream in self._streams.values():
             stream.transport.close()
         if self._streams:
             await asyncio.wait({self._parted}, timeout=LAST_LIMIT_S)
