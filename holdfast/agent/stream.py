@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from holdfast import kernel
+from holdfast import __version__, kernel
 from holdfast.agent.orders import AgentOrders
 from holdfast.clock import JobClock
 from holdfast.errors import WireError
@@ -110,7 +110,10 @@ class CoordinatorStream:
                 reader, writer = connected
                 try:
                     await self._converse(reader, writer, welcomed)
-                    pause = FIRST_PAUSE_S
+                    if (
+                        self.connected
+                    ):  # One that closes without a welcome is not knocked at faster.
+                        pause = FIRST_PAUSE_S
                 except (ConnectionError, TimeoutError):
                     pass  # Closed by the other side or by the kernel's keep-alive.
                 finally:
@@ -152,6 +155,7 @@ class CoordinatorStream:
             round=round,
             busy=busy,
             terms=self.orders.terms,
+            version=__version__,
         )
         writer.write(framing.encode(hello))
         decoder = framing.FrameDecoder[FromCoordinator](FromCoordinator)  # type: ignore[arg-type]

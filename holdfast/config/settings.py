@@ -13,15 +13,19 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from holdfast.config.rendezvous import Rendezvous, rendezvous, timeouts
 from holdfast.config.schema import Settings
 from holdfast.errors import UsageError
 from holdfast.messages.hangs import HangTerms
 from holdfast.messages.local import Entry
-from holdfast.messages.records import Terms
+from holdfast.messages.records import Script, Terms
+from holdfast.messages.units import MAX_SLOTS
 from holdfast.wire.tls import TlsFiles
 
 
@@ -80,8 +84,10 @@ def run_settings(given: Settings, command: Sequence[str]) -> RunSettings:
     script, *script_args = command
     entry = _entry(given)
     _check_launchable(script, entry)
-    terms = job_terms(given)
+    terms = replace(job_terms(given), script=identity(script, script_args, entry))
     nproc = given.nproc_per_node
+    if nproc > MAX_SLOTS:
+        raise UsageError(f"{given.shown('nproc_per_node')}: a node has at most {MAX_SLOTS} ranks")
     return RunSettings(
         script=script,
         script_args=tuple(script_args),
@@ -148,6 +154,20 @@ def tls_files(given: Settings) -> TlsFiles | None:
 
 
 # What runs
+
+
+def identity(script: str, arguments: Sequence[str], entry: Entry) -> Script:
+    """What nodes of one job compare: paths may differ between them, names may not."""
+    file = entry != "module" and os.path.isfile(script)
+    return Script(
+        name=script if entry == "module" else os.path.basename(os.path.abspath(script)),
+        content=_digest(Path(script).read_bytes()) if file else "",
+        arguments=_digest("\0".join(arguments).encode(errors="surrogateescape")),
+    )
+
+
+def _digest(content: bytes) -> str:
+    return sha256(content).hexdigest()[:16]
 
 
 def _entry(given: Settings) -> Entry:
