@@ -27,11 +27,12 @@ sim: $(VENV)/.ready
 		--seeds 0..39 --liveness
 	$(BIN)/holdfast sim --nodes 1000 --hours 24 --faults heavy --seed 7 --liveness
 
-# A minute of fuzzing of what strangers can reach; FUZZ_SECONDS=3600 for more.
+# A minute each of fuzzing what strangers and what holders of the token can reach; FUZZ_SECONDS=3600 for more.
 FUZZ_SECONDS ?= 60
 fuzz: $(VENV)/.ready
 	@$(PIP) -e '.[fuzz]'
 	$(BIN)/python fuzz/frames.py -max_total_time=$(FUZZ_SECONDS) -max_len=4096
+	$(BIN)/python fuzz/authenticated.py --seconds $(FUZZ_SECONDS)
 
 bench: $(VENV)/.ready
 	$(BIN)/python bench/recovery.py

@@ -26,6 +26,7 @@ from typing import Any, cast
 
 from msgspec import Struct
 
+from holdfast import __version__
 from holdfast.messages.actions import StartWorkers, StopWorkers
 from holdfast.messages.events import AnyEvent, NodeJoined, NodeReady, WorkerExited
 from holdfast.messages.records import NodeSpec, RankProgress, Terms
@@ -90,6 +91,7 @@ class Node(asyncio.Protocol):
             round=RoundNumber(0),
             busy=False,
             terms=Terms(min_nodes=self.fleet.size, max_nodes=self.fleet.size),
+            version=__version__,
         )
         self.write(hello)
 

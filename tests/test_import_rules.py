@@ -23,7 +23,7 @@ LEAVES = {"errors", "kernel", "proc", "sockets"}
 
 SHELLS = {"coordinator", "agent", "worker", "launch"}
 
-TOOLS = {"wire", "shm", "config", "clock", "cgroups", "jobhome"}
+TOOLS = {"wire", "shm", "config", "clock", "cgroups", "jobhome", "tasks"}
 """Small parts that shells are made of."""
 
 RULES: dict[str, set[str]] = {
@@ -37,6 +37,7 @@ RULES: dict[str, set[str]] = {
     "shm": {"kernel", "messages"},
     "cgroups": set(),
     "clock": {"messages"},
+    "tasks": {"messages"},
     "config": {"errors", "messages", "wire"},
     "jobhome": {"errors", "config"},
     "coordinator": {"messages", "core", "diagnosis", *LEAVES, *TOOLS},
@@ -125,6 +126,7 @@ def test_viewers_are_leaves() -> None:
 OF_SHELLS = {
     "cli": {"holdfast.coordinator.journal", "holdfast.coordinator.main"},
     "sim": {
+        "holdfast.coordinator.admission",
         "holdfast.coordinator.journal",
         "holdfast.agent.life",
         "holdfast.agent.processes",

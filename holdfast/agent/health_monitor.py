@@ -21,6 +21,7 @@ from pathlib import Path
 from holdfast.health.checker import Checker
 from holdfast.health.settings import FAKE_NODE, settings_here
 from holdfast.messages.health import HealthResult
+from holdfast.tasks import BackgroundTasks
 
 log = logging.getLogger("holdfast.agent")
 
@@ -108,14 +109,14 @@ class HealthMonitor:
 
 
 @contextmanager
-def monitoring(monitor: HealthMonitor | None) -> Iterator[None]:
+def monitoring(monitor: HealthMonitor | None, tasks: BackgroundTasks) -> Iterator[None]:
     """Run a monitor in the background within this context."""
     if monitor is None:
         yield
         return
-    task = asyncio.ensure_future(monitor.run())
+    running = tasks.keep("health checks", monitor.run)
     try:
         yield
     finally:
-        task.cancel()
+        running.cancel()
         monitor.close()

@@ -32,10 +32,11 @@ from holdfast.agent.stream import CoordinatorStream, NodeRefused
 from holdfast.agent.supervisor import Supervisor
 from holdfast.clock import JobClock
 from holdfast.messages.events import HealthFound, NodeJoined, NodeWarm
-from holdfast.messages.exits import EXIT_REJOIN, EXIT_TURNED_AWAY
+from holdfast.messages.exits import EXIT_REFUSED, EXIT_REJOIN
 from holdfast.messages.health import HealthResult
 from holdfast.messages.records import NodeSpec
 from holdfast.platforms import topology
+from holdfast.tasks import BackgroundTasks, TaskFailure
 
 log = logging.getLogger("holdfast.agent")
 
@@ -62,9 +63,11 @@ async def _run(orders: AgentOrders) -> int:
     pool.open()
     agent = _Agent(orders, table, pool, env)
     try:
-        with monitoring(agent.health), serving(timers, agent.supervisor.rank_pids):
+        pids = agent.supervisor.rank_pids
+        with monitoring(agent.health, agent.tasks), serving(timers, pids):
             return await agent.run()
     finally:
+        agent.tasks.close()
         pool.close()
         agent.snapshots.keeper.close()
         agent.console.close(CONSOLE_LIMIT_S)
@@ -92,6 +95,7 @@ class _Agent:
         self.pool = pool
         self.console = Console()
         self.clock = JobClock()
+        self.tasks = BackgroundTasks(self._task_failed)
         self.node = orders.node
         self.listener = _image_listener(orders.address)
         self.stream = CoordinatorStream(
@@ -145,10 +149,9 @@ class _Agent:
     async def run(self) -> int:
         self.shutdown.handle_signals()
         talking = asyncio.ensure_future(self.stream.run(self._join))
-        watching = asyncio.ensure_future(self.shutdown.watch_coordinator())
+        self.tasks.keep("watch for the coordinator", self.shutdown.watch_coordinator)
         either: set[asyncio.Future[Any]] = {talking, self.supervisor.finished}
         done, _ = await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        watching.cancel()
         if talking in done:
             return self._refused(talking)
         order = self.supervisor.finished.result()
@@ -171,7 +174,7 @@ class _Agent:
             raise error
         print(f"holdfast: the coordinator refused this node: {error}", file=sys.stderr)
         launcher_error.write(f"the coordinator refused this node: {error}")
-        return EXIT_TURNED_AWAY
+        return EXIT_REFUSED
 
     def _join(self) -> None:
         settings = self.orders.settings
@@ -216,6 +219,10 @@ class _Agent:
             self.stream.send(HealthFound(at=self.clock.now(), node=self.node, results=results))
         else:
             self._found = results
+
+    def _task_failed(self, failure: TaskFailure) -> None:
+        if self._joined:
+            self.stream.send(failure.event(self.node, self.clock.now()))
 
     def _tell(self, text: str) -> None:
         self.console.write(2, f"[holdfast] {text}\n".encode())

@@ -295,8 +295,12 @@ class StallDetector:
             for one in self._watched.values():
                 one.look_away()
                 one.stopped_at = None
+        self._look_at(now + LOOK_EVERY_S)  # First, so that a look that raises is not the last one.
         looks = [self._judge(one, now) for one in self._watched.values()]
         self._tell(tuple(stall for stall, _ in looks if stall is not None), now)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         if self._watched:
             self._look_at(max(min(at for _, at in looks), now + LOOK_SOONEST_S))
 

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from holdfast import kernel
+from holdfast import __version__, kernel
 from holdfast.agent.lease import RoundLease
 from holdfast.agent.orders import AgentOrders
 from holdfast.clock import JobClock
@@ -137,7 +137,10 @@ class CoordinatorStream:
                 reader, writer = connected
                 try:
                     await self._converse(reader, writer, welcomed)
-                    pause = FIRST_PAUSE_S
+                    if (
+                        self.connected
+                    ):  # One that closes without a welcome is not knocked at faster.
+                        pause = FIRST_PAUSE_S
                 except ssl.SSLError as error:
                     self._refuse_without_tls(error)
                 except OSError:
@@ -205,6 +208,7 @@ class CoordinatorStream:
             round=round,
             busy=busy,
             terms=self.orders.terms,
+            version=__version__,
             job_id=self._job_id,
             acked=self._acked_number,
             stream=self._streams,

@@ -218,7 +218,8 @@ class Supervisor:
     # ---- and ends ----
 
     def _stop(self, order: StopWorkers) -> None:
-        if order.round == self.round and self._stopping is None:
+        # A round above its own is one that it was never told to start: whatever it has must end.
+        if order.round >= self.round and self._stopping is None:
             self._end_round(order)
             if order.look and self._workers.running:
                 self._spawn(self._look_then_stop(order))

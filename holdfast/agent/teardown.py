@@ -51,15 +51,17 @@ class Teardown:
         self._timer.cancel()
 
     def _look(self) -> None:
+        # First, so that a look that raises is not the last one.
+        self._timer = self._timers.call_later(LOOK_EVERY_S, self._look)
         seen = self._footprint(self._pid)
         self._still = self._still + 1 if seen == self._seen else 0
         self._seen = seen
         if self._still >= STILL_LOOKS:
+            self._timer.cancel()
             self._end(f"nothing of it has moved for {STILL_LOOKS * LOOK_EVERY_S:g} s")
         elif self._timers.time() >= self._ends_at:
+            self._timer.cancel()
             self._end(f"it is still busy after {LIMIT_S:g} s")
-        else:
-            self._timer = self._timers.call_later(LOOK_EVERY_S, self._look)
 
 
 def footprint_of(pid: int) -> object:

@@ -303,9 +303,9 @@ class WorkerMonitor:
     def _look(self) -> None:
         self._timer = None
         if self.workers.running:
+            self._look_later()  # First, so that a look that raises is not the last one.
             self.reporter.progressed(self.workers.running.values(), self.detector)
             self.pool.refill()
-            self._look_later()
 
     # ---- its end ----
 

@@ -14,8 +14,11 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from hashlib import sha256
+from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from holdfast.config.modules import check_runnable, top_level_found
 from holdfast.config.rendezvous import Rendezvous, rendezvous, timeouts
@@ -23,7 +26,8 @@ from holdfast.config.schema import OfTheMachine, Settings, WithoutEffect, settin
 from holdfast.errors import UsageError
 from holdfast.messages.hangs import HangTerms
 from holdfast.messages.local import Entry
-from holdfast.messages.records import Terms
+from holdfast.messages.records import Script, Terms
+from holdfast.messages.units import MAX_SLOTS
 from holdfast.wire.tls import TlsFiles, check_files
 
 
@@ -82,9 +86,11 @@ def run_settings(given: Settings, command: Sequence[str]) -> RunSettings:
     script, *script_args = command
     entry = _entry(given)
     _check_launchable(script, entry)
-    terms = job_terms(given)
+    terms = replace(job_terms(given), script=identity(script, script_args, entry))
     _check_machine_settings(given)
     nproc = given.nproc_per_node
+    if nproc > MAX_SLOTS:
+        raise UsageError(f"{given.shown('nproc_per_node')}: a node has at most {MAX_SLOTS} ranks")
     return RunSettings(
         script=script,
         script_args=tuple(script_args),
@@ -167,6 +173,20 @@ def _without_effect(given: Settings) -> Iterator[str]:
 
 
 # What runs
+
+
+def identity(script: str, arguments: Sequence[str], entry: Entry) -> Script:
+    """What nodes of one job compare: paths may differ between them, names may not."""
+    file = entry != "module" and os.path.isfile(script)
+    return Script(
+        name=script if entry == "module" else os.path.basename(os.path.abspath(script)),
+        content=_digest(Path(script).read_bytes()) if file else "",
+        arguments=_digest("\0".join(arguments).encode(errors="surrogateescape")),
+    )
+
+
+def _digest(content: bytes) -> str:
+    return sha256(content).hexdigest()[:16]
 
 
 def _entry(given: Settings) -> Entry:

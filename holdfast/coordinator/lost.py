@@ -15,6 +15,8 @@ import ssl
 from dataclasses import dataclass, field
 from typing import cast
 
+from holdfast.coordinator.complaints import Complaints
+from holdfast.coordinator.door import Door
 from holdfast.coordinator.server import Coordinator
 from holdfast.coordinator.stream import Stream
 from holdfast.errors import JobUnknown
@@ -32,13 +34,15 @@ class LostCoordinator:
 
     reason: str
     token: str
+    complaints: Complaints = field(default_factory=Complaints)
     _asked: asyncio.Event = field(default_factory=asyncio.Event)
+    _door: Door = field(init=False)
 
     async def serve(self, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
         log.error("%s", self.reason)
-        loop = asyncio.get_running_loop()
         here = cast(Coordinator, self)  # As much of one as a stream needs that nobody gets past.
-        server = await loop.create_server(lambda: Stream(here), sock=listener, ssl=tls)
+        self._door = Door(listener, tls, lambda caller: Stream(here, caller), self.complaints)
+        self._door.open()
         try:
             while True:
                 self._asked.clear()
@@ -46,11 +50,11 @@ class LostCoordinator:
         except asyncio.TimeoutError:
             log.error("no node is left of the job whose journal was lost")
         finally:
-            server.close()
+            self._door.close()
 
     # ---- what a stream calls ----
 
-    def greeted(self, stream: Stream, hello: Hello) -> None:
+    def refusal(self, hello: Hello) -> str:
         self._asked.set()
         raise JobUnknown(self.reason)
 
@@ -59,6 +63,7 @@ class LostCoordinator:
         stream.transport.close()
 
     def connected(self, stream: Stream) -> None:
-        """Take no count of strangers: there is no job to protect."""
+        """Have nothing to tell a connection before it asks."""
 
-    disconnected = connected
+    def disconnected(self, stream: Stream) -> None:
+        self._door.gone(stream.caller)

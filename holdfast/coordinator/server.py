@@ -18,6 +18,7 @@ import secrets
 import signal
 import socket
 import ssl
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +27,11 @@ from itertools import takewhile
 from msgspec import Struct
 
 from holdfast.clock import JobClock
+from holdfast.coordinator import admission, greeting
+from holdfast.coordinator.admission import Unfit
+from holdfast.coordinator.complaints import Complaints
 from holdfast.coordinator.diagnosis import Examinations, fitting
+from holdfast.coordinator.door import Door
 from holdfast.coordinator.fault_requests import FaultRequests
 from holdfast.coordinator.journal import Journal
 from holdfast.coordinator.memories import Memories
@@ -40,7 +45,7 @@ from holdfast.core.job import Job
 from holdfast.core.leases import Leases
 from holdfast.core.patience import beat_s, silence_s
 from holdfast.core.replay import Entry, Intake, JobSnapshot
-from holdfast.errors import JobUnknown, WireError
+from holdfast.errors import JobUnknown
 from holdfast.kernel import keep_alive
 from holdfast.messages.actions import (
     Announce,
@@ -52,6 +57,7 @@ from holdfast.messages.actions import (
 )
 from holdfast.messages.events import (
     AnyEvent,
+    EventsRefused,
     FaultAsked,
     HangDecided,
     HangsRemembered,
@@ -81,20 +87,24 @@ from holdfast.messages.wire import (
     Welcome,
     Why,
 )
-from holdfast.wire.gate import Gate
+from holdfast.tasks import BackgroundTasks, TaskFailure
 
 log = logging.getLogger("holdfast.coordinator")
 
 LAST_LIMIT_S = 1.0
 EXAMINE_S = 1.0
+COUNTED_EVERY_S = 0.5
+"""Refused events are counted in the journal this often, however many there are."""
 
 
 class Arrival(Struct):
     """An event on its way to the core."""
 
-    event: AnyEvent
+    event: AnyEvent | Unfit
     node: NodeId | None = None
     number: int = 0
+    known: RoundNumber = RoundNumber(0)
+    """The round that the node's hello named."""
 
 
 @dataclass
@@ -110,8 +120,9 @@ class Coordinator:
     note_opened: Callable[[str], None] = lambda id: None
     """Called with the id of a job that was just opened."""
     acked: dict[NodeId, int] = field(default_factory=dict)
+    complaints: Complaints = field(default_factory=Complaints)
+    _door: Door = field(init=False)
     _streams: dict[NodeId, Stream] = field(default_factory=dict)
-    _strangers: set[Stream] = field(default_factory=set)
     _inbox: list[Arrival] = field(default_factory=list)
     _leases: Leases = field(init=False)
     _longest_silence_s: Seconds = 0.0
@@ -128,6 +139,8 @@ class Coordinator:
     _visits: int = 0
     """Examinations of visitors have negative numbers."""
     _fault_requests: FaultRequests = field(init=False)
+    _refused: Counter[str] = field(default_factory=Counter)
+    """Events that did not fit their senders, by type and reason, since this was last journaled."""
 
     def __post_init__(self) -> None:
         self._fault_requests = FaultRequests(lambda: self.job)
@@ -148,15 +161,17 @@ class Coordinator:
             self._leases.restarted(members.known(), members.silence_s, loop.time())
             self._told = self._told_before()
             self._post(Arrival(restarted))
-        server = await loop.create_server(lambda: Gate(Stream(self), tls), sock=listener)
-        watching = asyncio.ensure_future(self._watch_silence())
+        self._door = Door(listener, tls, lambda caller: Stream(self, caller), self.complaints)
+        self._door.open()
+        tasks = BackgroundTasks(self._task_failed)
+        tasks.keep("watch for silent nodes", self._watch_silence)
         try:
             code = await self._closed
             await self._part()
             return code
         finally:
-            watching.cancel()
-            server.close()
+            tasks.close()
+            self._door.close()
 
     # ---- deciding ----
 
@@ -174,10 +189,13 @@ class Coordinator:
 
     def _decide(self) -> None:
         batch, self._inbox = self._inbox, []
-        fresh = [arrival for arrival in batch if self._is_new(arrival)]
         now = self.clock.now()
-        entries = [Entry(now, a.event, a.node if a.number else None, a.number) for a in fresh]
         assert self.job is not None
+        entries = [
+            Entry(now, event, arrival.node if arrival.number else None, arrival.number)
+            for arrival in batch
+            if self._is_new(arrival) and (event := self._fitting(arrival, now)) is not None
+        ]
         intake = Intake(self.job, self.journal)
         for _, actions in intake.take(entries):
             self.job = intake.job
@@ -219,6 +237,41 @@ class Coordinator:
             return False
         self.acked[arrival.node] = arrival.number
         return True
+
+    def _fitting(self, arrival: Arrival, now: Time) -> AnyEvent | None:
+        """Return the event if it may be journaled; None if it does not fit its sender."""
+        event, node = arrival.event, arrival.node
+        if not isinstance(event, Unfit):
+            if node is None or not arrival.number:
+                return event
+            assert self.job is not None
+            reason = admission.misfit(self.job, node, arrival.known, event, now)
+            if reason is None:
+                return event
+            event = Unfit(arrival.number, type(event).__name__, reason)
+        assert node is not None
+        self._count_refused(f"{event.what}: {event.reason}")
+        if event.tolerable:
+            self.complaints.say(node, event.line)
+        elif node in self._streams:
+            self._streams[node].refuse(event.line)
+        return None
+
+    def _count_refused(self, reason: str) -> None:
+        if not self._refused:
+            asyncio.get_running_loop().call_later(COUNTED_EVERY_S, self._journal_refused)
+        self._refused[reason] += 1
+
+    def _journal_refused(self) -> None:
+        now = self.clock.now()
+        for reason, count in self._refused.items():
+            self._post(Arrival(EventsRefused(at=now, reason=reason, count=count)))
+        self._refused.clear()
+
+    def _task_failed(self, failure: TaskFailure) -> None:
+        """Write down that a task of the coordinator's own raised."""
+        if self.job is not None and not self._closed.done():
+            self._post(Arrival(failure.event(NodeId(""), self.clock.now())))
 
     def _set_timer(self) -> None:
         if self._timer is not None:
@@ -268,6 +321,7 @@ class Coordinator:
         return asked
 
     def visited(self, stream: Stream, visit: Visit) -> None:
+        self._door.greeted(stream.caller)
         if isinstance(visit.question, AskFault):
             self._asked_for_fault(stream, visit.question)
         elif isinstance(visit.question, AskHang):
@@ -358,18 +412,27 @@ class Coordinator:
     # ---- streams ----
 
     def connected(self, stream: Stream) -> None:
-        self._strangers.add(stream)
         keep_alive(stream.transport.get_extra_info("socket"), beat_s(len(self._streams)))
 
-    def greeted(self, stream: Stream, hello: Hello) -> None:
-        self._strangers.discard(stream)
-        now, older = self.clock.now(), self._streams.get(hello.node)
+    def refusal(self, hello: Hello) -> str | None:
+        """Say why a node may not join; None if it may."""
         self._check_job(hello)
+        older = self._streams.get(hello.node)
         if older is not None and older.number >= hello.stream:
-            raise WireError(
-                f"another process that is connected has the id {hello.node}; was this machine or its"
-                " memory copied while the agent ran? Start this node's launcher again"
+            return (
+                "another process that is connected has this id; was the machine or its memory copied"
+                " while the agent ran? Start this node's launcher again"
             )
+        known = hello.node in self.acked
+        refusal = greeting.refusal(hello, self.job, known)
+        if refusal is None and not known and self.job is not None:
+            for remark in greeting.remarks(hello.terms, self.job.terms):
+                self.complaints.say(hello.node, remark)
+        return refusal
+
+    def greeted(self, stream: Stream, hello: Hello) -> None:
+        self._door.greeted(stream.caller)
+        now, older = self.clock.now(), self._streams.get(hello.node)
         if self.job is None:
             self.open(hello.terms, now)
         assert self.job is not None
@@ -421,8 +484,11 @@ class Coordinator:
         if memory.places:
             self._post(Arrival(HangsRemembered(at=at, memory=memory)))
 
-    def arrived(self, node: NodeId, message: Sent) -> None:
-        self._post(Arrival(message.event, node, message.number))
+    def arrived(self, stream: Stream, message: Sent) -> None:
+        self._post(Arrival(message.event, stream.node, message.number, stream.round))
+
+    def arrived_unfit(self, stream: Stream, unfit: Unfit) -> None:
+        self._post(Arrival(unfit, stream.node, unfit.number))
 
     def heard(self, stream: Stream) -> None:
         """Note a sign of life. One that comes after a long silence shows that machines are busy."""
@@ -451,7 +517,7 @@ class Coordinator:
         stream.send(Lease(beat=beat.number, round=round, for_s=for_s))
 
     def disconnected(self, stream: Stream) -> None:
-        self._strangers.discard(stream)
+        self._door.gone(stream.caller)
         if stream.node is not None and self._streams.get(stream.node) is stream:
             del self._streams[stream.node]
             if self._closed.done():
@@ -495,7 +561,7 @@ class Coordinator:
 
     async def _part(self) -> None:
         """Send what is still to be sent, and let every stream end in its own way."""
-        for stream in [*self._streams.values(), *self._strangers]:
+        for stream in self._streams.values():
             stream.transport.close()
         if self._streams:
             await asyncio.wait({self._parted}, timeout=LAST_LIMIT_S)

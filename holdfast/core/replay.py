@@ -26,6 +26,8 @@ from holdfast.messages.units import NodeId, Time
 
 TRIES = 3
 """How often an event is given to the job before it is dropped."""
+MAX_ERROR_CHARS = 1 << 16
+"""An exception's text may contain a whole message; a journal must be able to read it back."""
 
 
 class Entry(Struct, frozen=True):
@@ -101,8 +103,8 @@ class Intake:
             last=number + len(queue) - 1,
             what=type(failed.event).__name__,
             node=getattr(failed.event, "node", None),
-            error=f"{type(error).__name__}: {error}",
-            traceback="".join(traceback.format_exception(error)),
+            error=f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS],
+            traceback="".join(traceback.format_exception(error))[-MAX_ERROR_CHARS:],
             dropped=dropped,
         )
         self.job.events = aside.last

@@ -70,7 +70,8 @@ def status(job: Job, now: Time, alive: bool) -> StatusReport:
         opened_at=job.opened_at,
         suspicion=suspicion(job, now),
         suspects=_suspects(job),
-        refused=job.refused,
+        refused={**job.refused, **job.recovery.refused},
+        failed_tasks=job.recovery.failed_tasks,
         no_step_s=_rounded(no_step_s, 3),
     )
 

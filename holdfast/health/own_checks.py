@@ -14,13 +14,15 @@ not answer in time fails: a sick device makes its user hang.
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from collections.abc import Callable
 from typing import Any, get_args
 
 from holdfast.health.judgement import Judgement, unknown
 from holdfast.health.node import Node
-from holdfast.messages.health import HealthResult, Verdict
+from holdfast.messages.health import Fact, HealthResult, Verdict
+from holdfast.messages.units import MAX_INT64
 
 GROUP = "holdfast.checks"
 
@@ -74,9 +76,18 @@ def understood(answer: object) -> Judgement:
     if answer is False:
         return Judgement("fail", "it returned False")
     if isinstance(answer, HealthResult):
-        return Judgement(answer.verdict, answer.reason, dict(answer.facts))
+        facts = {str(name): _told(value) for name, value in answer.facts.items()}
+        return Judgement(answer.verdict, answer.reason, facts)
     if isinstance(answer, tuple) and len(answer) == 2:
         verdict, reason = answer
         if verdict in get_args(Verdict) and isinstance(reason, str):
             return Judgement(verdict, reason)
     return unknown(f"it returned {answer!r:.80}, not None, a bool, or a verdict and a reason")
+
+
+def _told(value: object) -> Fact:
+    """Return what a check measured, in words if no message could carry it as a number."""
+    whole = isinstance(value, int) and abs(value) <= MAX_INT64
+    if whole or (isinstance(value, float) and math.isfinite(value)):
+        return value  # type: ignore[return-value]
+    return str(value)

@@ -41,7 +41,14 @@ from holdfast.jobhome import JobHome
 from holdfast.launch.machine import make_directories
 from holdfast.launch.orders import agent_orders, coordinator_orders, node_of
 from holdfast.launch.site import find_site
-from holdfast.messages.exits import EXIT_BROKEN, EXIT_FAILED, EXIT_REJOIN, EXIT_TURNED_AWAY
+from holdfast.messages.exits import (
+    EXIT_BROKEN,
+    EXIT_FAILED,
+    EXIT_REFUSED,
+    EXIT_REJOIN,
+    EXIT_TURNED_AWAY,
+    EXIT_USAGE,
+)
 from holdfast.messages.units import NodeId
 
 log = logging.getLogger("holdfast")
@@ -210,9 +217,9 @@ class Launcher:
 
     def _agent_ended(self, code: int) -> int | None:
         """The job's exit code, or None when another agent takes its place."""
-        if code == EXIT_TURNED_AWAY:
+        if code in (EXIT_TURNED_AWAY, EXIT_REFUSED):
             self._end_coordinator()
-            return EXIT_FAILED
+            return EXIT_USAGE if code == EXIT_REFUSED else EXIT_FAILED
         if code >= 0 and code not in (EXIT_BROKEN, EXIT_REJOIN):
             return code
         self._end_orphans()

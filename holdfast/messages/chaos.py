@@ -12,7 +12,7 @@ from typing import Annotated, Final, Literal, NamedTuple
 
 from msgspec import Meta, Struct
 
-from holdfast.messages.units import NodeId, Rank, StepNumber
+from holdfast.messages.units import Float, Int64, NodeId, Rank, StepNumber, Word
 
 Strikes = Literal["rank", "node", "coordinator"]
 Actor = Literal["worker", "agent"]
@@ -110,7 +110,7 @@ RankNumber = Annotated[int, Meta(ge=0, le=1 << 30)]
 class Injection(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A request for a fault."""
 
-    kind: str
+    kind: Word
     ranks: Annotated[tuple[RankNumber, ...], Meta(max_length=MAX_RANKS)] = ()
     """Each of these ranks; if empty, one rank that the seed selects."""
     node: Annotated[str, Meta(max_length=300)] = ""
@@ -183,14 +183,14 @@ class Trap(Struct, frozen=True, kw_only=True, omit_defaults=True):
     injection: Number
     """Number of the injection in its job."""
     occurrence: Number
-    kind: str
+    kind: Word
     node: NodeId
     rank: Rank
     """The rank that is struck; for a fault that strikes a node, the rank whose steps count."""
     step: StepNumber = StepNumber(0)
     """0: now, or at the end of the current step if the main thread must do it."""
-    value: float = 0.0
-    spot: int = 0
+    value: Float = 0.0
+    spot: Int64 = 0
     """Pseudorandom number for choices on the node, such as which bit to flip."""
     force: bool = False
 

@@ -10,7 +10,17 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
 
-from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber
+from holdfast.messages.units import (
+    Count,
+    NodeId,
+    Port,
+    Rank,
+    RoundNumber,
+    StepNumber,
+    Text,
+    Word,
+    WorldSize,
+)
 
 Digest = Annotated[bytes, Meta(max_length=16)]
 CheckpointerId = Annotated[str, Meta(pattern="^[0-9A-Za-z_]{1,64}$")]
@@ -20,7 +30,7 @@ Wish = Literal["never", "if needed", "now"]
 """Whether a snapshot is to go to storage: never, when a fault makes that worthwhile, or at once."""
 WISHES: Final[tuple[Wish, ...]] = ("never", "if needed", "now")
 """From the weakest to the strongest: where ranks differ, the strongest counts."""
-Attempt = Annotated[int, Meta(ge=1)]
+Attempt = Annotated[int, Meta(ge=1, le=1 << 53)]
 """Number of a save among those of the same step in one round; the same on all ranks."""
 
 Missed = Literal["skipped", "failed"]
@@ -38,7 +48,7 @@ class ImageId(Struct, frozen=True):
 
     snapshot: SnapshotId
     rank: Rank
-    world_size: int
+    world_size: WorldSize
 
 
 class Sealed(Struct, frozen=True):
@@ -53,11 +63,11 @@ class Shard(Struct, frozen=True):
     """A rank's file on storage, durable but not yet part of a checkpoint."""
 
     rank: Rank
-    name: str
-    size: int
-    trailer: str
+    name: Text
+    size: Count
+    trailer: Word
     """Digest of its trailer, which has the digests of everything else."""
-    contents: str
+    contents: Word
     """Digest of its table of contents."""
 
 
@@ -66,8 +76,8 @@ class Holder(Struct, frozen=True):
 
     rank: Rank
     node: NodeId
-    address: str
-    port: int
+    address: Word
+    port: Port
 
 
 class StoredStep(Struct, frozen=True):
@@ -75,7 +85,7 @@ class StoredStep(Struct, frozen=True):
 
     step: StepNumber
     round: RoundNumber
-    world_size: int
+    world_size: WorldSize
 
 
 class Tried(Struct, frozen=True):

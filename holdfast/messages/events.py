@@ -27,7 +27,24 @@ from holdfast.messages.nodecheck import TestResult
 from holdfast.messages.records import NodeSpec, Raised, RankProgress, Terms
 from holdfast.messages.requests import AnyRequest, ChannelNumber, Number
 from holdfast.messages.timings import RankTimings
-from holdfast.messages.units import CauseId, NodeId, Rank, RoundNumber, Seconds, StepNumber, Time
+from holdfast.messages.units import (
+    CauseId,
+    Count,
+    ExitCode,
+    Int64,
+    Listed,
+    NodeId,
+    Port,
+    ProcessId,
+    Rank,
+    RoundNumber,
+    Seconds,
+    StepNumber,
+    Text,
+    Time,
+    Word,
+    WorldSize,
+)
 
 
 class Event(Struct, frozen=True, kw_only=True, tag=True):
@@ -39,8 +56,8 @@ class Event(Struct, frozen=True, kw_only=True, tag=True):
 class JobOpened(Event, frozen=True, kw_only=True):
     """The first event of every job."""
 
-    job: str
-    id: str = ""
+    job: Word
+    id: Word = ""
     """Drawn when the job opens, so that no other job of the same name is taken for it."""
     terms: Terms
 
@@ -50,7 +67,7 @@ class NodeJoined(Event, frozen=True, kw_only=True):
 
     node: NodeId
     spec: NodeSpec
-    store_port: int
+    store_port: Port
     """A port this node keeps free, for the store of a round in which it hosts rank 0."""
     replaces: NodeId = NodeId("")
     """Node of the agent whose place this one takes: that agent and its workers are gone."""
@@ -67,11 +84,11 @@ class NodeReady(Event, frozen=True, kw_only=True):
 
     node: NodeId
     round: RoundNumber
-    store_port: int
+    store_port: Port
     slowest_stop_s: Seconds | None
     """Longest time a worker took to end by itself after SIGTERM; None when none had to."""
-    ranks: tuple[RankProgress, ...] = ()
-    last: tuple[RankCollectives, ...] = ()
+    ranks: Listed[RankProgress] = ()
+    last: Listed[RankCollectives] = ()
     """The newest collectives of the workers that lived when they were to stop, if that was asked."""
 
 
@@ -87,8 +104,8 @@ class NodeLeaving(Event, frozen=True, kw_only=True):
     """Somebody told the launcher to stop: the node goes, but politely."""
 
     node: NodeId
-    reason: str
-    code: int
+    reason: Text
+    code: ExitCode
 
 
 class NodeLeft(Event, frozen=True, kw_only=True):
@@ -97,7 +114,7 @@ class NodeLeft(Event, frozen=True, kw_only=True):
     node: NodeId
     round: RoundNumber
     """The last round it was told to start; `ranks` are of that one."""
-    ranks: tuple[RankProgress, ...] = ()
+    ranks: Listed[RankProgress] = ()
 
 
 class StreamEnded(Event, frozen=True, kw_only=True):
@@ -107,10 +124,10 @@ class StreamEnded(Event, frozen=True, kw_only=True):
 
 
 class LeaseEnded(Event, frozen=True, kw_only=True):
-    """The node has no workers any more: its agent died, or stopped them when its lease was over."""
+    """The node has no workers any more: its agent died, or paused them when its lease was over."""
 
     node: NodeId
-    why: str
+    why: Text
 
 
 class SilenceRaised(Event, frozen=True, kw_only=True):
@@ -127,14 +144,14 @@ class NodeResumed(Event, frozen=True, kw_only=True):
     """The last round it was told to start."""
     busy: bool
     """Whether workers of that round are still there."""
-    missing: int = 0
+    missing: Count = 0
     """Number of its events that the journal had and has lost."""
 
 
 class CoordinatorRestarted(Event, frozen=True, kw_only=True):
     """The coordinator died and replayed its journal; no node is connected yet."""
 
-    lost: int = 0
+    lost: Count = 0
     """Number of events since the newest snapshot that the journal could not give back."""
 
 
@@ -144,7 +161,7 @@ class ExcludeAsked(Event, frozen=True, kw_only=True):
     node: NodeId
     round: RoundNumber
     rank: Rank
-    reason: str
+    reason: Text
 
 
 class StopAsked(Event, frozen=True, kw_only=True):
@@ -153,8 +170,8 @@ class StopAsked(Event, frozen=True, kw_only=True):
     node: NodeId
     round: RoundNumber
     rank: Rank
-    reason: str
-    code: int
+    reason: Text
+    code: ExitCode
 
 
 class Asked(Event, frozen=True, kw_only=True):
@@ -175,7 +192,7 @@ class WorkerStarted(Event, frozen=True, kw_only=True):
     node: NodeId
     round: RoundNumber
     rank: Rank
-    pid: int
+    pid: ProcessId
     warm: bool
     """Whether the process was a standby that had rehearsed."""
 
@@ -186,17 +203,17 @@ class WorkerExited(Event, frozen=True, kw_only=True):
     node: NodeId
     round: RoundNumber
     rank: Rank
-    code: int | None = None
-    signal: int | None = None
+    code: Int64 | None = None
+    signal: Int64 | None = None
     oom: bool = False
     """The kernel's out-of-memory killer was seen at work while this worker died of SIGKILL."""
     progress: RankProgress
     raised: Raised | None = None
-    last: tuple[Collective, ...] = ()
+    last: Listed[Collective] = ()
     """The newest collectives that it had entered, newest first, if its script failed and said so."""
     raised_at: Time | None = None
     """When the exception left the script; the process ended later, by the time of its teardown."""
-    log_tail: str = ""
+    log_tail: Text = ""
 
 
 class Progress(Event, frozen=True, kw_only=True):
@@ -204,10 +221,10 @@ class Progress(Event, frozen=True, kw_only=True):
 
     node: NodeId
     round: RoundNumber
-    ranks: tuple[RankProgress, ...]
+    ranks: Listed[RankProgress]
     paces: Paces | None = None
     """How long things take there, when there is news."""
-    timings: tuple[RankTimings, ...] = ()
+    timings: Listed[RankTimings] = ()
     """What each rank's steps consist of, since the last time."""
 
 
@@ -216,20 +233,20 @@ class RanksStalled(Event, frozen=True, kw_only=True):
 
     node: NodeId
     round: RoundNumber
-    stalls: tuple[Stall, ...]
-    pauses: tuple[Pause, ...] = ()
+    stalls: Listed[Stall]
+    pauses: Listed[Pause] = ()
     """Pauses that ended by themselves since the last report."""
 
 
 class VerdictReached(Event, frozen=True, kw_only=True):
     """The ranks of a round with a suspicion were examined."""
 
-    examination: int
+    examination: Int64
     round: RoundNumber
-    guilty: tuple[Rank, ...]
-    sentence: str
+    guilty: Listed[Rank]
+    sentence: Text
     proof: Proof | None = None
-    waiting: tuple[Rank, ...] = ()
+    waiting: Listed[Rank] = ()
     place: PlaceName = ""
     pause: Name = ""
     left_s: Seconds | None = None
@@ -252,7 +269,7 @@ class NodeTested(Event, frozen=True, kw_only=True):
     """How a test that was ordered went."""
 
     node: NodeId
-    check: int
+    check: Count
     result: TestResult
 
 
@@ -260,7 +277,7 @@ class HealthFound(Event, frozen=True, kw_only=True):
     """What the node's own checks found that is not as it should be."""
 
     node: NodeId
-    results: tuple[HealthResult, ...]
+    results: Listed[HealthResult]
 
 
 class SnapshotsSealed(Event, frozen=True, kw_only=True):
@@ -268,8 +285,8 @@ class SnapshotsSealed(Event, frozen=True, kw_only=True):
 
     node: NodeId
     snapshot: SnapshotId
-    world_size: int
-    ranks: tuple[Sealed, ...]
+    world_size: WorldSize
+    ranks: Listed[Sealed]
     wish: Wish
     attempt: Attempt = 1
 
@@ -278,7 +295,7 @@ class ImagesHeld(Event, frozen=True, kw_only=True):
     """The node has these images too: it got them from another, or had them from before."""
 
     node: NodeId
-    images: tuple[ImageId, ...]
+    images: Listed[ImageId]
 
 
 class ShardsWritten(Event, frozen=True, kw_only=True):
@@ -286,8 +303,8 @@ class ShardsWritten(Event, frozen=True, kw_only=True):
 
     node: NodeId
     snapshot: SnapshotId
-    shards: tuple[Shard, ...] = ()
-    error: str = ""
+    shards: Listed[Shard] = ()
+    error: Text = ""
     gone: bool = False
     """A newer snapshot had taken the place of an image before it could be read."""
 
@@ -299,7 +316,7 @@ class SnapshotMissed(Event, frozen=True, kw_only=True):
     rank: Rank
     snapshot: SnapshotId
     outcome: Missed
-    reason: str
+    reason: Text
     attempt: Attempt = 1
 
 
@@ -308,7 +325,7 @@ class CheckpointWritten(Event, frozen=True, kw_only=True):
 
     node: NodeId
     snapshot: SnapshotId
-    error: str = ""
+    error: Text = ""
 
 
 class StoredFound(Event, frozen=True, kw_only=True):
@@ -317,8 +334,8 @@ class StoredFound(Event, frozen=True, kw_only=True):
     node: NodeId
     round: RoundNumber
     checkpointer: CheckpointerId
-    steps: tuple[StoredStep, ...] = ()
-    refused: tuple[str, ...] = ()
+    steps: Listed[StoredStep] = ()
+    refused: Listed[Text] = ()
     """What is there and does not count, with why; or why nothing could be looked up."""
 
 
@@ -326,7 +343,7 @@ class FaultAsked(Event, frozen=True, kw_only=True):
     """A user requests a fault."""
 
     injection: Injection
-    visit: int = 0
+    visit: Int64 = 0
     """Number of the request, which waits for an answer."""
 
 
@@ -338,20 +355,20 @@ class FaultTold(Event, frozen=True, kw_only=True):
     trap: Trap
     outcome: Outcome
     step: StepNumber = StepNumber(0)
-    detail: str = ""
+    detail: Text = ""
 
 
 class EventSetAside(Event, frozen=True, kw_only=True):
     """The handler of an event raised an exception. The state is as if the event had never come."""
 
-    number: int
+    number: Count
     """Of the event. Replaying the journal skips it and those up to `last`, which are given again."""
-    last: int
-    what: str
+    last: Count
+    what: Word
     """The event's type."""
     node: NodeId | None = None
-    error: str
-    traceback: str
+    error: Text
+    traceback: Text
     dropped: bool
     """The handler failed each time: the event is not given again."""
 
@@ -359,7 +376,27 @@ class EventSetAside(Event, frozen=True, kw_only=True):
 class EventLost(Event, frozen=True, kw_only=True):
     """Stands for an event that the journal had and cannot give back. It is read, never written."""
 
-    error: str
+    error: Text
+
+
+class EventsRefused(Event, frozen=True, kw_only=True):
+    """Events of agents did not fit their senders: they are in no journal, only counted."""
+
+    reason: Text
+    """Type of the events, and why."""
+    count: Count
+
+
+class TaskFailed(Event, frozen=True, kw_only=True):
+    """A background task of an agent or of the coordinator raised; it was started again."""
+
+    node: NodeId
+    """Empty for the coordinator."""
+    task: Word
+    error: Text
+    traceback: Text
+    count: Count = 1
+    """Failures since the last report."""
 
 
 class Tick(Event, frozen=True, kw_only=True):
@@ -401,5 +438,7 @@ AnyEvent = (
     | FaultTold
     | EventSetAside
     | EventLost
+    | EventsRefused
+    | TaskFailed
     | Tick
 )

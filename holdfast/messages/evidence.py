@@ -17,7 +17,18 @@ import msgspec
 from msgspec import Meta, Struct
 
 from holdfast.messages.hangs import Name, PlaceName, Proof
-from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, StepNumber
+from holdfast.messages.units import (
+    Count,
+    Int64,
+    Listed,
+    NodeId,
+    ProcessId,
+    Rank,
+    RoundNumber,
+    Seconds,
+    StepNumber,
+    Text,
+)
 
 MAX_EVIDENCE_BYTES = 256 << 10
 """Limit of one rank's encoded evidence."""
@@ -47,16 +58,16 @@ CollectiveState = Literal["scheduled", "started", "completed"]
 class Frame(Struct, frozen=True, kw_only=True):
     """One line of a stack. A system call is a native innermost frame of the file "kernel"."""
 
-    file: str
-    line: int
-    function: str
+    file: Text
+    line: Int64
+    function: Text
     native: bool = False
 
 
 class ThreadStack(Struct, frozen=True, kw_only=True):
     """Where one thread is."""
 
-    name: str
+    name: Text
     active: bool = False
     """Whether it was on a CPU."""
     holds_gil: bool = False
@@ -69,18 +80,18 @@ class ThreadStack(Struct, frozen=True, kw_only=True):
 class Collective(Struct, frozen=True, kw_only=True):
     """One operation of a process group, as recorded on one rank."""
 
-    group: str
+    group: Text
     """Its name; torch gives names anew in each world that a script creates."""
-    number: int
+    number: Int64
     """Sequence number of the group's collectives, the same on each of its ranks; of point-to-point
     operations (`send`, `recv`), of this rank only."""
-    op: str
+    op: Text
     """Recorded name, with the backend before a colon: "gloo:all_reduce"."""
     state: CollectiveState
-    ranks: tuple[int, ...] = ()
+    ranks: Listed[Int64] = ()
     """The group's members, listed only with its newest operation; empty if unknown, and for the
     group of all ranks, "0" or "0, world 2"."""
-    sizes: str = ""
+    sizes: Text = ""
     age_s: Seconds | None = None
     """Time since the rank called it; None if unknown."""
     timeout_s: Seconds | None = None
@@ -90,21 +101,21 @@ class Collective(Struct, frozen=True, kw_only=True):
 class PairCount(Struct, frozen=True, kw_only=True):
     """How many sends and receives, of those that no recorder notes, a rank has called."""
 
-    group: str
+    group: Text
     """As that of a `Collective`."""
-    peer: int
+    peer: Int64
     """The rank to which and from which; ANY_PEER if the rank has received from any one."""
-    sends: int = 0
+    sends: Int64 = 0
     """UNCOUNTED if these have no one order; so with receives."""
-    receives: int = 0
+    receives: Int64 = 0
 
 
 class LoaderWorker(Struct, frozen=True, kw_only=True):
     """A worker process of a rank's data loader that is not waiting for work."""
 
-    number: int
+    number: Int64
     """Its place among the loader's workers, in the order of their start."""
-    pid: int
+    pid: ProcessId
     stack: ThreadStack
 
 
@@ -112,7 +123,7 @@ class RankCollectives(Struct, frozen=True, kw_only=True):
     """The newest collectives that one rank has entered, newest first."""
 
     rank: Rank
-    last: tuple[Collective, ...]
+    last: Listed[Collective]
     place: PlaceName = ""
     """Line of the script that the rank was at; empty if unknown."""
 
@@ -123,10 +134,10 @@ class RankEvidence(Struct, frozen=True, kw_only=True):
     node: NodeId
     round: RoundNumber
     rank: Rank
-    pid: int
+    pid: ProcessId
     process_state: ProcessState = "?"
     step: StepNumber = StepNumber(0)
-    sections: tuple[str, ...] = ()
+    sections: Listed[Text] = ()
     """Open sections, outermost first."""
     beat_age_s: Seconds | None = None
     """Time since its last heartbeat: large if another thread keeps the GIL."""
@@ -151,12 +162,12 @@ class RankEvidence(Struct, frozen=True, kw_only=True):
     """Peers with which it has called any, each in each group of its newest world. None if unknown."""
     evicted: bool = False
     """Whether the recorder has dropped older ones: it may have had some of a group that is missing."""
-    world: int = 1
+    world: Count = 1
     """How often its script has created its process groups, the last time included."""
     loaders: Annotated[tuple[LoaderWorker, ...], Meta(max_length=MAX_LOADERS)] = ()
     """Its data loader's busy workers, if its training thread waits for them."""
-    log_tail: str = ""
-    missing: tuple[str, ...] = ()
+    log_tail: Text = ""
+    missing: Listed[Text] = ()
     """What could not be taken, and why."""
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from holdfast.messages.units import Rank, Seconds, StepNumber
+from holdfast.messages.units import Count, Float, Listed, Mapped, Rank, Seconds, StepNumber
 
 StallKind = Literal["stopped", "gil", "locked", "waits", "ended", "elsewhere"]
 """How a late rank stands: its process is stopped by a signal or frozen; a thread keeps the GIL; every
@@ -42,7 +42,7 @@ class Stall(Struct, frozen=True):
     place: PlaceName = ""
     still_s: Seconds = 0.0
     """How long nothing of it has moved."""
-    signs: tuple[Sign, ...] = ()
+    signs: Listed[Sign] = ()
     """What moved of it in the last seconds."""
 
 
@@ -56,7 +56,7 @@ class Pause(Struct, frozen=True):
 class PlaceMemory(Struct, frozen=True):
     """What is remembered of one place of the user's code."""
 
-    seen: int = 0
+    seen: Count = 0
     """Pauses there that ended by themselves."""
     still_s: Seconds = 0.0
     """Longest of them."""
@@ -73,7 +73,7 @@ class PlaceMemory(Struct, frozen=True):
 class Memory(Struct, frozen=True):
     """What is remembered of all places, over rounds and requeues."""
 
-    places: dict[PlaceName, PlaceMemory] = {}
+    places: Mapped[PlaceName, PlaceMemory] = {}
 
 
 class Paces(Struct, frozen=True):
@@ -81,7 +81,7 @@ class Paces(Struct, frozen=True):
 
     step_s: Seconds | None = None
     """Median step time."""
-    longest_s: dict[Name, Seconds] = {}
+    longest_s: Mapped[Name, Seconds] = {}
     """Longest completed duration of each section."""
 
 
@@ -97,7 +97,7 @@ class HangTerms(Struct, frozen=True, kw_only=True):
     """Hard limit between two signs of progress after the first step."""
     rank_out_of_section_timeout: Seconds | None = None
     """Hard limit between two signs of progress outside of all sections."""
-    rank_section_timeouts: dict[Name, Seconds] = {}
+    rank_section_timeouts: Mapped[Name, Seconds] = {}
     """Hard limits of sections."""
-    safety_factor: float | None = None
+    safety_factor: Float | None = None
     """Factor from the longest pause seen at a place to its deadline."""

@@ -10,21 +10,21 @@ from typing import Literal
 
 from msgspec import Struct, field
 
-from holdfast.messages.units import Seconds
+from holdfast.messages.units import Float, Int64, Mapped, Seconds, Text, Word
 
 Verdict = Literal["pass", "fail", "warn", "unknown"]
 
-Fact = str | int | float
+Fact = Text | Int64 | Float
 
 
 class HealthResult(Struct, frozen=True):
     """The result of one run of one health check."""
 
-    check: str
+    check: Word
     """Name of the check: "memory", "gpu-ecc", "storage:/data"."""
     verdict: Verdict
-    reason: str
+    reason: Text
     """One sentence for people. That of a failure names the part and what can be done."""
     seconds: Seconds
-    facts: dict[str, Fact] = field(default_factory=dict)
+    facts: Mapped[Word, Fact] = field(default_factory=dict)
     """Measured values, for programs."""

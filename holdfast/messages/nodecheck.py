@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from holdfast.messages.units import NodeId, Seconds
+from holdfast.messages.units import Count, NodeId, Seconds
 
 Verdict = Literal["healthy", "faulty", "slow", "undetermined"]
 
@@ -18,8 +18,8 @@ class TestResult(Struct, frozen=True, kw_only=True):
     """What one node measured in one round: its solo test, then the collective test of its group."""
 
     node: NodeId
-    round: int
-    group: int
+    round: Count
+    group: Count
     """Index of the group in its round, from 0."""
     solo_passed: bool | None = None
     """None if the solo test did not finish."""

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal, get_args
+from typing import Final, Literal, get_args
 
-from msgspec import Meta, Struct, field
+from msgspec import Struct, field
 
 from holdfast.messages.chaos import Injection, Trap
 from holdfast.messages.checkpoints import Holder, ImageId
 from holdfast.messages.hangs import HangTerms, Paces
-from holdfast.messages.units import CauseId, NodeId, Rank, RoundNumber, Seconds, StepNumber, Time
+from holdfast.messages.units import (
+    CauseId,
+    Count,
+    Int64,
+    Listed,
+    NodeCount,
+    NodeId,
+    Port,
+    ProcessId,
+    Rank,
+    RoundNumber,
+    Seconds,
+    Slots,
+    StepNumber,
+    Text,
+    Time,
+    Word,
+)
 
 Cause = Literal[
     "productive",
@@ -54,56 +71,69 @@ time for its ranks, a process that hung after its script had ended, a checkpoint
 an error of our own."""
 
 
+class Script(Struct, frozen=True, kw_only=True):
+    """What the nodes of a job run, as far as they can be compared."""
+
+    name: Word
+    """File name without its directory, module or command."""
+    content: Word = ""
+    """Digest of the file; empty where there is no single one."""
+    arguments: Word = ""
+    """Digest of the script's arguments."""
+
+
 class Terms(Struct, frozen=True, kw_only=True):
     """What the user asked of the job; fixed when it opens."""
 
-    min_nodes: int = 1
-    max_nodes: int = 1
-    node_unit: int = 1
-    segment: int = 1
+    min_nodes: NodeCount = 1
+    max_nodes: NodeCount = 1
+    node_unit: NodeCount = 1
+    segment: NodeCount = 1
     """Nodes of one interconnect domain that only count together."""
-    spares: int = 0
+    spares: NodeCount = 0
     """Nodes beyond the maximum that the user promised; they wait for a place."""
     node_check: bool = False
     """Whether nodes test each other before they get a place."""
     exclude_stragglers: bool = False
     """Whether a rank that slows the others down costs its node its place, if a spare waits."""
     hangs: HangTerms = HangTerms()
-    copies: int = 1
+    copies: NodeCount = 1
     """Nodes that keep a copy of each other node's snapshots."""
-    max_restarts: int | None = None
+    max_restarts: Count | None = None
     grace_s: Seconds | None = None
     """How long a worker may take to end after SIGTERM; learnt when not given."""
     last_call_s: Seconds | None = None
     """How long the first round waits for more than the minimum; learnt when not given."""
     join_limit_s: Seconds | None = None
     """How long the job waits below the minimum before it ends with 75."""
-    chaos: tuple[Injection, ...] = ()
+    chaos: Listed[Injection] = ()
     """Faults to inject."""
+    script: Script | None = None
+    """What is run."""
 
 
 class NodeSpec(Struct, frozen=True, kw_only=True):
     """What a node brings along."""
 
-    host: str
-    address: str
-    slots: Annotated[int, Meta(ge=1, le=1 << 16)]
-    pid: int
-    role: str = "default"
+    host: Word
+    address: Word
+    slots: Slots
+    pid: ProcessId
+    role: Word = "default"
     """Role of its ranks; ranks are also counted by role."""
-    store_name: str = ""
+    store_name: Word = ""
     """Name by which ranks shall find a store on it, as the user gave it; empty for its address."""
-    node_rank: int | None = None
+    node_rank: Int64 | None = None
     """Where the user wants it."""
-    infra_rank: int | None = None
+    infra_rank: Int64 | None = None
     """Where the infrastructure has it."""
-    keeper_port: int = 0
+    keeper_port: Port = 0
     """Where other nodes get images from it."""
-    test_port: int = 0
+    test_port: Port = 0
     """Where another node meets it for a test."""
-    switch: str = ""
-    block: str = ""
-    domain: str = ""
+    switch: Word = ""
+    block: Word = ""
+    domain: Word = ""
     """The fast interconnect it shares with others (NVLink); segments lie within one."""
 
 
@@ -118,7 +148,7 @@ class RankProgress(Struct, frozen=True, kw_only=True):
 
     rank: Rank
     step: StepNumber = StepNumber(0)
-    steps: int = 0
+    steps: Count = 0
     """Steps finished by this very process; 0 means that it has not finished one."""
     resumed: Resumed = "known"
     """If not known, `step` counts from where it resumed, or from a guess."""
@@ -130,17 +160,17 @@ class RankProgress(Struct, frozen=True, kw_only=True):
     """Time between finished steps that was neither a step nor booked above: see `StepTimes`."""
     step_s: Seconds | None = None
     """Usual time from one finished step to the next; None while it is unknown."""
-    saves: int = 0
+    saves: Count = 0
     """Checkpoints this process has finished: after each is a good moment to change the world."""
 
 
 class Raised(Struct, frozen=True, kw_only=True):
     """The exception that ended a worker."""
 
-    type: str
-    message: str
-    where: str
-    traceback: str
+    type: Text
+    message: Text
+    where: Text
+    traceback: Text
 
 
 class Place(Struct, frozen=True, kw_only=True):

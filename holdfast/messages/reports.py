@@ -170,9 +170,12 @@ class StatusReport(Struct, frozen=True, kw_only=True):
     suspicion: SuspicionReport | None = None
     """What may be a hang; null while the job moves."""
     refused: dict[str, int] = field(default_factory=dict)
-    """Events that did not fit the job's state and were refused: how many, by reason."""
+    """Events that did not fit the job's state or their sender and were refused: how many, by reason."""
     suspects: dict[str, str] = field(default_factory=dict)
     """Nodes that faults point at, each with the reason and what became of it."""
+    failed_tasks: dict[str, int] = field(default_factory=dict)
+    """Background tasks of the coordinator and the agents that raised and were started again: how often
+    each."""
     no_step_s: Seconds | None = None
     """Time since a rank last finished a step, if that is longer than a step usually takes; null while
     steps are finished, before the first one, and while the job is not running."""

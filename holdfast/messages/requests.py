@@ -16,7 +16,7 @@ from msgspec import Meta, Struct
 
 from holdfast.messages.checkpoints import Attempt, CheckpointerId, Holder, ImageId, Tier, Tried
 from holdfast.messages.timings import Finding
-from holdfast.messages.units import RoundNumber, Seconds, StepNumber
+from holdfast.messages.units import MAX_ITEMS, Count, Int64, RoundNumber, Seconds, StepNumber
 
 MAX_VALUE_BYTES = 512 << 10
 """Limit of one store value, and of all values in one answer together (but for a single one)."""
@@ -39,7 +39,6 @@ Value = Annotated[bytes, Meta(max_length=MAX_VALUE_BYTES)]
 Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
 ChannelNumber = Annotated[int, Meta(ge=0, lt=MAX_CHANNELS)]
 Number = Annotated[int, Meta(ge=1, le=1 << 53)]
-Int64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Ballot = bool | Int64 | Annotated[str, Meta(max_length=MAX_BALLOT_CHARS)]
 
 
@@ -50,7 +49,7 @@ class Request(Struct, frozen=True, kw_only=True, tag=True):
 class Set(Request, frozen=True, kw_only=True):
     """Write all these keys at once. Answered: Granted."""
 
-    items: Annotated[tuple[tuple[Key, Value], ...], Meta(min_length=1)]
+    items: Annotated[tuple[tuple[Key, Value], ...], Meta(min_length=1, max_length=MAX_ITEMS)]
 
 
 class Get(Request, frozen=True, kw_only=True):
@@ -128,7 +127,7 @@ class FindState(Request, frozen=True, kw_only=True):
     """
 
     checkpointer: CheckpointerId
-    step: int | None = None
+    step: Int64 | None = None
     """Step to restore; None takes the newest that verifies."""
     tried: Tried | None = None
 
@@ -137,7 +136,7 @@ class AwaitSave(Request, frozen=True, kw_only=True):
     """Wait until the outcome of a save is known. Answered then: SaveSettled."""
 
     checkpointer: CheckpointerId
-    step: int
+    step: Int64
     to: Tier
     timeout_s: Seconds | None = None
     attempt: Attempt = 1
@@ -146,7 +145,7 @@ class AwaitSave(Request, frozen=True, kw_only=True):
 class AwaitStragglers(Request, frozen=True, kw_only=True):
     """Wait until there are more findings than `after`. Answered then: StragglersFound."""
 
-    after: Annotated[int, Meta(ge=0)]
+    after: Count
 
 
 StoreRequest = Set | Get | Add | CompareSet | Append | WaitForKeys | CheckKeys | Delete | CountKeys

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from holdfast.messages.units import Rank, Seconds, StepNumber
+from holdfast.messages.units import Listed, Rank, Seconds, StepNumber
 
 STEP = "step"
 """Section of the whole step; all other sections are parts of it."""
@@ -44,7 +44,7 @@ class CpuShortage(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 class RankTimings(Struct, frozen=True, kw_only=True):
     rank: Rank
-    timings: tuple[Timing, ...]
+    timings: Listed[Timing]
     shortage: CpuShortage = CpuShortage()
 
 

@@ -21,7 +21,17 @@ from holdfast.messages.events import AnyEvent
 from holdfast.messages.evidence import RankEvidence, Verdict
 from holdfast.messages.records import Terms
 from holdfast.messages.reports import SuspicionReport
-from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, Time
+from holdfast.messages.units import (
+    Count,
+    Int64,
+    Listed,
+    NodeId,
+    Rank,
+    RoundNumber,
+    Seconds,
+    Time,
+    Word,
+)
 
 PROTOCOL = 4
 
@@ -34,13 +44,15 @@ class Hello(Struct, frozen=True, kw_only=True, tag=True):
     busy: bool
     terms: Terms
     """Terms this node was started with; the first node's terms open the job."""
-    job_id: str = ""
+    version: Word = ""
+    """Version of Holdfast."""
+    job_id: Word = ""
     """Id of the job as the agent knows it; empty before its first welcome."""
-    acked: int = 0
+    acked: Count = 0
     """Number of the newest event that the agent was told is in the journal."""
-    stream: int = 1
+    stream: Count = 1
     """Counts the streams that the agent has opened."""
-    address: str = ""
+    address: Word = ""
     """Address and port of the agent's end of the stream."""
 
 
@@ -93,7 +105,7 @@ class FaultTaken(Struct, frozen=True, kw_only=True, tag=True):
 
 class Welcome(Struct, frozen=True, kw_only=True, tag=True):
     job: str
-    job_id: str
+    job_id: Word
     now: Time
     acked: int
     """Number of this node's newest event in the journal."""
@@ -120,9 +132,9 @@ class Sent(Struct, frozen=True, kw_only=True, tag=True):
 class EvidenceTaken(Struct, frozen=True, kw_only=True, tag=True):
     """An agent's observations of its ranks. It is not an event: no decision depends on it."""
 
-    examination: int
+    examination: Int64
     """Number of the examination; a negative one is a question of `holdfast why`."""
-    evidence: tuple[RankEvidence, ...]
+    evidence: Listed[RankEvidence]
     more: bool = False
     """Whether more follows from this node."""
 
@@ -130,13 +142,13 @@ class EvidenceTaken(Struct, frozen=True, kw_only=True, tag=True):
 class Beat(Struct, frozen=True, kw_only=True, tag=True):
     """Sign of life of an agent. Answered: Lease."""
 
-    number: int = 0
+    number: Count = 0
 
 
 class Lease(Struct, frozen=True, kw_only=True, tag=True):
     """Answer to a beat: counted from when that was sent, the node keeps its places for so long."""
 
-    beat: int
+    beat: Count
     round: RoundNumber
     """Round in which the node has places; 0 if it has none."""
     for_s: Seconds

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from holdfast.coordinator import admission
 from holdfast.coordinator.journal import SNAPSHOT_EVERY
 from holdfast.core import job as jobs
 from holdfast.core import leases
@@ -38,6 +39,7 @@ from holdfast.messages.events import (
     Asked,
     CoordinatorRestarted,
     EventSetAside,
+    EventsRefused,
     FaultAsked,
     HangDecided,
     HangsRemembered,
@@ -46,6 +48,7 @@ from holdfast.messages.events import (
     NodeResumed,
     SilenceRaised,
     StreamEnded,
+    TaskFailed,
     Tick,
 )
 from holdfast.messages.hangs import Memory, PlaceMemory
@@ -57,6 +60,10 @@ from holdfast.sim.network import SimStream, Upward
 
 MEMORY = Memory(places={"train.py:7 (main)": PlaceMemory(seen=3, still_s=2.0)})
 """What an earlier run of the job has learnt."""
+
+FAILED_TASK = TaskFailed(
+    at=Time(0.0), node=NodeId(""), task="watch for silent nodes", error="OSError: x", traceback=""
+)
 
 if TYPE_CHECKING:
     from holdfast.sim.cluster import Cluster, Log
@@ -131,6 +138,8 @@ class SimCoordinator:
         self._given_up: set[NodeId] = set()
         self._looking = False
         self._heard: dict[NodeId, int] = {}
+        self._rounds: dict[NodeId, RoundNumber] = {}
+        """The round that each node's hello named."""
         self._inbox: list[tuple[AnyEvent, NodeId | None, int]] = []
         self._deciding = False
         self._life = 0
@@ -145,8 +154,11 @@ class SimCoordinator:
         draw = Random(f"close {cluster.settings.seed}").random()
         self._crash_at_close = draw < cluster.schedule.crash_at_close
         if cluster.settings.faults == "chaos":
-            self.clock.after(0.0, self._post, HangsRemembered(at=self.clock.now, memory=MEMORY))
-            raised = SilenceRaised(at=self.clock.now, silence_s=2 * look.silence_s(self.job))
+            now = self.clock.now
+            self.clock.after(0.0, self._post, HangsRemembered(at=now, memory=MEMORY))
+            self.clock.after(0.0, self._post, EventsRefused(at=now, reason="Progress: x", count=2))
+            self.clock.after(0.0, self._post, FAILED_TASK)
+            raised = SilenceRaised(at=now, silence_s=2 * look.silence_s(self.job))
             self.clock.after(60.0, self._post, raised)
 
     # ---- streams ----
@@ -178,6 +190,7 @@ class SimCoordinator:
             older.open_above = False
         self.streams[hello.node] = stream
         self._leases.begin(hello.node, True, self.clock.now)
+        self._rounds[hello.node] = hello.round
         now, acked = self.clock.now, self.acked.get(hello.node, 0)
         self.cluster.network.send_down(stream, self._welcome(now, acked))
         # Not `if acked`: a join that is still in the inbox makes the node known all the same.
@@ -300,6 +313,8 @@ class SimCoordinator:
                     not gap, f"events of {node} before {number} are lost"
                 )
                 acked[node] = number
+                why = admission.misfit(self.job, node, self._rounds[node], event, now)
+                assert why is None, f"a {type(event).__name__} of {node} was refused: {why}"
             fresh.append((event, node, number))
         intake = Intake(self.job, self.journal, self._handle)
         entries = [Entry(now, event, node if n else None, n) for event, node, n in fresh]

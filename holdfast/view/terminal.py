@@ -70,6 +70,8 @@ def print_status(status: StatusReport) -> None:
         print(f"fault not injected: {fault.line}: {fault.why}")
     for reason, count in status.refused.items():
         print(f"refused: {count} events: {reason}")
+    for task, count in status.failed_tasks.items():
+        print(f"background task failed: {task}: {count} times, started again each time")
     if status.last_incident:
         print(f"last incident: {status.last_incident}")
     if status.reason:

@@ -6,6 +6,7 @@ stranger's bytes and the decoder, so it stays small and is fuzzed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import msgspec
@@ -31,8 +32,16 @@ def encode(message: msgspec.Struct) -> bytes:
 class FrameDecoder(Generic[T]):
     """Bytes in, messages out; keeps at most one unfinished frame."""
 
-    def __init__(self, kind: type[T], max_bytes: int = MAX_FRAME_BYTES) -> None:
+    def __init__(
+        self,
+        kind: type[T],
+        max_bytes: int = MAX_FRAME_BYTES,
+        unreadable: Callable[[bytes, BadFrame], T] | None = None,
+    ) -> None:
+        """`unreadable` makes what stands for a frame that is not a message, in its place among them;
+        without it, such a frame raises."""
         self._decoder = msgspec.msgpack.Decoder(kind)
+        self._unreadable = unreadable
         self.max_bytes = max_bytes
         self._buffer = bytearray()
 
@@ -63,4 +72,7 @@ class FrameDecoder(Generic[T]):
         try:
             return self._decoder.decode(body)
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            raise BadFrame(f"a frame that is not a message: {error}") from None
+            bad = BadFrame(f"a frame that is not a message: {error}")
+            if self._unreadable is None:
+                raise bad from None
+            return self._unreadable(body, bad)

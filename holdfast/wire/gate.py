@@ -149,6 +149,9 @@ class _Secured(asyncio.Transport):
             self._flush()
         self._plain.close()
 
+    def can_write_eof(self) -> bool:
+        return False
+
     def abort(self) -> None:
         self._plain.abort()
 

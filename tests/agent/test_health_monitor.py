@@ -14,6 +14,7 @@ import pytest
 from holdfast.agent.health_monitor import HealthMonitor, monitoring
 from holdfast.health.checker import Checker
 from holdfast.messages.health import HealthResult, Verdict
+from holdfast.tasks import BackgroundTasks
 
 HEALTHY = {"index": 0, "uuid": "GPU-0", "recovery": 0, "ecc_uncorrected": 0}
 Told = list[tuple[HealthResult, ...]]
@@ -35,12 +36,17 @@ def set_gpu(root: Path, **what: object) -> None:
     os.replace(root / "new.json", root / "nvml.json")
 
 
+def unfailing() -> BackgroundTasks:
+    """Background tasks of which none may raise."""
+    return BackgroundTasks(lambda failure: pytest.fail(failure.traceback))
+
+
 def watched(root: Path, enough: Callable[[Told], bool], thorough: bool = False) -> Told:
     """What is reported until that is enough."""
     told: Told = []
 
     async def watch() -> None:
-        with monitoring(HealthMonitor(root, thorough, told.append)):
+        with monitoring(HealthMonitor(root, thorough, told.append), unfailing()):
             deadline = time.monotonic() + 20
             while not enough(told):
                 assert time.monotonic() < deadline, f"waited in vain; told {told}"
@@ -92,7 +98,7 @@ def test_an_agent_that_ends_does_not_wait_for_a_check_that_hangs(node: Path) -> 
 
     async def end_in_the_middle() -> None:
         watch = HealthMonitor(node, True, lambda results: None)
-        with monitoring(watch):
+        with monitoring(watch, unfailing()):
             while not watch.pids:
                 await asyncio.sleep(0.01)
 

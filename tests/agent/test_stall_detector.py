@@ -239,6 +239,21 @@ def test_a_rank_is_late_soon_after_the_usual_time_of_its_phase(step_s: float) ->
     assert stall.for_s == pytest.approx(late_s, abs=0.1)
 
 
+def test_a_look_that_raises_is_not_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene()
+    scene.train()
+
+    def unreadable(pid: int) -> str:
+        raise OSError("it cannot be read")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(scene.system, "process_state", unreadable)
+        with pytest.raises(OSError, match="cannot be read"):
+            scene.run(LATE_FLOOR_S)
+    scene.run(LATE_FLOOR_S + 1.0)
+    assert scene.kinds() == {0: "elsewhere"}
+
+
 def test_a_long_wait_in_the_past_does_not_make_the_next_one_late_later() -> None:
     scene = Scene()
     scene.train()

@@ -202,3 +202,17 @@ def test_finish_is_the_last_order() -> None:
     assert [type(told) for told in stage.told] == [NodeLeft]
     assert stage.supervisor.finished.result().code == 0
     assert stage.starter.started == []
+
+
+def test_an_order_to_stop_a_round_that_the_node_never_had_ends_what_it_has() -> None:
+    """Otherwise a round that only another node knows of would be stopping for ever."""
+
+    async def scenario(stage: Stage) -> None:
+        stage.start(1)
+        await asyncio.sleep(0)
+        stage.stop(7)
+        await asyncio.sleep(0.01)
+
+    stage = play(scenario)
+    assert ready(stage) == [(7, 2)]
+    assert not stage.busy

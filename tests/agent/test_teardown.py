@@ -147,3 +147,20 @@ def until_it_waits(pid: int) -> None:
     while proc.system_call(pid, pid) != "read" or footprint_of(pid) != before:
         before = footprint_of(pid)
         os.sched_yield()
+
+
+def test_a_look_that_raises_is_not_the_last_one(timers: GivenTimers) -> None:
+    why: list[str] = []
+    looks = [0]
+
+    def footprint(pid: int) -> object:
+        looks[0] += 1
+        if looks[0] == 2:
+            raise OSError("it cannot be read")
+        return 0
+
+    Teardown(1, why.append, footprint, timers)
+    with pytest.raises(OSError, match="cannot be read"):
+        timers.until(STILL_S)
+    timers.until(2 * STILL_S + LOOK_EVERY_S)
+    assert why == [f"nothing of it has moved for {STILL_S:g} s"]

@@ -8,11 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from holdfast.cli.flags import flagged, parse_run
 from holdfast.config.settings import RunSettings
 from holdfast.errors import UsageError
-from holdfast.messages.records import Terms
+from holdfast.messages.records import Script, Terms
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +48,7 @@ def test_the_short_flags_of_torchrun_are_known() -> None:
 def test_the_defaults_are_one_rank_on_one_node_with_nothing_demanded() -> None:
     settings = run()
     assert (settings.script, settings.script_args, settings.entry) == ("train.py", (), "script")
-    assert (settings.nproc, settings.terms) == (1, Terms())
+    assert (settings.nproc, replace(settings.terms, script=None)) == (1, Terms())
     assert (settings.job, settings.standby) == (None, None)
     assert settings.rendezvous == type(settings.rendezvous)()
     assert settings.terminal.log_line_prefix_template == "[${role_name}${local_rank}]:"
@@ -402,3 +403,27 @@ def test_the_help_loads_neither_torch_nor_msgspec() -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
+
+
+def test_no_node_has_more_ranks_than_a_message_can_name() -> None:
+    assert run("--nproc-per-node", "65536").nproc == 65536
+    refused = refusal("--nproc-per-node", "65537", "train.py")
+    assert refused == "--nproc-per-node 65537: a node has at most 65536 ranks"
+
+
+def test_nodes_compare_the_scripts_name_content_and_arguments(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    for folder, text in (("here", "a = 1"), ("there", "a = 1")):
+        (tmp_path / folder / "train.py").write_text(text)
+
+    def script(folder: str, *arguments: str) -> Script:
+        found = parse_run([str(tmp_path / folder / "train.py"), *arguments]).terms.script
+        assert found is not None
+        return found
+
+    assert script("here") == script("there")
+    assert script("here").name == "train.py"
+    assert script("here", "--lr", "1").arguments != script("here", "--lr", "2").arguments
+    (tmp_path / "there" / "train.py").write_text("a = 2")
+    assert script("here").content != script("there").content

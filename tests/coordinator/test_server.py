@@ -4,166 +4,44 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from serving import Peer, Served, hello, joined, run, served, stepped
 
-from holdfast.clock import JobClock
+from holdfast import tasks
 from holdfast.coordinator import stream as streams
-from holdfast.coordinator.diagnosis import Examinations
-from holdfast.coordinator.journal import Journal, replay
-from holdfast.coordinator.memories import Memories
-from holdfast.coordinator.server import Coordinator
+from holdfast.coordinator.journal import replay
+from holdfast.core import report
 from holdfast.core.job import Job
+from holdfast.core.patience import Silence
 from holdfast.core.ranks.events import RanksMachine
 from holdfast.core.replay import TRIES
 from holdfast.messages.actions import Finish, StartWorkers, StopWorkers
+from holdfast.messages.chaos import Trap
+from holdfast.messages.checkpoints import ImageId, SnapshotId
 from holdfast.messages.events import (
     AnyEvent,
-    CoordinatorRestarted,
-    NodeJoined,
+    FaultTold,
+    HealthFound,
+    ImagesHeld,
     NodeLeaving,
     NodeLeft,
-    Progress,
+    NodeReady,
+    NodeWarm,
+    StoredFound,
     StreamEnded,
     Tick,
     WorkerExited,
 )
-from holdfast.messages.records import NodeSpec, RankProgress, Terms
+from holdfast.messages.health import HealthResult
+from holdfast.messages.records import RankProgress
 from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber, Time
-from holdfast.messages.wire import PROTOCOL, Ack, FromCoordinator, Hello, Rejected, Sent, Welcome
+from holdfast.messages.wire import Ack, Rejected, Sent, Welcome
 from holdfast.wire import framing
-
-TOKEN = "a-token"
-LIMIT_S = 10.0
-SPEC = NodeSpec(host="h", address="127.0.0.1", slots=1, pid=1)
-
-
-def hello(node: str = "good", **other: Any) -> Hello:
-    said: dict[str, Any] = {
-        "protocol": PROTOCOL,
-        "token": TOKEN,
-        "node": NodeId(node),
-        "round": RoundNumber(0),
-        "busy": False,
-        "terms": Terms(max_nodes=1),
-    }
-    return Hello(**{**said, **other})
-
-
-class Peer:
-    """One connection to the coordinator."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader, self.writer = reader, writer
-        self._decoder: framing.FrameDecoder[Any] = framing.FrameDecoder(FromCoordinator)  # type: ignore[arg-type]
-        self._heard: list[Any] = []
-
-    def send(self, *messages: msgspec.Struct) -> None:
-        self.writer.write(b"".join(map(framing.encode, messages)))
-
-    async def hear(self) -> Any:
-        """The next message; None when the stream has ended."""
-        while not self._heard:
-            try:
-                data = await asyncio.wait_for(self.reader.read(1 << 16), LIMIT_S)
-            except ConnectionError:
-                return None
-            if not data:
-                return None
-            self._heard = self._decoder.feed(data)
-        return self._heard.pop(0)
-
-    async def hear_a(self, kind: type) -> Any:
-        while not isinstance(message := await self.hear(), kind):
-            assert message is not None, f"the stream ended before a {kind.__name__} came"
-        return message
-
-    async def is_cut_off(self) -> bool:
-        while (message := await self.hear()) is not None:
-            assert isinstance(message, Rejected | Ack | Welcome | StartWorkers)
-        return True
-
-    def close(self) -> None:
-        self.writer.transport.abort()
-
-
-class Served:
-    """A coordinator that is being served, and its address."""
-
-    def __init__(self, coordinator: Coordinator, port: int, serving: asyncio.Task[int]) -> None:
-        self.coordinator = coordinator
-        self.port = port
-        self.serving = serving
-        self.peers: list[Peer] = []
-
-    @property
-    def job(self) -> Job:
-        assert self.coordinator.job is not None
-        return self.coordinator.job
-
-    async def connect(self) -> Peer:
-        peer = Peer(*await asyncio.open_connection("127.0.0.1", self.port))
-        self.peers.append(peer)
-        return peer
-
-    async def greet(self, node: str = "good", **other: Any) -> tuple[Peer, Welcome]:
-        peer = await self.connect()
-        peer.send(hello(node, **other))
-        return peer, await peer.hear_a(Welcome)
-
-    async def join(self, node: str = "good") -> Peer:
-        """An agent that has its part of the first round."""
-        peer, _ = await self.greet(node)
-        peer.send(Sent(number=1, event=joined(node)))
-        await peer.hear_a(StartWorkers)
-        assert await peer.hear() == Ack(number=1)
-        return peer
-
-
-def joined(node: str = "good") -> NodeJoined:
-    return NodeJoined(at=Time(1.0), node=NodeId(node), spec=SPEC, store_port=1)
-
-
-def stepped(step: int, node: str = "good") -> Progress:
-    at = Time(JobClock().now())
-    told = RankProgress(rank=Rank(0), step=StepNumber(step), steps=step, first_at=at, last_at=at)
-    return Progress(at=at, node=NodeId(node), round=RoundNumber(1), ranks=(told,))
-
-
-@asynccontextmanager
-async def served(path: Path) -> AsyncIterator[Served]:
-    before = replay(path) if path.exists() else None
-    journal = Journal(path)
-    clock = JobClock(before.at if before else Time(0.0))
-    examinations, memories = Examinations(path.parent), Memories(path.parent / "pauses.json")
-    coordinator = Coordinator("j", None, journal, clock, TOKEN, examinations, memories)
-    restarted = None
-    if before is not None:
-        coordinator.job, coordinator.acked = before.job, before.acked
-        restarted = CoordinatorRestarted(at=clock.now())
-    listener = socket.create_server(("127.0.0.1", 0))
-    serving = asyncio.ensure_future(coordinator.serve(listener, restarted=restarted))
-    here = Served(coordinator, listener.getsockname()[1], serving)
-    try:
-        yield here
-    finally:
-        for peer in here.peers:
-            peer.close()
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
-        listener.close()
-        journal.close()
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 4 * LIMIT_S))
-
 
 # ---- strangers ----
 
@@ -272,7 +150,8 @@ async def a_rank_of_another_node(here: Served, peer: Peer) -> None:
         progress=progress,
     )
     peer.send(Sent(number=1, event=event))
-    assert await peer.hear() == Ack(number=1)
+    assert "not in that round" in (await peer.hear_a(Rejected)).reason
+    assert await peer.is_cut_off()
 
 
 async def leaving_without_having_joined(here: Served, peer: Peer) -> None:
@@ -281,6 +160,100 @@ async def leaving_without_having_joined(here: Served, peer: Peer) -> None:
     event = NodeLeaving(at=Time(1), node=NodeId("evil"), reason="x", code=1)
     peer.send(Sent(number=1, event=event))
     assert await peer.hear_a(Ack) == Ack(number=1)
+
+
+async def joined_as_a_spare(here: Served, peer: Peer) -> None:
+    peer.send(hello("evil"))
+    await peer.hear_a(Welcome)
+    peer.send(Sent(number=1, event=joined("evil")))
+    assert await peer.hear_a(Ack) == Ack(number=1)
+
+
+async def a_fact_that_is_no_number(here: Served, peer: Peer) -> None:
+    await joined_as_a_spare(here, peer)
+    result = HealthResult("mine", "warn", "it is ill", 1.0, {"share": float("nan")})
+    event = HealthFound(at=Time(1.0), node=NodeId("evil"), results=(result,))
+    peer.send(Sent(number=2, event=event))
+    assert await peer.hear_a(Ack) == Ack(number=2)  # Dropped, and its node stays.
+    peer.send(Sent(number=3, event=NodeWarm(at=Time(1.0), node=NodeId("evil"))))
+    assert await peer.hear_a(Ack) == Ack(number=3)
+    await left_again(peer, 4)
+
+
+async def an_image_of_a_rank_beyond_the_world(here: Served, peer: Peer) -> None:
+    await joined_as_a_spare(here, peer)
+    image = ImageId(SnapshotId("main", StepNumber(9), RoundNumber(1)), Rank(5), 1)
+    event = ImagesHeld(at=Time(1.0), node=NodeId("evil"), images=(image,))
+    peer.send(Sent(number=2, event=event))
+    assert await peer.hear_a(Ack) == Ack(number=2)
+    await left_again(peer, 3)
+
+
+async def a_round_that_was_never_issued(here: Served, peer: Peer) -> None:
+    await joined_as_a_spare(here, peer)
+    event = StoredFound(
+        at=Time(1.0), node=NodeId("evil"), round=RoundNumber(7), checkpointer="main"
+    )
+    peer.send(Sent(number=2, event=event))
+    assert "never issued" in (await peer.hear_a(Rejected)).reason
+    assert await peer.is_cut_off()
+    await until_forgotten(here)
+
+
+async def a_time_in_the_future(here: Served, peer: Peer) -> None:
+    await joined_as_a_spare(here, peer)
+    event = NodeWarm(at=Time(1e11), node=NodeId("evil"))
+    peer.send(Sent(number=2, event=event))
+    assert await peer.hear_a(Ack) == Ack(number=2)
+    await left_again(peer, 3)
+
+
+async def a_hello_of_a_far_round(here: Served, peer: Peer) -> None:
+    await joined_as_a_spare(here, peer)
+    peer.close()
+    again = await here.connect()
+    again.send(hello("evil", round=RoundNumber(1 << 53), busy=True))
+    assert "this job is in round 1" in (await again.hear_a(Rejected)).reason
+    assert await again.is_cut_off()
+    await until_forgotten(here)
+
+
+async def an_event_of_a_newer_version(here: Served, peer: Peer) -> None:
+    peer.send(hello("evil"))
+    await peer.hear_a(Welcome)
+    newer = {"type": "Sent", "number": 1, "event": {"type": "NodeYawned", "node": "evil"}}
+    body = msgspec.msgpack.encode(newer)
+    peer.writer.write(len(body).to_bytes(4, "big") + body)
+    refused = await peer.hear_a(Rejected)
+    assert "NodeYawned" in refused.reason
+    assert "same version" in refused.reason
+    assert await peer.is_cut_off()
+
+
+async def a_fault_that_nobody_asked_for(here: Served, peer: Peer) -> None:
+    await joined_as_a_spare(here, peer)
+    trap = Trap(
+        injection=1, occurrence=1, kind="kill-coordinator", node=NodeId("evil"), rank=Rank(0)
+    )
+    event = FaultTold(
+        at=Time(1.0), node=NodeId("evil"), round=RoundNumber(1), trap=trap, outcome="done"
+    )
+    peer.send(Sent(number=2, event=event))
+    assert await peer.hear_a(Ack) == Ack(number=2)
+    await left_again(peer, 3)
+
+
+async def left_again(peer: Peer, number: int) -> None:
+    left = NodeLeft(at=Time(1.0), node=NodeId("evil"), round=RoundNumber(0))
+    peer.send(Sent(number=number, event=left))
+    while (await peer.hear_a(Ack)).number < number:
+        pass
+
+
+async def until_forgotten(here: Served) -> None:
+    """Wait until a node that was cut off is given up."""
+    while here.job.membership.has(NodeId("evil")):
+        await asyncio.sleep(0.01)
 
 
 STRANGERS: list[Stranger] = [
@@ -301,12 +274,24 @@ STRANGERS: list[Stranger] = [
     a_time_that_is_no_number,
     a_rank_of_another_node,
     leaving_without_having_joined,
+    a_fact_that_is_no_number,
+    an_image_of_a_rank_beyond_the_world,
+    a_round_that_was_never_issued,
+    a_time_in_the_future,
+    a_hello_of_a_far_round,
+    an_event_of_a_newer_version,
+    a_fault_that_nobody_asked_for,
 ]
 
 
-def known(job: Job) -> bytes:
-    """All that the job knows, but for how many events it has heard and refused."""
-    return msgspec.json.encode(msgspec.structs.replace(job, events=0, refused={}))
+def known(job: Job) -> Any:
+    """All that the job knows, but for how many events it has heard and refused, and how many nodes
+    have joined and gone."""
+    found = msgspec.json.decode(msgspec.json.encode(job))
+    for machine in found["machines"]:
+        for name in ("refused", "joins", "last_join_at", "longest_gap_s", "absent_until"):
+            machine.pop(name, None)
+    return found | {"events": 0, "refused": {}}
 
 
 @pytest.mark.parametrize("stranger", STRANGERS, ids=lambda each: each.__name__)
@@ -322,8 +307,78 @@ def test_a_stranger_harms_neither_the_job_nor_its_agents(
             good.send(Sent(number=2, event=stepped(5)))
             await good.hear_a(Ack)
             assert here.job.highest == 5
+            died = WorkerExited(
+                at=Time(1.0),
+                node=NodeId("good"),
+                round=RoundNumber(1),
+                rank=Rank(0),
+                signal=9,
+                progress=RankProgress(rank=Rank(0)),
+            )
+            good.send(Sent(number=3, event=died))
+            stop = await good.hear_a(StopWorkers)
+            ready = NodeReady(
+                at=Time(1.0),
+                node=NodeId("good"),
+                round=stop.round,
+                store_port=1,
+                slowest_stop_s=None,
+            )
+            good.send(Sent(number=4, event=ready))
+            assert (await good.hear_a(StartWorkers)).part.round == 2
+            assert here.job.recovery.failures == 0
             assert not here.serving.done()
-        assert replay(tmp_path / "journal.db") is not None
+            again = replay(tmp_path / "journal.db")
+            assert again is not None
+            assert msgspec.json.encode(again.job) == msgspec.json.encode(here.job)
+
+    run(scenario())
+
+
+def test_refused_events_are_counted_in_the_journal(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with served(tmp_path / "journal.db") as here:
+            good = await here.join()
+            for number in (2, 3, 4):
+                event = NodeWarm(at=Time(1e11), node=NodeId("good"))
+                good.send(Sent(number=number, event=event))
+            assert (await good.hear_a(Ack)).number >= 2
+            while not here.job.recovery.refused:
+                await asyncio.sleep(0.01)
+            assert here.job.recovery.refused == {"NodeWarm: its time is in the future": 3}
+            status = report.status(here.job, Time(2.0), alive=True)
+            assert status.refused["NodeWarm: its time is in the future"] == 3
+
+    run(scenario())
+
+
+def test_a_watch_that_raises_is_an_incident_and_runs_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tasks, "FIRST_PAUSE_S", 0.001)
+    calls = [0]
+
+    def beat_s(self: Silence, nodes: int) -> float:
+        calls[0] += 1
+        if calls[0] == 20:
+            raise ZeroDivisionError("a bug of ours")
+        return 0.001
+
+    monkeypatch.setattr(Silence, "beat_s", beat_s)
+    monkeypatch.setattr(Silence, "limit_s", lambda self, nodes: 3600.0)
+
+    async def scenario() -> None:
+        async with served(tmp_path / "journal.db") as here:
+            await here.join()
+            while not here.job.recovery.failed_tasks or calls[0] < 40:
+                await asyncio.sleep(0.001)
+            assert here.job.recovery.failed_tasks == {"watch for silent nodes": 1}
+            (incident,) = here.job.incidents
+            assert incident.kind == "internal"
+            assert "ZeroDivisionError" in incident.signature
+            status = report.status(here.job, Time(2.0), alive=True)
+            assert status.failed_tasks == {"watch for silent nodes": 1}
+            assert here.job.state.name == "running"
 
     run(scenario())
 

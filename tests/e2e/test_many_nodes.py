@@ -240,7 +240,7 @@ def test_a_node_with_the_wrong_token_is_turned_away_with_one_line(cluster: Clust
     stranger = cluster._make()
     stranger.env["HOLDFAST_TOKEN"] = "guess"
     stranger.train("--nnodes", "1:2", "--coordinator", cluster.endpoint)
-    assert stranger.code() == 1
+    assert stranger.code() == 2
     assert "wrong token" in stranger.err
     first.end()
     assert first.code() == 0
@@ -346,5 +346,22 @@ def test_a_node_whose_cable_is_cut_is_noticed_within_five_seconds(
     job = first.until(lambda job: sizes(job) == (2, 1), "the cut to be noticed")
     assert time.monotonic() - began < 6.0
     assert job.incidents[-1].kind == "node"
+    first.end()
+    assert first.code() == 0
+
+
+def test_a_node_that_was_started_otherwise_is_refused_and_the_others_train_on(
+    cluster: Cluster,
+) -> None:
+    first = cluster.host("1:2")
+    job = first.until_stepping()
+    wrong = cluster.start("2")
+    assert wrong.code() == 2
+    line = "it was started with --nnodes 2:2, the job with --nnodes 1:2"
+    assert wrong.err.count(line) == 1
+    assert len(wrong.own_lines) == 1, wrong.err
+    assert first.err.count(line) == 1
+    later = first.until(lambda now: now.highest > job.highest, "more steps")
+    assert (later.membership.round, later.incidents) == (1, [])
     first.end()
     assert first.code() == 0

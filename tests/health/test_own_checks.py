@@ -89,6 +89,12 @@ def test_any_answer_is_understood_somehow(answer: object) -> None:
     assert understood(answer).verdict in SEVERITY
 
 
+def test_a_fact_that_no_message_can_carry_is_told_in_words() -> None:
+    facts = {"share": float("nan"), "rate": float("inf"), "big": 1 << 70, "rpm": 3, "t": 0.5}
+    told = understood(HealthResult("x", "fail", "slow", 0.0, facts)).facts
+    assert told == {"share": "nan", "rate": "inf", "big": str(1 << 70), "rpm": 3, "t": 0.5}
+
+
 def test_installed_packages_offer_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     point = metadata.EntryPoint("fan", "vendor.checks:fan", own_checks.GROUP)
 

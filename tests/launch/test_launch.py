@@ -135,3 +135,20 @@ def test_an_agent_that_was_started_again_and_joined_ends_in_its_own_way(tmp_path
     """
     done = play(tmp_path, agent, coordinator)
     assert done.returncode == 7, done.stderr
+
+
+def test_a_node_that_the_coordinator_refused_ends_with_2_and_is_not_started_again(
+    tmp_path: Path,
+) -> None:
+    agent = """
+    def agent():
+        from holdfast.messages.exits import EXIT_REFUSED
+        return EXIT_REFUSED
+    """
+    coordinator = """
+    def coordinator():
+        wait_for(lambda: False)
+    """
+    done = play(tmp_path, agent, coordinator)
+    assert done.returncode == 2, done.stderr
+    assert "starting it again" not in done.stderr

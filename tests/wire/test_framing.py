@@ -22,10 +22,12 @@ from holdfast.wire import framing
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 numbers = st.integers(0, 2**53)
+ranks = st.integers(0, 2**36)
+ports = st.integers(0, 65535)
 times = st.floats(0, 1e12).map(Time)
 nodes = texts.map(NodeId)
 terms = st.builds(
-    Terms, min_nodes=numbers, max_restarts=st.none() | numbers, grace_s=st.none() | st.floats(0, 9)
+    Terms, min_nodes=ports, max_restarts=st.none() | numbers, grace_s=st.none() | st.floats(0, 9)
 )
 hellos = st.builds(
     Hello,
@@ -37,7 +39,7 @@ hellos = st.builds(
     terms=terms,
 )
 progresses = st.builds(
-    RankProgress, rank=numbers, step=numbers, steps=numbers, first_at=times, last_at=times
+    RankProgress, rank=ranks, step=numbers, steps=numbers, first_at=times, last_at=times
 )
 events = st.one_of(
     st.builds(StreamEnded, at=times, node=nodes),
@@ -47,7 +49,7 @@ events = st.one_of(
         at=times,
         node=nodes,
         round=numbers,
-        rank=numbers,
+        rank=ranks,
         progress=progresses,
         raised=st.none()
         | st.builds(Raised, type=texts, message=texts, where=texts, traceback=texts),
@@ -55,18 +57,18 @@ events = st.one_of(
     ),
 )
 from_agent = hellos | st.builds(Sent, number=st.integers(1, 2**53), event=events)
-holders = st.builds(Holder, rank=numbers, node=nodes, address=texts, port=numbers)
+holders = st.builds(Holder, rank=ranks, node=nodes, address=texts, port=ports)
 snapshots = st.builds(
     SnapshotId,
     checkpointer=st.text("abc", min_size=1, max_size=5),
     step=numbers,
     round=numbers,
 )
-images = st.builds(ImageId, snapshot=snapshots, rank=numbers, world_size=numbers)
+images = st.builds(ImageId, snapshot=snapshots, rank=ranks, world_size=ranks)
 parts = st.builds(
     Part,
     **dict.fromkeys(
-        ["round", "first_rank", "slots", "group_rank", "group_world_size", "world_size"], numbers
+        ["round", "first_rank", "slots", "group_rank", "group_world_size", "world_size"], ranks
     ),
     **dict.fromkeys(["store_port", "restarts", "max_restarts"], numbers),
     store_address=texts,

@@ -90,10 +90,11 @@ def sealed(commits: Commits, event: SnapshotsSealed) -> CommitEffects:
 
 
 def _snapshot(book: Book, id: SnapshotId, world_size: int, taken: CommitEffects) -> Snapshot | None:
-    """Find or add the snapshot of that name; None when a newer one counts already."""
+    """Find or add the snapshot of that name; None when a newer one counts already, or when it is
+    known with another number of ranks."""
     for snapshot in book.snapshots:
         if snapshot.id == id:
-            return snapshot
+            return snapshot if snapshot.world_size == world_size else None
     newest = _newest(book)
     if newest is not None and age(id) < age(newest.id):
         return None

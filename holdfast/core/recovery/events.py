@@ -23,7 +23,9 @@ from holdfast.core.view import View, rank_in_force
 from holdfast.messages.events import (
     EventLost,
     EventSetAside,
+    EventsRefused,
     NodeReady,
+    TaskFailed,
     Tick,
     WorkerExited,
     WorkerStarted,
@@ -34,6 +36,8 @@ from holdfast.messages.units import NodeId, Rank, Seconds, Time
 
 INTERNAL_AT_MOST = 20
 """Internal incidents that are recorded; later ones are only counted."""
+TASKS_AT_MOST = 100
+"""Names of failed tasks that are kept."""
 TICK_PAUSE_S: Seconds = 1.0
 TICK_PAUSE_MOST_S: Seconds = 60.0
 
@@ -46,6 +50,10 @@ class Recovery(Struct):
     """Id of the newest incident that broke a round."""
     failures: int = 0
     """Events whose handler raised an exception."""
+    refused: dict[str, int] = field(default_factory=dict)
+    """Events that did not fit their senders, by type and reason."""
+    failed_tasks: dict[str, int] = field(default_factory=dict)
+    """How often each background task raised."""
     last: dict[Rank, tuple[Collective, ...]] = field(default_factory=dict)
     """The newest collectives of ranks of the round that breaks, as far as they are known."""
     places: dict[Rank, str] = field(default_factory=dict)
@@ -182,6 +190,32 @@ class RecoveryMachine(Recovery, Machine):
                 action="the rest of it is used; what nodes report shows what is missing",
                 round=job.membership.round,
                 step=job.highest,
+            )
+        ]
+
+    @on(EventsRefused, *ALWAYS)
+    def on_refused(self, job: View, event: EventsRefused, now: Time) -> Effects:
+        self.refused[event.reason] = self.refused.get(event.reason, 0) + event.count
+        return NONE
+
+    @on(TaskFailed, *ALWAYS)
+    def on_task_failed(self, job: View, event: TaskFailed, now: Time) -> Effects:
+        """Count a failure of a background task; the first of each task is an incident."""
+        before = self.failed_tasks.get(event.task, 0)
+        if before == 0 and len(self.failed_tasks) >= TASKS_AT_MOST:
+            return NONE
+        self.failed_tasks[event.task] = before + event.count
+        if before > 0:
+            return NONE
+        return [
+            Note(
+                kind="internal",
+                signature=f"the {event.task} raised {event.error}",
+                action="it was started again; training goes on",
+                node=event.node,
+                round=job.membership.round,
+                step=job.highest,
+                detail=event.traceback,
             )
         ]
 

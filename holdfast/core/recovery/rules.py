@@ -47,7 +47,7 @@ class FaultHistory(Struct):
 
     restarts: int = 0
     signature: str = ""
-    step: StepNumber = StepNumber(-1)
+    step: StepNumber | None = None
     same: int = 0
     """How often in a row the signature above was seen at the step above."""
     best_step: StepNumber = StepNumber(0)
