@@ -37,7 +37,7 @@ PLAY = """
     {coordinator}
 
     def read_end():
-        known = [] if noted("agent came late") else [node_of(launcher.agent.pid)]
+        known = [] if noted("agent came late") else [node_of(launcher.agent.pid, launcher.launch)]
         return JobEnd(0, frozenset(known))
 
     logging.basicConfig(format="%(message)s")
