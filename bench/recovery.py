@@ -17,7 +17,7 @@ from pathlib import Path
 from harness import launchers, peers, processes
 from harness.report import Report, publish
 from harness.setting import Setting, say
-from modes import goodput, many_kills, nodes, one_kill, steady
+from modes import frameworks, goodput, many_kills, nodes, one_kill, steady
 
 OWN: dict[str, Callable[[], launchers.Launcher]] = {
     "plain": launchers.plain,
@@ -37,6 +37,7 @@ modes (default: one kill a job, --tries jobs a launcher):
   recovery.py --kills 100              one job, 100 kills in a row: times, and what is left behind
   recovery.py --kills 100 --settle 5   the same with 5 s of training before each kill
   recovery.py --nodes 2                2 nodes of 2 ranks: a worker, a node, the coordinator dies
+  recovery.py --frameworks             transformers' Trainer, accelerate and Lightning, a kill each
   recovery.py --steady                 nothing killed: the cost of being watched on a 5 ms step
 
 recovery is from the SIGKILL of one rank to the moment every rank has finished a step in a new life
@@ -56,6 +57,11 @@ def arguments() -> argparse.Namespace:
     )
     mode.add_argument(
         "--kills", type=int, metavar="N", help="one job, N kills in a row (holdfast; see --only)"
+    )
+    mode.add_argument(
+        "--frameworks",
+        action="store_true",
+        help="one kill a job, in scripts of the frameworks that are installed",
     )
     mode.add_argument("--steady", action="store_true", help="cost per step with nothing killed")
     mode.add_argument(
@@ -164,6 +170,8 @@ def _report(args: argparse.Namespace, folder: Path) -> Report:
         return many_kills.run(setting, args.kills)
     if args.nodes:
         return nodes.run(setting)
+    if args.frameworks:
+        return frameworks.run(setting)
     return steady.run(setting, args.steps) if args.steady else one_kill.run(setting)
 
 

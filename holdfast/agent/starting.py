@@ -122,7 +122,7 @@ class Starter:
         worker = Worker(part.round, rank, process, standby, output, error_file, flight)
         monitor.expect(worker)
         if standby is not None:
-            self._assign(worker, standby, env, output, part.opened_at)
+            self._assign(worker, standby, env, output, part.opened_at, local_rank == 0)
         output.handed_over()
         monitor.follow(worker)
 
@@ -138,6 +138,7 @@ class Starter:
         env: dict[str, str],
         output: Output,
         opened_at: Time,
+        is_first: bool,
     ) -> None:
         worker.stacks_fd = os.memfd_create("holdfast-stacks", os.MFD_CLOEXEC)
         assign = Assign(
@@ -148,6 +149,7 @@ class Starter:
             images=str(self.orders.images),
             flight=str(worker.flight),
             opened_at=opened_at,
+            tell_imports=is_first and self.pool.want > 0,
         )
         store = [self.port.fileno()] if worker.rank == 0 else []
         standby.order(assign, [STDIN, *output.writers(), worker.stacks_fd, *store])
@@ -173,7 +175,7 @@ def rank_environment(
 ) -> dict[str, str]:
     """Return the variables that differ between ranks."""
     rank = str(part.first_rank + local_rank)
-    env = {
+    env = {  # These are `known_imports.RANK_VARIABLES`.
         "RANK": rank,
         "LOCAL_RANK": str(local_rank),
         "GROUP_RANK": str(part.group_rank),
