@@ -37,6 +37,7 @@ import socket
 import stat
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -58,6 +59,9 @@ State = dict[str, object]
 _LOADERS = (SourceFileLoader, SourcelessFileLoader, ExtensionFileLoader)
 _HARMLESS_DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 _LONGEST_REASON = 120
+_OF_C_LIBRARY = 1 << 31 | 1 << 32
+_LOOKS_FOR_THREADS = 20
+_BETWEEN_LOOKS_S = 0.002
 _ENVIRON: Any = type(os.environ)
 
 
@@ -203,7 +207,7 @@ class ImportWatch:
             "the working directory": os.getcwd(),
             "signal handlers": [
                 *map(signal.getsignal, signal.valid_signals()),
-                proc.signal_masks(pid),
+                *_masks(pid),
             ],
             "the root logger": _logging(),
             "the locale": locale.setlocale(locale.LC_ALL),
@@ -283,15 +287,19 @@ class _Finder(MetaPathFinder):
 def _threads(pid: int, before: object) -> object:
     """Return the number of threads that a fork leaves behind.
 
-    Some libraries, as OpenBLAS, end their threads before a fork and start them again when needed.
+    Some libraries, as OpenBLAS, end their threads before a fork and start them again when needed. And
+    the kernel may still have a thread that Python has already joined.
     """
     count = len(proc.threads(pid))
-    if count > 1 and count != before:
-        child = os.fork()
-        if child == 0:
-            os._exit(0)
-        os.waitpid(child, 0)
-        count = len(proc.threads(pid))
+    if count == 1 or count == before:
+        return count
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    looks = iter(range(_LOOKS_FOR_THREADS))
+    while (count := len(proc.threads(pid))) not in (1, before) and next(looks, None) is not None:
+        time.sleep(_BETWEEN_LOOKS_S)
     return count
 
 
@@ -310,6 +318,14 @@ def _open_files() -> set[tuple[int, str]]:
         ):
             found.add((fd, target))
     return found
+
+
+def _masks(pid: int) -> list[int]:
+    """Return the kernel's signal masks, which also tell of handlers in C code.
+
+    Without the signals that the C library keeps to itself and handles once there is a thread.
+    """
+    return [int(mask or "0", 16) & ~_OF_C_LIBRARY for mask in proc.signal_masks(pid)]
 
 
 def _logging() -> object:
