@@ -60,8 +60,10 @@ def arguments() -> argparse.Namespace:
     )
     mode.add_argument(
         "--frameworks",
-        action="store_true",
-        help="one kill a job, in scripts of the frameworks that are installed",
+        nargs="?",
+        const=",".join(frameworks.PROGRAMS),
+        metavar="NAMES",
+        help="one kill a job, in scripts of these frameworks (transformers,accelerate,lightning)",
     )
     mode.add_argument("--steady", action="store_true", help="cost per step with nothing killed")
     mode.add_argument(
@@ -87,7 +89,7 @@ def arguments() -> argparse.Namespace:
         "--settle",
         type=float,
         metavar="S",
-        help="train so long before a kill or measurement (5; --kills 0)",
+        help="train so long before a kill or measurement (5; --kills 0; --frameworks 20)",
     )
     add(
         "--limit",
@@ -129,7 +131,9 @@ def _checked(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argpa
     if args.tries is None:
         args.tries = 10 if args.steady else 1 if args.every else 5
     if args.settle is None:
-        args.settle = 0.0 if args.kills else 5.0
+        args.settle = 0.0 if args.kills else 20.0 if args.frameworks else 5.0
+    if unknown := sorted(set((args.frameworks or "").split(",")) - {"", *frameworks.PROGRAMS}):
+        parser.error(f"--frameworks does not know {', '.join(unknown)}")
     args.names = _names(args)
     known = [*OWN, *peers.PEERS]
     if unknown := sorted(set(args.names) - set(known)):
@@ -171,7 +175,7 @@ def _report(args: argparse.Namespace, folder: Path) -> Report:
     if args.nodes:
         return nodes.run(setting)
     if args.frameworks:
-        return frameworks.run(setting)
+        return frameworks.run(setting, args.frameworks.split(","))
     return steady.run(setting, args.steps) if args.steady else one_kill.run(setting)
 
 

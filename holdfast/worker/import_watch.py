@@ -65,7 +65,7 @@ _BETWEEN_LOOKS_S = 0.002
 _ENVIRON: Any = type(os.environ)
 
 
-class Refused(BaseException):
+class ImportRefused(BaseException):
     """A module at fault is being imported."""
 
 
@@ -132,7 +132,7 @@ class ImportWatch:
         self._running = [name]
         try:
             importlib.import_module(name)
-        except Refused:
+        except ImportRefused:
             pass
         except (
             BaseException
@@ -160,7 +160,7 @@ class ImportWatch:
             for importer in self._running:
                 if importer != name:
                     self._note(importer, f"it imports {name}")
-            raise Refused(name)
+            raise ImportRefused(name)
 
     def check(self) -> None:
         """Blame the running module for what has changed, and others for what they have read."""

@@ -47,11 +47,16 @@ def importers(run: Run) -> list[int]:
 
 
 def until_better_standbys(run: Run, count: int) -> list[int]:
-    """Wait until the standbys of the first nursery are all replaced; the pids of the new ones."""
+    """Wait until the standbys of the first nursery are all replaced; the pids of the new ones.
+
+    There are never fewer meanwhile.
+    """
+    run.until_standbys(count)
     wait_for((run.job_home / "imports.json").exists, "a nursery that has imported the package")
 
     def replaced() -> list[int]:
         nursery, found = run.nursery(), run.standbys()
+        assert len(found) >= count
         with contextlib.suppress(ProcessLookupError):
             own = [pid for pid in found if os.getpgid(pid) == nursery]
             return found if len(own) == len(found) >= count else []
