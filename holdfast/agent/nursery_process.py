@@ -30,7 +30,7 @@ from holdfast.messages.local import (
     FromNursery,
     Importing,
     ImportPlan,
-    Unfit,
+    UnfitImports,
     Warm,
 )
 
@@ -162,7 +162,7 @@ class Nursery:
         elif isinstance(message, Importing):
             self._importing, self._looks = message.module, 0
             self._look_later()
-        elif isinstance(message, Unfit):
+        elif isinstance(message, UnfitImports):
             self.unfit |= message.modules
         else:
             self._importing = ""
@@ -228,7 +228,7 @@ class Nursery:
             if not packet:
                 return
             message = _from_nursery.decode(packet)
-            if isinstance(message, Unfit):
+            if isinstance(message, UnfitImports):
                 self.unfit |= message.modules
             elif isinstance(message, Importing):
                 self._importing = message.module

@@ -23,7 +23,7 @@ REASON_MOST = 1000
 NOT_FORKABLE = 3
 """Exit code of a nursery whose children could not use accelerators."""
 UNFIT = 4
-"""Exit code of a nursery that has said `Unfit`."""
+"""Exit code of a nursery that has said `UnfitImports`."""
 
 
 class Local(Struct, frozen=True, kw_only=True, tag=True):
@@ -69,7 +69,7 @@ class Importing(Local, frozen=True, kw_only=True):
     module: str
 
 
-class Unfit(Local, frozen=True, kw_only=True):
+class UnfitImports(Local, frozen=True, kw_only=True):
     """Nursery to agent: no process can be forked from here, because these modules were imported."""
 
     modules: dict[str, str]
@@ -219,7 +219,7 @@ class Piece(Local, frozen=True, kw_only=True):
 
 
 ToNursery = Fork
-FromNursery = Forked | Warm | Importing | Unfit
+FromNursery = Forked | Warm | Importing | UnfitImports
 ToWorker = Assign | Test
 FromWorker = (
     Standing

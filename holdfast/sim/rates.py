@@ -137,7 +137,7 @@ _FAULTY_NODE = replace(
 _PARTITIONS = Schedule(
     rates={
         **{"cut": 30.0, "switch": 3.0, "isolate": 2.0, "reset": 60.0, "pause": 10.0, "stand": 5.0},
-        **{"flap": 5.0, "agent": 5.0, "host": 3.0, "clone": 10.0, "signal": 2.0, "leave": 1.0},
+        **{"flap": 5.0, "agent": 5.0, "host": 3.0, "clone": 10.0, "signal": 2.0},
     },
     coordinator_crashes=30.0,
     away_s=(0.1, 60.0),

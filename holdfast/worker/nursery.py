@@ -41,7 +41,7 @@ from holdfast.messages.local import (
     Forked,
     ImportPlan,
     ToNursery,
-    Unfit,
+    UnfitImports,
     Warm,
 )
 from holdfast.worker.channel import Channel
@@ -150,7 +150,7 @@ def _preload(channel: Channel, plan: ImportPlan) -> None:
         names = list(at_fault)
         for first in range(0, len(names), NAMES_PER_MESSAGE):
             some = names[first : first + NAMES_PER_MESSAGE]
-            channel.send(Unfit(modules={name: at_fault[name] for name in some}))
+            channel.send(UnfitImports(modules={name: at_fault[name] for name in some}))
         os._exit(UNFIT)
 
 

@@ -130,6 +130,8 @@ def test_every_variable_of_a_rank_is_known_as_such(settings: RunSettings) -> Non
         group_rank=0,
         group_world_size=1,
         world_size=1,
+        first_role_rank=0,
+        role_size=1,
         store_address="127.0.0.1",
         store_port=1,
         restarts=0,
