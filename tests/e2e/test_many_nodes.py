@@ -166,14 +166,13 @@ def test_a_node_that_is_told_to_leave_goes_with_75_and_the_others_go_on(cluster:
 
 
 def test_an_agent_that_was_paused_and_replaced_is_fenced_and_joins_afresh(cluster: Cluster) -> None:
-    first, second, before = two_nodes(cluster)
+    first, second, before = two_nodes(cluster, "1:2")
     agent = second.agent()
     second.kill(agent, signal.SIGSTOP)
     first.until(lambda job: job.membership.count() == 1, "the paused node to be given up")
-    old = [rank.pid for rank in before.ranks.values() if rank.node.endswith(f":{agent}")]
+    old = [rank.pid for rank in before.ranks.values() if f":{agent}-" in rank.node]
     second.kill(agent, signal.SIGCONT)
-    job = first.until_stepping(round=2)
-    assert sizes(job) == (4, 2)
+    first.until(lambda job: sizes(job) == (4, 2) and not job.unstepped, "four ranks again")
     assert all(gone(pid) for pid in old)
     assert gone(agent)
     first.end()
