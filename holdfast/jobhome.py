@@ -251,6 +251,8 @@ def find(name: str | None) -> JobHome:
     if name is not None:
         home = _home_of(name)
         if not home.journal.exists():
+            if home.opened_id():
+                raise JobError(f"{home.journal} is gone, and with it what is known of job {name}")
             raise JobError(f"no job {name} in {jobs}; {_meant(name, jobs)}")
         return home
     homes = _homes(jobs)
