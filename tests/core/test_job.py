@@ -444,7 +444,9 @@ def test_a_coordinator_that_died_at_the_very_end_ends_when_it_is_started_again()
     assert kinds(driver.take(CoordinatorRestarted(at=driver.at))) == ["CloseJob"]
 
 
-def test_a_node_that_was_absent_when_the_job_ended_holds_up_its_close_until_its_lease_is_over() -> None:
+def test_a_node_that_was_absent_when_the_job_ended_holds_up_its_close_until_its_lease_is_over() -> (
+    None
+):
     driver = Driver(min_nodes=2, max_nodes=2).running("a", "b", step=3)
     driver.cut_off("b")
     driver.leaving("a")
