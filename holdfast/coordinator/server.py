@@ -132,6 +132,9 @@ class Coordinator:
     _told: int = 0
     _given_up: set[NodeId] = field(default_factory=set)
     """Nodes that the core is about to lose: they get no lease any more."""
+    _returning: Counter[NodeId] = field(default_factory=Counter)
+    """Nodes that have a new stream, and the core has not yet heard so: what it orders meanwhile is as
+    lost as the old stream. It takes them to know nothing of it, and says again what still holds."""
     _raised_to_s: Seconds = 0.0
     """The silence that was last asked for."""
     _remembered: Memory | None = None
@@ -197,12 +200,17 @@ class Coordinator:
             if self._is_new(arrival) and (event := self._fitting(arrival, now)) is not None
         ]
         intake = Intake(self.job, self.journal)
-        for _, actions in intake.take(entries):
+        resumed = (one.event for one in entries if isinstance(one.event, NodeResumed))
+        self._returning = Counter(event.node for event in resumed)
+        for entry, actions in intake.take(entries):
+            if isinstance(entry.event, NodeResumed):
+                self._returning[entry.event.node] -= 1
             self.job = intake.job
             for action in actions:
                 self._carry_out(action)
         self.job = intake.job
         self._given_up.clear()
+        self._returning.clear()
         self._note_trouble(self.journal.trouble)
         for node in {arrival.node for arrival in batch if arrival.number}:
             if node is not None and node in self._streams:
@@ -224,7 +232,7 @@ class Coordinator:
         elif isinstance(action, Announce):
             log.warning("%s", action.text)
         elif action.node:
-            if action.node in self._streams:
+            if action.node in self._streams and self._returning[action.node] <= 0:
                 self._streams[action.node].send(action)
         else:  # A fault that befalls the coordinator.
             asyncio.get_running_loop().call_soon(_die)

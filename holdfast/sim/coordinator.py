@@ -136,6 +136,8 @@ class SimCoordinator:
         self.refused_streams = 0
         self._leases = Leases(self.clock.now)
         self._given_up: set[NodeId] = set()
+        self._returning: Counter[NodeId] = Counter()
+        """Nodes that have a new stream of which the core has not heard yet."""
         self._looking = False
         self._heard: dict[NodeId, int] = {}
         self._rounds: dict[NodeId, RoundNumber] = {}
@@ -318,7 +320,11 @@ class SimCoordinator:
             fresh.append((event, node, number))
         intake = Intake(self.job, self.journal, self._handle)
         entries = [Entry(now, event, node if n else None, n) for event, node, n in fresh]
+        resumed = (event for event, *_ in fresh if isinstance(event, NodeResumed))
+        self._returning = Counter(event.node for event in resumed)
         for entry, actions in intake.take(entries):
+            if isinstance(entry.event, NodeResumed):
+                self._returning[entry.event.node] -= 1
             self.job = intake.job
             self._count(entry.event)
             self.cluster.invariants.event_handled(self.job, entry.event, actions, now)
@@ -327,6 +333,7 @@ class SimCoordinator:
             self._carry_out(actions)
         self.job = intake.job
         self._given_up.clear()
+        self._returning.clear()
         if self._crash is not None:
             self._die()
             return
@@ -369,7 +376,7 @@ class SimCoordinator:
 
     def _send(self, action: NodeAction) -> None:
         stream = self.streams.get(action.node)
-        if stream is not None:
+        if stream is not None and self._returning[action.node] <= 0:
             self.cluster.network.send_down(stream, action)
 
     def _acknowledge(self, fresh: list[tuple[AnyEvent, NodeId | None, int]]) -> None:
