@@ -202,12 +202,15 @@ def test_survivors_are_waited_for_although_spares_could_fill_the_world() -> None
     ]
 
 
-def test_a_node_that_cannot_stop_does_not_hold_up_spares_for_ever() -> None:
+def test_a_node_that_cannot_stop_is_killed_and_does_not_hold_up_spares_for_ever() -> None:
     driver = Driver(min_nodes=1, max_nodes=1).running("a", step=10)
     driver.join("spare")
     driver.exit(0, step=10, signal=9)
     assert driver.after(STOP_UNKNOWN_S - 1).tick() == []
-    assert kinds(driver.after(2).tick()) == ["StartWorkers"]
+    (stop,) = driver.after(2).tick()
+    assert isinstance(stop, StopWorkers)
+    assert (stop.node, stop.round, stop.grace_s) == ("a", 1, 0.0)
+    assert kinds(driver.killed("a")) == ["StartWorkers"]
     assert driver.world.places[0].node == "spare"
 
 

@@ -67,7 +67,9 @@ def test_a_lost_order_that_is_not_repeated_is_noticed(handler):
 
 def test_word_from_an_older_round_that_is_believed_is_noticed(monkeypatch):
     monkeypatch.setattr(ranks, "rank_in_force", lambda job, node, round, rank: job.ranks.get(rank))
-    noticed("stepped before|more ranks started|nobody took|back before|productive|twice")
+    noticed(
+        "stepped before|more ranks started|nobody took|back before|productive|twice|went on from"
+    )
 
 
 def test_a_pause_that_is_booked_as_training_is_noticed(monkeypatch):
