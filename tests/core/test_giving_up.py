@@ -153,6 +153,14 @@ def test_without_spares_a_node_whose_workers_were_killed_is_waited_for() -> None
     assert started(driver.ready("b")) == ["a", "b"]
 
 
+def test_nobody_is_hurried_before_the_grace_that_the_user_gave_is_over() -> None:
+    driver = Driver(grace_s=120.0).running("a", step=3)
+    driver.exit(0, step=3, signal=9)
+    assert jobs.deadline(driver.job) == driver.now + 120
+    assert hurried(driver) == {}
+    assert stopped(driver.after(120).tick()) == {"a": 0.0}
+
+
 def test_killed_workers_of_another_round_prove_nothing() -> None:
     driver = Driver(min_nodes=1, max_nodes=2).running("a", "b", step=3)
     driver.leaving("b")
