@@ -132,6 +132,9 @@ class Coordinator:
     _told: int = 0
     _given_up: set[NodeId] = field(default_factory=set)
     """Nodes that the core is about to lose: they get no lease any more."""
+    _returning: Counter[NodeId] = field(default_factory=Counter)
+    """Nodes that have a new stream, and the core has not yet heard so: what it orders meanwhile is as
+    lost as the old stream. It takes them to know nothing of it, and says again what still holds."""
     _raised_to_s: Seconds = 0.0
     """The silence that was last asked for."""
     _remembered: Memory | None = None
@@ -197,15 +200,17 @@ class Coordinator:
             if self._is_new(arrival) and (event := self._fitting(arrival, now)) is not None
         ]
         intake = Intake(self.job, self.journal)
+        resumed = (one.event for one in entries if isinstance(one.event, NodeResumed))
+        self._returning = Counter(event.node for event in resumed)
         for entry, actions in intake.take(entries):
+            if isinstance(entry.event, NodeResumed):
+                self._returning[entry.event.node] -= 1
             self.job = intake.job
-            self._resume(entry.event)
             for action in actions:
                 self._carry_out(action)
         self.job = intake.job
-        for arrival in batch:  # One whose handler failed each time was dropped.
-            self._resume(arrival.event)
         self._given_up.clear()
+        self._returning.clear()
         self._note_trouble(self.journal.trouble)
         for node in {arrival.node for arrival in batch if arrival.number}:
             if node is not None and node in self._streams:
@@ -227,17 +232,10 @@ class Coordinator:
         elif isinstance(action, Announce):
             log.warning("%s", action.text)
         elif action.node:
-            stream = self._streams.get(action.node)
-            if stream is not None and stream.resumes is None:
-                stream.send(action)
+            if action.node in self._streams and self._returning[action.node] <= 0:
+                self._streams[action.node].send(action)
         else:  # A fault that befalls the coordinator.
             asyncio.get_running_loop().call_soon(_die)
-
-    def _resume(self, event: object) -> None:
-        """Let actions pass to a stream from when its hello is decided on."""
-        stream = self._streams.get(event.node) if isinstance(event, NodeResumed) else None
-        if stream is not None and stream.resumes is event:
-            stream.resumes = None
 
     def _is_new(self, arrival: Arrival) -> bool:
         """False for what was sent again after a broken stream and is in the journal already."""
@@ -471,7 +469,6 @@ class Coordinator:
                 busy=hello.busy,
                 missing=max(0, hello.acked - acked),
             )
-            stream.resumes = resumed
             self._post(Arrival(resumed, hello.node))
 
     def _check_job(self, hello: Hello) -> None:

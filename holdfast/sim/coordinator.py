@@ -136,6 +136,8 @@ class SimCoordinator:
         self.refused_streams = 0
         self._leases = Leases(self.clock.now)
         self._given_up: set[NodeId] = set()
+        self._returning: Counter[NodeId] = Counter()
+        """Nodes that have a new stream of which the core has not heard yet."""
         self._looking = False
         self._heard: dict[NodeId, int] = {}
         self._rounds: dict[NodeId, RoundNumber] = {}
@@ -198,7 +200,6 @@ class SimCoordinator:
             lost = max(0, hello.acked - max(acked, self._heard.get(hello.node, 0)))
             self.cluster.invariants.demand(not lost, f"{lost} events of {hello.node} are lost")
             resumed = NodeResumed(at=now, node=hello.node, round=hello.round, busy=hello.busy)
-            stream.resumes = resumed
             self._post(resumed, hello.node)
 
     def _welcome(self, now: Time, acked: int) -> Welcome:
@@ -319,28 +320,26 @@ class SimCoordinator:
             fresh.append((event, node, number))
         intake = Intake(self.job, self.journal, self._handle)
         entries = [Entry(now, event, node if n else None, n) for event, node, n in fresh]
+        resumed = (event for event, *_ in fresh if isinstance(event, NodeResumed))
+        self._returning = Counter(event.node for event in resumed)
         for entry, actions in intake.take(entries):
+            if isinstance(entry.event, NodeResumed):
+                self._returning[entry.event.node] -= 1
             self.job = intake.job
             self._count(entry.event)
-            self._resume(entry.event)
             self.cluster.invariants.event_handled(self.job, entry.event, actions, now)
             if self._crash_at_close and look.is_closed(self.job):
                 self._crash_at_close, self._crash = False, "after the journal"
             self._carry_out(actions)
         self.job = intake.job
         self._given_up.clear()
+        self._returning.clear()
         if self._crash is not None:
             self._die()
             return
         self._acknowledge(fresh)
         self.journal.snapshot_if_due(self.job, now, self.acked)
         self._set_timer()
-
-    def _resume(self, event: AnyEvent) -> None:
-        """Let actions pass to a stream from when its hello is decided on."""
-        stream = self.streams.get(event.node) if isinstance(event, NodeResumed) else None
-        if stream is not None and stream.resumes is event:
-            stream.resumes = None
 
     def _handle(self, job: Job, event: AnyEvent, now: Time) -> list[AnyAction]:
         """Have the core take an event in; some handlers raise when they have changed the job."""
@@ -377,7 +376,7 @@ class SimCoordinator:
 
     def _send(self, action: NodeAction) -> None:
         stream = self.streams.get(action.node)
-        if stream is not None and stream.resumes is None:
+        if stream is not None and self._returning[action.node] <= 0:
             self.cluster.network.send_down(stream, action)
 
     def _acknowledge(self, fresh: list[tuple[AnyEvent, NodeId | None, int]]) -> None:

@@ -208,20 +208,53 @@ def test_spans_come_from_the_first_event_on_even_with_a_snapshot(
 
 
 @pytest.mark.parametrize("text", ["{", "{}", '{"type":"NoSuchEvent"}', ""])
-def test_a_damaged_event_is_named_and_nothing_after_it_is_trusted(
+def test_a_damaged_event_is_named_and_all_others_count(
     journal: Journal, path: Path, text: str
 ) -> None:
     journal.append(entries())
-    damage(path, f"UPDATE events SET event = '{text}' WHERE number = 7")
-    with pytest.raises(JournalCorrupt, match=r"journal\.db: event 7 is damaged"):
-        replay(path)
+    damage(path, f"UPDATE events SET event = '{text}' WHERE number = 5")
+    snapshot, lost = journals.reopen(path)
+    assert snapshot is not None
+    assert lost == 1
+    assert (snapshot.job.events, snapshot.job.highest) == (len(entries()), 35)
+    assert [found for found in internal(snapshot.job) if "event 5 is damaged" in found]
+    assert snapshot.acked == {NODE: len(entries()) - 1}
 
 
-def test_a_missing_event_is_named(journal: Journal, path: Path) -> None:
+def test_missing_events_are_named_and_all_others_count(journal: Journal, path: Path) -> None:
     journal.append(entries())
+    damage(path, "DELETE FROM events WHERE number IN (9, 10)")
+    snapshot, lost = journals.reopen(path)
+    assert snapshot is not None
+    assert lost == 2
+    assert (snapshot.job.events, snapshot.job.highest) == (len(entries()), 35)
+    assert internal(snapshot.job) == [
+        "the journal lost an event: event 9 is missing",
+        "the journal lost an event: event 10 is missing",
+    ]
+
+
+def test_a_snapshot_that_cannot_be_read_costs_only_time(journal: Journal, path: Path) -> None:
+    written = entries()
+    journal.append(written)
+    journal.write_snapshot(JobSnapshot(live(written), written[-1].at, {}))
+    damage(path, "UPDATE snapshots SET state = '{'")
+    snapshot, lost = journals.reopen(path)
+    assert snapshot is not None
+    assert lost == 0
+    assert msgspec.json.encode(snapshot.job) == msgspec.json.encode(live(written))
+
+
+def test_a_journal_with_a_gap_that_no_job_can_have_is_refused(journal: Journal, path: Path) -> None:
+    journal.append(entries())
+    damage(path, f"UPDATE events SET number = number + {journals.MISSING_AT_MOST} WHERE number > 7")
     damage(path, "DELETE FROM events WHERE number = 7")
-    with pytest.raises(JournalCorrupt, match="event 7 is missing"):
+    with pytest.raises(JournalCorrupt, match="events 7 to 10007 are missing"):
         replay(path)
+
+
+def internal(job: Job) -> list[str]:
+    return [incident.signature for incident in job.incidents if incident.kind == "internal"]
 
 
 def test_a_journal_that_does_not_begin_with_a_job_is_refused(journal: Journal, path: Path) -> None:

@@ -18,6 +18,7 @@ from holdfast.messages.actions import AnyAction
 from holdfast.messages.events import (
     AnyEvent,
     JobOpened,
+    LeaseEnded,
     NodeJoined,
     NodeLeaving,
     NodeLeft,
@@ -27,6 +28,7 @@ from holdfast.messages.events import (
     StreamEnded,
     Tick,
     WorkerExited,
+    WorkersKilled,
     WorkerStarted,
 )
 from holdfast.messages.records import NodeSpec, Raised, RankProgress, Terms, World
@@ -113,9 +115,14 @@ class Driver:
 
     # ---- what nodes say ----
 
-    def join(self, node: str, slots: int = 2, **more: Any) -> list[AnyAction]:
-        port = 20000 + len(self.history)
-        event = NodeJoined(at=self.at, node=NodeId(node), spec=spec(slots, **more), store_port=port)
+    def join(self, node: str, slots: int = 2, replaces: str = "", **more: Any) -> list[AnyAction]:
+        event = NodeJoined(
+            at=self.at,
+            node=NodeId(node),
+            spec=spec(slots, **more),
+            store_port=20000 + len(self.history),
+            replaces=NodeId(replaces),
+        )
         return self.take(event)
 
     def ready(self, node: str, ranks: Iterable[RankProgress] = (), **more: Any) -> list[AnyAction]:
@@ -134,16 +141,22 @@ class Driver:
         return self.take(NodeLeft(at=self.at, node=NodeId(node), ranks=tuple(ranks), **more))
 
     def lose(self, node: str) -> list[AnyAction]:
-        """Its stream ends and does not come back."""
-        self.take(StreamEnded(at=self.at, node=NodeId(node)))
-        deadline = jobs.deadline(self.job)
-        assert deadline is not None
-        self.now = deadline
-        return self.tick()
+        """Its stream ends, and it is not heard of until its lease is over."""
+        return self.cut_off(node) + self.end_lease(node)
 
-    def resume(self, node: str, round: int, busy: bool = False) -> list[AnyAction]:
-        number = RoundNumber(round)
-        return self.take(NodeResumed(at=self.at, node=NodeId(node), round=number, busy=busy))
+    def cut_off(self, node: str) -> list[AnyAction]:
+        return self.take(StreamEnded(at=self.at, node=NodeId(node)))
+
+    def end_lease(self, node: str, why: str = "it was not heard of for 4.0 s") -> list[AnyAction]:
+        return self.take(LeaseEnded(at=self.at, node=NodeId(node), why=why))
+
+    def killed(self, node: str, round: int | None = None) -> list[AnyAction]:
+        number = self.round if round is None else RoundNumber(round)
+        return self.take(WorkersKilled(at=self.at, node=NodeId(node), round=number))
+
+    def resume(self, node: str, round: int, busy: bool = False, **more: Any) -> list[AnyAction]:
+        about = {"node": NodeId(node), "round": RoundNumber(round), "busy": busy, **more}
+        return self.take(NodeResumed(at=self.at, **about))
 
     def tick(self) -> list[AnyAction]:
         return self.take(Tick(at=self.at))
@@ -202,7 +215,10 @@ class Driver:
         return self
 
     def all_ready(self) -> list[AnyAction]:
+        """All that were to stop have stopped: members are ready, and who was sent away has gone."""
         actions: list[AnyAction] = []
+        for node, held in list(self.job.membership.leaving.items()):
+            actions += self.left(node, round=held.round)
         for node in list(self.job.membership.busy):
             actions += self.ready(node)
         return actions

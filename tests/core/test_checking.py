@@ -10,9 +10,8 @@ from holdfast.core import job as jobs
 from holdfast.core import report
 from holdfast.core.nodecheck import schedule as checking
 from holdfast.core.nodecheck.schedule import Checking
-from holdfast.core.patience import RECONNECT_AFTER_RESTART_S
 from holdfast.messages.actions import Finish
-from holdfast.messages.events import CoordinatorRestarted, NodeWarm, StreamEnded
+from holdfast.messages.events import CoordinatorRestarted, NodeWarm
 from holdfast.messages.exits import EXIT_DO_NOT_REQUEUE, EXIT_TRY_AGAIN
 from holdfast.messages.units import NodeId
 
@@ -450,7 +449,7 @@ def test_a_node_that_comes_and_goes_does_not_keep_the_others_from_training() -> 
 def test_a_node_back_on_a_new_stream_is_told_its_test_again() -> None:
     driver = lab(2, 2).gather("a", "b")
     order = driver.orders["a"]
-    driver.take(StreamEnded(at=driver.at, node=NodeId("a")))
+    driver.cut_off("a")
     assert driver.after(0.1).resume("a", 0) == [order]
     driver.answer("a")
     assert driver.resume("a", 0) == [], "it has answered"
@@ -458,14 +457,14 @@ def test_a_node_back_on_a_new_stream_is_told_its_test_again() -> None:
 
 def test_a_node_that_missed_that_its_partner_failed_is_told_to_do_without_it() -> None:
     driver = lab(1, 2).gather("a", "b")
-    driver.take(StreamEnded(at=driver.at, node=NodeId("b")))
+    driver.cut_off("b")
     driver.answer("a", passed=False)
     assert ordered(driver.after(0.1).resume("b", 0)) == [("b", 1)]
 
 
 def test_a_node_that_is_back_when_its_partner_has_passed_and_left_does_without_it() -> None:
     driver = lab(1, 2).gather("a", "b")
-    driver.take(StreamEnded(at=driver.at, node=NodeId("b")))
+    driver.cut_off("b")
     driver.answer("a")
     driver.left("a")
     assert ordered(driver.after(0.1).resume("b", 0)) == [("b", 1)]
@@ -492,7 +491,7 @@ def test_nodes_that_do_not_come_back_after_a_restart_are_lost_to_the_check() -> 
     for node in "abc":
         driver.resume(node, 0)
     del driver.orders["d"]
-    driver.after(RECONNECT_AFTER_RESTART_S).tick()
+    driver.after(10).end_lease("d")
     assert started(driver.answer_all()) == ["a", "b", "c"]
     assert driver.job.incidents == []
 

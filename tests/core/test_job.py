@@ -10,7 +10,7 @@ from driver import OPENED_AT, WAKE, Driver, encoded, kinds, raised, replayed
 from holdfast.core import job as jobs
 from holdfast.core.ledger import books
 from holdfast.core.ledger.books import Ledger
-from holdfast.core.patience import RECONNECT_AFTER_RESTART_S, RECONNECT_S, STOP_UNKNOWN_S
+from holdfast.core.patience import STOP_UNKNOWN_S
 from holdfast.core.states import Ended
 from holdfast.messages.actions import CloseJob, Finish, StartWorkers, StopWorkers
 from holdfast.messages.events import (
@@ -18,7 +18,6 @@ from holdfast.messages.events import (
     ExcludeAsked,
     NodeWarm,
     StopAsked,
-    StreamEnded,
 )
 from holdfast.messages.units import NodeId, Rank, Time
 
@@ -203,12 +202,15 @@ def test_survivors_are_waited_for_although_spares_could_fill_the_world() -> None
     ]
 
 
-def test_a_node_that_cannot_stop_does_not_hold_up_spares_for_ever() -> None:
+def test_a_node_that_cannot_stop_is_killed_and_does_not_hold_up_spares_for_ever() -> None:
     driver = Driver(min_nodes=1, max_nodes=1).running("a", step=10)
     driver.join("spare")
     driver.exit(0, step=10, signal=9)
     assert driver.after(STOP_UNKNOWN_S - 1).tick() == []
-    assert kinds(driver.after(2).tick()) == ["StartWorkers"]
+    (stop,) = driver.after(2).tick()
+    assert isinstance(stop, StopWorkers)
+    assert (stop.node, stop.round, stop.grace_s) == ("a", 1, 0.0)
+    assert kinds(driver.killed("a")) == ["StartWorkers"]
     assert driver.world.places[0].node == "spare"
 
 
@@ -322,8 +324,8 @@ def test_a_node_told_to_leave_goes_and_the_others_go_on() -> None:
     driver = Driver(min_nodes=1, max_nodes=2).running("a", "b", step=3)
     actions = driver.leaving("b")
     assert kinds(actions) == ["Finish", "StopWorkers"]
-    assert kinds(driver.ready("a")) == ["StartWorkers"]
-    assert driver.left("b") == []
+    assert driver.ready("a") == [], "its workers may still run"
+    assert kinds(driver.left("b")) == ["StartWorkers"]
     assert driver.job.state.name == "running"
 
 
@@ -390,10 +392,10 @@ def test_a_script_may_end_the_whole_job() -> None:
 # ---- broken streams ----
 
 
-def test_a_stream_that_comes_back_in_time_costs_nothing() -> None:
+def test_a_stream_that_comes_back_before_its_lease_is_over_costs_nothing() -> None:
     driver = Driver().running("a", step=3)
-    driver.take(StreamEnded(at=driver.at, node=NodeId("a")))
-    assert jobs.deadline(driver.job) == pytest.approx(driver.now + RECONNECT_S)
+    driver.cut_off("a")
+    assert jobs.deadline(driver.job) is None, "only the end of its lease makes it lost"
     assert driver.after(0.1).resume("a", 1, busy=True) == []
     driver.after(10).tick()
     assert driver.job.state.name == "running"
@@ -425,10 +427,13 @@ def test_a_node_that_was_given_up_is_sent_away_when_it_comes_back() -> None:
     assert finish.code == 75
 
 
-def test_a_restarted_coordinator_gives_every_node_time_to_come_back() -> None:
+def test_after_a_restart_of_the_coordinator_every_node_is_waited_for_until_its_lease_is_over() -> (
+    None
+):
     driver = Driver(min_nodes=2, max_nodes=2).running("a", "b", step=3)
     driver.take(CoordinatorRestarted(at=driver.at))
-    assert jobs.deadline(driver.job) == driver.now + RECONNECT_AFTER_RESTART_S
+    assert list(driver.job.membership.absent) == ["a", "b"]
+    assert jobs.deadline(driver.job) is None
     driver.after(1).resume("a", 1, busy=True)
     driver.resume("b", 1, busy=True)
     driver.after(100).tick()
@@ -442,15 +447,15 @@ def test_a_coordinator_that_died_at_the_very_end_ends_when_it_is_started_again()
     assert kinds(driver.take(CoordinatorRestarted(at=driver.at))) == ["CloseJob"]
 
 
-def test_a_node_that_was_absent_when_the_job_ended_does_not_hold_up_its_close() -> None:
+def test_a_node_that_was_absent_when_the_job_ended_holds_up_its_close_until_its_lease_is_over() -> (
+    None
+):
     driver = Driver(min_nodes=2, max_nodes=2).running("a", "b", step=3)
-    driver.take(StreamEnded(at=driver.at, node=NodeId("b")))
+    driver.cut_off("b")
     driver.leaving("a")
     driver.left("a")
-    deadline = jobs.deadline(driver.job)
-    assert deadline is not None
-    driver.now = deadline
-    assert kinds(driver.tick()) == ["CloseJob"]
+    assert driver.job.state.name == "ending"
+    assert kinds(driver.end_lease("b")) == ["CloseJob"]
 
 
 # ---- the end and the books ----

@@ -1,9 +1,10 @@
 """The whole machine under any sequence of events.
 
 Agents are modelled just well enough to be plausible most of the time (they start what they are told
-to start, test what they are told to test, and get ready when told to stop); the rest is chance: what
-dies and how, whose stream breaks, what is said twice, late or out of turn, and how far the clocks are
-apart.
+to start, test what they are told to test, and get ready when told to stop), and so is the shell around
+the core: a node without a stream hears nothing, and either comes back or is given up. The rest is
+chance: what dies and how, whose stream breaks, what is said twice, late or out of turn, and how far
+the clocks are apart.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from holdfast.messages.events import (
     CoordinatorRestarted,
     ExcludeAsked,
     HealthFound,
+    LeaseEnded,
     NodeJoined,
     NodeLeaving,
     NodeLeft,
@@ -43,6 +45,7 @@ from holdfast.messages.events import (
     StopAsked,
     StreamEnded,
     WorkerExited,
+    WorkersKilled,
     WorkerStarted,
 )
 from holdfast.messages.health import HealthResult
@@ -131,13 +134,17 @@ class JobMachine(RuleBasedStateMachine):
         )
         self.slots = slots
         self.agents: dict[str, Agent] = {}
+        self.cut_off: set[str] = set()
+        """Nodes without a stream."""
+        self.running: dict[str, RoundNumber] = {}
+        """Nodes that began a round of which nothing has yet proved that its workers are gone."""
         self.worlds: dict[int, World] = {}
         self.round = 0
         self.total = 0.0
         self.generation = 0
         self.closes = 0
         for name in NAMES[:there]:
-            self.join(name, False, 0.0)
+            self.join(name, False, False, 0.0)
         self.wait(1.0)
         if steps:
             self.everybody_passes()
@@ -159,6 +166,7 @@ class JobMachine(RuleBasedStateMachine):
                 event.check != self.job.of(Checking).number or self.job.of(Checking).check is None
             )
         before = encoded(self.job) if stale else b""
+        self.learn(event)
         actions = self.driver.take(event)
         if stale:
             assert actions == [], "acted upon word of another round"
@@ -166,23 +174,41 @@ class JobMachine(RuleBasedStateMachine):
         for action in actions:
             self.deliver(action)
 
+    def learn(self, event: AnyEvent) -> None:
+        """Note what an event proves about workers that ran."""
+        if isinstance(event, NodeReady | WorkersKilled):
+            if self.running.get(event.node) == event.round:
+                del self.running[event.node]
+        elif isinstance(event, NodeLeft | LeaseEnded | NodeJoined):
+            self.running.pop(event.node, None)
+            if isinstance(event, NodeJoined):
+                self.running.pop(event.replaces, None)
+
     def deliver(self, action: AnyAction) -> None:
         if isinstance(action, CloseJob):
             self.closes += 1
+            return
+        if isinstance(action, StartWorkers):
+            absent = action.node in self.job.membership.absent
+            assert not absent, "a node without a stream got a place"
+        if action.node in self.cut_off:
             return
         agent = self.agents.setdefault(action.node, Agent())
         if isinstance(action, StartWorkers):
             assert action.part.round == self.job.membership.round
             assert action.part.world_size == self.driver.world.size
+            older = [n for n, round in self.running.items() if round < action.part.round]
+            assert not older, "two worlds run at once"
             if action.part.round > agent.round:
+                self.running[action.node] = action.part.round
                 agent.part, agent.round = action.part, action.part.round
                 first = action.part.first_rank
                 agent.steps = {Rank(first + i): 0 for i in range(action.part.slots)}
                 agent.base = self.job.highest
                 agent.stopping = agent.test = None
         elif isinstance(action, StopWorkers):
-            if action.round == agent.round:
-                agent.stopping = action
+            if action.round >= agent.round:
+                agent.stopping, agent.round = action, action.round
         elif isinstance(action, orders.TestNode):
             self.told_to_test(agent, action)
         elif isinstance(action, Finish):
@@ -217,18 +243,26 @@ class JobMachine(RuleBasedStateMachine):
 
     # ---- nodes ----
 
-    @rule(name=names, again=st.booleans(), skew=skews)
-    def join(self, name: str, again: bool, skew: float) -> None:
+    @rule(name=names, again=st.booleans(), replaces=st.booleans(), skew=skews)
+    def join(self, name: str, again: bool, replaces: bool, skew: float) -> None:
+        older = ""
         if name in self.agents and not again:
+            if replaces:
+                older = name
+                del self.agents[older]
             name = f"{name}-{self.generation}"
             self.generation += 1
         self.agents[name] = Agent()
-        self.take(self.joined(name, skew))
+        self.cut_off.discard(name)
+        self.take(self.joined(name, skew, older))
 
-    def joined(self, name: str, skew: float) -> NodeJoined:
-        node = NodeId(name)
+    def joined(self, name: str, skew: float, replaces: str = "") -> NodeJoined:
         return NodeJoined(
-            at=self.at(skew), node=node, spec=spec(self.slots, host=name), store_port=4000
+            at=self.at(skew),
+            node=NodeId(name),
+            spec=spec(self.slots, host=name),
+            store_port=4000,
+            replaces=NodeId(replaces),
         )
 
     @rule(name=names)
@@ -259,6 +293,14 @@ class JobMachine(RuleBasedStateMachine):
         for i in range(len(self.agents)):
             self.get_ready(i, 0.0, None)
 
+    @rule(number=picks)
+    def kill_workers(self, number: int) -> None:
+        stopping = [n for n, a in self.agents.items() if a.stopping or a.finish]
+        if stopping:
+            name = stopping[number % len(stopping)]
+            round = self.agents[name].round
+            self.take(WorkersKilled(at=self.at(0), node=NodeId(name), round=round))
+
     @rule(name=names, code=st.sampled_from([1, 75]))
     def leave(self, name: str, code: int) -> None:
         event = NodeLeaving(at=self.at(0), node=NodeId(name), reason="stopped", code=code)
@@ -273,20 +315,37 @@ class JobMachine(RuleBasedStateMachine):
             ranks = tuple(self.progress(agent, rank, skew) for rank in agent.steps)
             self.take(NodeLeft(at=self.at(skew), node=NodeId(name), round=agent.round, ranks=ranks))
 
-    @rule(name=names)
-    def break_stream(self, name: str) -> None:
+    @rule(name=names, dies=st.booleans())
+    def break_stream(self, name: str, dies: bool) -> None:
+        """Its agent dies, or is cut off."""
+        if name in self.agents:
+            self.cut_off.add(name)
+        if dies:
+            self.agents.pop(name, None)
         self.take(StreamEnded(at=self.at(0), node=NodeId(name)))
 
-    @rule(name=names, busy=st.booleans())
-    def resume(self, name: str, busy: bool) -> None:
+    @rule(name=names, dies=st.booleans())
+    def give_up(self, name: str, dies: bool) -> None:
+        self.break_stream(name, dies)
+        self.end_lease(name)
+
+    def end_lease(self, name: str) -> None:
+        self.take(LeaseEnded(at=self.at(0), node=NodeId(name), why="it was not heard of"))
+
+    @rule(name=names, busy=st.booleans(), missing=st.sampled_from([0, 0, 0, 2]))
+    def resume(self, name: str, busy: bool, missing: int) -> None:
         agent = self.agents.get(name)
         round = agent.round if agent is not None else RoundNumber(0)
-        self.take(NodeResumed(at=self.at(0), node=NodeId(name), round=round, busy=busy))
+        self.cut_off.discard(name)
+        self.take(
+            NodeResumed(at=self.at(0), node=NodeId(name), round=round, busy=busy, missing=missing)
+        )
 
-    @rule()
-    def restart_coordinator(self) -> None:
+    @rule(lost=st.sampled_from([0, 0, 0, 3]))
+    def restart_coordinator(self, lost: int) -> None:
         self.driver.job = revived(self.job)
-        self.take(CoordinatorRestarted(at=self.at(0)))
+        self.cut_off = set(self.agents)
+        self.take(CoordinatorRestarted(at=self.at(0), lost=lost))
 
     # ---- workers ----
 
@@ -497,11 +556,8 @@ class JobMachine(RuleBasedStateMachine):
         """With nodes that do as they are told, a world forms, if there may be one."""
         m = self.job.membership
         for _ in range(100):
-            for node in list(self.job.membership.absent):
-                round = self.agents.setdefault(node, Agent()).round
-                self.take(NodeResumed(at=self.at(0), node=node, round=round, busy=False))
-            for node, held in list(self.job.membership.busy.items()):
-                self.driver.ready(node, round=held.round)
+            self.everybody_is_heard_of()
+            self.everybody_gets_ready()
             self.everybody_passes()
             if self.job.result is not None or self.job.world is not None:
                 return
@@ -513,6 +569,19 @@ class JobMachine(RuleBasedStateMachine):
                 self.deliver(action)
         able = len(seating.choose(m.waiting, m.terms))
         assert able < max(1, m.terms.min_nodes), "enough nodes wait, and nothing happens"
+
+    def everybody_is_heard_of(self) -> None:
+        """Nodes come back, are given up, or go, as each of them has to."""
+        m = self.job.membership
+        for node in {*self.cut_off, *m.absent}:
+            if node in self.agents:
+                self.resume(node, busy=False, missing=0)
+            else:
+                self.end_lease(node)
+        for node in list(m.leaving):
+            agent = self.agents.pop(node, None)
+            round = agent.round if agent is not None else RoundNumber(0)
+            self.take(NodeLeft(at=self.at(0), node=node, round=round))
 
     def ends_when_told(self) -> None:
         """Whatever happened, a job whose nodes are all gone or told to go can be closed."""

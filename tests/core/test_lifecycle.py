@@ -89,8 +89,11 @@ def test_a_machine_from_outside_hears_of_every_moment_in_order() -> None:
     driver.take(StreamEnded(at=driver.at, node=NodeId("a")))
     driver.take(NodeResumed(at=driver.at, node=NodeId("a"), round=driver.round, busy=True))
     driver.take(CoordinatorRestarted(at=driver.at))
+    for node in "ab":
+        driver.resume(node, driver.round, busy=True)
     driver.tick()
-    assert driver.heard == ["node_resumed", "coordinator_restarted", "tick"]
+    resumed = ["node_resumed", "node_resumed"]
+    assert driver.heard == ["node_resumed", "coordinator_restarted", *resumed, "tick"]
     driver.exit(1, signal=9)
     assert driver.heard == ["rank_exited", "round_ended"]
     driver.all_ready()

@@ -23,7 +23,6 @@ from holdfast.messages.events import (
     JobOpened,
     NodeJoined,
     Progress,
-    StreamEnded,
     Tick,
     WorkerExited,
     WorkerStarted,
@@ -113,6 +112,17 @@ def stepped(at: float, rank: int, step: int) -> Progress:
     return Progress(at=Time(at), node=NODE, round=RoundNumber(1), ranks=(done,))
 
 
+def died(at: float) -> WorkerExited:
+    return WorkerExited(
+        at=Time(at),
+        node=NODE,
+        round=RoundNumber(1),
+        rank=Rank(1),
+        signal=9,
+        progress=RankProgress(rank=Rank(1)),
+    )
+
+
 def test_a_handler_that_raises_once_costs_nothing_but_an_incident(fails: Any) -> None:
     fed, seen = Fed(), []
 
@@ -153,7 +163,7 @@ def test_the_actions_before_a_failed_event_are_carried_out_once(fails: Any) -> N
 def test_a_tick_that_always_fails_does_not_come_without_end(fails: Any) -> None:
     fed = Fed()
     fails(fed, lambda job, event: isinstance(event, Tick))
-    fed.feed(joined(fed.now), StreamEnded(at=Time(fed.now), node=NODE))
+    fed.feed(joined(fed.now), died(fed.now))
     first = jobs.deadline(fed.job)
     assert first is not None
     fed.now = first
@@ -259,13 +269,4 @@ def play(fed: Fed, round: RoundNumber) -> None:
             WorkerStarted(at=at, node=NODE, round=round, rank=rank, pid=7, warm=True),
             msgspec.structs.replace(stepped(at, rank, 5 + round), round=round),
         )
-    fed.feed(
-        WorkerExited(
-            at=at,
-            node=NODE,
-            round=round,
-            rank=Rank(1),
-            signal=9,
-            progress=RankProgress(rank=Rank(1)),
-        )
-    )
+    fed.feed(msgspec.structs.replace(died(at), round=round))

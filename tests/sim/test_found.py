@@ -19,6 +19,7 @@ from holdfast.messages.checkpoints import Sealed, Shard, SnapshotId
 from holdfast.messages.events import (
     CoordinatorRestarted,
     JobOpened,
+    LeaseEnded,
     NodeJoined,
     NodeLeaving,
     NodeLeft,
@@ -32,6 +33,7 @@ from holdfast.messages.events import (
     StreamEnded,
     Tick,
     WorkerExited,
+    WorkersKilled,
 )
 from holdfast.messages.records import NodeSpec, RankProgress, Terms
 from holdfast.sim.cluster import Cluster
@@ -136,7 +138,9 @@ def test_a_node_that_was_ready_too_late_for_a_round_gets_a_place_in_the_next():
     for i in range(3):
         take(job, ready(i, 1, 3.1), 3.1)
     late = jobs.deadline(job)
-    take(job, Tick(at=late), late)
+    (stop,) = take(job, Tick(at=late), late)
+    assert (stop.node, stop.grace_s) == ("n3", 0.0)
+    take(job, WorkersKilled(at=late, node="n3", round=1), late)
     assert list(job.membership.placed) == ["n0", "n1"]
     actions = take(job, ready(3, 1, late + 1.0), late + 1.0)
     assert {type(action) for action in actions} == {StopWorkers}
@@ -214,8 +218,9 @@ def test_nodes_that_are_given_up_in_one_moment_are_not_given_a_place_in_it():
             take(job, passed_test(order), 2.0)
     for number in (3, 2, 0):
         take(job, StreamEnded(at=3.0, node=f"n{number}"), 3.0)
-    started = [o.node for o in take(job, Tick(at=30.0), 30.0) if isinstance(o, StartWorkers)]
-    assert started in ([], ["n1"])
+    given_up = [LeaseEnded(at=30.0, node=f"n{number}", why="silent") for number in (3, 2, 0)]
+    orders = [order for event in given_up for order in take(job, event, 30.0)]
+    assert [order.node for order in orders if isinstance(order, StartWorkers)] == ["n1"]
 
 
 def passed_test(order) -> NodeTested:

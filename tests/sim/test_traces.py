@@ -2,8 +2,8 @@
 
 Both go through the same job and the same faults; what differs is timing. So for each node the order of
 what it joins, starts, stops and leaves has to be the same, and for each of its rounds what else was
-said and ordered. How often progress is told is left out, and so is what only the supervisor has: stall
-detection and injected faults.
+said and ordered. How often progress is told is left out, and so are orders that are repeated because a
+node takes long to stop, and what only the supervisor has: stall detection and injected faults.
 """
 
 import io
@@ -20,12 +20,13 @@ from holdfast.sim.rank import PARTING
 
 ORDERED = {
     *("NodeJoined", "NodeReady", "NodeLeaving", "NodeLeft", "StreamEnded", "NodeResumed"),
-    *("StartWorkers", "StopWorkers", "Finish"),
+    *("LeaseEnded", "StartWorkers", "StopWorkers", "Finish"),
 }
 """What has to come in the same order."""
 ONLY_SUPERVISED = {"RanksStalled", "Progress", "Examine"}
 BY_CHANCE = {"CommitCheckpoint", "CheckpointWritten"}
 """Done by the node that happens to be the last to write its shards."""
+WHEN_SLOW = {"WorkersKilled"}
 SPACING_S = 20.0
 
 
@@ -113,9 +114,10 @@ def _by_node(lines: list[str]) -> dict[str, list]:
         part = message.get("part") or message.get("snapshot") or message
         round = part.get("round")
         if kind in ORDERED:
-            orders[node].append((kind, round))
-        elif kind not in ONLY_SUPERVISED:
-            of_rank = kind.startswith("Worker")
+            if kind != "StopWorkers" or orders[node][-1:] != [(kind, round)]:
+                orders[node].append((kind, round))
+        elif kind not in ONLY_SUPERVISED | WHEN_SLOW:
+            of_rank = kind in ("WorkerStarted", "WorkerExited")
             said[node].add((kind, round if of_rank else None, message["rank"] if of_rank else None))
     nodes = sorted({*orders, *said} - {"coordinator"})
     return {node: [orders[node], sorted(said[node], key=str)] for node in nodes}

@@ -67,16 +67,15 @@ snapshots = st.builds(
 images = st.builds(ImageId, snapshot=snapshots, rank=ranks, world_size=ranks)
 parts = st.builds(
     Part,
-    **dict.fromkeys(
-        ["round", "first_rank", "slots", "group_rank", "group_world_size", "world_size"], ranks
-    ),
+    **dict.fromkeys(["round", "first_rank", "slots", "first_role_rank", "role_size"], ranks),
+    **dict.fromkeys(["group_rank", "group_world_size", "world_size"], ranks),
     **dict.fromkeys(["store_port", "restarts", "max_restarts"], numbers),
     store_address=texts,
     copies=st.lists(holders, max_size=3).map(tuple),
     fetch=st.lists(st.tuples(images, holders), max_size=3).map(tuple),
 )
 from_coordinator = st.one_of(
-    st.builds(Welcome, job=texts, now=times, acked=numbers, beat_s=st.floats(0, 1e9)),
+    st.builds(Welcome, job=texts, job_id=texts, now=times, acked=numbers, beat_s=st.floats(0, 1e9)),
     st.builds(Rejected, reason=texts),
     st.builds(Ack, number=numbers),
     st.builds(StartWorkers, node=nodes, part=parts),

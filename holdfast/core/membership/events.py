@@ -54,19 +54,25 @@ class MembershipMachine(Membership, Machine):
 
     @on(NodeJoined, *ALWAYS)
     def on_joined(self, job: View, event: NodeJoined, now: Time) -> Effects:
+        gone = self._replaced(event)
         if isinstance(job.state, OVER):
-            return [self.dismiss(event.node, job.state.result)]
+            return [*gone, self.dismiss(event.node, job.state.result)]
         host = event.spec.host
         if host in self.excluded:
             why = f"host {host} is excluded: {self.excluded[host]}"
-            return [self.goodbye(event.node, EXIT_DO_NOT_REQUEUE, why)]
+            return [*gone, self.goodbye(event.node, EXIT_DO_NOT_REQUEUE, why)]
         joins = tell(Machine.node_joined, event)
         if event.node in self.placed:  # It lost its workers, and asks for a place again.
             return [LoseNode(node=event.node, why="it joined again", at=event.at), joins]
-        if self.has(event.replaces):
-            at = self.absent.get(event.replaces, event.at)
-            return [LoseNode(node=event.replaces, why="its agent died", at=at), joins]
-        return [joins]
+        return [*gone, joins]
+
+    def _replaced(self, event: NodeJoined) -> Effects:
+        """Lose the node whose place another takes, whatever becomes of that one."""
+        node = event.replaces
+        if not self.has(node) and node not in self.leaving:
+            return NONE
+        at = self.absent.get(node, event.at)
+        return [LoseNode(node=node, why="its agent died", at=at)]
 
     def node_joined(self, job: View, event: NodeJoined, now: Time) -> Effects:
         if isinstance(job.state, OVER):

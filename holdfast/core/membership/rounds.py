@@ -73,10 +73,11 @@ def send_away(m: Membership, node: NodeId) -> bool:
 def dissolve(m: Membership, now: Time) -> None:
     """Give up the world in force: its nodes are busy until they say that they are ready.
 
-    Until then they are waited for even if spares could fill the world without them.
+    Until then they are waited for even if spares could fill the world without them. Their workers
+    have at least the grace that the user gave them.
     """
     m.dissolved_at = now
-    m.patient_until = Time(now + m.patience.limit_s())
+    m.patient_until = Time(now + max(m.patience.limit_s(), m.terms.grace_s or 0.0))
     for candidate in m.placed.values():
         candidate.killed = False
     m.busy.update(m.placed)
