@@ -269,3 +269,37 @@ def test_ranks_stop_themselves_when_the_agent_is_stopped() -> None:
     node.at(FOR_S + 1.0)
     assert node.ranks.told == [], "the agent does not run"
     assert not node.ranks.may_run()
+
+
+def test_ranks_that_stopped_themselves_go_on_when_the_answer_is_read_before_the_end_is_noticed() -> (
+    None
+):
+    node = Node()
+    node.answer(node.beat())
+    node.fate.paused_until = START + 60.0
+    node.at(FOR_S + 1.0)
+    assert not node.ranks.may_run()
+    node.answer(node.beat())
+    assert node.ranks.told[-1] == ("go on", FOR_S + 1.0)
+    assert node.ranks.may_run()
+    assert not node.lease.over
+
+
+def test_an_end_that_was_not_noticed_yet_is_one_that_no_host_brings_back() -> None:
+    node = Node()
+    node.answer(node.beat())
+    node.fate.paused_until = START + 60.0
+    node.at(FOR_S + 1.0)
+    node.reach_host(FOR_S + 1.0)
+    assert node.lease.over
+    assert not node.ranks.may_run()
+
+
+def test_an_end_that_was_not_noticed_yet_holds_for_another_round() -> None:
+    node = Node()
+    node.answer(node.beat())
+    node.fate.paused_until = START + 60.0
+    node.at(FOR_S + 1.0)
+    node.answer(node.beat(), round=2)
+    assert node.lease.over
+    assert not node.ranks.may_run()
