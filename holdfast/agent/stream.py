@@ -41,7 +41,7 @@ from holdfast.messages.wire import (
     Welcome,
 )
 from holdfast.wire import framing
-from holdfast.wire.ends import address_of, all_acknowledged
+from holdfast.wire.ends import address_of, all_acknowledged, reset
 from holdfast.wire.tls import client_context, explained
 
 log = logging.getLogger("holdfast.agent")
@@ -110,7 +110,7 @@ class CoordinatorStream:
 
     def fall_silent(self, seconds: float) -> None:
         """Behave as if the cable were pulled: neither send nor read, and do not close the stream.
-        After that time it is aborted, and another one opened."""
+        After that time it is reset, and another one opened."""
         if self._writer is None:
             return
         transport = self._writer.transport
@@ -118,7 +118,7 @@ class CoordinatorStream:
         self.lease.stream_lost()
         assert isinstance(transport, asyncio.Transport)
         transport.pause_reading()
-        asyncio.get_running_loop().call_later(seconds, transport.abort)
+        asyncio.get_running_loop().call_later(seconds, reset, transport)
 
     @property
     def connected(self) -> bool:
@@ -150,7 +150,7 @@ class CoordinatorStream:
                 finally:
                     self._lost()
                     self.lease.stream_lost()
-                    writer.transport.abort()
+                    reset(writer.transport)
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
