@@ -105,6 +105,19 @@ def test_the_id_of_a_job_is_noted_in_its_home(home: JobHome) -> None:
     run(scenario())
 
 
+def test_an_id_that_was_not_noted_before_the_coordinator_died_is_noted_after_its_restart(
+    home: JobHome,
+) -> None:
+    async def scenario() -> None:
+        job_id = await train(home)
+        home.write_job_file(JobFile(job="j", host="127.0.0.1", port=1, token=TOKEN, pid=1))
+        async with coordinator(home) as here:
+            await here.greet(job_id=job_id, round=RoundNumber(1), busy=True, stream=2)
+        assert home.opened_id() == job_id
+
+    run(scenario())
+
+
 # ---- the whole journal is lost ----
 
 

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
+import pytest
+
 from holdfast.agent.orders import AgentOrders
 from holdfast.jobhome import JobHome
+from holdfast.launch import process
 from holdfast.launch.orders import agent_orders, node_of
-from holdfast.launch.process import MAX_DEATHS
+from holdfast.launch.process import MAX_DEATHS, Launcher
 from holdfast.launch.site import Site
 from holdfast.messages.records import Terms
 
@@ -242,6 +245,26 @@ def test_two_launchers_of_one_host_have_nodes_of_different_ids() -> None:
     """In containers, hosts have the same name and agents the same pid."""
     assert node_of(7, "aaaa") != node_of(7, "bbbb")
     assert node_of(7, "aaaa") != node_of(8, "aaaa")
+
+
+def test_each_launcher_draws_its_part_of_the_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[str] = []
+
+    def run(launcher: Launcher) -> int:
+        drawn.append(launcher.launch)
+        return 0
+
+    site = Site("127.0.0.1", 1, "t", JobHome(tmp_path), None)
+    monkeypatch.setattr(process, "make_directories", lambda settings: None)
+    monkeypatch.setattr(process, "find_site", lambda settings: site)
+    monkeypatch.setattr(Launcher, "run", run)
+    for _ in range(2):
+        settings: Any = MagicMock(image_dir=str(tmp_path / "images"), signals_to_handle=())
+        process.launch(settings, 0.0)
+    assert len(set(drawn)) == 2
+    assert all(drawn)
 
 
 def test_the_orders_of_an_agent_name_it_and_the_one_before_it(tmp_path: Path) -> None:
