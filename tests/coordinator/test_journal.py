@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from holdfast.coordinator import journal as journals
-from holdfast.coordinator.journal import Journal, replay, replay_spans
+from holdfast.coordinator.journal import Journal, reopen, replay, replay_spans
 from holdfast.core import job as jobs
 from holdfast.core.job import Job
 from holdfast.core.ledger.books import Ledger
@@ -208,19 +208,37 @@ def test_spans_come_from_the_first_event_on_even_with_a_snapshot(
 
 
 @pytest.mark.parametrize("text", ["{", "{}", '{"type":"NoSuchEvent"}', ""])
-def test_a_damaged_event_is_named_and_nothing_after_it_is_trusted(
+def test_a_damaged_event_is_named_and_all_others_count(
     journal: Journal, path: Path, text: str
 ) -> None:
     journal.append(entries())
     damage(path, f"UPDATE events SET event = '{text}' WHERE number = 7")
-    with pytest.raises(JournalCorrupt, match=r"journal\.db: event 7 is damaged"):
-        replay(path)
+    found, lost = reopen(path)
+    assert found is not None
+    assert lost == 1
+    assert found.acked == {NODE: len(entries()) - 1}
+    assert found.job.highest == live(entries()).highest
+    assert any("event 7 is damaged" in one.signature for one in found.job.incidents)
 
 
-def test_a_missing_event_is_named(journal: Journal, path: Path) -> None:
+def test_missing_events_are_named_and_all_others_count(journal: Journal, path: Path) -> None:
     journal.append(entries())
-    damage(path, "DELETE FROM events WHERE number = 7")
-    with pytest.raises(JournalCorrupt, match="event 7 is missing"):
+    damage(path, "DELETE FROM events WHERE number IN (7, 8)")
+    found, lost = reopen(path)
+    assert found is not None
+    assert lost == 2
+    assert found.job.highest == live(entries()).highest
+    told = [one.signature for one in found.job.incidents if "the journal lost" in one.signature]
+    assert [text.partition(": ")[2] for text in told] == [
+        f"event {number} is missing" for number in (7, 8)
+    ]
+
+
+def test_a_gap_that_is_too_large_to_be_damage_is_refused(journal: Journal, path: Path) -> None:
+    journal.append(entries())
+    far = journals.MISSING_AT_MOST + 100
+    damage(path, f"UPDATE events SET number = number + {far} WHERE number > 7")
+    with pytest.raises(JournalCorrupt, match="are missing"):
         replay(path)
 
 
