@@ -17,7 +17,7 @@ from pathlib import Path
 from harness import launchers, peers, processes
 from harness.report import Report, publish
 from harness.setting import Setting, say
-from modes import goodput, many_kills, nodes, one_kill, steady
+from modes import frameworks, goodput, many_kills, nodes, one_kill, steady
 
 OWN: dict[str, Callable[[], launchers.Launcher]] = {
     "plain": launchers.plain,
@@ -37,6 +37,7 @@ modes (default: one kill a job, --tries jobs a launcher):
   recovery.py --kills 100              one job, 100 kills in a row: times, and what is left behind
   recovery.py --kills 100 --settle 5   the same with 5 s of training before each kill
   recovery.py --nodes 2                2 nodes of 2 ranks: a worker, a node, the coordinator dies
+  recovery.py --frameworks             transformers' Trainer, accelerate and Lightning, a kill each
   recovery.py --steady                 nothing killed: the cost of being watched on a 5 ms step
 
 recovery is from the SIGKILL of one rank to the moment every rank has finished a step in a new life
@@ -56,6 +57,13 @@ def arguments() -> argparse.Namespace:
     )
     mode.add_argument(
         "--kills", type=int, metavar="N", help="one job, N kills in a row (holdfast; see --only)"
+    )
+    mode.add_argument(
+        "--frameworks",
+        nargs="?",
+        const=",".join(frameworks.PROGRAMS),
+        metavar="NAMES",
+        help="one kill a job, in scripts of these frameworks (transformers,accelerate,lightning)",
     )
     mode.add_argument("--steady", action="store_true", help="cost per step with nothing killed")
     mode.add_argument(
@@ -81,7 +89,7 @@ def arguments() -> argparse.Namespace:
         "--settle",
         type=float,
         metavar="S",
-        help="train so long before a kill or measurement (5; --kills 0)",
+        help="train so long before a kill or measurement (5; --kills 0; --frameworks 20)",
     )
     add(
         "--limit",
@@ -123,7 +131,9 @@ def _checked(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argpa
     if args.tries is None:
         args.tries = 10 if args.steady else 1 if args.every else 5
     if args.settle is None:
-        args.settle = 0.0 if args.kills else 5.0
+        args.settle = 0.0 if args.kills else 20.0 if args.frameworks else 5.0
+    if unknown := sorted(set((args.frameworks or "").split(",")) - {"", *frameworks.PROGRAMS}):
+        parser.error(f"--frameworks does not know {', '.join(unknown)}")
     args.names = _names(args)
     known = [*OWN, *peers.PEERS]
     if unknown := sorted(set(args.names) - set(known)):
@@ -164,6 +174,8 @@ def _report(args: argparse.Namespace, folder: Path) -> Report:
         return many_kills.run(setting, args.kills)
     if args.nodes:
         return nodes.run(setting)
+    if args.frameworks:
+        return frameworks.run(setting, args.frameworks.split(","))
     return steady.run(setting, args.steps) if args.steady else one_kill.run(setting)
 
 

@@ -7,6 +7,7 @@
         incidents/    stacks and other evidence on hung ranks
         trace.json    opens in Perfetto, written when the job ends
         pauses.json   where its ranks were seen to pause; a new job of the same name inherits it
+        imports.json  what its script imports, for standbys; inherited likewise
         lock          held by the launcher or coordinator while the job runs
 
 A home is never overwritten: a new job of the same name first renames the old one's home. It is for its
@@ -61,6 +62,7 @@ class JobHome:
         self.incidents = path / "incidents"
         self.trace = path / "trace.json"
         self.memories = path / "pauses.json"
+        self.imports = path / "imports.json"
         self._job_file = path / "job.json"
         self._lock_file = path / "lock"
         self._lock_fd = -1
@@ -182,13 +184,19 @@ def create(name: str | None, script: str) -> JobHome:
                 _tighten(home.path)
                 before = JobHome(_set_aside(home.path))
             make_private_directory(home.logs)
-            if before is not None and before.memories.exists():
-                write_privately(home.memories, before.memories.read_bytes())
+            if before is not None:
+                _inherit(before.memories, home.memories)
+                _inherit(before.imports, home.imports)
             if not home.lock():
                 raise JobHomeError(f"job {chosen} was started twice at the same time; try again")
     except OSError as error:
         raise _unwritable(home.path, error) from None
     return home
+
+
+def _inherit(old: Path, new: Path) -> None:
+    if old.exists():
+        write_privately(new, old.read_bytes())
 
 
 def _unwritable(path: Path, error: OSError) -> JobHomeError:
@@ -243,6 +251,8 @@ def find(name: str | None) -> JobHome:
     if name is not None:
         home = _home_of(name)
         if not home.journal.exists():
+            if home.opened_id():
+                raise JobError(f"{home.journal} is gone, and with it what is known of job {name}")
             raise JobError(f"no job {name} in {jobs}; {_meant(name, jobs)}")
         return home
     homes = _homes(jobs)

@@ -209,6 +209,12 @@ def reaction_to(pid: int, number: int) -> Reaction:
     return "handles" if _has(masks, "SigCgt", number) else "dies"
 
 
+def signal_masks(pid: int) -> tuple[str, ...]:
+    """Return the masks of the signals that a process blocks, ignores and handles."""
+    masks = _fields(f"/proc/{pid}/status")
+    return tuple(masks.get(mask, "") for mask in ("SigBlk", "SigIgn", "SigCgt"))
+
+
 def has_capability(bit: int) -> bool:
     """Return whether this process holds a capability."""
     return bool(int(_fields("/proc/self/status").get("CapEff", "0"), 16) & 1 << bit)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
-from harness.job import Job
+from harness.job import SCRIPT, Job
 from harness.launchers import Launcher
 from harness.marks import Seconds
 
@@ -31,6 +31,8 @@ class Setting:
     script: list[str]
     folder: Path
     keep_logs: bool
+    program: Path = SCRIPT
+    """The script that is run."""
     _numbers: Iterator[int] = field(default_factory=lambda: count(1))
 
     def interleaved(self) -> Iterator[tuple[int, Launcher]]:
@@ -47,7 +49,7 @@ class Setting:
         script, given the job's folder."""
         name = f"{launcher.name}-{next(self._numbers)}"
         folder = self.folder / name
-        job = Job(name, launcher, self.ranks, folder, [*self.script, *more(folder)])
+        job = Job(name, launcher, self.ranks, folder, [*self.script, *more(folder)], self.program)
         try:
             with job:
                 yield job

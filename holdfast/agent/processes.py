@@ -124,12 +124,12 @@ class ProcessTable:
     """Every process that this agent knows; its other children are strays that a script left behind.
 
     A process that the nursery has just forked is a child before the agent has heard of it. Its
-    process group tells it from a stray: it stays in the nursery's group until it gets a rank.
+    process group tells it from a stray: it stays in its nursery's group until it gets a rank.
     """
 
     def __init__(self) -> None:
         self._known: dict[int, Process] = {}
-        self._nursery_group = 0
+        self._nursery_groups: set[int] = set()
         self.spared: Callable[[], Collection[int]] = tuple
         """Returns further processes that are no strays."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap_strays)
@@ -139,11 +139,12 @@ class ProcessTable:
         return process
 
     def watch_nursery(self, pid: int) -> Process:
-        self._nursery_group = pid
+        self._nursery_groups.add(pid)
         return self.watch(pid, leads_group=False)
 
     def forget(self, process: Process) -> None:
         del self._known[process.pid]
+        self._nursery_groups.discard(process.pid)
 
     def end_strays(self) -> int:
         """Kill what scripts left behind; return how many there were.
@@ -172,7 +173,7 @@ class ProcessTable:
     def _strays(self) -> list[int]:
         known = {*self._known, *self.spared()}
         unknown = [pid for pid in kernel.children(os.getpid()) if pid not in known]
-        return [pid for pid in unknown if _group_of(pid) != self._nursery_group]
+        return [pid for pid in unknown if _group_of(pid) not in self._nursery_groups]
 
 
 def _group_of(pid: int) -> int:
@@ -190,6 +191,9 @@ class WorkerProcess:
         self.page = RankPage(page_fd)
         self.warm = warm
         self.rehearsed = False
+        self.outdated = False
+        """Whether newer standbys have imported more."""
+        self.on_rehearsed: Callable[[], None] = lambda: None
         self.process: Process | None = None
         self.hear: Callable[[FromWorker], None] = self._hear_standby
         self._outbox = Outbox(control)
@@ -252,6 +256,8 @@ class WorkerProcess:
 
     def _hear_standby(self, message: FromWorker) -> None:
         self.rehearsed = isinstance(message, Standing)
+        if self.rehearsed:
+            self.on_rehearsed()
 
 
 @contextmanager

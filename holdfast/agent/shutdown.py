@@ -117,7 +117,7 @@ class Shutdown:
         while not self.supervisor.finished.done():
             await asyncio.sleep(LOOK_EVERY_S)
             alone_s = self.stream.lost_for_s()
-            if alone_s > WARN_AFTER_S and not warned:
+            if alone_s > WARN_AFTER_S and not warned and not self.stream.orphaned:
                 log.warning("cannot reach %s; still trying", where)
             warned = alone_s > WARN_AFTER_S
             if self.stream.orphaned and self.supervisor.round and not self.supervisor.busy:

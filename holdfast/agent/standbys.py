@@ -1,9 +1,14 @@
 """Keeps processes that wait for a rank.
 
-They are forked from one nursery (see `holdfast.worker.nursery`), which also provides the processes
-of the first round. After ranks were assigned the pool is refilled, but only once those ranks have
+They are forked from a nursery (see `holdfast.worker.nursery`), which also provides the processes of
+the first round. After ranks were assigned the pool is refilled, but only once those ranks have
 finished a step, and at the lowest priority: standbys never take time from the ranks they are for.
 Without a nursery (`--standby 0`), each rank gets a fresh process instead.
+
+When the script is seen to import more than the nursery has (see `holdfast.worker.preloading`), another
+nursery is started with that, its *successor*. Only when that is ready does it take the first one's
+place. Standbys of the first one are outdated then, but each stays until a new one has rehearsed, so a
+node is never without.
 """
 
 from __future__ import annotations
@@ -12,46 +17,24 @@ import asyncio
 import logging
 import os
 import signal
-import socket
 import sys
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
-
 from holdfast import proc
+from holdfast.agent.known_imports import KnownImports
+from holdfast.agent.nursery_process import Nursery, NurseryDied, NurseryTerms, set_priority
 from holdfast.agent.orders import AgentOrders
-from holdfast.agent.processes import (
-    Exit,
-    Process,
-    ProcessTable,
-    WorkerProcess,
-    both_ends,
-    spawn,
-)
+from holdfast.agent.processes import Exit, ProcessTable, WorkerProcess, both_ends, spawn
 from holdfast.config.settings import RunSettings
-from holdfast.jobhome import open_privately
-from holdfast.messages.local import NOT_FORKABLE, PACKET_BYTES, Fork, FromNursery, Local, Warm
+from holdfast.messages.local import NOT_FORKABLE, ImportPlan, Loaded, Warm
 
 log = logging.getLogger("holdfast.agent")
-
-_encoder = msgspec.msgpack.Encoder()
-_from_nursery: msgspec.msgpack.Decoder[FromNursery] = msgspec.msgpack.Decoder(FromNursery)
 
 NURSERY_TRIES = 3
 STANDBY_FLOOR_BYTES = 64 << 20
 MEMORY_SHARE = 0.25
-CAP_SYS_NICE = 23
-
-
-@dataclass
-class _PendingFork:
-    """A requested fork, and the socket and page that the process will have."""
-
-    standby: WorkerProcess
-    forked: asyncio.Future[WorkerProcess]
 
 
 @dataclass
@@ -63,10 +46,9 @@ class Pool:
     env: Mapping[str, str]
     on_warm: Callable[[], None] = lambda: None
     waiting: list[WorkerProcess] = field(default_factory=list)
-    _forks: deque[_PendingFork] = field(default_factory=deque)
     _adding: set[asyncio.Future[None]] = field(default_factory=set)
-    _nursery: Process | None = None
-    _socket: socket.socket | None = None
+    _nursery: Nursery | None = None
+    _successor: Nursery | None = None
     _warm: Warm | None = None
     _failures: int = 0
     _closed: bool = False
@@ -78,6 +60,7 @@ class Pool:
         self._eager = self.orders.terms.node_check or _seems_to_use_torch(settings)
         """Whether the first ranks wait for the nursery's imports, because they need them anyway."""
         self._log_path = self.orders.logs / f"nursery-{os.getpid()}.log"
+        self._known = KnownImports(self.orders.home.imports, settings, _python())
 
     @property
     def warm(self) -> bool:
@@ -87,7 +70,7 @@ class Pool:
     def open(self) -> None:
         """Start the nursery."""
         if self.want > 0:
-            self._start_nursery()
+            self._nursery = self._start_nursery(self._plan())
 
     async def take(self, count: int) -> list[WorkerProcess]:
         """Return a process for each of `count` ranks. If the round ends before all are there, those
@@ -105,12 +88,12 @@ class Pool:
             self._keep(taking.result())
 
     async def _take(self) -> WorkerProcess:
-        """Return a rehearsed standby if there is one, else the process that is quickest to get."""
-        self.waiting.sort(key=lambda standby: not standby.rehearsed)
+        """Return the best standby if there is one, else the process that is quickest to get."""
+        self.waiting.sort(key=lambda standby: (standby.outdated, not standby.rehearsed))
         while self.waiting:
             standby = self.waiting.pop(0)
             if standby.process is not None and standby.process.exit is None:
-                _set_priority(standby.pid, low=False)
+                set_priority(standby.pid, low=False)
                 return standby
         if self.want == 0 or self._failures >= NURSERY_TRIES:
             return self._spawn_fresh()
@@ -124,7 +107,9 @@ class Pool:
         """Fork as many standbys as are wanted and memory allows."""
         if self.want == 0 or self._closed or self._failures >= NURSERY_TRIES:
             return
-        for _ in range(self._affordable() - len(self.waiting) - len(self._adding)):
+        self._improve()
+        current = [standby for standby in self.waiting if not standby.outdated]
+        for _ in range(self._affordable() - len(current) - len(self._adding)):
             adding = asyncio.ensure_future(self._add_standby())
             self._adding.add(adding)
             adding.add_done_callback(self._adding.discard)
@@ -132,18 +117,30 @@ class Pool:
     async def _add_standby(self) -> None:
         standby = await self._fork(rehearse=True)
         self._keep(standby)
-        _set_priority(standby.pid, low=True)
+        set_priority(standby.pid, low=True)
 
     def _keep(self, standby: WorkerProcess) -> None:
         assert standby.process is not None
         standby.process.on_exit = lambda _: self._lose(standby)
         self.waiting.append(standby)
+        standby.on_rehearsed = self._end_outdated
+        if standby.rehearsed:
+            self._end_outdated()
+
+    def _end_outdated(self) -> None:
+        """End as many outdated standbys as there are new ones that can do better."""
+        better = sum(standby.rehearsed and not standby.outdated for standby in self.waiting)
+        outdated = [standby for standby in self.waiting if standby.outdated]
+        for standby in outdated[max(0, self.want - better) :]:
+            assert standby.process is not None
+            standby.process.send(signal.SIGKILL)
 
     def _lose(self, standby: WorkerProcess) -> None:
         if standby in self.waiting:
             self.waiting.remove(standby)
             standby.close()
-            self.refill()
+            if not standby.outdated:
+                self.refill()
 
     def _affordable(self) -> int:
         each = STANDBY_FLOOR_BYTES
@@ -160,100 +157,83 @@ class Pool:
                 standby.process.send(signal.SIGKILL)
             standby.close()
         self.waiting.clear()
-        if self._nursery is not None:
-            self._nursery.send(signal.SIGKILL)
-        self._close_socket()
+        for nursery in (self._nursery, self._successor):
+            if nursery is not None:
+                nursery.close()
 
     # ---- the nursery ----
 
-    def _start_nursery(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        mode = "eager" if self._eager else "later"
+    def learn(self, loaded: Loaded) -> None:
+        """Note what the script imports; the next refill makes use of it."""
+        self._known.learn(loaded)
+
+    def _plan(self) -> ImportPlan:
+        return self._known.plan(int(proc.available_memory_bytes() * MEMORY_SHARE))
+
+    def _improve(self) -> None:
+        """Start a nursery that imports what this one has not, if there is memory for another."""
+        if self._nursery is None or self._nursery.warm is None or self._successor is not None:
+            return
+        plan = self._plan()
+        small = plan.most_bytes < 2 * self._nursery.warm.resident_bytes
+        if small or not set(plan.modules) - set(self._nursery.plan.modules):
+            return
+        self._successor = self._start_nursery(plan)
+        set_priority(self._successor.process.pid, low=True)
+
+    def _start_nursery(self, plan: ImportPlan) -> Nursery:
         env = {
             **self.env,
-            "HOLDFAST_WORKER": f"nursery,{theirs.fileno()},{mode}",
             "HOLDFAST_NURSERY_PRELOAD": " ".join(self.orders.settings.preload),
             "HOLDFAST_FIRST_PATH": _first_path(self.orders.settings),
         }
-        output = open_privately(self._log_path, os.O_WRONLY | os.O_APPEND)
-        null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        pid = spawn(self._command(), env, [theirs.fileno()], [null, output, output])
-        theirs.close()
-        os.close(output)
-        os.close(null)
-        self._nursery = self.table.watch_nursery(pid)
-        self._nursery.on_exit = self._nursery_exited
-        self._socket = ours
-        ours.setblocking(False)
-        asyncio.get_running_loop().add_reader(ours.fileno(), self._hear_nursery)
+        terms = NurseryTerms(self.table, self._command(), env, self._log_path)
+        eager = self._eager or bool(plan.modules)
+        return Nursery(terms, plan, eager, self._warmed, self._nursery_exited, self._keep)
 
-    def _close_socket(self) -> None:
-        if self._socket is not None:
-            asyncio.get_running_loop().remove_reader(self._socket.fileno())
-            self._socket.close()
-            self._socket = None
+    def _warmed(self, nursery: Nursery) -> None:
+        if nursery is self._successor:
+            self._succeed(nursery)
+        if nursery.plan.modules:
+            self._known.remember()
+        self._warm = nursery.warm
+        self.on_warm()
 
-    def _nursery_exited(self, end: Exit) -> None:
-        self._close_socket()
-        self._nursery = None
-        if self._closed:
+    def _succeed(self, nursery: Nursery) -> None:
+        """Fork from the successor from now on."""
+        set_priority(nursery.process.pid, low=False)
+        before, self._nursery, self._successor = self._nursery, nursery, None
+        for standby in self.waiting:
+            standby.outdated = True
+        if before is not None:
+            before.retire()
+
+    def _nursery_exited(self, nursery: Nursery, end: Exit) -> None:
+        if self._closed or nursery not in (self._nursery, self._successor):
             return
-        self._failures += 1
+        if nursery.unfit:
+            self._known.refuse(nursery.unfit)
+        if nursery is self._successor:
+            self._successor = None  # The next refill starts another.
+            return
+        self._nursery = None
         if end.code == NOT_FORKABLE:
             self._failures = NURSERY_TRIES
             log.warning("no standbys: a module of --preload has initialized the GPUs")
-        else:
+        elif not nursery.unfit:
+            self._failures += 1
             log.warning("the nursery died (%s); see %s", end, self._log_path)
-        forks, self._forks = list(self._forks), deque()
         if self._failures < NURSERY_TRIES:
-            self._start_nursery()
-        for fork in forks:
-            fork.standby.close()
-            if not fork.forked.cancelled():
-                fork.forked.set_exception(_NurseryDied())
+            self._nursery = self._start_nursery(self._plan())
 
     async def _fork(self, rehearse: bool) -> WorkerProcess:
         """Fork a process, from the next nursery if this one dies meanwhile."""
-        while self._failures < NURSERY_TRIES and self._socket is not None:
-            with both_ends(warm=self._warm is not None or self._eager) as (standby, fds):
-                fork = _PendingFork(standby, asyncio.get_running_loop().create_future())
-                self._forks.append(fork)
-                self._send(Fork(rehearse=rehearse), fds)
+        while self._failures < NURSERY_TRIES and self._nursery is not None:
             try:
-                return await fork.forked
-            except _NurseryDied:
+                return await self._nursery.fork(rehearse, self._warm is not None or self._eager)
+            except NurseryDied:
                 continue
         return self._spawn_fresh()
-
-    def _send(self, message: Local, fds: Sequence[int]) -> None:
-        assert self._socket is not None
-        try:
-            socket.send_fds(self._socket, [_encoder.encode(message)], list(fds))
-        except OSError:
-            log.debug("the nursery is gone; its pidfd will tell")
-        if self._nursery is not None:
-            self._nursery.send(signal.SIGCONT)  # In case it was stopped.
-
-    def _hear_nursery(self) -> None:
-        assert self._socket is not None
-        try:
-            packet = self._socket.recv(PACKET_BYTES)
-        except OSError:
-            packet = b""
-        if not packet:
-            asyncio.get_running_loop().remove_reader(self._socket.fileno())
-            return
-        message = _from_nursery.decode(packet)
-        if isinstance(message, Warm):
-            self._warm = message
-            self.on_warm()
-            return
-        fork = self._forks.popleft()
-        fork.standby.process = self.table.watch(message.pid)
-        if fork.forked.cancelled():
-            self._keep(fork.standby)
-        else:
-            fork.forked.set_result(fork.standby)
 
     def _spawn_fresh(self) -> WorkerProcess:
         with both_ends(warm=False) as (worker, fds):
@@ -263,23 +243,12 @@ class Pool:
         return worker
 
     def _command(self) -> list[str]:
-        settings, python = self.orders.settings, os.environ.get("PYTHON_EXEC", sys.executable)
-        return [python, "-u", "-m", "holdfast.worker", settings.script, *settings.script_args]
+        settings = self.orders.settings
+        return [_python(), "-u", "-m", "holdfast.worker", settings.script, *settings.script_args]
 
 
-class _NurseryDied(Exception):
-    """The nursery died before it answered."""
-
-
-def _set_priority(pid: int, low: bool) -> None:
-    """Let a standby run only on idle CPUs, where its priority can be raised again."""
-    if not proc.has_capability(CAP_SYS_NICE):
-        return
-    policy = os.SCHED_IDLE if low else os.SCHED_OTHER
-    try:
-        os.sched_setscheduler(pid, policy, os.sched_param(0))
-    except (ProcessLookupError, PermissionError):
-        pass
+def _python() -> str:
+    return os.environ.get("PYTHON_EXEC", sys.executable)
 
 
 def _first_path(settings: RunSettings) -> str:

@@ -168,6 +168,7 @@ class Starter:
             images=str(self.orders.images),
             flight=str(worker.flight),
             opened_at=opened_at,
+            tell_imports=local_rank == 0 and self.pool.want > 0,
         )
         store = [self.port.fileno()] if worker.rank == 0 else []
         standby.order(assign, [STDIN, *output.writers(), worker.stacks_fd, *store])
@@ -193,7 +194,7 @@ def rank_environment(
 ) -> dict[str, str]:
     """Return the variables that differ between ranks."""
     rank = str(part.first_rank + local_rank)
-    env = {
+    env = {  # These are `known_imports.RANK_VARIABLES`.
         "RANK": rank,
         "LOCAL_RANK": str(local_rank),
         "GROUP_RANK": str(part.group_rank),

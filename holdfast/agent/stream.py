@@ -82,6 +82,8 @@ class CoordinatorStream:
     """The newest event that is known to be in the journal."""
     _job_id: str = ""
     """Id of this node's job, from the first welcome on."""
+    _reached: tuple[str, int] | None = None
+    """Where the last welcome came from."""
     _direct: bool = False
     """Whether the last stream led to the coordinator itself, and not to a proxy."""
     orphaned: str = ""
@@ -170,10 +172,27 @@ class CoordinatorStream:
             self._refuse_without_tls(error)
             return None
         except (OSError, asyncio.TimeoutError) as error:
-            if isinstance(error, ConnectionRefusedError):
+            if (
+                isinstance(error, ConnectionRefusedError)
+                and (self.host, self.port) == self._reached
+            ):
                 self._host_reached(began)
-            self.host, self.port = self.orders.find_coordinator() or (self.host, self.port)
+            self.host, self.port = self._next_address()
             return None
+
+    def _next_address(self) -> tuple[str, int]:
+        """Return where to try next: where the coordinator was, was said to be, or says it is now.
+
+        The address in job.json may be of use on the coordinator's machine only.
+        """
+        known = [
+            self._reached,
+            (self.orders.host, self.orders.port),
+            self.orders.find_coordinator(),
+        ]
+        addresses = list(dict.fromkeys(address for address in known if address is not None))
+        here = (self.host, self.port)
+        return addresses[(addresses.index(here) + 1) % len(addresses) if here in addresses else 0]
 
     def _refuse_without_tls(self, error: ssl.SSLError) -> None:
         """Raise NodeRefused, unless there was a stream before, or trying again may help."""
@@ -239,7 +258,7 @@ class CoordinatorStream:
                 f" (id {welcome.job_id}, not {self._job_id})"
             )
         self._job_id, self._direct, self.orphaned = welcome.job_id, welcome.direct, ""
-        self._beat_s = welcome.beat_s
+        self._beat_s, self._reached = welcome.beat_s, (self.host, self.port)
         self.clock.adopt(welcome.now, asyncio.get_running_loop().time())
         kernel.keep_alive(writer.get_extra_info("socket"), welcome.beat_s)
         self._resume(welcome, writer)

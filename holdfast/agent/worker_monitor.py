@@ -3,6 +3,7 @@
 What a worker says is passed on to the part that it concerns:
 
     it began, it took its first step    the reporter and the stall detector
+    what its script has imported        the pool of standbys
     a fault was triggered               the fault injector
     its script ended                    the stall detector: its process may still work, or hang
     its script raised                   it is not watched any more, it has only to exit
@@ -40,6 +41,7 @@ from holdfast.messages.local import (
     FromWorker,
     ImageMissed,
     ImageWhole,
+    Loaded,
     OpenCheckpointer,
     ScriptFinished,
     ScriptReply,
@@ -62,6 +64,7 @@ NEWS_PER_S = 50.0
 
 class StandbyPool(Protocol):
     def refill(self) -> None: ...
+    def learn(self, loaded: Loaded) -> None: ...
 
 
 class WorkerSnapshots(Protocol):
@@ -331,6 +334,7 @@ class WorkerMonitor:
 _HANDLERS: dict[type[Any], Callable[[WorkerMonitor, Worker, Any], None]] = {
     Began: WorkerMonitor._began,
     Stepped: WorkerMonitor._stepped,
+    Loaded: lambda monitor, worker, message: monitor.pool.learn(message),
     TrapSprung: lambda monitor, worker, message: monitor.injector.look(worker.target()),
     Died: WorkerMonitor._died,
     ScriptFinished: WorkerMonitor._done,

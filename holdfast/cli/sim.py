@@ -17,13 +17,14 @@ from holdfast.sim.clock import START
 from holdfast.sim.cluster import Cluster, SimSettings
 from holdfast.sim.invariants import Check, Violated
 from holdfast.sim.rates import SCHEDULES
-from holdfast.sim.shapes import chaos
+from holdfast.sim.shapes import chaos, partitions
 
 ABOUT = """\
 Drive the real core, and up to 64 nodes the real supervisor of each agent, with simulated processes,
 storage, network, faults and time. One seed gives one event log, byte for byte; a seed that breaks an
 invariant is reported, and the command exits with 1.
-With --seeds and without --nodes, each seed is a small job of its own shape in chaos."""
+With --seeds and without --nodes, each seed is a small job of its own shape in chaos; with --faults
+partitions, in an hour of cut links, flaps, restarts and copied ids."""
 
 CHECK_EVERY_UP_TO = 64
 SPARES_PER = 200
@@ -105,6 +106,8 @@ def _seeds(text: str) -> list[int]:
 
 def _settings(arguments: argparse.Namespace, seed: int) -> SimSettings:
     if arguments.seeds and arguments.nodes is None:
+        if arguments.faults == "partitions":
+            return partitions(seed)
         return chaos(seed, arguments.liveness)
     nodes = arguments.nodes or 1000
     least = arguments.min_nodes or max(1, 9 * nodes // 10)

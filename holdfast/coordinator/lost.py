@@ -28,13 +28,20 @@ ASKED_WITHIN_S = 30.0
 """Agents knock about once a second: after this long without one, all of them are gone."""
 
 
+class _Untold(Complaints):
+    """Keeps quiet about peers: the reason for which all of them are refused was logged once."""
+
+    def say(self, who: object, what: str) -> None:
+        pass
+
+
 @dataclass
 class LostCoordinator:
     """Refuses every node and every question with one sentence."""
 
     reason: str
     token: str
-    complaints: Complaints = field(default_factory=Complaints)
+    complaints: Complaints = field(default_factory=_Untold)
     _asked: asyncio.Event = field(default_factory=asyncio.Event)
     _door: Door = field(init=False)
 

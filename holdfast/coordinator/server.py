@@ -197,11 +197,14 @@ class Coordinator:
             if self._is_new(arrival) and (event := self._fitting(arrival, now)) is not None
         ]
         intake = Intake(self.job, self.journal)
-        for _, actions in intake.take(entries):
+        for entry, actions in intake.take(entries):
             self.job = intake.job
+            self._resume(entry.event)
             for action in actions:
                 self._carry_out(action)
         self.job = intake.job
+        for arrival in batch:  # One whose handler failed each time was dropped.
+            self._resume(arrival.event)
         self._given_up.clear()
         self._note_trouble(self.journal.trouble)
         for node in {arrival.node for arrival in batch if arrival.number}:
@@ -224,10 +227,17 @@ class Coordinator:
         elif isinstance(action, Announce):
             log.warning("%s", action.text)
         elif action.node:
-            if action.node in self._streams:
-                self._streams[action.node].send(action)
+            stream = self._streams.get(action.node)
+            if stream is not None and stream.resumes is None:
+                stream.send(action)
         else:  # A fault that befalls the coordinator.
             asyncio.get_running_loop().call_soon(_die)
+
+    def _resume(self, event: object) -> None:
+        """Let actions pass to a stream from when its hello is decided on."""
+        stream = self._streams.get(event.node) if isinstance(event, NodeResumed) else None
+        if stream is not None and stream.resumes is event:
+            stream.resumes = None
 
     def _is_new(self, arrival: Arrival) -> bool:
         """False for what was sent again after a broken stream and is in the journal already."""
@@ -461,6 +471,7 @@ class Coordinator:
                 busy=hello.busy,
                 missing=max(0, hello.acked - acked),
             )
+            stream.resumes = resumed
             self._post(Arrival(resumed, hello.node))
 
     def _check_job(self, hello: Hello) -> None:

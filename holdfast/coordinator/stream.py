@@ -18,6 +18,7 @@ from msgspec import Struct
 from holdfast.coordinator import admission, greeting
 from holdfast.coordinator.door import HELLO_LIMIT_S, Caller
 from holdfast.errors import BadFrame, JobUnknown, WireError
+from holdfast.messages.events import NodeResumed
 from holdfast.messages.units import NodeId, RoundNumber
 from holdfast.messages.wire import (
     Beat,
@@ -63,6 +64,9 @@ class Stream(asyncio.Protocol):
         """Which of its streams the agent says it is."""
         self.direct = False
         """Whether the other end is the agent's own socket, and not a proxy's."""
+        self.resumes: NodeResumed | None = None
+        """The event that tells of its hello, while that is not decided on: what is decided before it
+        must not reach the agent, because it would be told twice."""
         self.closed_by_peer = False
         """Whether the other end was closed, as the kernel does it for a process that ends."""
         self.caller = caller

@@ -292,7 +292,8 @@ def _node_state(job: Job, node: NodeId) -> NodeState:
 
 
 def _suspects(job: Job) -> dict[str, str]:
-    return {one.node: one.line for one in job.of(Suspects).all.values()}
+    known = job.of(Suspects).all.values()
+    return {one.node: one.line for one in known if one.told or one.state != "named"}
 
 
 def _ranks(job: Job) -> dict[NodeId, list[RankReport]]:

@@ -22,6 +22,8 @@ REASON_MOST = 1000
 
 NOT_FORKABLE = 3
 """Exit code of a nursery whose children could not use accelerators."""
+UNFIT = 4
+"""Exit code of a nursery that has said `UnfitImports`."""
 
 
 class Local(Struct, frozen=True, kw_only=True, tag=True):
@@ -47,6 +49,33 @@ class Warm(Local, frozen=True, kw_only=True):
     resident_bytes: int
 
 
+class ImportPlan(Struct, frozen=True):
+    """What a nursery imports beside torch: see `holdfast.worker.preloading`."""
+
+    modules: tuple[str, ...] = ()
+    """In this order."""
+    refused: tuple[str, ...] = ()
+    """Modules that must not be imported."""
+    variables: dict[str, str] = {}
+    """Environment variables that ranks or their script set, so that no module may read them, with
+    digests of the values that the script's process had; empty if these differ between ranks."""
+    most_bytes: int = 0
+    """Resident memory at which the import ends early."""
+
+
+class Importing(Local, frozen=True, kw_only=True):
+    """Nursery to agent: this module of the plan comes next. If the nursery dies, it is at fault."""
+
+    module: str
+
+
+class UnfitImports(Local, frozen=True, kw_only=True):
+    """Nursery to agent: no process can be forked from here, because these modules were imported."""
+
+    modules: dict[str, str]
+    """Why, by module."""
+
+
 class Standing(Local, frozen=True, kw_only=True):
     """Standby to agent: rehearsed and waiting."""
 
@@ -69,6 +98,8 @@ class Assign(Local, frozen=True, kw_only=True):
     """File for a dump of the flight recorder."""
     opened_at: float = 0.0
     """When the job began, by the wall clock."""
+    tell_imports: bool = False
+    """Whether to send `Loaded`."""
 
 
 class Test(Local, frozen=True, kw_only=True):
@@ -104,6 +135,15 @@ class Began(Local, frozen=True, kw_only=True):
 
 class Stepped(Local, frozen=True, kw_only=True):
     """Worker to agent: the first step is finished; the rank page says when."""
+
+
+class Loaded(Local, frozen=True, kw_only=True):
+    """Worker to agent: what the script had imported, and changed, before its first step."""
+
+    modules: tuple[str, ...]
+    """Installed modules, in the order of their import. Several messages if there are many."""
+    variables: dict[str, str]
+    """Environment variables that it set, changed or removed, with digests of their values."""
 
 
 class TrapSprung(Local, frozen=True, kw_only=True):
@@ -179,12 +219,13 @@ class Piece(Local, frozen=True, kw_only=True):
 
 
 ToNursery = Fork
-FromNursery = Forked | Warm
+FromNursery = Forked | Warm | Importing | UnfitImports
 ToWorker = Assign | Test
 FromWorker = (
     Standing
     | Began
     | Stepped
+    | Loaded
     | TrapSprung
     | Died
     | ScriptFinished

@@ -198,6 +198,7 @@ class SimCoordinator:
             lost = max(0, hello.acked - max(acked, self._heard.get(hello.node, 0)))
             self.cluster.invariants.demand(not lost, f"{lost} events of {hello.node} are lost")
             resumed = NodeResumed(at=now, node=hello.node, round=hello.round, busy=hello.busy)
+            stream.resumes = resumed
             self._post(resumed, hello.node)
 
     def _welcome(self, now: Time, acked: int) -> Welcome:
@@ -321,6 +322,7 @@ class SimCoordinator:
         for entry, actions in intake.take(entries):
             self.job = intake.job
             self._count(entry.event)
+            self._resume(entry.event)
             self.cluster.invariants.event_handled(self.job, entry.event, actions, now)
             if self._crash_at_close and look.is_closed(self.job):
                 self._crash_at_close, self._crash = False, "after the journal"
@@ -333,6 +335,12 @@ class SimCoordinator:
         self._acknowledge(fresh)
         self.journal.snapshot_if_due(self.job, now, self.acked)
         self._set_timer()
+
+    def _resume(self, event: AnyEvent) -> None:
+        """Let actions pass to a stream from when its hello is decided on."""
+        stream = self.streams.get(event.node) if isinstance(event, NodeResumed) else None
+        if stream is not None and stream.resumes is event:
+            stream.resumes = None
 
     def _handle(self, job: Job, event: AnyEvent, now: Time) -> list[AnyAction]:
         """Have the core take an event in; some handlers raise when they have changed the job."""
@@ -369,7 +377,7 @@ class SimCoordinator:
 
     def _send(self, action: NodeAction) -> None:
         stream = self.streams.get(action.node)
-        if stream is not None:
+        if stream is not None and stream.resumes is None:
             self.cluster.network.send_down(stream, action)
 
     def _acknowledge(self, fresh: list[tuple[AnyEvent, NodeId | None, int]]) -> None:

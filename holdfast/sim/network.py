@@ -16,6 +16,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from holdfast.messages.actions import NodeAction
+from holdfast.messages.events import NodeResumed
 from holdfast.messages.units import Seconds
 from holdfast.messages.wire import Ack, Beat, EvidenceTaken, Hello, Lease, Sent, Welcome
 from holdfast.sim.clock import SimClock
@@ -37,12 +38,17 @@ Downward = Welcome | Ack | Lease | NodeAction
 class SimStream:
     """One connection of an agent to the coordinator."""
 
-    __slots__ = ("agent", "down", "down_at", "number", "open_above", "open_below", "up", "up_at")
+    __slots__ = (
+        *("agent", "down", "down_at", "number", "open_above", "open_below", "resumes", "up"),
+        "up_at",
+    )
 
     def __init__(self, agent: SimAgent, number: int) -> None:
         self.agent = agent
         self.number = number
         """Which of the agent's streams it is."""
+        self.resumes: NodeResumed | None = None
+        """The event that tells of its hello, while that is not decided on."""
         self.open_above = True
         """The coordinator still reads from it."""
         self.open_below = True

@@ -134,11 +134,25 @@ _FAULTY_NODE = replace(
     away_s=(10.0, 60.0),
 )
 
+_PARTITIONS = Schedule(
+    rates={
+        **{"cut": 30.0, "switch": 3.0, "isolate": 2.0, "reset": 60.0, "pause": 10.0, "stand": 5.0},
+        **{"flap": 5.0, "agent": 5.0, "host": 3.0, "clone": 10.0, "signal": 2.0},
+    },
+    coordinator_crashes=30.0,
+    away_s=(0.1, 60.0),
+    pause_s=(0.05, 20.0),
+    cut_s=(0.05, 40.0),
+    down_s=(0.01, 20.0),
+    hiccups=0.02,
+)
+
 SCHEDULES: dict[str, Schedule] = {
     "default": _DEFAULT,
     "heavy": _HEAVY,
     "none": Schedule(rates={}),
     "chaos": _CHAOS,
+    "partitions": _PARTITIONS,
     "faulty-node": _FAULTY_NODE,
 }
 

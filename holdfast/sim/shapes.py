@@ -40,3 +40,24 @@ def chaos(seed: int, liveness: bool = False) -> SimSettings:
         node_check=rng.random() < 0.2,
         exclude_stragglers=rng.random() < 0.2,
     )
+
+
+def partitions(seed: int) -> SimSettings:
+    """Draw a few nodes in an hour of cut links, flaps, restarts and copied ids."""
+    rng = Random(f"partitions {seed}")
+    nodes = rng.randrange(1, 9)
+    return SimSettings(
+        seed=seed,
+        nodes=nodes,
+        spares=rng.choice((0, 1, 2)),
+        min_nodes=rng.randrange(1, nodes + 1),
+        hours=1.0,
+        slots=rng.randrange(1, 3),
+        faults="partitions",
+        check="round",
+        liveness=True,
+        switch_size=rng.choice((2, 4)),
+        step_s=2.0,
+        save_every=20,
+        checkpoints=rng.random() < 0.5,
+    )

@@ -23,7 +23,7 @@ from holdfast.agent.worker_monitor import WorkerMonitor
 from holdfast.messages.actions import Finish, NodeAction, StopWorkers
 from holdfast.messages.chaos import FAULTS, Sprung, Trap
 from holdfast.messages.events import AnyEvent
-from holdfast.messages.local import TrapSprung
+from holdfast.messages.local import Loaded, TrapSprung
 from holdfast.messages.records import Part, Raised
 from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, StepNumber
 from holdfast.shm.rank_page import PageState
@@ -114,6 +114,9 @@ class Idle:
         pass
 
     def refill(self) -> None:
+        pass
+
+    def learn(self, loaded: Loaded) -> None:
         pass
 
 

@@ -195,7 +195,8 @@ class Training:
         return self.script.step_s * max(factors, default=1.0)
 
     def _first_step(self, round: SimRound, version: int) -> None:
-        if round.version != version or round.broken_at < NEVER or round.held:
+        put_off = self.clock.now < round.first_at  # The round stood still in between.
+        if round.version != version or round.broken_at < NEVER or round.held or put_off:
             return
         self._cluster.first_step(round)
         self._plan(round)

@@ -10,6 +10,9 @@ from __future__ import annotations
 import os
 import sys
 
+import msgspec
+
+from holdfast.messages.local import ImportPlan
 from holdfast.worker.bootstrap import become_worker
 from holdfast.worker.channel import Channel
 from holdfast.worker.nursery import serve
@@ -23,8 +26,15 @@ def main() -> int:
         return become_worker(control_fd, page_fd, rehearse=False)
     preload = os.environ.pop("HOLDFAST_NURSERY_PRELOAD", "").split()
     set_first_path(os.environ.pop("HOLDFAST_FIRST_PATH"))
-    child = serve(Channel(int(numbers[0])), preload, eager=numbers[1] == "eager")
+    control_fd, plan_fd = map(int, numbers[:2])
+    child = serve(Channel(control_fd), preload, _plan(plan_fd), eager=numbers[2] == "eager")
     return 0 if child is None else become_worker(*child)
+
+
+def _plan(fd: int) -> ImportPlan:
+    """Read the plan that the agent has written into a memory file."""
+    with open(fd, "rb") as file:
+        return msgspec.msgpack.decode(file.read(), type=ImportPlan)
 
 
 if __name__ == "__main__":

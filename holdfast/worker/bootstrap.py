@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import msgspec
 
@@ -30,9 +30,10 @@ from holdfast.shm.vital_signs import Times, Vitals
 from holdfast.worker import node_test, nursery, runtime, script
 from holdfast.worker.channel import Channel, move_up
 from holdfast.worker.heartbeat import Heartbeat
+from holdfast.worker.loaded_modules import LoadedModules
 from holdfast.worker.runtime import Runtime
 from holdfast.worker.torch_hooks import patches
-from holdfast.worker.torch_hooks.imports import when_imported
+from holdfast.worker.torch_hooks.imports import replacing_captured, when_imported
 from holdfast.worker.torch_hooks.pairs import PairCalls
 from holdfast.worker.torch_hooks.phases import Phases
 
@@ -40,7 +41,9 @@ _decoder = msgspec.msgpack.Decoder(local.ToWorker)
 _NEVER = Times(0, 0.0, ())
 
 
-def become_worker(control_fd: int, page_fd: int, rehearse: bool) -> int:
+def become_worker(
+    control_fd: int, page_fd: int, rehearse: bool, preloaded: Collection[str] = ()
+) -> int:
     """Wait for a rank, run the script as that rank, and return its exit status."""
     channel = Channel(control_fd)
     page = RankPage(page_fd)
@@ -58,7 +61,8 @@ def become_worker(control_fd: int, page_fd: int, rehearse: bool) -> int:
     _take_over(assign, fds)
     calls = PairCalls()
     recorder = FlightFile(assign, page.vitals, calls)
-    worker = _install(assign, channel, page, calls, recorder)
+    with replacing_captured(preloaded):
+        worker = _install(assign, channel, page, calls, recorder)
     if len(fds) > 4:
         patches.host_store(move_up(fds[4]), int(assign.env["MASTER_PORT"]))
     channel.send(local.Began(at=time.monotonic()))
@@ -89,6 +93,9 @@ def _install(
     """Install the runtime, its hooks and its heartbeat."""
     worker = Runtime(channel, page, assign.round, assign.images, assign.opened_at)
     runtime.install(worker)
+    loaded = LoadedModules(channel, page.vitals) if assign.tell_imports else None
+    if loaded is not None:
+        worker.at_first_step = loaded.stepped
     os.register_at_fork(after_in_child=page.detach)
     phases = Phases(page.vitals)
     phases.install()
@@ -105,6 +112,8 @@ def _install(
     def each_beat() -> None:
         phases.wake()
         look_for_traps()
+        if loaded is not None:
+            loaded.beat()
 
     Heartbeat(page.vitals, recorder.write, each_beat).start()
     return worker

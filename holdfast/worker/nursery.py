@@ -14,6 +14,8 @@ takes a whole step with a backward pass, or without one where there are GPUs, as
 memory on them.
 
 The script must not notice: random generators, environment and warning filters are restored.
+
+What else the script is known to import is imported last: see `holdfast.worker.preloading`.
 """
 
 from __future__ import annotations
@@ -33,8 +35,19 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from holdfast.messages.local import NOT_FORKABLE, Forked, ToNursery, Warm
+from holdfast.messages.local import (
+    NOT_FORKABLE,
+    UNFIT,
+    Forked,
+    ImportPlan,
+    ToNursery,
+    UnfitImports,
+    Warm,
+)
 from holdfast.worker.channel import Channel
+from holdfast.worker.loaded_modules import NAMES_PER_MESSAGE
+from holdfast.worker.preloading import preload as preload_plan
+from holdfast.worker.preloading import resident_bytes
 
 log = logging.getLogger("holdfast.worker")
 
@@ -47,17 +60,22 @@ class ForkedProcess(NamedTuple):
     control_fd: int
     page_fd: int
     rehearse: bool
+    preloaded: frozenset[str]
+    """Modules that the nursery has imported for the script."""
 
 
-def serve(channel: Channel, preload: Sequence[str], eager: bool) -> ForkedProcess | None:
+def serve(
+    channel: Channel, preload: Sequence[str], plan: ImportPlan, eager: bool
+) -> ForkedProcess | None:
     """Fork for the agent until it is gone, then return None; in each child, return its start.
 
     An eager nursery imports first, because the first ranks need it all anyway. One that is not (the
     script does not seem to use torch) starts the first ranks, then prepares for their successors.
     """
     warm = False
+    preloaded: frozenset[str] = frozenset()
     if eager:
-        _warm_up(channel, preload)
+        preloaded = _warm_up(channel, preload, plan)
         warm = True
     while True:
         packet, fds = channel.receive(max_fds=2)
@@ -68,12 +86,12 @@ def serve(channel: Channel, preload: Sequence[str], eager: bool) -> ForkedProces
         pid = _fork_twice()
         if pid == 0:
             channel.close()
-            return ForkedProcess(control_fd, page_fd, request.rehearse)
+            return ForkedProcess(control_fd, page_fd, request.rehearse, preloaded)
         channel.send(Forked(pid=pid))
         os.close(control_fd)
         os.close(page_fd)
         if not warm and request.rehearse:
-            _warm_up(channel, preload)
+            preloaded = _warm_up(channel, preload, plan)
             warm = True
 
 
@@ -99,26 +117,41 @@ def _fork_twice() -> int:
 # ---- warming up --------------------------------------------------------------------------------
 
 
-def _warm_up(channel: Channel, preload: Sequence[str]) -> None:
+def _warm_up(channel: Channel, preload: Sequence[str], plan: ImportPlan) -> frozenset[str]:
+    """Import and rehearse; return the modules that were imported for the script."""
     began = time.monotonic()
     if importlib.util.find_spec("torch") is not None:
         try:
             _import_and_rehearse()
         except Exception:  # Any version of torch: a standby is only a head start.
             log.exception("torch cannot be rehearsed; standbys start without it")
+    before = frozenset(sys.modules)
     for name in preload:
         try:
             importlib.import_module(name)
         except Exception:  # The user's own module: the rank will show the error where it belongs.
             log.exception("--preload %s cannot be imported; standbys start without it", name)
+    _preload(channel, plan)
     if not _can_fork():
         log.error("an imported module (--preload?) has initialized the GPUs: no standbys")
         sys.exit(NOT_FORKABLE)
     gc.collect()
     gc.freeze()
-    with open("/proc/self/statm") as statm:
-        resident_bytes = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    channel.send(Warm(seconds=time.monotonic() - began, resident_bytes=resident_bytes))
+    channel.send(Warm(seconds=time.monotonic() - began, resident_bytes=resident_bytes()))
+    return frozenset(sys.modules) - before
+
+
+def _preload(channel: Channel, plan: ImportPlan) -> None:
+    """Import what the script will; if that makes this process unfit, say so and end it."""
+    at_fault = preload_plan(plan, channel.send)
+    if plan.modules and not at_fault and not _can_fork():
+        at_fault = dict.fromkeys(plan.modules, "one of them initializes the GPUs")
+    if at_fault:
+        names = list(at_fault)
+        for first in range(0, len(names), NAMES_PER_MESSAGE):
+            some = names[first : first + NAMES_PER_MESSAGE]
+            channel.send(UnfitImports(modules={name: at_fault[name] for name in some}))
+        os._exit(UNFIT)
 
 
 def _can_fork() -> bool:

@@ -57,6 +57,7 @@ class Runtime:
         self.resumption = Resumption(registry, round, opened_at)
         self.traps: Traps | None = None
         """Injected faults, once there are any."""
+        self.at_first_step: Callable[[], None] = lambda: None
         self._page = page
         self._sections: dict[str, int] = {}
         """Index of each section name."""
@@ -134,6 +135,7 @@ class Runtime:
         self._publish()
         if first:
             self.channel.send(Stepped())
+            self.at_first_step()
         if self.traps is not None:
             self.traps.passed(before, step)
 

@@ -21,7 +21,8 @@ def test_when_a_start_is_given_up_whoever_was_got_for_it_stands_by(turns: int) -
         return got[-1]
 
     orders = MagicMock(logs=Path())
-    orders.settings.standby = 0
+    orders.settings = MagicMock(standby=0, entry="script", script="train.py", script_args=())
+    orders.home.imports = Path("imports.json")
 
     async def scenario() -> None:
         pool = Pool(orders, MagicMock(), {})

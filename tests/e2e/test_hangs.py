@@ -250,7 +250,7 @@ def test_a_rank_of_another_node_hangs_and_is_named(cluster: Cluster) -> None:
     first.until(lambda job: job.membership.count() == 1, "the first node")
     second = start()
     job = until_warm(first)
-    far = next(r for r, s in job.ranks.items() if s.node.endswith(f":{second.agent()}"))
+    far = next(r for r, s in job.ranks.items() if f":{second.agent()}-" in s.node)
     hang(first, far)
     incident = until_hang(first, 1)
     line = line_of(first, "sleep")

@@ -9,8 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -60,7 +59,7 @@ def kill_node(node: Run) -> None:
 
 def rank_on(job: Job, node: Run) -> int:
     agent = str(node.agent())
-    return next(n for n, rank in job.ranks.items() if rank.node.endswith(f":{agent}"))
+    return next(n for n, rank in job.ranks.items() if f":{agent}-" in rank.node)
 
 
 def sizes(job: Job) -> tuple[int, int]:
@@ -167,14 +166,13 @@ def test_a_node_that_is_told_to_leave_goes_with_75_and_the_others_go_on(cluster:
 
 
 def test_an_agent_that_was_paused_and_replaced_is_fenced_and_joins_afresh(cluster: Cluster) -> None:
-    first, second, before = two_nodes(cluster)
+    first, second, before = two_nodes(cluster, "1:2")
     agent = second.agent()
     second.kill(agent, signal.SIGSTOP)
     first.until(lambda job: job.membership.count() == 1, "the paused node to be given up")
-    old = [rank.pid for rank in before.ranks.values() if rank.node.endswith(f":{agent}")]
+    old = [rank.pid for rank in before.ranks.values() if f":{agent}-" in rank.node]
     second.kill(agent, signal.SIGCONT)
-    job = first.until_stepping(round=2)
-    assert sizes(job) == (4, 2)
+    first.until(lambda job: sizes(job) == (4, 2) and not job.unstepped, "four ranks again")
     assert all(gone(pid) for pid in old)
     assert gone(agent)
     first.end()
@@ -276,92 +274,6 @@ def test_with_tls_only_those_with_a_certificate_get_in(
     second = cluster.start("1:2", *certificates)
     first.until(lambda job: sizes(job) == (4, 2) and not job.unstepped, "four ranks over TLS")
     plain = cluster.start("1:2", "--rdzv-conf", "join_timeout=2")
-    assert plain.code() in (1, 75)
+    assert plain.code() == 2
     first.end()
     assert (first.code(), second.code()) == (0, 0)
-
-
-# ---- cut links ---------------------------------------------------------------------------------
-
-
-class Link:
-    """A network namespace and the cable to it."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.outside, self.inside = f"{name}o", f"{name}i"
-        self.here, self.there = "10.213.77.1", "10.213.77.2"
-
-    def _ip(self, *words: str) -> None:
-        subprocess.run(["ip", *words], check=True, capture_output=True)
-
-    def lay(self) -> None:
-        self._ip("netns", "add", self.name)
-        self._ip("link", "add", self.outside, "type", "veth", "peer", "name", self.inside)
-        self._ip("link", "set", self.inside, "netns", self.name)
-        self._ip("addr", "add", f"{self.here}/24", "dev", self.outside)
-        self._ip("link", "set", self.outside, "up")
-        self._ip("-n", self.name, "addr", "add", f"{self.there}/24", "dev", self.inside)
-        self._ip("-n", self.name, "link", "set", self.inside, "up")
-        self._ip("-n", self.name, "link", "set", "lo", "up")
-
-    def cut(self) -> None:
-        """No FIN, no RST: packets just do not arrive any more."""
-        self._ip("-n", self.name, "link", "set", self.inside, "down")
-
-    def remove(self) -> None:
-        for words in (["netns", "del", self.name], ["link", "del", self.outside]):
-            subprocess.run(["ip", *words], check=False, capture_output=True)
-
-
-@pytest.fixture
-def link() -> Iterator[Link]:
-    link = Link(f"hf{os.getpid() % 100000}")
-    if shutil.which("ip") is None or os.geteuid() != 0:
-        pytest.skip("cutting a link needs root and iproute2")
-    try:
-        link.lay()
-    except subprocess.CalledProcessError as error:
-        link.remove()
-        pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
-    yield link
-    link.remove()
-
-
-def test_a_node_whose_cable_is_cut_is_noticed_within_five_seconds(
-    cluster: Cluster, link: Link
-) -> None:
-    port = cluster.endpoint.rpartition(":")[2]
-    cluster.endpoint = f"{link.here}:{port}"
-    first = cluster.host("1:2")
-    far = cluster._make()
-    far.job, far.job_home = first.job, first.job_home
-    far.without_torch()
-    inside = ("ip", "netns", "exec", link.name, sys.executable, "-m", "holdfast", "run")
-    flags = ("--nnodes", "1:2", "--coordinator", cluster.endpoint)
-    far.start(*flags, "train.py", command=inside)
-    first.until(lambda job: sizes(job) == (4, 2) and not job.unstepped, "four ranks")
-    began = time.monotonic()
-    link.cut()
-    job = first.until(lambda job: sizes(job) == (2, 1), "the cut to be noticed")
-    assert time.monotonic() - began < 6.0
-    assert job.incidents[-1].kind == "node"
-    first.end()
-    assert first.code() == 0
-
-
-def test_a_node_that_was_started_otherwise_is_refused_and_the_others_train_on(
-    cluster: Cluster,
-) -> None:
-    first = cluster.host("1:2")
-    job = first.until_stepping()
-    wrong = cluster.start("2")
-    assert wrong.code() == 2
-    line = "it was started with --nnodes 2:2, the job with --nnodes 1:2"
-    assert wrong.err.count(line) == 1
-    assert len(wrong.own_lines) == 1, wrong.err
-    assert first.err.count(line) == 1
-    later = first.until(lambda now: now.highest > job.highest, "more steps")
-    assert (later.membership.round, later.incidents) == (1, [])
-    first.end()
-    assert first.code() == 0

@@ -118,7 +118,9 @@ def put(path: Path, text: str) -> None:
 
 
 def name_of(node: Run) -> str:
-    return f"{socket.gethostname()}:{node.agent()}"
+    job = node.peek()
+    assert job is not None
+    return next(name for name in job.membership.known() if f":{node.agent()}-" in name)
 
 
 def trains_on(job: Job, count: int) -> bool:

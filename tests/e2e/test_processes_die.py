@@ -386,7 +386,7 @@ def test_a_second_sigint_ends_ranks_that_take_too_long(run: Run) -> None:
     def linger(number, frame):
         open(f"lingering_{rank}", "w").close()
         time.sleep(1000)
-    signal.signal(signal.SIGTERM, linger)
+    signal.signal(signal.SIGINT, linger)
 """
     run.train(script=TRAINER.replace("    kept =", slow + "    kept ="))
     run.until_stepping()

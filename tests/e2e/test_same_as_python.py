@@ -1,7 +1,8 @@
 """A rank handed to a standby cannot tell: everything is as in a fresh `python train.py`.
 
 One script looks at all it can see of its process and writes that down. It is run by plain python, as
-a rank of the first round, and as a rank that a standby took over; the three must agree.
+a rank of the first round, and as a rank that a standby took over; the three must agree. So they must if
+the standby had imported not only torch but what else the script does.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 
 from .harness import Run
+from .test_preloading import until_better_standbys
 
 LOOK = r"""
     import sys
@@ -39,7 +41,8 @@ LOOK = r"""
         "gc": [gc.isenabled(), gc.get_threshold(), gc.get_freeze_count(), gc.get_debug(),
                len(gc.callbacks)],
     }
-    import asyncio, json, locale, logging, os, random, resource, signal, stat, threading, warnings
+    import asyncio, json, locale, logging, multiprocessing
+    import os, random, resource, signal, stat, threading, warnings
     def threads():
         # Threads of the process; the one that beats for Holdfast names itself, and is not the script's.
         tasks = os.listdir("/proc/self/task")
@@ -89,6 +92,7 @@ LOOK = r"""
         "threads": [t.name for t in threading.enumerate()],
         "main_thread": threading.main_thread().ident == threading.get_ident()
                        and threading.get_native_id() == os.getpid(),
+        "start_method": multiprocessing.get_start_method(allow_none=True),
         "logging": [logging.root.level, repr(logging.root.handlers), logging.root.disabled],
         "no_loop": repr(asyncio._get_running_loop()),
         "leads_its_group": os.getpgid(0) == os.getpid(),
@@ -100,7 +104,8 @@ LOOK = r"""
     import torch.distributed, torch.optim
     seen |= {
         "tasks": tasks() if os.environ.get("OMP_NUM_THREADS") else "",
-        "warnings": sorted(repr(f) for f in warnings.filters),
+        # Torch's optimizers import sympy, so a rehearsal does, and restores the filters afterwards.
+        "warnings": sorted(repr(f) for f in warnings.filters if "sympy" not in repr(f)),
         "torch_rng_is_untouched": torch.equal(
             torch.get_rng_state(), torch.Generator().manual_seed(torch.initial_seed()).get_state()),
         "torch_threads": [torch.get_num_threads(), torch.get_num_interop_threads()],
@@ -155,6 +160,9 @@ GIVEN_BY_LAUNCHER = [
     "SEEN",
 ]
 
+PRELOADED = ", torch._inductor.compile_fx, torch.distributed.checkpoint, sqlite3"
+"""What a script may import beside torch, so much that standbys do so too."""
+
 WHO = ("plain", "first", "standby")
 Views = dict[str, list[dict[str, Any]]]
 
@@ -166,15 +174,15 @@ def views(request: pytest.FixtureRequest) -> Iterator[Views]:
     The launcher sets OMP_NUM_THREADS for several ranks, so plain python gets it too; a lone rank may
     have as many threads as there are processors.
     """
-    ranks: int = request.param
-    yield from _views(ranks, {"OMP_NUM_THREADS": "1"} if ranks > 1 else {})
+    ranks, more = request.param
+    yield from _views(ranks, {"OMP_NUM_THREADS": "1"} if ranks > 1 else {}, more)
 
 
-def _views(nproc: int, env: dict[str, str]) -> Iterator[Views]:
+def _views(nproc: int, env: dict[str, str], more: str) -> Iterator[Views]:
     with tempfile.TemporaryDirectory() as folder:
         run = Run(Path(folder))
         try:
-            yield _look(run, nproc, env)
+            yield _look(run, nproc, env, more)
         except BaseException:
             print(run.story())
             raise
@@ -182,9 +190,11 @@ def _views(nproc: int, env: dict[str, str]) -> Iterator[Views]:
             run.close()
 
 
-def _look(run: Run, nproc: int, env: dict[str, str]) -> Views:
+def _look(run: Run, nproc: int, env: dict[str, str], more: str) -> Views:
     (run.folder / "sub").mkdir()
-    script = run.write(LOOK, "sub/train.py")
+    script = run.write(
+        LOOK.replace("import numpy, torch\n", f"import numpy, torch{more}\n"), "sub/train.py"
+    )
     words = [script, "--flag", "a b"]
     # Under the launcher the streams are pipes as well, and the process leads its own session.
     with open(run.folder / "plain.log", "wb") as log:
@@ -206,6 +216,8 @@ def _look(run: Run, nproc: int, env: dict[str, str]) -> Views:
         run.start(*words, nproc=nproc, env={"SEEN": "holdfast"}, stdin=nothing)
         run.until_stepping()
         run.until_standbys(nproc)
+        if more:
+            until_better_standbys(run, nproc)
         run.kill_rank(0)
         run.until_stepping(round=2)
         run.end()
@@ -245,13 +257,20 @@ def _flat(seen: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in flat.items() if k.removeprefix("environ ") not in GIVEN_BY_LAUNCHER}
 
 
-@pytest.mark.parametrize("views", [1, 2], indirect=True, ids=["one rank", "two ranks"])
+@pytest.mark.parametrize(
+    "views",
+    [(1, ""), (2, ""), (2, PRELOADED)],
+    indirect=True,
+    ids=["one rank", "two ranks", "preloaded"],
+)
 def test_a_rank_sees_what_a_fresh_python_would_see(views: Views) -> None:
     found = [*_differences(views, "first"), *_differences(views, "standby")]
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("views", [2], indirect=True, ids=["two ranks"])
+@pytest.mark.parametrize(
+    "views", [(2, ""), (2, PRELOADED)], indirect=True, ids=["two ranks", "preloaded"]
+)
 def test_no_two_processes_draw_the_same_random_numbers(views: Views) -> None:
     draws = [draw for who in WHO for rank in views[who] for draw in rank["own"].values()]
     assert len(set(draws)) == len(draws)

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from holdfast.worker.torch_hooks.imports import when_imported
+from holdfast.worker.torch_hooks.imports import replacing_captured, when_imported
 
 
 @pytest.fixture
@@ -84,3 +84,24 @@ def test_a_module_that_does_not_exist_is_still_missing() -> None:
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("no_such_module_at_all")
     assert sys.meta_path == before
+
+
+def test_a_function_that_preloaded_modules_have_taken_over_is_replaced_there_too(
+    tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "fresh_module.py").write_text("def save(): return 'real'\ndef load(): return 1\n")
+    (tmp_path / "fresh_user.py").write_text("from fresh_module import load, save as keep\n")
+    user = importlib.import_module("fresh_user")
+
+    def wrap(module: ModuleType) -> None:
+        real = module.save
+        module.__dict__["save"] = lambda: "wrapped " + real()
+
+    try:
+        with replacing_captured(["fresh_user", "not_there"]):
+            when_imported(name, wrap)
+            when_imported(name, wrap)
+        assert user.keep() == "wrapped wrapped real"
+        assert user.load() == 1
+    finally:
+        del sys.modules["fresh_user"]

@@ -130,7 +130,8 @@ class SuspectsMachine(Suspects, Machine):
     def _stays(self, job: View, one: Suspect) -> list[Effect]:
         if one.state == "replaced":
             one.state = "back"
-        if one.state != "named" or one.told:
+        alone = job.membership.count() == 1  # Nothing tells its faults from the job's.
+        if one.state != "named" or one.told or alone:
             return []
         one.told = True
         return [_naming(job, one, STAYS)]
