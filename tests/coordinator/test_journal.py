@@ -212,25 +212,25 @@ def test_a_damaged_event_is_named_and_all_others_count(
     journal: Journal, path: Path, text: str
 ) -> None:
     journal.append(entries())
-    damage(path, f"UPDATE events SET event = '{text}' WHERE number = 7")
+    damage(path, f"UPDATE events SET event = '{text}' WHERE number = 5")
     found, lost = reopen(path)
     assert found is not None
     assert lost == 1
     assert found.acked == {NODE: len(entries()) - 1}
     assert found.job.highest == live(entries()).highest
-    assert any("event 7 is damaged" in one.signature for one in found.job.incidents)
+    assert any("event 5 is damaged" in one.signature for one in found.job.incidents)
 
 
 def test_missing_events_are_named_and_all_others_count(journal: Journal, path: Path) -> None:
     journal.append(entries())
-    damage(path, "DELETE FROM events WHERE number IN (7, 8)")
+    damage(path, "DELETE FROM events WHERE number IN (5, 10)")
     found, lost = reopen(path)
     assert found is not None
     assert lost == 2
     assert found.job.highest == live(entries()).highest
     told = [one.signature for one in found.job.incidents if "the journal lost" in one.signature]
     assert [text.partition(": ")[2] for text in told] == [
-        f"event {number} is missing" for number in (7, 8)
+        f"event {number} is missing" for number in (5, 10)
     ]
 
 
