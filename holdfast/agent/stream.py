@@ -172,10 +172,7 @@ class CoordinatorStream:
             self._refuse_without_tls(error)
             return None
         except (OSError, asyncio.TimeoutError) as error:
-            if (
-                isinstance(error, ConnectionRefusedError)
-                and (self.host, self.port) == self._reached
-            ):
+            if isinstance(error, ConnectionRefusedError):
                 self._host_reached(began)
             self.host, self.port = self._next_address()
             return None
@@ -201,8 +198,8 @@ class CoordinatorStream:
             raise NodeRefused(f"{self.host}:{self.port}: {explained(error)}") from None
 
     def _host_reached(self, at: float) -> None:
-        """Note that the coordinator's host answered, whatever its process does."""
-        if self._direct:
+        """Note that a host answered, whatever its process does, if it is the coordinator's."""
+        if self._direct and (self.host, self.port) == self._reached:
             self.lease.host_reached(at)
 
     def _lost(self) -> None:

@@ -420,6 +420,33 @@ def test_a_host_that_cannot_be_reached_does_not_renew_the_lease(
     run(scenario())
 
 
+def test_beats_that_another_host_acknowledges_do_not_renew_the_lease(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = asyncio.open_connection
+
+    async def scenario() -> None:
+        async with stage() as here:
+            caller, _ = await lent(here, 0.5)
+            with socket.create_server(("127.0.0.1", 0)) as other:
+
+                async def cut(host: str, port: int, **more: Any) -> Any:
+                    if port == here.port:
+                        raise OSError(errno.EHOSTUNREACH, "no way")
+                    return await real(host, port, **more)
+
+                orders = cast(Any, here.stream.orders)
+                orders.find_coordinator = other.getsockname
+                monkeypatch.setattr(asyncio, "open_connection", cut)
+                caller.close()
+                await until(lambda: not here.stream.connected, "the end of the stream")
+                first = here.stream.lease.until
+                await until(lambda: here.ranks.paused, "the end of the lease")
+                assert here.stream.lease.until == first
+
+    run(scenario())
+
+
 @pytest.mark.parametrize("how", ["stands", "refuses"])
 def test_behind_a_proxy_nothing_but_an_answer_renews_the_lease(how: str) -> None:
     async def scenario() -> None:
