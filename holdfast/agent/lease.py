@@ -73,6 +73,7 @@ class RoundLease:
             return
         _, sent_at = self._beats.popleft()
         self._for_s = lease.for_s
+        self._note_end()
         ranks = self.ranks()
         if self.over and ranks.busy and lease.round != ranks.round:
             return  # The places are given to others; the order to end is on its way.
@@ -80,6 +81,7 @@ class RoundLease:
 
     def host_reached(self, at: float) -> None:
         """Renew the lease: at that time the coordinator's host answered, though not its process."""
+        self._note_end()
         if not self.over:
             self._renew(at)
 
@@ -90,9 +92,7 @@ class RoundLease:
             return
         ranks, self.until = self.ranks(), until
         ranks.lent_until(until)
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._stop_timer()
         if until != FOREVER:
             self._timer = asyncio.get_running_loop().call_at(until, self._end)
         if self.over:
@@ -101,9 +101,19 @@ class RoundLease:
                 log.warning("the coordinator is back and the round still in force: ranks go on")
             ranks.go_on()
 
+    def _note_end(self) -> None:
+        """End a lease whose timer is late: the workers may have stopped themselves already."""
+        if not self.over and self.until <= asyncio.get_running_loop().time():
+            self._end()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
     def _end(self) -> None:
         """Pause the ranks; an answer may be among what this process has not read yet."""
-        self._timer = None
+        self._stop_timer()
         self.over = True
         ranks = self.ranks()
         if ranks.busy:

@@ -41,7 +41,7 @@ from holdfast.messages.wire import (
     Welcome,
 )
 from holdfast.wire import framing
-from holdfast.wire.ends import address_of, all_acknowledged
+from holdfast.wire.ends import address_of, all_acknowledged, reset
 from holdfast.wire.tls import client_context, explained
 
 log = logging.getLogger("holdfast.agent")
@@ -112,7 +112,7 @@ class CoordinatorStream:
 
     def fall_silent(self, seconds: float) -> None:
         """Behave as if the cable were pulled: neither send nor read, and do not close the stream.
-        After that time it is aborted, and another one opened."""
+        After that time it is reset, and another one opened."""
         if self._writer is None:
             return
         transport = self._writer.transport
@@ -120,7 +120,7 @@ class CoordinatorStream:
         self.lease.stream_lost()
         assert isinstance(transport, asyncio.Transport)
         transport.pause_reading()
-        asyncio.get_running_loop().call_later(seconds, transport.abort)
+        asyncio.get_running_loop().call_later(seconds, reset, transport)
 
     @property
     def connected(self) -> bool:
@@ -152,7 +152,7 @@ class CoordinatorStream:
                 finally:
                     self._lost()
                     self.lease.stream_lost()
-                    writer.transport.abort()
+                    reset(writer.transport)
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
@@ -172,10 +172,7 @@ class CoordinatorStream:
             self._refuse_without_tls(error)
             return None
         except (OSError, asyncio.TimeoutError) as error:
-            if (
-                isinstance(error, ConnectionRefusedError)
-                and (self.host, self.port) == self._reached
-            ):
+            if isinstance(error, ConnectionRefusedError):
                 self._host_reached(began)
             self.host, self.port = self._next_address()
             return None
@@ -201,8 +198,8 @@ class CoordinatorStream:
             raise NodeRefused(f"{self.host}:{self.port}: {explained(error)}") from None
 
     def _host_reached(self, at: float) -> None:
-        """Note that the coordinator's host answered, whatever its process does."""
-        if self._direct:
+        """Note that a host answered, whatever its process does, if it is the coordinator's."""
+        if self._direct and (self.host, self.port) == self._reached:
             self.lease.host_reached(at)
 
     def _lost(self) -> None:

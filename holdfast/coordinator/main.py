@@ -88,6 +88,8 @@ async def _run(orders: CoordinatorOrders) -> int:
         restarted = None
         if before is not None:
             coordinator.job, coordinator.acked = before.job, before.acked
+            if not orders.home.opened_id():  # It died right after the job was opened.
+                orders.home.note_opened(before.job.id)
             restarted = CoordinatorRestarted(at=clock.now(), lost=missing)
             log.warning("the coordinator is back, in round %d", before.job.membership.round)
             if missing:

@@ -1,7 +1,8 @@
-"""Says what the kernel knows about the two ends of a TCP stream."""
+"""Says what the kernel knows about the two ends of a TCP stream, and ends one in a way that tells."""
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import socket
 import struct
@@ -10,6 +11,8 @@ from typing import Any
 
 _SIOCOUTQ = 0x5411
 _COUNT = struct.Struct("=i")
+_RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+"""SO_LINGER for no time at all."""
 
 
 def address_of(name: Any) -> str:
@@ -29,3 +32,13 @@ def all_acknowledged(connection: socket.socket) -> bool:
     except OSError:
         return False
     return bool(_COUNT.unpack(queued)[0] == 0)
+
+
+def reset(transport: asyncio.WriteTransport) -> None:
+    """End a stream so that the other end sees a reset; a process that dies closes its streams."""
+    connection = transport.get_extra_info("socket")
+    try:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+    except OSError:  # It is closed already.
+        pass
+    transport.abort()

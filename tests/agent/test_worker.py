@@ -7,14 +7,16 @@ import functools
 import signal
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from holdfast.agent.processes import Exit
-from holdfast.agent.worker import Worker
+from holdfast.agent.worker import Worker, Workers
 from holdfast.messages.records import Raised
 from holdfast.messages.units import Rank, RoundNumber
+from holdfast.shm.vital_signs import VITALS_BYTES, Vitals
 
 KILLED = Exit(signal=signal.SIGKILL)
 RAISED = Raised(type="ValueError", message="no", where="", traceback="")
@@ -177,3 +179,94 @@ async def test_one_that_dies_of_the_users_own_signal_did_not_end_by_itself(tmp_p
     assert process.sent == [signal.SIGINT, signal.SIGCONT]
     assert not one.ending(Exit(signal=signal.SIGINT)).by_itself
     one.hear_last_words()
+
+
+# ---- the lease on the round ----------------------------------------------------------------------
+
+
+class FakeLeased(FakeRuntime):
+    """A worker with a page, in which the end of its lease is noted."""
+
+    def __init__(self) -> None:
+        self.page = SimpleNamespace(vitals=Vitals(memoryview(bytearray(VITALS_BYTES))))
+
+    def may_run(self, at: float) -> bool:
+        return not self.page.vitals.lease_is_over(at)
+
+
+def leased(tmp_path: Path, rank: int) -> tuple[Worker, FakeProcess, FakeLeased]:
+    runtime = FakeLeased()
+    made, process = worker(tmp_path, runtime=runtime)
+    made.rank = Rank(rank)
+    return made, process, runtime
+
+
+def test_a_pause_stops_a_worker_and_its_children_and_going_on_continues_them(
+    tmp_path: Path,
+) -> None:
+    here = Workers()
+    one, process, _ = leased(tmp_path, 0)
+    here.add(one)
+    here.pause()
+    here.go_on()
+    assert process.sent == process.sent_to_group == [signal.SIGSTOP, signal.SIGCONT]
+
+
+def test_a_worker_that_starts_under_a_lease_has_it_in_its_page(tmp_path: Path) -> None:
+    here = Workers()
+    one, _, there = leased(tmp_path, 0)
+    here.add(one)
+    assert there.may_run(1e9), "no lease has been told of"
+    here.lent_until(50.0)
+    other, process, later = leased(tmp_path, 1)
+    here.add(other)
+    for runtime in (there, later):
+        assert runtime.may_run(50.0)
+        assert not runtime.may_run(50.1)
+    assert process.sent == []
+
+
+def test_a_worker_that_starts_while_the_ranks_are_paused_is_paused_too(tmp_path: Path) -> None:
+    here = Workers()
+    here.pause()
+    one, process, _ = leased(tmp_path, 0)
+    here.add(one)
+    assert process.sent == [signal.SIGSTOP]
+    here.go_on()
+    other, second, _ = leased(tmp_path, 1)
+    here.add(other)
+    assert second.sent == []
+
+
+@in_loop
+async def test_paused_workers_that_are_asked_to_stop_may_save_first(tmp_path: Path) -> None:
+    here = Workers()
+    one, process, runtime = leased(tmp_path, 0)
+    here.add(one)
+    here.lent_until(50.0)
+    here.pause()
+    here.ask_to_stop(5.0, signal.SIGTERM)
+    assert process.sent == [signal.SIGSTOP, signal.SIGCONT, signal.SIGTERM, signal.SIGCONT]
+    assert runtime.may_run(1e9), "it would stop itself while it saves"
+    one.hear_last_words()
+
+
+@in_loop
+async def test_paused_workers_that_get_no_grace_never_run_again(tmp_path: Path) -> None:
+    here = Workers()
+    one, process, runtime = leased(tmp_path, 0)
+    here.add(one)
+    here.lent_until(50.0)
+    here.pause()
+    here.ask_to_stop(0.0, signal.SIGTERM)
+    assert process.sent == [signal.SIGSTOP, signal.SIGKILL]
+    assert not runtime.may_run(50.1)
+
+
+def test_a_command_without_our_runtime_is_paused_as_well(tmp_path: Path) -> None:
+    here = Workers()
+    made, process = worker(tmp_path)
+    here.add(made)
+    here.lent_until(50.0)
+    here.pause()
+    assert process.sent == [signal.SIGSTOP]

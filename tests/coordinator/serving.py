@@ -22,11 +22,23 @@ from holdfast.messages.actions import StartWorkers
 from holdfast.messages.events import CoordinatorRestarted, NodeJoined, Progress
 from holdfast.messages.records import NodeSpec, RankProgress, Terms
 from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber, Time
-from holdfast.messages.wire import PROTOCOL, Ack, FromCoordinator, Hello, Rejected, Sent, Welcome
+from holdfast.messages.wire import (
+    PROTOCOL,
+    Ack,
+    Beat,
+    FromCoordinator,
+    Hello,
+    Lease,
+    Rejected,
+    Sent,
+    Welcome,
+)
 from holdfast.wire import framing
+from holdfast.wire.ends import address_of
 
 TOKEN = "a-token"
 LIMIT_S = 10.0
+BEAT_S = 0.5
 SPEC = NodeSpec(host="h", address="127.0.0.1", slots=1, pid=1)
 
 
@@ -73,8 +85,14 @@ class Peer:
 
     async def is_cut_off(self) -> bool:
         while (message := await self.hear()) is not None:
-            assert isinstance(message, Rejected | Ack | Welcome | StartWorkers)
+            assert isinstance(message, Rejected | Ack | Welcome | Lease | StartWorkers)
         return True
+
+    def keep_beating(self, every_s: float = BEAT_S) -> None:
+        """Beat as an agent does, until the connection is closed."""
+        if not self.writer.transport.is_closing():
+            self.send(Beat(number=1))
+            asyncio.get_running_loop().call_later(every_s, self.keep_beating, every_s)
 
     def close(self) -> None:
         self.writer.transport.abort()
@@ -99,14 +117,18 @@ class Served:
         self.peers.append(peer)
         return peer
 
-    async def greet(self, node: str = "good", **other: Any) -> tuple[Peer, Welcome]:
+    async def greet(
+        self, node: str = "good", direct: bool = False, **other: Any
+    ) -> tuple[Peer, Welcome]:
+        """A node's stream; `direct` if it says which end of it is its own, as agents do."""
         peer = await self.connect()
-        peer.send(hello(node, **other))
+        address = address_of(peer.writer.get_extra_info("sockname")) if direct else ""
+        peer.send(hello(node, address=address, **other))
         return peer, await peer.hear_a(Welcome)
 
-    async def join(self, node: str = "good") -> Peer:
+    async def join(self, node: str = "good", direct: bool = False) -> Peer:
         """An agent that has its part of the first round."""
-        peer, _ = await self.greet(node)
+        peer, _ = await self.greet(node, direct)
         peer.send(Sent(number=1, event=joined(node)))
         await peer.hear_a(StartWorkers)
         assert await peer.hear() == Ack(number=1)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sqlite3
 from collections.abc import Callable, Coroutine
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,9 @@ from serving import Peer, Served, hello, joined, run, served, stepped
 from holdfast import tasks
 from holdfast.coordinator import stream as streams
 from holdfast.coordinator.journal import replay
-from holdfast.core import report
+from holdfast.core import leases, report
 from holdfast.core.job import Job
-from holdfast.core.patience import Silence
+from holdfast.core.leases import Leases
 from holdfast.core.ranks.events import RanksMachine
 from holdfast.core.replay import TRIES
 from holdfast.messages.actions import Finish, StartWorkers, StopWorkers
@@ -38,10 +40,11 @@ from holdfast.messages.events import (
     WorkerExited,
 )
 from holdfast.messages.health import HealthResult
-from holdfast.messages.records import RankProgress
+from holdfast.messages.records import RankProgress, Terms
 from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber, Time
-from holdfast.messages.wire import Ack, Rejected, Sent, Welcome
+from holdfast.messages.wire import Ack, Beat, Lease, Rejected, Sent, Welcome
 from holdfast.wire import framing
+from holdfast.wire.ends import reset
 
 # ---- strangers ----
 
@@ -289,8 +292,12 @@ def known(job: Job) -> Any:
     have joined and gone."""
     found = msgspec.json.decode(msgspec.json.encode(job))
     for machine in found["machines"]:
-        for name in ("refused", "joins", "last_join_at", "longest_gap_s", "absent_until"):
+        for name in ("refused", "joins", "last_join_at", "longest_gap_s"):
             machine.pop(name, None)
+        if isinstance(machine.get("struck"), dict):
+            machine["struck"] = {
+                cause: nodes for cause, nodes in machine["struck"].items() if nodes
+            }
     return found | {"events": 0, "refused": {}}
 
 
@@ -301,6 +308,7 @@ def test_a_stranger_harms_neither_the_job_nor_its_agents(
     async def scenario() -> None:
         async with served(tmp_path / "journal.db") as here:
             good = await here.join()
+            good.keep_beating()
             before = known(here.job)
             await stranger(here, await here.connect())
             assert known(here.job) == before
@@ -356,16 +364,16 @@ def test_a_watch_that_raises_is_an_incident_and_runs_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tasks, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(leases, "LOOK_EVERY_S", 0.001)
     calls = [0]
 
-    def beat_s(self: Silence, nodes: int) -> float:
+    def look(self: Leases, *_: object) -> list[NodeId]:
         calls[0] += 1
         if calls[0] == 20:
             raise ZeroDivisionError("a bug of ours")
-        return 0.001
+        return []
 
-    monkeypatch.setattr(Silence, "beat_s", beat_s)
-    monkeypatch.setattr(Silence, "limit_s", lambda self, nodes: 3600.0)
+    monkeypatch.setattr(Leases, "look", look)
 
     async def scenario() -> None:
         async with served(tmp_path / "journal.db") as here:
@@ -500,7 +508,7 @@ def test_an_agent_that_comes_back_takes_over_from_its_older_stream(tmp_path: Pat
     async def scenario() -> None:
         async with served(tmp_path / "journal.db") as here:
             older = await here.join()
-            newer, _ = await here.greet(round=RoundNumber(1), busy=True)
+            newer, _ = await here.greet(round=RoundNumber(1), busy=True, stream=2)
             assert await older.is_cut_off()
             newer.send(Sent(number=2, event=stepped(5)))
             assert await newer.hear_a(Ack) == Ack(number=2)
@@ -520,10 +528,10 @@ def test_an_agent_that_missed_its_start_is_told_again(tmp_path: Path) -> None:
     run(scenario())
 
 
-def test_a_node_whose_stream_ends_is_given_up_soon(tmp_path: Path) -> None:
+def test_a_node_whose_stream_is_closed_is_given_up_at_once(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with served(tmp_path / "journal.db") as here:
-            good = await here.join()
+            good = await here.join(direct=True)
             good.close()
             later, _ = await here.greet("later")
             later.send(Sent(number=1, event=joined("later")))
@@ -574,6 +582,295 @@ def test_an_error_of_the_coordinators_own_ends_it_so_that_it_is_started_again(
             good.send(Sent(number=2, event=stepped(5)))
             with pytest.raises(RuntimeError, match="a bug of ours"):
                 await asyncio.wait_for(asyncio.shield(here.serving), 3.0)
+
+    run(scenario())
+
+
+# ---- leases ----
+
+TWO = Terms(min_nodes=1, max_nodes=2)
+
+
+def journaled(path: Path, kind: str) -> list[str]:
+    """The events of that type in the journal."""
+    with closing(sqlite3.connect(path)) as db:
+        return [event for (event,) in db.execute("SELECT event FROM events") if kind in event]
+
+
+async def pair(here: Served, **more: Any) -> tuple[Peer, Peer]:
+    """Two nodes in the first round."""
+    peers = []
+    for name in ("one", "two"):
+        peer, _ = await here.greet(name, terms=TWO, direct=True, **more)
+        peer.send(Sent(number=1, event=joined(name)))
+        peers.append(peer)
+    for peer in peers:
+        await peer.hear_a(StartWorkers)
+    return peers[0], peers[1]
+
+
+def silent_since(here: Served, node: str, seconds: float) -> None:
+    """Have a node be silent for so long already."""
+    heard = here.coordinator._leases.heard
+    heard[NodeId(node)] = asyncio.get_running_loop().time() - seconds
+
+
+def look(here: Served) -> None:
+    """Look for silent nodes now."""
+    here.coordinator._give_up_silent(here.job, asyncio.get_running_loop().time())
+
+
+def test_a_beat_is_answered_with_a_lease_on_the_round(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with served(tmp_path / "journal.db") as here:
+            one, _ = await pair(here)
+            for number in (7, 8):
+                one.send(Beat(number=number))
+                for_s = leases.lease_s(here.job.membership.silence_s)
+                assert await one.hear_a(Lease) == Lease(
+                    beat=number, round=RoundNumber(1), for_s=for_s
+                )
+            spare, _ = await here.greet("spare", terms=TWO)
+            spare.send(Beat(number=1))
+            assert (await spare.hear_a(Lease)).round == 0
+
+    run(scenario())
+
+
+def test_in_a_job_of_one_node_leases_never_end(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with served(tmp_path / "journal.db") as here:
+            good = await here.join()
+            good.send(Beat(number=1))
+            assert await good.hear_a(Lease) == Lease(beat=1, round=RoundNumber(1), for_s=0.0)
+
+    run(scenario())
+
+
+def test_a_job_of_one_node_and_a_spare_has_leases_that_end(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with served(tmp_path / "journal.db") as here:
+            good, _ = await here.greet(terms=Terms(max_nodes=1, spares=1))
+            good.send(Beat(number=1))
+            assert (await good.hear_a(Lease)).for_s > 0.0
+
+    run(scenario())
+
+
+def test_an_agent_that_dies_closes_its_stream_and_is_given_up_at_once(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with served(tmp_path / "journal.db") as here:
+            one, two = await pair(here)
+            two.writer.write_eof()
+            stop = await one.hear_a(StopWorkers)
+            assert stop.round == 1
+            assert not here.job.membership.has(NodeId("two"))
+            (ended,) = journaled(tmp_path / "journal.db", "LeaseEnded")
+            assert "its agent died" in ended
+
+    run(scenario())
+
+
+def test_a_stream_that_a_proxy_closed_proves_nothing(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with served(tmp_path / "journal.db") as here:
+            await pair(here)
+            other, _ = await here.greet("two", terms=TWO, stream=2, round=RoundNumber(1), busy=True)
+            other.writer.write_eof()
+            while NodeId("two") not in here.job.membership.absent:
+                await asyncio.sleep(0.01)
+            assert NodeId("two") in here.job.membership.placed
+
+    run(scenario())
+
+
+def test_a_node_whose_stream_was_reset_is_absent_and_given_up_after_the_silence(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        async with served(tmp_path / "journal.db") as here:
+            one, two = await pair(here)
+            reset(two.writer.transport)
+            while NodeId("two") not in here.job.membership.absent:
+                await asyncio.sleep(0.01)
+            silent_since(here, "two", here.job.membership.silence_s - 0.4)
+            look(here)
+            await asyncio.sleep(0)
+            assert NodeId("two") in here.job.membership.placed
+            one.send(Beat(number=1))
+            await one.hear_a(Lease)
+            silent_since(here, "two", here.job.membership.silence_s + 0.1)
+            look(here)
+            assert (await one.hear_a(StopWorkers)).round == 1
+            assert not here.job.membership.has(NodeId("two"))
+
+    run(scenario())
+
+
+def test_a_node_that_comes_back_within_the_silence_is_where_it_was(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with served(tmp_path / "journal.db") as here:
+            _, two = await pair(here)
+            reset(two.writer.transport)
+            while NodeId("two") not in here.job.membership.absent:
+                await asyncio.sleep(0.01)
+            back, _ = await here.greet("two", terms=TWO, stream=2, round=RoundNumber(1), busy=True)
+            back.send(Beat(number=1))
+            assert (await back.hear_a(Lease)).round == 1
+            assert here.job.membership.absent == {}
+            assert here.job.incidents == []
+
+    run(scenario())
+
+
+def test_a_node_that_was_given_up_gets_no_lease_in_the_same_turn(tmp_path: Path) -> None:
+    """Its beat may lie behind the look in one turn of the event loop."""
+
+    async def scenario() -> None:
+        async with served(tmp_path / "journal.db") as here:
+            await pair(here)
+            stream, said = here.coordinator._streams[NodeId("two")], list[Any]()
+            stream.send = said.append  # type: ignore[method-assign]
+            here.coordinator.beaten(stream, Beat(number=1))
+            silent_since(here, "two", here.job.membership.silence_s + 0.1)
+            look(here)
+            here.coordinator.beaten(stream, Beat(number=2))
+            assert [lease.round for lease in said] == [1, 0]
+            assert NodeId("two") in here.job.membership.placed, "the core has not decided yet"
+            while here.job.membership.has(NodeId("two")):
+                await asyncio.sleep(0)
+
+    run(scenario())
+
+
+def test_a_silent_node_that_is_connected_is_cut_off_and_fenced_when_it_is_back(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        async with served(tmp_path / "journal.db") as here:
+            _, two = await pair(here)
+            silent_since(here, "two", here.job.membership.silence_s + 0.1)
+            look(here)
+            assert await two.is_cut_off()
+            back, _ = await here.greet("two", terms=TWO, stream=2, round=RoundNumber(1), busy=True)
+            finish = await back.hear_a(Finish)
+            assert finish.rejoin
+            assert finish.grace_s == 0.0
+
+    run(scenario())
+
+
+def test_a_longer_silence_is_in_the_journal_before_a_longer_lease_is_promised(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        async with served(tmp_path / "journal.db") as here:
+            await pair(here)
+            before = here.job.membership.silence_s
+            stream, said = here.coordinator._streams[NodeId("two")], list[Any]()
+            stream.send = said.append  # type: ignore[method-assign]
+            silent_since(here, "two", before - 0.1)
+            here.coordinator.heard(stream)
+            here.coordinator.beaten(stream, Beat(number=1))
+            assert journaled(tmp_path / "journal.db", "SilenceRaised") == []
+            while not journaled(tmp_path / "journal.db", "SilenceRaised"):
+                await asyncio.sleep(0)
+            here.coordinator.beaten(stream, Beat(number=2))
+            first, second = (one.for_s for one in said if isinstance(one, Lease))
+            assert first == leases.lease_s(before)
+            assert second == leases.lease_s(here.job.membership.silence_s) > first
+            again = replay(tmp_path / "journal.db")
+            assert again is not None
+            assert again.job.membership.silence_s == here.job.membership.silence_s
+
+    run(scenario())
+
+
+# ---- who is who ----
+
+
+@pytest.mark.parametrize("stream", [1, 2])
+def test_another_process_with_the_id_of_a_connected_node_is_refused(
+    stream: int, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        async with served(tmp_path / "journal.db") as here:
+            good, _ = await here.greet(stream=2)
+            good.send(Sent(number=1, event=joined()))
+            await good.hear_a(StartWorkers)
+            copy = await here.connect()
+            copy.send(hello(stream=stream))
+            refused = await copy.hear_a(Rejected)
+            assert "another process that is connected has this id" in refused.reason
+            assert not refused.lost
+            good.send(Sent(number=2, event=stepped(5)))
+            while (await good.hear_a(Ack)).number < 2:
+                pass
+            assert here.job.highest == 5
+
+    run(scenario())
+
+
+def test_a_node_of_another_job_is_told_that_its_job_is_not_known_here(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with served(tmp_path / "journal.db") as here:
+            _, welcome = await here.greet()
+            stranger = await here.connect()
+            stranger.send(hello("other", job_id="deadbeef", round=RoundNumber(3), busy=True))
+            refused = await stranger.hear_a(Rejected)
+            assert refused.lost
+            assert "knows nothing of the job that other trains in (id deadbeef, round 3)" in (
+                refused.reason
+            )
+            assert await stranger.is_cut_off()
+            back, again = await here.greet(job_id=welcome.job_id, stream=2)
+            assert again.job_id == welcome.job_id
+            back.close()
+
+    run(scenario())
+
+
+def test_a_coordinator_without_a_job_opens_none_for_a_node_that_trains_in_one(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        async with served(tmp_path / "journal.db") as here:
+            stranger = await here.connect()
+            stranger.send(hello("other", job_id="deadbeef", round=RoundNumber(3), busy=True))
+            assert (await stranger.hear_a(Rejected)).lost
+            assert here.coordinator.job is None
+            assert replay(tmp_path / "journal.db") is None
+
+    run(scenario())
+
+
+def test_the_id_of_a_job_is_drawn_when_it_opens_and_survives_a_restart(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        noted: list[str] = []
+        async with served(tmp_path / "journal.db") as here:
+            here.coordinator.note_opened = noted.append
+            await here.join()
+            assert noted == [here.job.id]
+        async with served(tmp_path / "other.db") as other:
+            await other.join()
+            assert other.job.id != noted[0]
+        async with served(tmp_path / "journal.db") as here:
+            assert (await here.greet(round=RoundNumber(1), busy=True))[1].job_id == noted[0]
+
+    run(scenario())
+
+
+def test_events_that_a_node_was_told_are_written_and_are_not_there_are_missed(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        async with served(tmp_path / "journal.db") as here:
+            good = await here.join()
+            good.close()
+            back, _ = await here.greet(stream=2, acked=4, round=RoundNumber(1), busy=True)
+            stop = await back.hear_a(StopWorkers)
+            assert stop.round == 1
+            assert "3 events that the journal lost" in stop.why
 
     run(scenario())
 

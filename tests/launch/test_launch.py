@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from holdfast.agent.orders import AgentOrders
+from holdfast.jobhome import JobHome
+from holdfast.launch import process
+from holdfast.launch.orders import agent_orders, node_of
+from holdfast.launch.process import MAX_DEATHS, Launcher
+from holdfast.launch.site import Site
+from holdfast.messages.records import Terms
 
 PLAY = """
     import logging, os, signal, sys, time
@@ -152,3 +165,113 @@ def test_a_node_that_the_coordinator_refused_ends_with_2_and_is_not_started_agai
     done = play(tmp_path, agent, coordinator)
     assert done.returncode == 2, done.stderr
     assert "starting it again" not in done.stderr
+
+
+def test_an_agent_that_was_fenced_is_started_again_however_often_that_happens(
+    tmp_path: Path,
+) -> None:
+    agent = """
+    def agent():
+        from holdfast.launch.process import MAX_DEATHS
+        from holdfast.messages.exits import EXIT_REJOIN
+        with open("lives", "a+") as file:
+            file.write("x")
+            file.seek(0)
+            lives = len(file.read())
+        return EXIT_REJOIN if lives <= MAX_DEATHS + 1 else 7
+    """
+    coordinator = """
+    def coordinator():
+        wait_for(lambda: noted("lives") and os.path.getsize("lives") > 6)
+        return 0
+    """
+    done = play(tmp_path, agent, coordinator)
+    assert done.returncode == 7, done.stderr
+    assert len((tmp_path / "lives").read_text()) == MAX_DEATHS + 2
+
+
+def test_an_agent_that_dies_again_and_again_ends_the_launcher(tmp_path: Path) -> None:
+    agent = """
+    def agent():
+        with open("lives", "a") as file:
+            file.write("x")
+        die()
+    """
+    coordinator = """
+    def coordinator():
+        wait_for(lambda: False)
+    """
+    done = play(tmp_path, agent, coordinator)
+    assert done.returncode != 0
+    assert len((tmp_path / "lives").read_text()) == MAX_DEATHS + 1
+
+
+def test_a_restarted_agent_knows_whose_place_it_takes(tmp_path: Path) -> None:
+    agent = """
+    def agent():
+        from holdfast.messages.exits import EXIT_REJOIN
+        with open("lives", "a+") as file:
+            file.write(f"{launcher.agent.pid_before} {os.getpid()}\\n")
+            file.seek(0)
+            lives = len(file.readlines())
+        return {1: EXIT_REJOIN, 3: 7}.get(lives) or die()
+    """
+    coordinator = """
+    def coordinator():
+        wait_for(lambda: noted("lives") and len(open("lives").readlines()) == 3)
+        return 0
+    """
+    done = play(tmp_path, agent, coordinator)
+    assert done.returncode == 7, done.stderr
+    lives = [line.split() for line in (tmp_path / "lives").read_text().splitlines()]
+    before = [before for before, _ in lives]
+    pids = [pid for _, pid in lives]
+    assert before == ["0", *pids[:-1]]
+
+
+# ---- ids of nodes ----
+
+
+def orders(tmp_path: Path, launch: str, agent_before: int) -> AgentOrders:
+    home = JobHome(tmp_path)
+    site = Site("127.0.0.1", 1, "t", home, None)
+    settings: Any = MagicMock(log_dir=None)
+    settings.rendezvous = MagicMock(coordinator="127.0.0.1:1", master_addr=None, master_port=None)
+    settings.terms = Terms()
+    return agent_orders(settings, site, tmp_path, launch, agent_before)
+
+
+def test_two_launchers_of_one_host_have_nodes_of_different_ids() -> None:
+    """In containers, hosts have the same name and agents the same pid."""
+    assert node_of(7, "aaaa") != node_of(7, "bbbb")
+    assert node_of(7, "aaaa") != node_of(8, "aaaa")
+
+
+def test_each_launcher_draws_its_part_of_the_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[str] = []
+
+    def run(launcher: Launcher) -> int:
+        drawn.append(launcher.launch)
+        return 0
+
+    site = Site("127.0.0.1", 1, "t", JobHome(tmp_path), None)
+    monkeypatch.setattr(process, "make_directories", lambda settings: None)
+    monkeypatch.setattr(process, "find_site", lambda settings: site)
+    monkeypatch.setattr(Launcher, "run", run)
+    for _ in range(2):
+        settings: Any = MagicMock(image_dir=str(tmp_path / "images"), signals_to_handle=())
+        process.launch(settings, 0.0)
+    assert len(set(drawn)) == 2
+    assert all(drawn)
+
+
+def test_the_orders_of_an_agent_name_it_and_the_one_before_it(tmp_path: Path) -> None:
+    first = orders(tmp_path, "aaaa", 0)
+    assert first.node == node_of(os.getpid(), "aaaa")
+    assert first.replaces == ""
+    later = orders(tmp_path, "aaaa", 4242)
+    assert later.node == first.node
+    assert later.replaces == node_of(4242, "aaaa")
+    assert orders(tmp_path, "bbbb", 4242).replaces != later.replaces

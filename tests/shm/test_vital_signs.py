@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -270,3 +271,47 @@ def _mark_s(vitals: Vitals, rounds: int) -> float:
     for n in range(rounds):
         vitals.mark(DATA + n % 4, float(n))
     return time.perf_counter() - began
+
+
+# ---- the lease on the round ----
+
+
+def test_without_a_word_about_a_lease_there_is_none_to_be_over() -> None:
+    assert not fresh().lease_is_over(1e12)
+
+
+def test_a_lease_is_over_after_its_end_and_can_be_renewed() -> None:
+    vitals = fresh()
+    vitals.lend(50.0)
+    assert not vitals.lease_is_over(50.0)
+    assert vitals.lease_is_over(50.001)
+    vitals.lend(60.0)
+    assert not vitals.lease_is_over(50.001)
+
+
+def test_an_endless_lease_is_never_over() -> None:
+    vitals = fresh()
+    vitals.lend(50.0)
+    vitals.lend(math.inf)
+    assert not vitals.lease_is_over(1e12)
+
+
+def test_a_lease_is_noted_beside_the_other_signs() -> None:
+    vitals = fresh()
+    vitals.mark(DATA, 1.0)
+    vitals.beat(2.0, NO, 1)
+    vitals.note_place("train.py:3 (train)", vitals.marks)
+    vitals.note_group_timeout(77.0)
+    before = vitals.read()
+    vitals.lend(50.0)
+    assert vitals.read() == before
+
+
+def test_the_agent_lends_to_the_worker_that_shares_the_page() -> None:
+    fd = create_page()
+    agent, worker = RankPage(fd), RankPage(fd)
+    agent.vitals.lend(50.0)
+    assert worker.vitals.lease_is_over(51.0)
+    for each in (agent, worker):
+        each.close()
+    os.close(fd)

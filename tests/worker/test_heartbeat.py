@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import sys
 import threading
 import time
@@ -17,6 +18,7 @@ import pytest
 
 from holdfast.diagnosis.frames import thread_in_collective
 from holdfast.messages.evidence import Frame, ThreadStack
+from holdfast.shm.rank_page import RankPage, create_page
 from holdfast.shm.vital_signs import (
     BETWEEN,
     IN_BACKWARD,
@@ -366,3 +368,60 @@ def test_a_forked_process_has_no_beats() -> None:
         if pid == 0:
             os._exit(_beating_threads())
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+# ---- the lease on the rank ----
+
+
+def state_of(pid: int) -> str:
+    """The state of a process, as one letter."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@pytest.fixture
+def rank() -> Iterator[tuple[int, RankPage]]:
+    """A process that beats, and its page as the agent sees it."""
+    fd = create_page()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            Heartbeat(RankPage(fd).vitals, lambda: None).start()
+            signal.pause()
+        finally:
+            os._exit(1)
+    page = RankPage(fd)
+    try:
+        wait_for(lambda: page.vitals.read().beat_at, "a beat")
+        yield pid, page
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        page.close()
+        os.close(fd)
+
+
+def test_a_rank_past_its_lease_stops_itself_and_goes_on_when_it_has_another(
+    rank: tuple[int, RankPage],
+) -> None:
+    pid, page = rank
+    page.vitals.lend(time.monotonic() - 1.0)
+    wait_for(lambda: state_of(pid) == "T", "it to stop")
+    stopped_at = page.vitals.read().beat_at
+    page.vitals.lend(time.monotonic() + 3600.0)
+    os.kill(pid, signal.SIGCONT)
+    wait_for(lambda: page.vitals.read().beat_at > stopped_at, "a beat")
+    beat_at = page.vitals.read().beat_at
+    wait_for(lambda: page.vitals.read().beat_at > beat_at, "another beat")
+    assert state_of(pid) != "T"
+
+
+def test_a_rank_past_its_lease_that_somebody_continues_stops_itself_again(
+    rank: tuple[int, RankPage],
+) -> None:
+    pid, page = rank
+    page.vitals.lend(time.monotonic() - 1.0)
+    for _ in range(2):
+        wait_for(lambda: state_of(pid) == "T", "it to stop")
+        stopped_at = page.vitals.read().beat_at
+        os.kill(pid, signal.SIGCONT)
+        wait_for(lambda: page.vitals.read().beat_at > stopped_at, "a beat")  # noqa: B023
