@@ -56,7 +56,7 @@ class CommitsMachine(Commits, Machine):
     copies: dict[NodeId, list[NodeId]] = field(default_factory=dict)
     """Which nodes keep copies of whose images, in the newest round."""
     last_write: str | None = None
-    """Set once all ranks ended with 0: why the last checkpoint is not on storage; empty if it is."""
+    """Set once all ranks ended with 0: how the last save was lost; empty if it was not."""
 
     # ---- events ----
 
@@ -133,7 +133,8 @@ class CommitsMachine(Commits, Machine):
         if event.code != 0 or not isinstance(job.state, Running):
             return NONE
         if job.unfinished == 0:
-            return [*rules.secure(self), *self._finish()]
+            lost = self._take_in(job, rules.end_round(self, job.membership.round))
+            return [*lost, *rules.secure(self), *self._finish()]
         restored = restoring.rank_ended(self, _present(job), _reach(job))
         return [*self._take_in(job, restored), *self._take_in(job, self._given_up(job))]
 
@@ -189,8 +190,9 @@ class CommitsMachine(Commits, Machine):
         if rules.busy(self):
             return []
         if self.last_write:
-            reason = f"finished, but the last save failed: {self.last_write}"
-            return [EndJob(code=EXIT_FAILED, reason=reason, secure=False)]
+            told = [self._loss(lost, last=True) for lost in rules.take_untold(self)]
+            reason = f"finished, but the last save {self.last_write}"
+            return [*told, EndJob(code=EXIT_FAILED, reason=reason, secure=False)]
         return [EndJob(code=0, reason="finished")]
 
     def _given_up(self, job: View) -> CommitEffects:
@@ -219,17 +221,18 @@ class CommitsMachine(Commits, Machine):
             action=action,
         )
 
-    def _loss(self, lost: LostSave) -> Note:
-        """Record a save of which nothing came."""
-        count, id = self.book(lost.snapshot.checkpointer).lost[lost.outcome], lost.snapshot
+    def _loss(self, lost: LostSave, last: bool = False) -> Note:
+        """Record a save of which nothing came; the last one is not made up for."""
+        book, id = self.book(lost.snapshot.checkpointer), lost.snapshot
         words = "was skipped" if lost.outcome == "skipped" else "was not saved"
+        goes_on = "it was the last save, so the job ends with 1" if last else "training goes on"
         return Note(
             kind="storage",
             round=id.round,
             step=id.step,
             signature=f"step {id.step} {words}",
             detail=lost.why,
-            action=f"training goes on; {count} saves {lost.outcome} so far",
+            action=f"{goes_on}; {book.lost.get(lost.outcome, 1)} saves {lost.outcome} so far",
         )
 
 
