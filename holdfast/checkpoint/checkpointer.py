@@ -223,13 +223,18 @@ class LinkedCheckpointer:
             last.storage(timeout) if last.to == "storage" else last.memory(timeout)
 
     def close(self) -> None:
-        """Wait for the last save, and raise `CheckpointError` if it failed. Nothing is saved after."""
+        """Wait for the last save, and raise `CheckpointError` if it failed or was skipped. Nothing is
+        saved after."""
         if self._closed:
             return
         self._closed = True
         self._await_copy()
         if self._last is not None:
-            self._last.result()
+            found = self._last.result()
+            if found.outcome == "skipped":
+                raise CheckpointError(
+                    f"the last save, of step {self._last.step}, was skipped: {found.reason}"
+                )
 
     def __enter__(self) -> Self:
         return self
