@@ -38,6 +38,7 @@ from holdfast.messages.events import (
     Asked,
     CheckpointWritten,
     ImagesHeld,
+    NodeLeaving,
     ShardsWritten,
     SnapshotMissed,
     SnapshotsSealed,
@@ -1074,6 +1075,22 @@ def test_a_checkpoint_that_cannot_be_written_is_an_incident_and_breaks_nothing(j
     assert (incident.kind, incident.step, incident.detail) == ("storage", 10, "disk full")
     assert job.job.state.name == "running"
     assert job.job.recovery.open_incident is None
+
+
+def test_a_checkpoint_that_a_stopped_job_could_not_write_is_not_said_to_be_tried_again(
+    job: Saver,
+) -> None:
+    job.seal("a", 10)
+    job.wrote("a", 10)
+    job.committed("a", 10)
+    job.seal("a", 20)
+    leaving = NodeLeaving(at=job.at, node=NodeId("a"), reason="stopped by SIGTERM", code=75)
+    job.take(leaving)
+    job.wrote("a", 20, "storage took longer than the 25 s of --save-deadline")
+    incident = job.job.incidents[-1]
+    assert (incident.kind, incident.step) == ("storage", 20)
+    assert "--save-deadline" in incident.detail
+    assert incident.action == "the job ends without it; step 10 is the newest on storage"
 
 
 def test_a_job_whose_last_save_failed_ends_with_1_and_the_reason(job: Saver) -> None:

@@ -570,6 +570,9 @@ def test_a_job_told_to_stop_ends_in_time_although_storage_is_slow(resized: Resiz
     assert resized.code == 75
     assert resized.reached
     assert resized.took_s < 6.0
+    told = "storage took longer than the 1 s of --save-deadline"
+    assert told in resized.two.err
+    assert "the next save tries again" not in resized.two.err
 
 
 def test_the_old_checkpoint_is_unharmed_by_a_save_that_was_cut_short(resized: Resized) -> None:

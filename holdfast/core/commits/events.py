@@ -13,7 +13,7 @@ from msgspec import field
 
 from holdfast.core.commits import restoring, rules, waiting
 from holdfast.core.commits.replica_placement import placement
-from holdfast.core.commits.state import Address, CommitEffects, Commits, LostSave, Reach
+from holdfast.core.commits.state import Address, Book, CommitEffects, Commits, LostSave, Reach
 from holdfast.core.decisions import (
     NOT_A_MEMBER,
     AnswerRequest,
@@ -25,7 +25,7 @@ from holdfast.core.decisions import (
 )
 from holdfast.core.faults import Fault
 from holdfast.core.machine import NONE, Effects, Machine, on
-from holdfast.core.states import ALWAYS, Running
+from holdfast.core.states import ALWAYS, Ended, Ending, Running
 from holdfast.core.view import View
 from holdfast.messages.checkpoints import Holder, SnapshotId
 from holdfast.messages.events import (
@@ -177,7 +177,7 @@ class CommitsMachine(Commits, Machine):
         """Turn what the rules decided into effects."""
         answers = [AnswerRequest(asker=asker, answer=answer) for asker, answer in taken.answers]
         effects: list[Effect] = [*taken.actions, *answers]
-        effects += [self._failure(snapshot, error) for snapshot, error in taken.failed]
+        effects += [self._failure(job, snapshot, error) for snapshot, error in taken.failed]
         effects += [self._loss(lost) for lost in taken.lost_saves]
         through = job.world is not None and job.unfinished == 0
         if self.last_write is not None and through and may_finish:
@@ -204,11 +204,14 @@ class CommitsMachine(Commits, Machine):
         silent = [rank for rank, state in job.ranks.items() if state.node not in present]
         return waiting.given_up(self, silent)
 
-    def _failure(self, snapshot: SnapshotId, error: str) -> Note:
+    def _failure(self, job: View, snapshot: SnapshotId, error: str) -> Note:
         """Record a checkpoint that could not be written: it breaks no round, but is not missed."""
-        failures = self.book(snapshot.checkpointer).failures
+        book = self.book(snapshot.checkpointer)
+        failures = book.failures
         action = "training goes on; the next save tries again"
-        if failures >= ESCALATES_AFTER:
+        if isinstance(job.state, Ending | Ended) or (job.world is not None and not job.unfinished):
+            action = f"the job ends without it; {_newest_stored(book)} on storage"
+        elif failures >= ESCALATES_AFTER:
             action = (
                 f"{failures} saves in a row could not be written; training goes on without them"
             )
@@ -234,6 +237,11 @@ class CommitsMachine(Commits, Machine):
             detail=lost.why,
             action=f"{goes_on}; {book.lost.get(lost.outcome, 1)} saves {lost.outcome} so far",
         )
+
+
+def _newest_stored(book: Book) -> str:
+    stored = [one.step for one in book.found] + [book.stored.step if book.stored else -1]
+    return f"step {max(stored)} is the newest" if max(stored) >= 0 else "nothing is"
 
 
 def _present(job: View) -> dict[Rank, NodeId]:
