@@ -220,7 +220,10 @@ class _ChunkReader:
             ) from None
         except Exception as error:
             # The edge of torch's readers, which raise anything for damaged files.
-            raise CheckpointError(f"{where}: damaged: {type(error).__name__}: {error}") from error
+            raise CheckpointError(
+                f"{where}: is damaged: torch cannot read it; copy it again from where it was whole, or"
+                " take another checkpoint"
+            ) from error
 
 
 # ---- as a tree ----------------------------------------------------------------------------------
