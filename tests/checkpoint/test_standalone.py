@@ -18,6 +18,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from states import bits, check_same, flip
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -590,8 +594,11 @@ def test_plain_torch_reads_what_was_written(tmp_path: Path) -> None:
         training = Training(seed=9, size=size)
         training.step()
         state = {name: one.state_dict() for name, one in training.state.items()}
+        state["optim"] = get_optimizer_state_dict(training.net, training.optimizer)
         state["extra"] = {"epoch": 0, "rng": torch.zeros(4, dtype=torch.int64)}
         dcp.load(state, checkpoint_id=tmp_path / "step_000000001", no_dist=size == 1)
+        set_optimizer_state_dict(training.net, training.optimizer, state["optim"])
+        state["optim"] = training.optimizer.state_dict()
         got = unsharded(state)
         extra = got.pop("extra")
         assert (extra["epoch"], extra["rng"].tolist()) == (3, [0] * 4)
