@@ -34,7 +34,7 @@ from msgspec import Struct
 from holdfast import proc
 from holdfast.errors import CheckpointError
 
-MARK: Final = ".holdfast.writer"
+MARK: Final = ".holdfast-writer"
 BEAT_S: Final = 1.0
 WATCH_S: Final = 6.0
 """A writer has the lowest priority on its node, and may be late."""
