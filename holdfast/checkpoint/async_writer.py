@@ -66,7 +66,7 @@ class AsyncWriter:
         self._meeting = _meeting_of(process_group, no_dist)
         self._process = os.getpid()
         self._link = ScriptLink(self._meeting, complain=None)
-        self._slots = _ClosableSlots(self._link.images, _NAME, self._meeting.rank, warn=_warn)
+        self._slots = Slots(self._link.images, _NAME, self._meeting.rank, warn=_warn)
         self._guard = Guard(list(optimizers))
         self._layout: Layout | None = None
         self._copy: Copy | None = None
@@ -235,17 +235,6 @@ class _SavedFuture(Future[str]):
     def exception(self, timeout: float | None = None) -> BaseException | None:
         self._settle(timeout)
         return super().exception(timeout)
-
-
-class _ClosableSlots(Slots):
-    def close(self) -> None:
-        """Free the memory."""
-        for threads in (self._ahead, self._behind, self._threads):
-            if threads is not None:
-                threads.shutdown()
-        for slot, image in enumerate(self._images):
-            if image is not None:
-                self._close(slot, image)
 
 
 def _warn(text: str) -> None:

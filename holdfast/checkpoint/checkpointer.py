@@ -86,6 +86,9 @@ class KeeperLink(Protocol):
     def resumed(self, step: int) -> None:
         """Report that training goes on from that step."""
 
+    def end(self) -> None:
+        """Free what serves this checkpointer alone; nothing is saved or restored any more."""
+
 
 @dataclass(frozen=True)
 class Restored:
@@ -231,6 +234,13 @@ class LinkedCheckpointer:
             return
         self._closed = True
         self._await_copy()
+        try:
+            self._check_last()
+        finally:
+            self._link.end()
+            self._slots.close()
+
+    def _check_last(self) -> None:
         if self._last is not None:
             found = self._last.result()
             if found.outcome == "skipped":

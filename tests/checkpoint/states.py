@@ -186,6 +186,7 @@ class FakeLink:
         self.tried: list[Tried] = []
         self.aside: list[str] = []
         self.resumed_at: int | None = None
+        self.ended = False
 
     def open(self, checkpointer: str, directory: str, keep: bytes, copies: list[Copy]) -> None:
         self.opened.append((checkpointer, directory, keep))
@@ -197,6 +198,9 @@ class FakeLink:
         seal(path, state)
         self.saves.append((save.step, wish, path))
         self.settled[save.step, "memory"] = SaveSettled(outcome="saved")
+
+    def end(self) -> None:
+        self.ended = True
 
     def missed(self, save: SaveId, outcome: Missed, reason: str) -> None:
         self.missing.append((save.step, outcome, reason))

@@ -637,3 +637,35 @@ def test_shards_that_two_ranks_have_are_written_once(tmp_path: Path) -> None:
     run_world(4, act)
     files = (tmp_path / "step_000000001").glob("*.distcp")
     assert sum(path.stat().st_size for path in files) < 2.2 * whole.nbytes
+
+
+def test_saves_leave_no_keys_in_the_store_nor_a_closed_checkpointer_a_keeper(
+    tmp_path: Path,
+) -> None:
+    def act(rank: int) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        counts = []
+        for number in range(2):
+            state = {"w": torch.ones(3)}
+            with Checkpointer(tmp_path, state, memory_every=1, storage_every=2) as checkpointer:
+                for step in range(1, 2 + 4 * number):
+                    checkpointer.save(step + 10 * number).result()
+                dist.barrier()
+                counts.append(_settled(store.num_keys))
+                keeper = checkpointer._link.keeper_pid  # type: ignore[attr-defined]
+            assert not os.path.exists(f"/proc/{keeper}")
+            dist.barrier()
+            counts.append(_settled(store.num_keys))
+        assert counts[0] == counts[2], "each save has left some"
+        assert counts[1] == counts[3] == counts[0] - 2, "the meeting itself has left some"
+
+    run_world(2, act)
+
+
+def _settled(count: Callable[[], int]) -> int:
+    """A number that did not change for a while: keys are deleted by threads of their own."""
+    seen = [count()]
+    while len(seen) < 10 or len(set(seen[-10:])) > 1:
+        time.sleep(0.02)
+        seen.append(count())
+    return seen[-1]

@@ -99,8 +99,11 @@ class CommitDriver:
     def _run(self) -> None:
         why = "rank 0 has ended, and the saves of all ranks with it"
         try:
-            while len(self._left) < self._meeting.world_size and self._take_all():
-                pass
+            while len(self._left) < self._meeting.world_size:
+                if not self._take_all():
+                    break
+            else:
+                self._seat.clear()
         except Exception as error:
             # The edge of a thread: whatever it was, every rank is told.
             why = f"rank 0: {error or type(error).__name__}"

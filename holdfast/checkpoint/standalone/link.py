@@ -148,6 +148,8 @@ class ScriptLink:
         self._sealed = threading.Condition(self._lock)
         """Notified when all images are sealed."""
         self._finding: Future[StateFound] | None = None
+        self._last_call: multiprocessing.util.Finalize | None = None
+        """Closes the link when the script ends."""
         self._listener = threading.Thread(target=self._listen, name="listen", daemon=True)
         self._listener.start()
 
@@ -159,7 +161,7 @@ class ScriptLink:
         meeting = StoreMeeting(store, f"links/{checkpointer}", rank, world_size)
         link = cls(meeting, _complain)
         # Like atexit, but also in a process of `multiprocessing`, and never in a fork.
-        multiprocessing.util.Finalize(None, link.close, exitpriority=0)
+        link._last_call = multiprocessing.util.Finalize(None, link.close, exitpriority=0)
         return link
 
     @property
@@ -182,6 +184,12 @@ class ScriptLink:
             else:
                 multiprocessing.util.Finalize(None, self._driver.linger, exitpriority=0)
         self._home.remove()
+
+    def end(self) -> None:
+        """Close the link of a Checkpointer before the script ends."""
+        if self._last_call is not None:
+            self._last_call.cancel()
+        self.close(at_exit=False)
 
     def finish(self, patience_s: float | None) -> None:
         """Wait until every save is settled; None: however long other ranks take."""

@@ -3,7 +3,8 @@
 Events form one log: a rank draws the next number and sets that key, and the driver reads the keys in
 order. Actions form a queue for each rank, in which the driver sets the next key. So a rank makes the
 same few calls to the store for each save, however many tensors or ranks there are, and the driver makes
-a few for all ranks together. Every key is deleted when it was read. Nothing is pickled.
+a few for all ranks together. Every key is deleted when it was read, and the last ones when all ranks
+have left. Nothing is pickled.
 
 A client of torch's store makes one call at a time: while a thread waits in it, another that only sets
 a key waits as well. Therefore the store is cloned, for speaking, for listening and for the driver, and
@@ -176,6 +177,12 @@ class DriverSeat:
         if keys:
             with _wrapped("written to"):
                 self._store.multi_set(keys, deliveries)
+
+    def clear(self) -> None:
+        """Delete what is left of the meeting, when all ranks have left it."""
+        with _wrapped("written to"):
+            for name in ("began", "posts"):
+                self._store.delete_key(self._key(name))
 
 
 @contextmanager
