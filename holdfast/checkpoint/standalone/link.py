@@ -310,9 +310,26 @@ class ScriptLink:
         if following is not None:
             self._keeper.give(following, self._seal_answered)
 
+    def expect(self, save: SaveProgress, limit_s: float) -> None:
+        """Give a save up if this rank has done its part and the others take longer than that."""
+
+        def watch() -> None:
+            save.idle.wait()
+            try:
+                save.settled["memory"].result(limit_s)
+            except NotYet:
+                why = f"waited {limit_s:.3g} s for the others; all ranks have to save the same"
+                self._post(self._missed(save, "skipped", why))
+
+        threading.Thread(target=watch, name="patience", daemon=True).start()
+
     def miss(self, save: SaveProgress, outcome: Missed, reason: str) -> None:
         """Report that this rank has no image of a save."""
-        missed = SnapshotMissed(
+        save.end_task()
+        self._post(self._missed(save, outcome, reason))
+
+    def _missed(self, save: SaveProgress, outcome: Missed, reason: str) -> SnapshotMissed:
+        return SnapshotMissed(
             at=machine_time(),
             node=self._node,
             rank=Rank(self.rank),
@@ -321,8 +338,6 @@ class ScriptLink:
             reason=reason,
             attempt=save.attempt,
         )
-        save.end_task()
-        self._post(missed)
 
     def wait(self, save: SaveId, to: Tier, timeout_s: float | None) -> SaveSettled:
         known = self._saves.get((self._snapshot(save), save.attempt))

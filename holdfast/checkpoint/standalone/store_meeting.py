@@ -107,6 +107,7 @@ class StoreMeeting:
         self._posted: deque[int] = deque()
         """Numbers of this rank's posts that the driver may not have read."""
         self._delivered = 0
+        self._drawn = 0
 
     def _key(self, *path: object) -> str:
         return "/".join(map(str, (self._prefix, *path)))
@@ -118,6 +119,21 @@ class StoreMeeting:
         return [rank for rank, came in enumerate(there) if not came]
 
     # ---- every rank ----
+
+    def number(self, name: str) -> int:
+        """Return a number that all ranks get for that name, and that grows from name to name."""
+        if self.world_size == 1:
+            self._drawn += 1
+            return self._drawn
+        with _wrapped("reached"):
+            drawn = self._speaking.add(self._key("numbers"), 1)
+            return int(self._speaking.compare_set(self._key("number", name), "", str(drawn)))
+
+    def forget_number(self, name: str) -> None:
+        """Delete a number that no rank will ask for any more."""
+        if self.world_size > 1:
+            with _wrapped("written to"):
+                self._speaking.delete_key(self._key("number", name))
 
     def post(self, post: Post) -> None:
         """Send events to the driver. Any thread may."""
@@ -181,7 +197,7 @@ class DriverSeat:
     def clear(self) -> None:
         """Delete what is left of the meeting, when all ranks have left it."""
         with _wrapped("written to"):
-            for name in ("began", "posts"):
+            for name in ("began", "posts", "numbers"):
                 self._store.delete_key(self._key(name))
 
 
