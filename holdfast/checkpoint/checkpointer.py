@@ -237,8 +237,8 @@ class LinkedCheckpointer:
         try:
             self._check_last()
         finally:
+            self._slots.close()  # It may still be making memory ready, in the directory of the link.
             self._link.end()
-            self._slots.close()
 
     def _check_last(self) -> None:
         if self._last is not None:
