@@ -26,7 +26,14 @@ from holdfast.checkpoint.memory.images import Images
 from holdfast.clock import JobClock
 from holdfast.messages.actions import CheckpointSettled, CommitCheckpoint, WriteShards
 from holdfast.messages.checkpoints import ImageId, Missed, Shard, SnapshotId
-from holdfast.messages.events import AnyEvent, ImagesHeld, SnapshotMissed, SnapshotsSealed
+from holdfast.messages.events import (
+    AnyEvent,
+    CheckpointWritten,
+    ImagesHeld,
+    ShardsWritten,
+    SnapshotMissed,
+    SnapshotsSealed,
+)
 from holdfast.messages.keeper import (
     BeginRound,
     FailWrites,
@@ -48,6 +55,8 @@ from holdfast.wire.tls import TlsFiles
 SEAL_TIMES, SEAL_FLOOR_S = 10.0, 30.0
 """The end of a rank waits for its seal for that many times the longest seal so far, but at least for
 the floor."""
+
+_HURRIED = "the node was told to stop at once, before it was written"
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -282,23 +291,35 @@ class Snapshots:
         del self._on_their_way[action.snapshot.checkpointer]
         self._shards.pop(action.snapshot, None)
         if action.error and (self._part is None or self._part.first_rank == 0):
-            step = action.snapshot.step
-            self.tell(f"step {step} is not on storage: {action.error}; training goes on")
+            goes_on = "" if self._settled else "; training goes on"
+            self.tell(f"step {action.snapshot.step} is not on storage: {action.error}{goes_on}")
         self._check_settled()
 
     def when_settled(self, limit_s: float, act: Callable[[], None]) -> None:
         """Call `act` once nothing of this node is on its way to storage, or the time is up."""
-        once = _Once(act)
-        self._settled.append(once)
+        self._settled.append(_Once(act))
         if self._hurried:
-            self._on_their_way.clear()
+            self._give_up(_HURRIED)
         if self._on_their_way:
-            asyncio.get_running_loop().call_later(limit_s, once)
+            why = (
+                f"storage took longer than the {limit_s:g} s of --save-deadline; save more often, or"
+                " raise it together with the time that the platform gives a job to stop"
+            )
+            asyncio.get_running_loop().call_later(limit_s, self._give_up, why)
         self._check_settled()
 
     def hurry(self) -> None:
         """Stop waiting for what is on its way to storage."""
         self._hurried = True
+        self._give_up(_HURRIED)
+
+    def _give_up(self, why: str) -> None:
+        """Report that this node ends before it has written what is on its way to storage."""
+        at, node = self.clock.now(), self.node
+        for snapshot in self._on_their_way.values():
+            # Its part is one of the two, and the other is of no account.
+            self.report(ShardsWritten(at=at, node=node, snapshot=snapshot, error=why))
+            self.report(CheckpointWritten(at=at, node=node, snapshot=snapshot, error=why))
         self._on_their_way.clear()
         self._check_settled()
 

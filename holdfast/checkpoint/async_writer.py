@@ -15,12 +15,15 @@ there already is replaced, and stays whole until the new one is (see `storage.pl
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing.util
 import os
 import sys
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,7 +33,7 @@ import torch.distributed as dist
 from holdfast.checkpoint.memory.copying import collector_off
 from holdfast.checkpoint.memory.slots import Copy, Guard, Slots
 from holdfast.checkpoint.restore.load import captured_entry
-from holdfast.checkpoint.standalone.link import SaveProgress, ScriptLink
+from holdfast.checkpoint.standalone.link import PEERS_PATIENCE_S, SaveProgress, ScriptLink
 from holdfast.checkpoint.standalone.store_meeting import StoreMeeting
 from holdfast.checkpoint.state.capture import Captured, Layout, Position, capture
 from holdfast.checkpoint.storage.backends import step_of
@@ -51,9 +54,10 @@ class AsyncWriter:
     """Saves states as `torch.distributed.checkpoint.async_save` does, and training goes on.
 
     All ranks of `process_group` (all there are, unless one is given) make one, and call `save` in the
-    same order. With `optimizers`, what their steps change is copied while training goes on; the next
-    step waits until it is, and nothing else may change it before (see `memory.slots`). `no_dist` makes
-    this process a world of one.
+    same order. A path that only some of them save is not saved, and in nobody's way; `no_dist=True` is
+    for what one rank saves by itself: it makes this process a world of one. With `optimizers`, what
+    their steps change is copied while training goes on; the next step waits until it is, and nothing
+    else may change it before (see `memory.slots`).
     """
 
     def __init__(
@@ -66,11 +70,12 @@ class AsyncWriter:
         self._meeting = _meeting_of(process_group, no_dist)
         self._process = os.getpid()
         self._link = ScriptLink(self._meeting, complain=None)
-        self._slots = _ClosableSlots(self._link.images, _NAME, self._meeting.rank, warn=_warn)
+        self._slots = Slots(self._link.images, _NAME, self._meeting.rank, warn=_warn)
         self._guard = Guard(list(optimizers))
         self._layout: Layout | None = None
         self._copy: Copy | None = None
         self._saves = 0
+        self._names = _SaveNumbers(self._meeting)
         self._room = threading.Semaphore(_IMAGES)
         self._in_memory: set[int] = set()
         """Numbers of the saves whose image is in use."""
@@ -101,11 +106,12 @@ class AsyncWriter:
         self._await_copy()
         self._room.acquire()
         self._saves += 1
-        position = self._position(at)
+        number = self._names.draw(at)
+        position = self._position(at, number)
         round = RoundNumber(position.round)
         snapshot = SnapshotId(_NAME, StepNumber(position.step), round)
         save = self._link.begin(snapshot, attempt=1, directory=at)
-        done = self._follow(save, self._saves, at)
+        done = self._follow(save, number, at)
         known = self._layout
         try:
             with collector_off():
@@ -127,6 +133,7 @@ class AsyncWriter:
 
         def settled(storage: Future[SaveSettled]) -> None:
             result = storage.result()
+            self._names.settled(at, number, result)
             if result.outcome == "saved":
                 done.set_result(at)
                 return
@@ -139,6 +146,8 @@ class AsyncWriter:
             self._in_memory.discard(number)
             self._room.release()
 
+        if self._meeting.world_size > 1:
+            self._link.expect(save, PEERS_PATIENCE_S)
         self._in_memory.add(number)
         save.settled["storage"].add_done_callback(settled)
         save.over.add_done_callback(over)
@@ -148,7 +157,7 @@ class AsyncWriter:
         """Make memory ready for states like that one, beside training, before the first save."""
         if self._saves:
             raise UsageError("AsyncWriter.warm_up: something was saved already, so all is warm")
-        return self._slots.make_ready(self._capture(state_dict, self._position("")))
+        return self._slots.make_ready(self._capture(state_dict, self._position("", 0)))
 
     def _capture(self, state_dict: dict[str, Any], position: Position) -> Captured:
         state = {name: captured_entry(entry, name) for name, entry in state_dict.items()}
@@ -179,10 +188,10 @@ class AsyncWriter:
         if self._copy is not None:
             self._copy.end()
 
-    def _position(self, at: str) -> Position:
+    def _position(self, at: str, number: int) -> Position:
         """Each save is a round of its own: no two ever write the same file."""
         step = step_of(at.rpartition("/")[2]) or 0
-        round = self._meeting.began_us + self._saves
+        round = self._meeting.began_us + number
         return Position(step, round, self._meeting.rank, self._meeting.world_size)
 
     # ---- the end ----
@@ -215,6 +224,49 @@ class AsyncWriter:
             self._at_exit()  # Other ranks may be gone, so do not wait for ever.
 
 
+class _SaveNumbers:
+    """Numbers saves so that all ranks have the same number for the same save.
+
+    A rank cannot just count: one that saves a path by itself (its best model, say) would be out of step
+    with the others from then on. So a save is named by the last part of its path (what is before may
+    differ where the same directory is mounted elsewhere), and by how often this rank has saved to that
+    name; the number is agreed on by name. A save that the others have left out does not count.
+    """
+
+    def __init__(self, meeting: StoreMeeting) -> None:
+        self._meeting = meeting
+        self._lock = threading.Lock()
+        self._times: Counter[str] = Counter()
+        self._names: dict[int, str] = {}
+        """The names of numbers that may still be in the store."""
+        self._last = 0
+
+    def draw(self, at: str) -> int:
+        _, last = parent_and_name(at)
+        with self._lock:
+            self._times[last] += 1
+            said = f"{self._times[last]} {last}"
+        name = hashlib.sha256(said.encode(errors="surrogateescape")).hexdigest()[:16]
+        try:
+            number = self._meeting.number(name)
+        except CheckpointError:
+            number = self._last + 1  # The store is gone, and the save is going to fail of that.
+        self._last = max(self._last, number)
+        self._names[number] = name
+        return number
+
+    def settled(self, at: str, number: int, result: SaveSettled) -> None:
+        with self._lock:
+            if result.outcome == "skipped":
+                self._times[parent_and_name(at)[1]] -= 1
+            # All ranks have saved this one, and so will not ask for an older one any more.
+            over = [n for n in self._names if n <= number] if result.outcome == "saved" else []
+            names = [self._names.pop(n) for n in over]
+        with suppress(CheckpointError):
+            for name in names:
+                self._meeting.forget_number(name)
+
+
 class _SavedFuture(Future[str]):
     """The future of a save; to wait for it settles the copy, which only the thread that saved can."""
 
@@ -235,17 +287,6 @@ class _SavedFuture(Future[str]):
     def exception(self, timeout: float | None = None) -> BaseException | None:
         self._settle(timeout)
         return super().exception(timeout)
-
-
-class _ClosableSlots(Slots):
-    def close(self) -> None:
-        """Free the memory."""
-        for threads in (self._ahead, self._behind, self._threads):
-            if threads is not None:
-                threads.shutdown()
-        for slot, image in enumerate(self._images):
-            if image is not None:
-                self._close(slot, image)
 
 
 def _warn(text: str) -> None:

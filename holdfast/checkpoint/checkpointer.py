@@ -31,10 +31,11 @@ import torch
 
 from holdfast.checkpoint.memory.copying import collector_off, cores
 from holdfast.checkpoint.memory.slots import BothRead, Copy, Guard, Slots, after_first_step
-from holdfast.checkpoint.restore.load import StoredState, captured_entry, load
+from holdfast.checkpoint.restore.load import StoredState, captured_entry, captured_state, load
 from holdfast.checkpoint.restore.plain_dcp import load_start
 from holdfast.checkpoint.restore.sources import OpenedLazily, open_files, set_aside
 from holdfast.checkpoint.state.capture import Captured, Layout, Position, capture
+from holdfast.checkpoint.state.parameter_names import ParameterNames
 from holdfast.checkpoint.state.skeleton import dismantle
 from holdfast.checkpoint.storage import retention
 from holdfast.checkpoint.storage.backends import LAST_STEP, open_storage
@@ -84,6 +85,9 @@ class KeeperLink(Protocol):
 
     def resumed(self, step: int) -> None:
         """Report that training goes on from that step."""
+
+    def end(self) -> None:
+        """Free what serves this checkpointer alone; nothing is saved or restored any more."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +158,7 @@ class LinkedCheckpointer:
         self._saving = threading.Lock()
         self._optimizers = [o for o in state.values() if isinstance(o, torch.optim.Optimizer)]
         self._guard = Guard(self._optimizers)
+        self._names = ParameterNames()
         self._layout: Layout | None = None
         self._last: Ticket | None = None
         self._closed = False
@@ -223,13 +228,25 @@ class LinkedCheckpointer:
             last.storage(timeout) if last.to == "storage" else last.memory(timeout)
 
     def close(self) -> None:
-        """Wait for the last save, and raise `CheckpointError` if it failed. Nothing is saved after."""
+        """Wait for the last save, and raise `CheckpointError` if it failed or was skipped. Nothing is
+        saved after."""
         if self._closed:
             return
         self._closed = True
         self._await_copy()
+        try:
+            self._check_last()
+        finally:
+            self._slots.close()  # It may still be making memory ready, in the directory of the link.
+            self._link.end()
+
+    def _check_last(self) -> None:
         if self._last is not None:
-            self._last.result()
+            found = self._last.result()
+            if found.outcome == "skipped":
+                raise CheckpointError(
+                    f"the last save, of step {self._last.step}, was skipped: {found.reason}"
+                )
 
     def __enter__(self) -> Self:
         return self
@@ -302,8 +319,8 @@ class LinkedCheckpointer:
             self._complain(f"the keeper could not be told: {why}")
 
     def _capture(self, step: int) -> Captured:
-        state = {name: captured_entry(entry, name) for name, entry in self._state.items()}
-        captured = capture(state, self._layout, self._position(step), self._pickling)
+        state, names = captured_state(self._state, self._names)
+        captured = capture(state, self._layout, self._position(step), self._pickling, names)
         self._layout = captured.layout
         return captured
 

@@ -237,7 +237,8 @@ class Training:
     def _plan_save(self, round: SimRound) -> None:
         every = self.script.save_every
         step = (round.step(self.clock.now) // every + 1) * every
-        self._plan_at(round, step, self._save, step)
+        if self._last_step is None or step <= self._last_step:  # Then its ranks end, one by one.
+            self._plan_at(round, step, self._save, step)
 
     def _save(self, round: SimRound, step: int) -> None:
         self._cluster.save(round, step)

@@ -125,6 +125,9 @@ class AgentLink:
     def resumed(self, step: int) -> None:
         self._worker.resumed(step)
 
+    def end(self) -> None:
+        """Do nothing: the agent's keeper serves all checkpointers."""
+
 
 class Checkpointer(LinkedCheckpointer):
     def __init__(

@@ -628,6 +628,9 @@ def test_leaving_does_not_wait_for_longer_than_it_may(play: Play) -> None:
         stage.snapshots.act(write_shards())
         stage.snapshots.when_settled(0.01, left.set)
         await asyncio.wait_for(left.wait(), LIMIT_S)
+        # It may be its part to write shards, or to write the manifest.
+        told = *await stage.reported(ShardsWritten), *await stage.reported(CheckpointWritten)
+        assert all("longer than the 0.01 s of --save-deadline" in one.error for one in told)
         stage.snapshots.act(settled())
 
     play(scene)
@@ -645,6 +648,20 @@ def test_a_new_order_says_that_the_one_before_has_ended(play: Play) -> None:
         stage.snapshots.when_settled(LIMIT_S, lambda: left.append(True))
         stage.snapshots.act(settled(snapshot=newer))
         assert left == [True]
+
+    play(scene)
+
+
+def test_a_node_that_is_hurried_tells_that_it_gives_up_what_it_was_to_write(play: Play) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.open()
+        left: list[bool] = []
+        stage.snapshots.act(write_shards())
+        stage.snapshots.when_settled(LIMIT_S, lambda: left.append(True))
+        stage.snapshots.hurry()
+        assert left == [True]
+        (told,) = await stage.reported(ShardsWritten)
+        assert "told to stop at once" in told.error
 
     play(scene)
 

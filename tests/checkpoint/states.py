@@ -91,15 +91,19 @@ class Rank:
         self.layout: Layout | None = None
         self.rank, self.world_size = rank, world_size
 
-    def capture(self, state: Any, step: int = 1, pickling: bool = False) -> Captured:
+    def capture(
+        self, state: Any, step: int = 1, pickling: bool = False, parameters: Any = None
+    ) -> Captured:
         position = Position(step, 1, self.rank, self.world_size)
-        captured = capture(state, self.layout, position, pickling)
+        captured = capture(state, self.layout, position, pickling, parameters or {})
         self.layout = captured.layout
         return captured
 
-    def save(self, state: Any, step: int = 1, pickling: bool = False) -> Path:
+    def save(
+        self, state: Any, step: int = 1, pickling: bool = False, parameters: Any = None
+    ) -> Path:
         """A sealed image of the state."""
-        copy = self.copy(self.capture(state, step, pickling), step)
+        copy = self.copy(self.capture(state, step, pickling, parameters), step)
         seal(copy.path, copy.done.result())
         return copy.path
 
@@ -182,6 +186,7 @@ class FakeLink:
         self.tried: list[Tried] = []
         self.aside: list[str] = []
         self.resumed_at: int | None = None
+        self.ended = False
 
     def open(self, checkpointer: str, directory: str, keep: bytes, copies: list[Copy]) -> None:
         self.opened.append((checkpointer, directory, keep))
@@ -193,6 +198,9 @@ class FakeLink:
         seal(path, state)
         self.saves.append((save.step, wish, path))
         self.settled[save.step, "memory"] = SaveSettled(outcome="saved")
+
+    def end(self) -> None:
+        self.ended = True
 
     def missed(self, save: SaveId, outcome: Missed, reason: str) -> None:
         self.missing.append((save.step, outcome, reason))

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import Executor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy
 import pytest
@@ -473,16 +473,19 @@ def test_waiting_for_the_last_save(link: FakeLink) -> None:
     checkpointer.wait(timeout=0.0)
 
 
-def test_closing_waits_for_the_last_save_and_raises_if_it_failed(link: FakeLink) -> None:
+@pytest.mark.parametrize("outcome", ["failed", "skipped"])
+def test_closing_waits_for_the_last_save_and_raises_if_nothing_came_of_it(
+    link: FakeLink, outcome: Literal["failed", "skipped"]
+) -> None:
     with Script(link).checkpointer as checkpointer:
         checkpointer.save(1)
     checkpointer.close()
     with pytest.raises(UsageError, match="is closed"):
         checkpointer.save(2)
     failing = Script(link, directory="d").checkpointer
-    link.settled[3, "storage"] = SaveSettled(outcome="failed", reason="the disk is full")
+    link.settled[3, "storage"] = SaveSettled(outcome=outcome, reason="the disk is full")
     failing.save(3)
-    with pytest.raises(CheckpointError, match="the disk is full"):
+    with pytest.raises(CheckpointError, match=r"step 3.* was .*: the disk is full"):
         failing.close()
 
 

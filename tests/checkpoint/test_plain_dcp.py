@@ -273,6 +273,21 @@ def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path) -> None:
         load_plain({"w": torch.zeros(1000)}, there)
 
 
+@pytest.mark.parametrize(
+    ("file", "text"), [(METADATA, b"Metadata"), ("__0_0.distcp", b"serialization_id")]
+)
+def test_damaged_text_is_told_as_damage_and_not_as_a_codecs_error(
+    tmp_path: Path, file: str, text: bytes
+) -> None:
+    there = plain(tmp_path, {"w": torch.ones(1000)})
+    path = tmp_path / file
+    path.write_bytes(path.read_bytes().replace(text, b"\xff" * len(text)))
+    with pytest.raises(CheckpointError, match=r"is damaged.*copy it again") as told:
+        load_plain({"w": torch.zeros(1000)}, there)
+    assert "codec" not in str(told.value)
+    assert "Unicode" not in str(told.value)
+
+
 def test_a_checkpoint_of_ours_that_was_refused_or_deleted_is_not_taken_for_a_plain_one(
     tmp_path: Path,
 ) -> None:

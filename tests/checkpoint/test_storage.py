@@ -19,7 +19,7 @@ from holdfast.checkpoint.storage.backends import (
     read_whole,
     step_of,
 )
-from holdfast.checkpoint.storage.posix import Disk, PosixStorage
+from holdfast.checkpoint.storage.posix import Disk, PosixStorage, storage_error
 from holdfast.errors import NotThere, StorageError
 
 
@@ -222,6 +222,29 @@ def test_an_error_says_where_and_what_to_do(tmp_path: Path, number: int, advice:
         PosixStorage(tmp_path, FaultyDisk(1, happens)).write("a", [b""])
     assert str(tmp_path / "a") in str(told.value)
     assert os.strerror(number) in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("doing", "advice"),
+    [
+        ("read", "the right to read"),
+        ("listed", "the right to read"),
+        ("made", "the right to write"),
+    ],
+)
+def test_who_may_not_read_is_told_to_ask_for_reading_and_not_for_writing(
+    doing: str, advice: str
+) -> None:
+    error = storage_error("/ckpt/step", doing, PermissionError(errno.EACCES, "Permission denied"))
+    assert advice in str(error)
+    assert "save elsewhere" not in str(error) or doing == "made"
+
+
+def test_a_store_that_does_not_answer_is_told_so_although_its_error_has_no_text() -> None:
+    error = storage_error("s3://bucket/ckpt", "read", TimeoutError())
+    assert str(error).startswith(
+        "s3://bucket/ckpt: cannot be read: Connection timed out; the storage"
+    )
 
 
 def test_what_is_not_there_is_named(storage: PosixStorage) -> None:

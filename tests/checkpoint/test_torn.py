@@ -137,7 +137,7 @@ def loaded(path: Path) -> dict[str, torch.Tensor]:
     assert record is not None
     with ExitStack() as until:
         restore.load(state, [open_image(path, id_of(record), until)], 0)
-    moments = state["optim"]["state"][0]
+    moments = state["optim"]["state"]["weight"]
     return {
         "weight": state["model"]["weight"],
         "exp_avg": moments["exp_avg"],

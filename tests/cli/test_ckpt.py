@@ -22,7 +22,7 @@ from holdfast.checkpoint.state.layout import ByteSpan, Contents, FileRecord
 from holdfast.checkpoint.storage import plain_directory as plain
 from holdfast.checkpoint.storage.backends import MANIFEST, Storage, rank_file_name, step_directory
 from holdfast.checkpoint.storage.commit import commit
-from holdfast.checkpoint.storage.export import _save_tensors
+from holdfast.checkpoint.storage.export import ExportTarget, _save_tensors
 from holdfast.checkpoint.storage.manifest import refuse
 from holdfast.checkpoint.storage.posix import PosixStorage
 from holdfast.checkpoint.storage.rank_file import RankFile, extents_of, write_file
@@ -277,6 +277,16 @@ def test_tensors_whose_dotted_names_are_the_same_are_all_exported(tmp_path: Path
     _save_tensors({"x": tensors}, tmp_path / "all.safetensors", 1)
     found = safetensors.load_file(tmp_path / "all.safetensors")
     assert sorted(tensor.numel() for tensor in found.values()) == [1, 1, 2, SHARED.numel()]
+
+
+def test_the_keys_of_a_wrapped_module_are_exported_as_those_of_the_plain_one(
+    tmp_path: Path,
+) -> None:
+    wrapped = {"module._orig_mod.weight": torch.ones(2), "module._orig_mod.bias": torch.ones(1)}
+    for only, read in ((None, lambda found: found["model"]), ("model", lambda found: found)):
+        target = ExportTarget(tmp_path / "model.pt", only, force=True)
+        target.write({"model": wrapped, "epoch": 3}, 1)
+        assert list(read(torch.load(target.path))) == ["weight", "bias"]
 
 
 def test_export_to_safetensors(root: Path, tmp_path: Path, capsys: Output) -> None:

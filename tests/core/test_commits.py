@@ -38,6 +38,7 @@ from holdfast.messages.events import (
     Asked,
     CheckpointWritten,
     ImagesHeld,
+    NodeLeaving,
     ShardsWritten,
     SnapshotMissed,
     SnapshotsSealed,
@@ -392,7 +393,7 @@ def test_a_missed_step_is_neither_counted_nor_written(two: Scene) -> None:
     assert two.missed(2, 10).actions == []
     assert two.breaks() == []
     assert not commits.busy(two.state)
-    assert commits.unwritten(two.state) == "step 10: rank 2: no memory"
+    assert commits.unwritten(two.state) == "failed: step 10: rank 2: no memory"
 
 
 def test_a_step_that_counts_already_cannot_be_missed_any_more(two: Scene) -> None:
@@ -402,6 +403,18 @@ def test_a_step_that_counts_already_cannot_be_missed_any_more(two: Scene) -> Non
     assert two.missed(2, 10) == CommitEffects()
     assert two.wait(1, 10, "memory") == SAVED
     assert offered(two.ask_all()) == ("memory", 10)
+
+
+def test_a_step_that_this_job_has_on_storage_may_be_skipped_after_a_restart(two: Scene) -> None:
+    two.save(10)
+    two.write(10)
+    two.breaks()
+    two.missed(2, 10, "skipped")
+    assert commits.unwritten(two.state) == ""
+    two.missed(2, 20, "skipped")
+    assert commits.unwritten(two.state) == "was skipped: step 20: rank 2: no memory"
+    two.save(30, "if needed")
+    assert commits.unwritten(two.state) == ""
 
 
 def test_a_missed_step_may_be_saved_again_and_counts_then(two: Scene) -> None:
@@ -532,7 +545,7 @@ def test_an_error_of_one_node_ends_the_write_for_all_and_is_told(two: Scene) -> 
     assert taken.failed == [(snapshot_id(10), "disk full")]
     assert taken.answers == [("0/storage/10", failed)]
     assert {a.node for a in taken.actions} == {"a", "b"}  # type: ignore[union-attr]
-    assert commits.unwritten(two.state) == "disk full"
+    assert commits.unwritten(two.state) == "failed: disk full"
 
 
 def test_a_manifest_that_cannot_be_written_is_told(two: Scene) -> None:
@@ -963,7 +976,7 @@ class Saver(Driver):
             )
         )
 
-    def wrote(self, node: str, step: int, error: str = "") -> list[AnyAction]:
+    def wrote(self, node: str, step: int, error: str = "", gone: bool = False) -> list[AnyAction]:
         ranks = [rank for rank, state in self.job.ranks.items() if state.node == node]
         return self.take(
             ShardsWritten(
@@ -972,6 +985,7 @@ class Saver(Driver):
                 snapshot=snapshot_id(step, self.round),
                 shards=() if error else tuple(map(shard, ranks)),
                 error=error,
+                gone=gone,
             )
         )
 
@@ -1063,6 +1077,22 @@ def test_a_checkpoint_that_cannot_be_written_is_an_incident_and_breaks_nothing(j
     assert job.job.recovery.open_incident is None
 
 
+def test_a_checkpoint_that_a_stopped_job_could_not_write_is_not_said_to_be_tried_again(
+    job: Saver,
+) -> None:
+    job.seal("a", 10)
+    job.wrote("a", 10)
+    job.committed("a", 10)
+    job.seal("a", 20)
+    leaving = NodeLeaving(at=job.at, node=NodeId("a"), reason="stopped by SIGTERM", code=75)
+    job.take(leaving)
+    job.wrote("a", 20, "storage took longer than the 25 s of --save-deadline")
+    incident = job.job.incidents[-1]
+    assert (incident.kind, incident.step) == ("storage", 20)
+    assert "--save-deadline" in incident.detail
+    assert incident.action == "the job ends without it; step 10 is the newest on storage"
+
+
 def test_a_job_whose_last_save_failed_ends_with_1_and_the_reason(job: Saver) -> None:
     job.missed(1, 10)
     (finish,) = [a for a in job.finish_all() if isinstance(a, Finish)]
@@ -1073,6 +1103,54 @@ def test_a_job_whose_last_save_failed_ends_with_1_and_the_reason(job: Saver) -> 
 def test_a_save_that_failed_is_made_up_for_by_a_later_one(job: Saver) -> None:
     job.missed(1, 10)
     job.seal("a", 11, "never")
+    assert [a.code for a in job.finish_all() if isinstance(a, Finish)] == [0]
+
+
+def test_a_job_whose_last_save_was_skipped_ends_with_1_and_an_incident(job: Saver) -> None:
+    job.seal("a", 10)
+    job.wrote("a", 10)
+    job.committed("a", 10)
+    job.missed(1, 20, outcome="skipped")
+    assert job.job.incidents == [], "a newer save may make up for it"
+    (finish,) = [a for a in job.finish_all() if isinstance(a, Finish)]
+    assert finish.code == 1
+    assert "the last save was skipped: step 20: rank 1: no memory" in finish.reason
+    (incident,) = job.job.incidents
+    assert (incident.kind, incident.step, incident.detail) == ("storage", 20, "rank 1: no memory")
+
+
+def test_a_last_save_is_an_incident_however_many_were_lost_before(job: Saver) -> None:
+    for step in (10, 11, 12):
+        job.missed(1, step)
+    (finish,) = [a for a in job.finish_all() if isinstance(a, Finish)]
+    assert finish.code == 1
+    assert [incident.step for incident in job.job.incidents] == [10, 11, 12]
+
+
+def test_a_last_save_that_a_rank_ended_without_ends_the_job_with_1() -> None:
+    """The ranks of the other node have it."""
+    job = Saver(min_nodes=2, max_nodes=2)
+    job.running("a", "b", slots=1, step=4)
+    job.seal("a", 10)
+    finished = [action for rank in (0, 1) for action in job.exit(rank, step=9, code=0)]
+    finish = next(action for action in finished if isinstance(action, Finish))
+    assert finish.code == 1
+    assert "the last save was skipped: step 10: rank 1 ended without saving it" in finish.reason
+    assert [incident.step for incident in job.job.incidents] == [10]
+
+
+def test_a_last_save_whose_step_another_job_has_committed_ends_the_job_with_1(job: Saver) -> None:
+    job.seal("a", 10)
+    job.finish_all()
+    taken = job.wrote("a", 10, "step 10 was committed already", gone=True)
+    (finish,) = [action for action in taken if isinstance(action, Finish)]
+    assert finish.code == 1
+    assert [incident.step for incident in job.job.incidents] == [10]
+
+
+def test_a_last_save_to_memory_alone_may_be_skipped(job: Saver) -> None:
+    job.seal("a", 10, "never")
+    job.missed(1, 20, outcome="skipped")
     assert [a.code for a in job.finish_all() if isinstance(a, Finish)] == [0]
 
 

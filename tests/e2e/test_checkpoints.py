@@ -29,6 +29,7 @@ from holdfast.checkpoint.state.layout import Contents
 from holdfast.checkpoint.storage.backends import open_storage
 from holdfast.checkpoint.storage.commit import verify
 from holdfast.checkpoint.storage.manifest import steps
+from holdfast.checkpoint.storage.writer_mark import MARK
 from holdfast.core.commits.state import Commits
 
 from .harness import Run, cmdline, gone, wait_for
@@ -570,6 +571,9 @@ def test_a_job_told_to_stop_ends_in_time_although_storage_is_slow(resized: Resiz
     assert resized.code == 75
     assert resized.reached
     assert resized.took_s < 6.0
+    told = "storage took longer than the 1 s of --save-deadline"
+    assert told in resized.two.err
+    assert "the next save tries again" not in resized.two.err
 
 
 def test_the_old_checkpoint_is_unharmed_by_a_save_that_was_cut_short(resized: Resized) -> None:
@@ -587,7 +591,8 @@ def test_a_world_of_another_size_restores_from_storage(resized: Resized) -> None
 
 def test_across_runs_exactly_as_many_checkpoints_stay_as_are_to_be_kept(resized: Resized) -> None:
     assert resized.one.intact() == [9, 10]
-    assert sorted(os.listdir(resized.one.folder / "ckpts")) == ["step_000000009", "step_000000010"]
+    left = sorted(path.name for path in (resized.one.folder / "ckpts").glob("step_*"))
+    assert left == ["step_000000009", "step_000000010"]
 
 
 # ---- storage is full ----------------------------------------------------------------------------
@@ -845,14 +850,20 @@ def test_an_image_that_is_spoilt_after_its_seal_does_not_become_a_checkpoint(
 def test_two_jobs_at_once_in_one_directory_leave_each_others_checkpoints_whole(
     tmp_path: Path,
 ) -> None:
-    """One has seen that nobody committed step 1, and is about to write it when the other does."""
+    """One has seen that nobody committed step 1, and is about to write it when the other does. They are
+    told of each other by a mark, but it may be lost."""
     with trainings(tmp_path) as make:
-        slow, fast = make("slow"), make("fast")
+        slow, fast, told = make("slow"), make("fast"), make("told")
         script = trainer("storage_every=1", then="note('result', ticket.storage().outcome)")
         script = script.replace('"ckpts"', repr(str(fast.folder / "ckpts")))
         slow.shut("write")
         slow.go(script, 2, nproc=1)
         slow.reached("write")
+        told.go(script, 2, nproc=1)
+        assert told.code() == 1
+        assert f"job {slow.job} (process " in told.err
+        assert told.notes(0, "result") == [["failed"], ["failed"]]
+        (fast.folder / "ckpts" / MARK).unlink()
         finished(fast.go(script.replace("manual_seed(7)", "manual_seed(8)"), 2, nproc=1))
         slow.open("write")
         slow.code()

@@ -175,6 +175,26 @@ assert state() == (100, 2), state()
     counted(script)
 
 
+@pytest.mark.parametrize("kind", ["torch.optim.Adam", "Nested"])
+def test_compiled_steps_are_counted_and_nothing_of_ours_is_compiled(
+    kind: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = (
+        MODEL
+        + f"""
+class Nested(torch.optim.Adam):
+    def step(self, closure=None): super().step(closure)
+optimizer = {kind}(m.parameters())
+optimizer.step = torch.compile(optimizer.step, backend="eager")
+train(m, optimizer, steps=4)
+"""
+    )
+    state, _ = counted(script)
+    assert (state.step, state.steps) == (4, 4)
+    said = capfd.readouterr().err
+    assert not [word for word in ("holdfast", "_getframe", "Error") if word in said], said
+
+
 def test_a_script_without_torch_never_knows() -> None:
     script = """
 import json, sys

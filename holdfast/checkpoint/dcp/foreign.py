@@ -268,6 +268,10 @@ class _MetadataReader(pickle._Unpickler):
     }
 
 
+_DAMAGED: Final = (
+    "it is damaged, cut off, or not from torch.distributed.checkpoint; copy it again from where it was"
+    " whole, or take another checkpoint"
+)
 _BROKEN: Final = (
     *(AttributeError, EOFError, LookupError, TypeError, ValueError),
     *(pickle.PickleError, struct.error),
@@ -278,7 +282,7 @@ def _unpickled(data: bytes) -> object:
     try:
         return _MetadataReader(io.BytesIO(data)).load()
     except _BROKEN as error:
-        raise CheckpointError(f"not a pickle of this kind: {error!r:.200}") from error
+        raise CheckpointError(_DAMAGED) from error
 
 
 # ---- what it says -------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import os
 import threading
 from concurrent.futures import Executor, Future
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -31,8 +32,9 @@ from holdfast.checkpoint.storage.backends import (
 )
 from holdfast.checkpoint.storage.commit import AlreadyCommitted, check_not_foreign, commit
 from holdfast.checkpoint.storage.manifest import links, steps
-from holdfast.checkpoint.storage.posix import storage_error
+from holdfast.checkpoint.storage.posix import PosixStorage, storage_error
 from holdfast.checkpoint.storage.rank_file import extents_of, write_file
+from holdfast.checkpoint.storage.writer_mark import Writer, WriterMark, taken
 from holdfast.clock import machine_time
 from holdfast.errors import HoldfastError, StepTaken, Unusable
 from holdfast.messages.actions import CommitCheckpoint, WriteShards
@@ -56,6 +58,8 @@ class Opened(Struct, frozen=True):
     keep: Any
     plain: str = ""
     """The one directory there that is the checkpoint; empty: there is a directory for each step."""
+    mark: WriterMark | None = None
+    """The mark of the job that writes there; None where there can be none."""
 
     def directory(self, snapshot: SnapshotId) -> str:
         return self.plain or step_directory(snapshot.step)
@@ -85,6 +89,7 @@ class CheckpointFiles:
         self._job = job
         self._job_number = job_number
         """Distinguishes the files of this job from those of others in the same directory."""
+        self._writer = Writer.of_keeper(job)
         self._checkpointers: dict[str, Future[Opened]] = {}
         self._disk_full = _DiskFull()
 
@@ -125,17 +130,25 @@ class CheckpointFiles:
             else:
                 where, keep = action.directory, action.keep
                 policy = msgspec.json.decode(keep, type=retention.Policy) if keep else None
-                opened = Opened(open_storage(where) if where else None, policy)
+                there = open_storage(where) if where else None
+                opened = Opened(there, policy, mark=self._mark_of(there))
         except Exception as error:
             opening.set_exception(error)
             raise
         opening.set_result(opened)
+
+    def _mark_of(self, storage: Storage | None) -> WriterMark | None:
+        if not isinstance(storage, PosixStorage):
+            return None
+        return WriterMark(storage.where(""), self._writer)
 
     # ---- writing ----
 
     def _write(self, number: int, action: WriteShards, opened: Opened) -> ShardsWritten:
         storage = opened.needed(action.snapshot.checkpointer)
         node, snapshot = action.node, action.snapshot
+        if opened.mark is not None and Rank(0) in action.ranks:  # One node does it for all.
+            opened.mark.claim(partial(storage.make_directory, ""))
         if not opened.plain:
             check_not_foreign(storage, step_directory(snapshot.step))
         try:
@@ -224,6 +237,8 @@ class CheckpointFiles:
 
     def _find(self, action: FindStored, opened: Opened) -> StoredFound:
         storage = opened.storage
+        if opened.mark is not None:
+            threading.Thread(target=_warn, args=(opened.mark,), daemon=True).start()
         listed = [*steps(storage), *links(storage)] if storage is not None else []
         found = tuple(
             StoredStep(
@@ -248,6 +263,13 @@ class CheckpointFiles:
             steps=found,
             refused=tuple(refused[:REFUSALS_TOLD]),
         )
+
+
+def _warn(mark: WriterMark) -> None:
+    """Tell a job at its start what its first save will fail of. It may only want to read."""
+    other = mark.other()
+    if other is not None:
+        log.warning("nothing can be saved here: %s", taken(mark.directory, other))
 
 
 def _prune(storage: Storage, keep: Any, verified: int) -> None:

@@ -193,6 +193,15 @@ class Slots:
         self._behind = ThreadPoolExecutor(1, "snapshot")
         self._ahead = ThreadPoolExecutor(1, "memory")
 
+    def close(self) -> None:
+        """Free the memory; the files stay, for whoever restores from them."""
+        for threads in (self._ahead, self._behind, self._threads):
+            if threads is not None:
+                threads.shutdown()
+        for slot, image in enumerate(self._images):
+            if image is not None:
+                self._close(slot, image)
+
     # ---- memory ----
 
     def make_ready(self, captured: Captured) -> Future[None]:

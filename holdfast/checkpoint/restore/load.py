@@ -5,6 +5,10 @@ storage, of this rank or of another. A tensor that the state already has is fill
 lacks is created, and so is one of another shape, or of a dtype that would lose precision, unless it
 belongs to a module or an optimizer. Nothing restored ever shares memory with an image.
 
+Names are those that were saved, but for two differences. The state of an optimizer may be saved under
+the names of its parameters, or under numbers, as older checkpoints have it. And a module may be wrapped
+here that was not when it was saved, or the other way round: see `state.parameter_names`.
+
 A rank's region of a tensor and the stored parts need not be cut the same way: each region is assembled
 from all parts that overlap it. That is how a state is loaded into a world of another size. What was a
 rank's own (values, generators) comes from the same rank, modulo the size of the world that saved it.
@@ -13,7 +17,7 @@ rank's own (values, generators) comes from the same rank, modulo the size of the
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import cache, partial
@@ -28,6 +32,14 @@ from holdfast.checkpoint.memory.copying import raw
 from holdfast.checkpoint.restore.verified_read import PIECE_BYTES, Piece, Source, Want, read
 from holdfast.checkpoint.state.capture import flattened, unique_names
 from holdfast.checkpoint.state.layout import ByteSpan, Contents, Extent, TensorItem, offset_in_file
+from holdfast.checkpoint.state.parameter_names import (
+    ParameterNames,
+    by_name,
+    by_number,
+    rewrapped,
+    unwrapped,
+    unwrapped_keys,
+)
 from holdfast.checkpoint.state.skeleton import assemble, tensor_types
 from holdfast.errors import CheckpointError, HoldfastError, Unusable
 
@@ -90,10 +102,17 @@ def load(
         if saved and isinstance(entry, torch.optim.Optimizer) and _is_sharded(entry):
             make_optimizer_state(entry, name)
     live = {name: captured_entry(entry, name) for name, entry in state.items()}
+    numbered, orders = dict(live), _orders(state, mine.contents.parameters)
+    for name, order in orders.items():
+        live[name] = by_name(live[name], order)
     loose = {name for name, entry in state.items() if not isinstance(entry, _OF_FIXED_SHAPES)}
-    loading = _Loading(*_by_name(live, loose), stored, mine)
+    tensors, replaceable = _by_name(live, loose)
+    tensors |= _wrapped_otherwise(state, live, tensors, mine.contents)
+    loading = _Loading(tensors, replaceable, stored, mine)
     tree = assemble(_bytes(mine, mine.contents.skeleton), loading.tensor, pickling)
     _check_names(state, live, tree)
+    for name, order in orders.items():
+        tree[name] = by_number(tree[name], order, numbered[name], name)
     for reading in loading.readings.values():
         read(reading.source, reading.wants, threads, reading.pieces)
     give_back(state, tree)
@@ -113,6 +132,41 @@ def give_back(state: dict[str, Any], tree: dict[str, Any]) -> None:
 def captured_entry(entry: Any, name: str) -> Any:
     """Return an entry of a state as it would be saved."""
     return _called(name, "state_dict", entry.state_dict) if hasattr(entry, "state_dict") else entry
+
+
+def captured_state(
+    state: dict[str, Any], names: ParameterNames
+) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """Return a state as it is saved, and for each optimizer whose parameters have names in it, these
+    names in the optimizer's order."""
+    found, orders = {}, {}
+    for name, entry in state.items():
+        found[name] = captured_entry(entry, name)
+        if isinstance(entry, torch.optim.Optimizer):
+            order = names.of(state, name)
+            named = by_name(found[name], order)
+            if order is not None and named is not found[name]:
+                found[name], orders[name] = named, order
+    return found, orders
+
+
+def _orders(state: dict[str, Any], saved: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """Return the names of the parameters of each optimizer that was saved with names, in the order in
+    which it has them here. Where their module is not at hand, it is the order in which they were."""
+    found, names = {}, ParameterNames()
+    for name, entry in state.items():
+        if name not in saved or not isinstance(entry, torch.optim.Optimizer):
+            continue
+        order = names.of(state, name) or list(saved[name])
+        missing, unknown = set(order) - set(saved[name]), set(saved[name]) - set(order)
+        if missing or unknown or len(order) != len(_parameters(entry)):
+            raise CheckpointError(
+                f"{name!r} has other parameters than the optimizer that was saved: that one lacks"
+                f" {_some(sorted(missing))}, and has {_some(sorted(unknown))}, which this one lacks;"
+                f" it had {len(saved[name])}, this one has {len(_parameters(entry))}"
+            )
+        found[name] = order
+    return found
 
 
 def _called(name: str, method: str, call: Callable[[], Any]) -> Any:
@@ -149,7 +203,30 @@ def _by_name(
     return tensors, frozenset(replaceable)
 
 
+def _wrapped_otherwise(
+    state: dict[str, Any],
+    live: dict[str, Any],
+    tensors: dict[str, torch.Tensor],
+    saved: Contents,
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of modules by names that were saved and differ from those here by wrappers."""
+    found = {}
+    items = [name for item in saved.items for name in (item.name, *item.also)]
+    for name, entry in state.items():
+        if isinstance(entry, torch.nn.Module) and isinstance(live[name], dict):
+            here = unwrapped_keys(live[name])
+            prefix = f"{name}."
+            for full in items:
+                if full.startswith(prefix) and full not in tensors:
+                    key = here.get(unwrapped(full.removeprefix(prefix)))
+                    tensor = tensors.get(f"{prefix}{key}")
+                    if tensor is not None:
+                        found[full] = tensor
+    return found
+
+
 def _check_names(state: dict[str, Any], live: dict[str, Any], tree: dict[str, Any]) -> None:
+    """Refuse a tree that lacks something of the state, or has more; undo differences of wrappers."""
     absent = [name for name in state if name not in tree]
     if absent:
         raise CheckpointError(
@@ -161,6 +238,7 @@ def _check_names(state: dict[str, Any], live: dict[str, Any], tree: dict[str, An
             continue
         if type(entry).load_state_dict is not torch.nn.Module.load_state_dict:
             continue  # Its own method may accept other keys.
+        tree[name] = rewrapped(tree[name], live[name])
         missing = sorted(live[name].keys() - tree[name].keys())
         unknown = sorted(tree[name].keys() - live[name].keys())
         if missing or unknown:

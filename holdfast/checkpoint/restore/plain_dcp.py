@@ -41,6 +41,14 @@ from holdfast.checkpoint.restore.load import (
     overlap,
 )
 from holdfast.checkpoint.restore.sources import open_files
+from holdfast.checkpoint.state.parameter_names import (
+    ParameterNames,
+    by_name,
+    by_number,
+    is_named,
+    unwrapped,
+    unwrapped_keys,
+)
 from holdfast.checkpoint.storage.backends import Readable
 from holdfast.checkpoint.storage.manifest import steps
 from holdfast.checkpoint.storage.plain_directory import open_either
@@ -100,21 +108,64 @@ def load_plain(
         if saved and isinstance(entry, torch.optim.Optimizer):
             make_optimizer_state(entry, name)
     live = {name: captured_entry(entry, name) for name, entry in state.items()}
-    filling = _Filling(checkpoint, stored, pickling)
+    numbered, orders = dict(live), _orders(state, stored)
+    for name, order in orders.items():
+        live[name] = by_name(live[name], order)
+    filling = _Filling(checkpoint, stored, pickling, _wrapped_otherwise(state, live, stored))
     tree = {name: filling.of((name,), entry) for name, entry in live.items()}
     filling.check(state)
+    for name, order in orders.items():
+        if is_named(tree[name]):
+            tree[name] = by_number(tree[name], order, numbered[name], name)
     filling.fill(threads)
     give_back(state, tree)
+
+
+def _orders(state: dict[str, Any], stored: ForeignCheckpoint) -> dict[str, list[str]]:
+    """Return the names of the parameters of each optimizer whose state is stored under them, in the
+    order in which it has them here."""
+    found, names = {}, ParameterNames()
+    for name, entry in state.items():
+        order = names.of(state, name) if isinstance(entry, torch.optim.Optimizer) else None
+        prefix = f"{name}.state."
+        first = next((one for one in stored.tensors if one.startswith(prefix)), "")
+        if any(first.startswith(f"{prefix}{parameter}.") for parameter in order or ()):
+            found[name] = order or []
+    return found
+
+
+def _wrapped_otherwise(
+    state: dict[str, Any], live: dict[str, Any], stored: ForeignCheckpoint
+) -> dict[str, str]:
+    """Return the names of what modules have here that is stored under a name that differs by wrappers,
+    and that name."""
+    found = {}
+    known = [*stored.tensors, *stored.values]
+    for name, entry in state.items():
+        if isinstance(entry, torch.nn.Module) and isinstance(live[name], dict):
+            prefix = f"{name}."
+            there = unwrapped_keys(n.removeprefix(prefix) for n in known if n.startswith(prefix))
+            for key in live[name]:
+                other = there.get(unwrapped(key))
+                if other is not None:
+                    found[f"{prefix}{key}"] = f"{prefix}{other}"
+    return found
 
 
 class _Filling:
     """The walk through a live state, and the chunks that are to be copied into it."""
 
     def __init__(
-        self, checkpoint: PlainCheckpoint, stored: ForeignCheckpoint, pickling: bool
+        self,
+        checkpoint: PlainCheckpoint,
+        stored: ForeignCheckpoint,
+        pickling: bool,
+        also: dict[str, str],
     ) -> None:
         self._reader = _ChunkReader(checkpoint, pickling)
         self._stored = stored
+        self._also = also
+        """Names under which something may be stored, if it is not under its own."""
         self._where = checkpoint.where
         self._used: set[str] = set()
         self._absent: list[str] = []
@@ -123,6 +174,8 @@ class _Filling:
     def of(self, path: tuple[str | int, ...], live: Any) -> Any:
         """Return what was stored at a path; tensors are those of the live state, filled later."""
         name = ".".join(map(str, path))
+        if name not in self._stored.tensors and name not in self._stored.values:
+            name = self._also.get(name, name)
         if name in self._stored.tensors:
             self._used.add(name)
             return self._tensor(name, self._stored.tensors[name], live)
@@ -220,7 +273,10 @@ class _ChunkReader:
             ) from None
         except Exception as error:
             # The edge of torch's readers, which raise anything for damaged files.
-            raise CheckpointError(f"{where}: damaged: {type(error).__name__}: {error}") from error
+            raise CheckpointError(
+                f"{where}: is damaged: torch cannot read it; copy it again from where it was whole, or"
+                " take another checkpoint"
+            ) from error
 
 
 # ---- as a tree ----------------------------------------------------------------------------------

@@ -75,6 +75,8 @@ class CommitDriver:
         self._asked: dict[str, tuple[Rank, Callable[[Any], SaveEnded | Answered]]] = {}
         """By asker: its rank, and what makes an action of the answer."""
         self._left: set[Rank] = set()
+        self._reported: dict[Rank, int] = {}
+        """The newest round of which each rank has reported a save."""
         self._out: defaultdict[int, list[RankAction]] = defaultdict(list)
         self._directories: dict[SnapshotId, set[str]] = {}
         self._for_storage: deque[SnapshotId] = deque(maxlen=_REMEMBERED)
@@ -99,8 +101,11 @@ class CommitDriver:
     def _run(self) -> None:
         why = "rank 0 has ended, and the saves of all ranks with it"
         try:
-            while len(self._left) < self._meeting.world_size and self._take_all():
-                pass
+            while len(self._left) < self._meeting.world_size:
+                if not self._take_all():
+                    break
+            else:
+                self._seat.clear()
         except Exception as error:
             # The edge of a thread: whatever it was, every rank is told.
             why = f"rank 0: {error or type(error).__name__}"
@@ -127,10 +132,12 @@ class CommitDriver:
             self._saved = True
             self._note_wish(event)
             self._note_directory(event.snapshot, directory)
+            self._pass_over(event)
             self._act_on(rules.sealed(self._commits, event))
             self._await_end(event)
         elif isinstance(event, SnapshotMissed):
             self._saved = True
+            self._pass_over(event)
             self._act_on(rules.missed(self._commits, event))
             self._await_end(event)
         elif isinstance(event, ShardsWritten):
@@ -161,6 +168,20 @@ class CommitDriver:
             settled = waiting.await_save(self._commits, asker, request, id.round)
             if settled is not None:
                 self._answer(asker, settled)
+
+    def _pass_over(self, event: SnapshotsSealed | SnapshotMissed) -> None:
+        """Give up saves that some ranks have left out: each rank reports its rounds in order."""
+        id, rank = event.snapshot, rank_of(event.node)
+        self._reported[rank] = max(self._reported.get(rank, 0), id.round)
+        open_ = [s for s in self._commits.book(id.checkpointer).snapshots if not s.counts]
+        holders = {id: {rank}} | {s.id: {r for r in s.holders if s.holders[r]} for s in open_}
+        holders[id].add(rank)
+        for one, there in holders.items():
+            over = [
+                r for r, round in self._reported.items() if round > one.round and r not in there
+            ]
+            if over:
+                self._act_on(rules.missed(self._commits, _left_out(event, one, over[0])))
 
     def _note_wish(self, event: SnapshotsSealed) -> None:
         if event.wish == "now" and event.snapshot not in self._for_storage:
@@ -243,6 +264,20 @@ class CommitDriver:
             return event
         error = f"{event.error} (the ranks gave different paths: {' and '.join(paths[:2])})"
         return msgspec.structs.replace(event, error=error)
+
+
+def _left_out(
+    event: SnapshotsSealed | SnapshotMissed, snapshot: SnapshotId, rank: Rank
+) -> SnapshotMissed:
+    return SnapshotMissed(
+        at=event.at,
+        node=node_of(rank),
+        rank=rank,
+        snapshot=snapshot,
+        outcome="skipped",
+        reason="has not saved it; all ranks have to save the same",
+        attempt=event.attempt,
+    )
 
 
 def _answered(asked: Asked, answer: AnyAnswer) -> Answered:

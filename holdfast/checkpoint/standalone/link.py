@@ -148,6 +148,8 @@ class ScriptLink:
         self._sealed = threading.Condition(self._lock)
         """Notified when all images are sealed."""
         self._finding: Future[StateFound] | None = None
+        self._last_call: multiprocessing.util.Finalize | None = None
+        """Closes the link when the script ends."""
         self._listener = threading.Thread(target=self._listen, name="listen", daemon=True)
         self._listener.start()
 
@@ -159,7 +161,7 @@ class ScriptLink:
         meeting = StoreMeeting(store, f"links/{checkpointer}", rank, world_size)
         link = cls(meeting, _complain)
         # Like atexit, but also in a process of `multiprocessing`, and never in a fork.
-        multiprocessing.util.Finalize(None, link.close, exitpriority=0)
+        link._last_call = multiprocessing.util.Finalize(None, link.close, exitpriority=0)
         return link
 
     @property
@@ -182,6 +184,12 @@ class ScriptLink:
             else:
                 multiprocessing.util.Finalize(None, self._driver.linger, exitpriority=0)
         self._home.remove()
+
+    def end(self) -> None:
+        """Close the link of a Checkpointer before the script ends."""
+        if self._last_call is not None:
+            self._last_call.cancel()
+        self.close(at_exit=False)
 
     def finish(self, patience_s: float | None) -> None:
         """Wait until every save is settled; None: however long other ranks take."""
@@ -302,9 +310,26 @@ class ScriptLink:
         if following is not None:
             self._keeper.give(following, self._seal_answered)
 
+    def expect(self, save: SaveProgress, limit_s: float) -> None:
+        """Give a save up if this rank has done its part and the others take longer than that."""
+
+        def watch() -> None:
+            save.idle.wait()
+            try:
+                save.settled["memory"].result(limit_s)
+            except NotYet:
+                why = f"waited {limit_s:.3g} s for the others; all ranks have to save the same"
+                self._post(self._missed(save, "skipped", why))
+
+        threading.Thread(target=watch, name="patience", daemon=True).start()
+
     def miss(self, save: SaveProgress, outcome: Missed, reason: str) -> None:
         """Report that this rank has no image of a save."""
-        missed = SnapshotMissed(
+        save.end_task()
+        self._post(self._missed(save, outcome, reason))
+
+    def _missed(self, save: SaveProgress, outcome: Missed, reason: str) -> SnapshotMissed:
+        return SnapshotMissed(
             at=machine_time(),
             node=self._node,
             rank=Rank(self.rank),
@@ -313,8 +338,6 @@ class ScriptLink:
             reason=reason,
             attempt=save.attempt,
         )
-        save.end_task()
-        self._post(missed)
 
     def wait(self, save: SaveId, to: Tier, timeout_s: float | None) -> SaveSettled:
         known = self._saves.get((self._snapshot(save), save.attempt))

@@ -3,7 +3,8 @@
 Events form one log: a rank draws the next number and sets that key, and the driver reads the keys in
 order. Actions form a queue for each rank, in which the driver sets the next key. So a rank makes the
 same few calls to the store for each save, however many tensors or ranks there are, and the driver makes
-a few for all ranks together. Every key is deleted when it was read. Nothing is pickled.
+a few for all ranks together. Every key is deleted when it was read, and the last ones when all ranks
+have left. Nothing is pickled.
 
 A client of torch's store makes one call at a time: while a thread waits in it, another that only sets
 a key waits as well. Therefore the store is cloned, for speaking, for listening and for the driver, and
@@ -106,6 +107,7 @@ class StoreMeeting:
         self._posted: deque[int] = deque()
         """Numbers of this rank's posts that the driver may not have read."""
         self._delivered = 0
+        self._drawn = 0
 
     def _key(self, *path: object) -> str:
         return "/".join(map(str, (self._prefix, *path)))
@@ -117,6 +119,21 @@ class StoreMeeting:
         return [rank for rank, came in enumerate(there) if not came]
 
     # ---- every rank ----
+
+    def number(self, name: str) -> int:
+        """Return a number that all ranks get for that name, and that grows from name to name."""
+        if self.world_size == 1:
+            self._drawn += 1
+            return self._drawn
+        with _wrapped("reached"):
+            drawn = self._speaking.add(self._key("numbers"), 1)
+            return int(self._speaking.compare_set(self._key("number", name), "", str(drawn)))
+
+    def forget_number(self, name: str) -> None:
+        """Delete a number that no rank will ask for any more."""
+        if self.world_size > 1:
+            with _wrapped("written to"):
+                self._speaking.delete_key(self._key("number", name))
 
     def post(self, post: Post) -> None:
         """Send events to the driver. Any thread may."""
@@ -176,6 +193,12 @@ class DriverSeat:
         if keys:
             with _wrapped("written to"):
                 self._store.multi_set(keys, deliveries)
+
+    def clear(self) -> None:
+        """Delete what is left of the meeting, when all ranks have left it."""
+        with _wrapped("written to"):
+            for name in ("began", "posts", "numbers"):
+                self._store.delete_key(self._key(name))
 
 
 @contextmanager

@@ -15,7 +15,7 @@ tensor and save is done by list operations in C, not by a line of Python for eac
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -37,6 +37,7 @@ SMALL_BYTES = 64 << 10
 _TAIL_ALIGNMENT = 4096
 
 _encoder = msgspec.msgpack.Encoder()
+_NONE: Final[Mapping[str, Sequence[str]]] = {}
 
 
 @dataclass(frozen=True)
@@ -112,9 +113,14 @@ class Captured:
 
 
 def capture(
-    state: Any, before: Layout | None, position: Position, pickling: bool = False
+    state: Any,
+    before: Layout | None,
+    position: Position,
+    pickling: bool = False,
+    parameters: Mapping[str, Sequence[str]] = _NONE,
 ) -> Captured:
-    """Dismantle a state; reuse the last layout if it still fits."""
+    """Dismantle a state; reuse the last layout if it still fits. `parameters` becomes that of the
+    contents."""
     parts = dismantle(state, pickling)
     layout = before
     try:
@@ -134,7 +140,7 @@ def capture(
         addresses = [addresses[number] for number in layout.first_of]
     if 0 in addresses:
         _check_memory(layout, locals_, addresses)
-    tail, contents = _tail(layout, parts, position)
+    tail, contents = _tail(layout, parts, position, parameters)
     return Captured(layout, wholes, locals_, addresses, tail, contents)
 
 
@@ -388,6 +394,7 @@ class _Contents(Struct, frozen=True):
     skeleton: ByteSpan
     values: list[ValueItem]
     references: list[int]
+    parameters: Mapping[str, Sequence[str]]
     items: tuple[()] = ()
     paths: tuple[()] = ()
 
@@ -398,7 +405,9 @@ _NO_ITEMS_NO_PATHS: Final = _ITEMS + b"\x90" + _PATHS + b"\x90"
 """How the encoded `_Contents` ends."""
 
 
-def _tail(layout: Layout, parts: Dismantled, position: Position) -> tuple[bytes, ByteSpan]:
+def _tail(
+    layout: Layout, parts: Dismantled, position: Position, parameters: Mapping[str, Sequence[str]]
+) -> tuple[bytes, ByteSpan]:
     """Return the tail, and where the contents are in the body."""
     pieces, values, odd_paths = _values(layout, parts)
     at = layout.tail_at + sum(map(len, pieces))
@@ -413,6 +422,7 @@ def _tail(layout: Layout, parts: Dismantled, position: Position) -> tuple[bytes,
         skeleton=ByteSpan(at, len(parts.skeleton)),
         values=values,
         references=layout.item_of if len(layout.items) < len(layout.item_of) else [],
+        parameters=parameters,
     )
     at += len(parts.skeleton)
     items, paths = layout.encoded_items, _list_of(layout.odd_paths, odd_paths)

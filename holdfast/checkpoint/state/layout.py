@@ -97,6 +97,9 @@ class Contents(Struct, frozen=True):
     """Item of each tensor that the skeleton refers to; empty: in their order."""
     paths: tuple[tuple[str, tuple[str | int, ...]], ...] = ()
     """Dotted names whose path is not the name split at its dots, and that path."""
+    parameters: dict[str, tuple[str, ...]] = {}
+    """Optimizers whose state is under the names of their parameters: these, in the order in which the
+    optimizer had them."""
 
 
 class Extent(Struct, frozen=True, array_like=True):

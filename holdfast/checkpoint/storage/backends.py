@@ -12,6 +12,7 @@ Paths are relative to the storage's root: `name` or `directory/name`. No operati
 that is not empty, and none follows a symbolic link out of the root to change something.
 
     <root>/
+        .holdfast-writer                      which job writes there: see `writer_mark`
         step_000000500/
             __<rank>_<round>.distcp           a rank file; two rounds never write the same one
             .metadata                         for readers that know only torch's own format

@@ -2,7 +2,8 @@
 
 The state is put together as a restore would do it: shards become whole tensors, every block is verified
 as it is read, and nothing is unpickled unless that was allowed. Of what each rank had for itself (small
-tensors, random generators, plain values), rank 0's is taken.
+tensors, random generators, plain values), rank 0's is taken. The keys of modules are those that they
+have when nothing wraps them (DDP, torch.compile).
 
 The file appears under its name only when it is whole.
 """
@@ -61,12 +62,14 @@ class ExportTarget(Struct, frozen=True):
                 raise UsageError(f"{path}: needs safetensors; `pip install safetensors`") from None
 
     def write(self, state: dict[str, Any], step: int) -> Exported:
-        chosen: Any = state
+        from holdfast.checkpoint.state.parameter_names import without_wrappers
+
+        chosen: Any = {name: without_wrappers(entry) for name, entry in state.items()}
         if self.only is not None:
             if self.only not in state:
                 has = ", ".join(map(repr, state))
                 raise UsageError(f"step {step} has no {self.only!r}; it has {has}")
-            chosen = state[self.only]
+            chosen = chosen[self.only]
         with self._whole() as partial:
             save = _save_tensors if self.path.suffix == ".safetensors" else _save_all
             tensors, left_out = save(chosen, partial, step)

@@ -242,10 +242,19 @@ _ADVICE: Final = {
     errno.EROFS: "it is mounted read-only, often after a fault of the device; see `dmesg`",
     errno.EACCES: "give this user the right to write there, or save elsewhere",
     errno.EPERM: "give this user the right to write there, or save elsewhere",
+    errno.ETIMEDOUT: "the storage does not answer; check its server and the network",
     errno.ESTALE: "the network mount is stale; mount it again",
     errno.ENOTDIR: "a file is where a directory should be; move it away, or save elsewhere",
     errno.ELOOP: "a link is where a directory should be; it is not followed",
     errno.EMFILE: "too many files are open; raise `ulimit -n`",
+}
+
+_READING: Final = ("read", "listed")
+_ADVICE_ON_READING: Final = {
+    errno.EACCES: "give this user the right to read it, and to enter the directories above it",
+    errno.EPERM: "give this user the right to read it, and to enter the directories above it",
+    errno.EIO: "the device failed; see `dmesg`",
+    errno.ENOTDIR: "a file is where a directory should be; check the path",
 }
 
 
@@ -253,8 +262,11 @@ def storage_error(where: str, doing: str, error: OSError) -> StorageError:
     """Describe the failure of a system call, with advice."""
     if isinstance(error, FileNotFoundError):
         return NotThere(f"{where}: cannot be {doing}: it does not exist")
-    advice = _ADVICE.get(error.errno or 0, "check the storage, and try again")
-    return StorageError(f"{where}: cannot be {doing}: {error.strerror or error}; {advice}")
+    known = _ADVICE | _ADVICE_ON_READING if doing in _READING else _ADVICE
+    code = errno.ETIMEDOUT if isinstance(error, TimeoutError) else error.errno or 0
+    advice = known.get(code, "check the storage, and try again")
+    what = error.strerror or str(error) or os.strerror(code)
+    return StorageError(f"{where}: cannot be {doing}: {what}; {advice}")
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from msgspec import field
 
 from holdfast.core.commits import restoring, rules, waiting
 from holdfast.core.commits.replica_placement import placement
-from holdfast.core.commits.state import Address, CommitEffects, Commits, LostSave, Reach
+from holdfast.core.commits.state import Address, Book, CommitEffects, Commits, LostSave, Reach
 from holdfast.core.decisions import (
     NOT_A_MEMBER,
     AnswerRequest,
@@ -25,7 +25,7 @@ from holdfast.core.decisions import (
 )
 from holdfast.core.faults import Fault
 from holdfast.core.machine import NONE, Effects, Machine, on
-from holdfast.core.states import ALWAYS, Running
+from holdfast.core.states import ALWAYS, Ended, Ending, Running
 from holdfast.core.view import View
 from holdfast.messages.checkpoints import Holder, SnapshotId
 from holdfast.messages.events import (
@@ -56,7 +56,7 @@ class CommitsMachine(Commits, Machine):
     copies: dict[NodeId, list[NodeId]] = field(default_factory=dict)
     """Which nodes keep copies of whose images, in the newest round."""
     last_write: str | None = None
-    """Set once all ranks ended with 0: why the last checkpoint is not on storage; empty if it is."""
+    """Set once all ranks ended with 0: how the last save was lost; empty if it was not."""
 
     # ---- events ----
 
@@ -133,7 +133,8 @@ class CommitsMachine(Commits, Machine):
         if event.code != 0 or not isinstance(job.state, Running):
             return NONE
         if job.unfinished == 0:
-            return [*rules.secure(self), *self._finish()]
+            lost = self._take_in(job, rules.end_round(self, job.membership.round))
+            return [*lost, *rules.secure(self), *self._finish()]
         restored = restoring.rank_ended(self, _present(job), _reach(job))
         return [*self._take_in(job, restored), *self._take_in(job, self._given_up(job))]
 
@@ -176,7 +177,7 @@ class CommitsMachine(Commits, Machine):
         """Turn what the rules decided into effects."""
         answers = [AnswerRequest(asker=asker, answer=answer) for asker, answer in taken.answers]
         effects: list[Effect] = [*taken.actions, *answers]
-        effects += [self._failure(snapshot, error) for snapshot, error in taken.failed]
+        effects += [self._failure(job, snapshot, error) for snapshot, error in taken.failed]
         effects += [self._loss(lost) for lost in taken.lost_saves]
         through = job.world is not None and job.unfinished == 0
         if self.last_write is not None and through and may_finish:
@@ -189,8 +190,9 @@ class CommitsMachine(Commits, Machine):
         if rules.busy(self):
             return []
         if self.last_write:
-            reason = f"finished, but the last save failed: {self.last_write}"
-            return [EndJob(code=EXIT_FAILED, reason=reason, secure=False)]
+            told = [self._loss(lost, last=True) for lost in rules.take_untold(self)]
+            reason = f"finished, but the last save {self.last_write}"
+            return [*told, EndJob(code=EXIT_FAILED, reason=reason, secure=False)]
         return [EndJob(code=0, reason="finished")]
 
     def _given_up(self, job: View) -> CommitEffects:
@@ -202,11 +204,14 @@ class CommitsMachine(Commits, Machine):
         silent = [rank for rank, state in job.ranks.items() if state.node not in present]
         return waiting.given_up(self, silent)
 
-    def _failure(self, snapshot: SnapshotId, error: str) -> Note:
+    def _failure(self, job: View, snapshot: SnapshotId, error: str) -> Note:
         """Record a checkpoint that could not be written: it breaks no round, but is not missed."""
-        failures = self.book(snapshot.checkpointer).failures
+        book = self.book(snapshot.checkpointer)
+        failures = book.failures
         action = "training goes on; the next save tries again"
-        if failures >= ESCALATES_AFTER:
+        if isinstance(job.state, Ending | Ended) or (job.world is not None and not job.unfinished):
+            action = f"the job ends without it; {_newest_stored(book)} on storage"
+        elif failures >= ESCALATES_AFTER:
             action = (
                 f"{failures} saves in a row could not be written; training goes on without them"
             )
@@ -219,18 +224,24 @@ class CommitsMachine(Commits, Machine):
             action=action,
         )
 
-    def _loss(self, lost: LostSave) -> Note:
-        """Record a save of which nothing came."""
-        count, id = self.book(lost.snapshot.checkpointer).lost[lost.outcome], lost.snapshot
+    def _loss(self, lost: LostSave, last: bool = False) -> Note:
+        """Record a save of which nothing came; the last one is not made up for."""
+        book, id = self.book(lost.snapshot.checkpointer), lost.snapshot
         words = "was skipped" if lost.outcome == "skipped" else "was not saved"
+        goes_on = "it was the last save, so the job ends with 1" if last else "training goes on"
         return Note(
             kind="storage",
             round=id.round,
             step=id.step,
             signature=f"step {id.step} {words}",
             detail=lost.why,
-            action=f"training goes on; {count} saves {lost.outcome} so far",
+            action=f"{goes_on}; {book.lost.get(lost.outcome, 1)} saves {lost.outcome} so far",
         )
+
+
+def _newest_stored(book: Book) -> str:
+    stored = [one.step for one in book.found] + [book.stored.step if book.stored else -1]
+    return f"step {max(stored)} is the newest" if max(stored) >= 0 else "nothing is"
 
 
 def _present(job: View) -> dict[Rank, NodeId]:

@@ -60,7 +60,7 @@ from holdfast.messages.events import (
     SnapshotsSealed,
 )
 from holdfast.messages.requests import SaveSettled
-from holdfast.messages.units import NodeId, Rank
+from holdfast.messages.units import NodeId, Rank, RoundNumber
 
 SHARDS_PER_MESSAGE = 2000
 
@@ -111,12 +111,16 @@ def _snapshot(book: Book, id: SnapshotId, world_size: int, taken: CommitEffects)
 def _scatter(book: Book, snapshot: Snapshot, taken: CommitEffects) -> None:
     """Give up a snapshot that only some nodes have saved, and newer ones since. The script is wrong,
     so this is reported once a round."""
-    lacking = next(r for r in range(snapshot.world_size) if not snapshot.holders.get(Rank(r)))
-    why = f"rank {lacking} has not saved it; all ranks have to save the same steps"
+    why = f"rank {_lacking(snapshot)} has not saved it; all ranks have to save the same steps"
     settle(book, TIERS, snapshot.id, "skipped", why, taken, snapshot.attempt)
     if book.scattered != snapshot.id.round:
         book.scattered = snapshot.id.round
         taken.failed.append((snapshot.id, why))
+
+
+def _lacking(snapshot: Snapshot) -> int:
+    """The first rank of whose image there is no holder."""
+    return next(r for r in range(snapshot.world_size) if not snapshot.holders.get(Rank(r)))
 
 
 def _reckon(book: Book, snapshot: Snapshot, taken: CommitEffects) -> None:
@@ -131,8 +135,7 @@ def _reckon(book: Book, snapshot: Snapshot, taken: CommitEffects) -> None:
 
 def _count(book: Book, snapshot: Snapshot, taken: CommitEffects) -> None:
     snapshot.counts = True
-    if book.last_lost is not None and age(book.last_lost.snapshot) <= age(snapshot.id):
-        book.last_lost = None
+    _made_up(book, snapshot.id)
     settle(book, ("memory",), snapshot.id, "saved", "", taken)
     for other in list(book.snapshots):
         # Training went on from an older step, or a node never had the other one. But a script may
@@ -146,6 +149,12 @@ def _count(book: Book, snapshot: Snapshot, taken: CommitEffects) -> None:
     answer_passed(book, taken)
 
 
+def _made_up(book: Book, id: SnapshotId) -> None:
+    """Forget a lost save that this one makes up for."""
+    if book.last_lost is not None and age(book.last_lost.snapshot) <= age(id):
+        book.last_lost = None
+
+
 def missed(commits: Commits, event: SnapshotMissed) -> CommitEffects:
     """Settle a step of which a rank has no image."""
     book, taken = commits.book(event.snapshot.checkpointer), CommitEffects()
@@ -156,15 +165,26 @@ def missed(commits: Commits, event: SnapshotMissed) -> CommitEffects:
         stored = any(s.id == id and s.wish == "now" for s in book.snapshots)
         quiet = event.outcome == "skipped" and not stored
         lose(book, TIERS, id, event.outcome, why, taken, event.attempt, quiet)
-        newest = _newest(book)
-        if event.outcome == "failed" and (newest is None or age(newest.id) < age(id)):
-            book.last_lost = LostSave(id, "failed", why)
+        _note_last(book, LostSave(id, event.outcome, why), taken)
     elif event.attempt > counting.attempt:
         # An earlier attempt has succeeded, and its images stay.
         counting.attempt = event.attempt
         if id not in on_their_way(book):
             lose(book, ("storage",), id, event.outcome, why, taken)
     return taken
+
+
+def _note_last(book: Book, lost: LostSave, taken: CommitEffects) -> None:
+    """Remember the last save, of which nothing came. A skipped one may be made up for: where only
+    memory was wanted, by any other, and on storage by what this job has written of that step."""
+    newest, id = _newest(book), lost.snapshot
+    if newest is not None and age(newest.id) > age(id):
+        return
+    if lost.outcome == "skipped":
+        in_memory = newest is not None and newest.wish == "never"
+        if in_memory or (book.stored is not None and book.stored.step >= id.step):
+            return
+    book.last_lost, book.last_told = lost, lost in taken.lost_saves
 
 
 def held(commits: Commits, event: ImagesHeld) -> CommitEffects:
@@ -284,12 +304,14 @@ def _end_writing(book: Book, error: str, taken: CommitEffects, gone: bool = Fals
         book.stored = max(id, book.stored or id)
         book.failures = 0
         next(s for s in book.snapshots if s.id == id).stored = True
+        _made_up(book, id)
         settle(book, ("storage",), id, "saved", "", taken)
     elif gone:
         lose(book, ("storage",), id, "skipped", error, taken)
         newer = _unstored(book, than=id)
         if book.wanted is None and newer is not None:
             _want(book, newer, taken)
+        _note_last(book, LostSave(id, "skipped", error), taken)
     else:
         book.failures += 1
         taken.failed.append((id, error))
@@ -306,6 +328,7 @@ def _write_wanted(book: Book, taken: CommitEffects) -> None:
     elif id is not None:
         why = "an image of it was lost before it could be written"
         lose(book, ("storage",), id, "skipped", why, taken)
+        _note_last(book, LostSave(id, "skipped", why), taken)
 
 
 def _newest(book: Book, wishes: Iterable[Wish] = WISHES) -> Snapshot | None:
@@ -338,13 +361,39 @@ def busy(commits: Commits) -> bool:
 
 
 def unwritten(commits: Commits) -> str:
-    """Why the last save of a checkpointer failed, or is not on storage; empty if all went well."""
+    """How the last save of a checkpointer was lost; empty if all went well."""
     for book in commits.books.values():
         if book.failures:
-            return book.ended_error
+            return f"failed: {book.ended_error}"
         if book.last_lost is not None:
-            return f"step {book.last_lost.snapshot.step}: {book.last_lost.why}"
+            words = "was skipped" if book.last_lost.outcome == "skipped" else "failed"
+            return f"{words}: step {book.last_lost.snapshot.step}: {book.last_lost.why}"
     return ""
+
+
+def end_round(commits: Commits, round: RoundNumber) -> CommitEffects:
+    """Give up what only some nodes had saved when all ranks have ended."""
+    taken = CommitEffects()
+    for book in commits.books.values():
+        for snapshot in [s for s in book.snapshots if s.id.round == round and s.sealed_by]:
+            if not snapshot.counts and not snapshot.alive:
+                book.snapshots.remove(snapshot)
+                why = (
+                    f"rank {_lacking(snapshot)} ended without saving it; all ranks have to save it"
+                )
+                lose(book, TIERS, snapshot.id, "skipped", why, taken, snapshot.attempt)
+                _note_last(book, LostSave(snapshot.id, "skipped", why), taken)
+    return taken
+
+
+def take_untold(commits: Commits) -> list[LostSave]:
+    """Return the last saves of which nothing came and of which there is no incident yet."""
+    untold = []
+    for book in commits.books.values():
+        if book.last_lost is not None and not book.last_told:
+            book.last_told = True
+            untold.append(book.last_lost)
+    return untold
 
 
 # ---- nodes -------------------------------------------------------------------------------

@@ -144,7 +144,9 @@ class Book(Struct):
     lost: dict[Missed, int] = field(default_factory=dict)
     """How many saves were skipped, and how many failed before they were whole in memory."""
     last_lost: LostSave | None = None
-    """The last save, if it failed."""
+    """The last save, if nothing came of it."""
+    last_told: bool = False
+    """Whether that is an incident."""
     outcomes: dict[str, SaveOutcome] = field(default_factory=dict)
     """Results of the saves of this round, by tier, step and round."""
     waits: dict[Asker, SaveWait] = field(default_factory=dict)
