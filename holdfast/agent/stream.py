@@ -136,19 +136,19 @@ class CoordinatorStream:
         while True:
             connected = await self._connect()
             if connected is not None:
+                began = asyncio.get_running_loop().time()
                 reader, writer = connected
                 try:
                     await self._converse(reader, writer, welcomed)
-                    if (
-                        self.connected
-                    ):  # One that closes without a welcome is not knocked at faster.
-                        pause = FIRST_PAUSE_S
+                    if self.connected:
+                        pause = FIRST_PAUSE_S  # Without a welcome it is not knocked at faster.
                 except ssl.SSLError as error:
                     self._refuse_without_tls(error)
                 except OSError:
                     pass  # Closed by the other side, or no way to it: a cable, a route, an interface.
                 except _OtherJob as error:
                     self._orphan(str(error))
+                    self._host_reached(began)  # And this job's coordinator does not run there.
                 finally:
                     self._lost()
                     self.lease.stream_lost()

@@ -46,7 +46,7 @@ from holdfast.messages.checkpoints import ImageId
 from holdfast.wire import framing
 from holdfast.wire.framing import FrameDecoder
 
-PROTOCOL: Final = 3
+PROTOCOL: Final = 4
 
 Number = Annotated[int, Meta(ge=0, le=1 << 53)]
 Stretch = tuple[Number, Number]

@@ -170,7 +170,7 @@ class MembershipMachine(Membership, Machine):
         return NONE
 
     def round_ended(self, job: View, fault: faults.Fault, now: Time) -> Effects:
-        rounds.dissolve(self, now)
+        rounds.dissolve(self, now, 0.0 if fault.kind == "hang" else self.grace.limit_s())
         return NONE
 
     def round_stopped(self, job: View, fault: faults.Fault, now: Time) -> Effects:

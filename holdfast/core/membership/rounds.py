@@ -70,14 +70,14 @@ def send_away(m: Membership, node: NodeId) -> bool:
     return placed
 
 
-def dissolve(m: Membership, now: Time) -> None:
+def dissolve(m: Membership, now: Time, grace_s: Seconds = 0.0) -> None:
     """Give up the world in force: its nodes are busy until they say that they are ready.
 
     Until then they are waited for even if spares could fill the world without them. Their workers
-    have at least the grace that the user gave them.
+    have at least the grace that they are promised.
     """
     m.dissolved_at = now
-    m.patient_until = Time(now + max(m.patience.limit_s(), m.terms.grace_s or 0.0))
+    m.patient_until = Time(now + max(m.patience.limit_s(), grace_s))
     for candidate in m.placed.values():
         candidate.killed = False
     m.busy.update(m.placed)
