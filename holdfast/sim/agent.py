@@ -92,6 +92,8 @@ class SimAgent:
         """The last round whose ranks were killed: they run no code any more."""
         self.lease_over = False
         """Its ranks are paused: others may have their places."""
+        self.beats: list[float] = []
+        """When it sent each beat that is simulated."""
         self.beat_ago_s = self.rng.uniform(0.0, BEAT_S)
         """How long ago its last beat was at any moment."""
         self.lost_at = 0.0
@@ -171,7 +173,7 @@ class SimAgent:
         about = {"node": self.node, "round": self.round, "busy": self.busy}
         about |= {"stream": self.streams, "acked": self.acked_number}
         hello = Hello(protocol=PROTOCOL, token="", terms=self.cluster.terms, **about)  # type: ignore[arg-type]
-        beat: list[Upward] = [Beat()] if self.lease_over else []
+        beat: list[Upward] = [self._beat()] if self.lease_over else []
         self.cluster.network.send_up(self.stream, [hello, *beat])
 
     def _knock_later(self) -> None:
@@ -292,11 +294,16 @@ class SimAgent:
     def reachable_again(self) -> None:
         """Beat, now that it can be answered; a stream that the cut broke is opened anew by itself."""
         if self.lease_over and self.connected_at is not None and self.stream is not None:
-            self.cluster.network.send_up(self.stream, [Beat()])
+            self.cluster.network.send_up(self.stream, [self._beat()])
             self.later(BEAT_S, self.reachable_again)
 
+    def _beat(self) -> Beat:
+        self.beats.append(self.clock.now)
+        return Beat(number=len(self.beats))
+
     def _lent(self, lease: Lease) -> None:
-        if not self.lease_over or self.unreachable_until > self.clock.now:
+        late = self.clock.now >= self.beats[lease.beat - 1] + lease.for_s
+        if late or not self.lease_over or self.unreachable_until > self.clock.now:
             return
         if not self.busy or lease.round == self.round:
             self.lease_over = False

@@ -174,7 +174,7 @@ class SimCoordinator:
             self._heard_evidence(node, message.examination)
             return
         if isinstance(message, Beat):
-            self._lend(stream)
+            self._lend(stream, message)
             return
         self._heard[node] = max(self._heard.get(node, 0), message.number)
         self._post(message.event, node, message.number)
@@ -271,11 +271,11 @@ class SimCoordinator:
         self._given_up.add(node)
         self._post(LeaseEnded(at=self.clock.now, node=node, why=why), node)
 
-    def _lend(self, stream: SimStream) -> None:
+    def _lend(self, stream: SimStream, beat: Beat) -> None:
         node = stream.agent.node
         round = RoundNumber(0) if node in self._given_up else look.placed_round(self.job, node)
         for_s = leases.lease_s(look.silence_s(self.job))
-        self.cluster.network.send_down(stream, Lease(beat=0, round=round, for_s=for_s))
+        self.cluster.network.send_down(stream, Lease(beat=beat.number, round=round, for_s=for_s))
 
     def stand(self, lasts_s: Seconds) -> None:
         """Do not run for a while; what arrives waits."""
