@@ -76,7 +76,5 @@ def test_every_version_can_tell_that_it_meets_another(kind: type[msgspec.Struct]
     fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
     assert (fields["protocol"], fields["token"]) == (int, str)
     assert kind.__struct_config__.tag == kind.__name__
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(Rejected(reason="why"))) == {
-        "type": "Rejected",
-        "reason": "why",
-    }
+    refusal = msgspec.msgpack.decode(msgspec.msgpack.encode(Rejected(reason="why")))
+    assert (refusal["type"], refusal["reason"]) == ("Rejected", "why")

@@ -27,7 +27,6 @@ from holdfast.errors import UsageError
 from holdfast.messages.hangs import HangTerms
 from holdfast.messages.local import Entry
 from holdfast.messages.records import Script, Terms
-from holdfast.messages.units import MAX_SLOTS
 from holdfast.wire.tls import TlsFiles, check_files
 
 
@@ -89,8 +88,6 @@ def run_settings(given: Settings, command: Sequence[str]) -> RunSettings:
     terms = replace(job_terms(given), script=identity(script, script_args, entry))
     _check_machine_settings(given)
     nproc = given.nproc_per_node
-    if nproc > MAX_SLOTS:
-        raise UsageError(f"{given.shown('nproc_per_node')}: a node has at most {MAX_SLOTS} ranks")
     return RunSettings(
         script=script,
         script_args=tuple(script_args),

@@ -179,6 +179,8 @@ class JobMachine(RuleBasedStateMachine):
         if isinstance(event, NodeReady | WorkersKilled):
             if self.running.get(event.node) == event.round:
                 del self.running[event.node]
+        elif isinstance(event, NodeResumed) and not event.busy:
+            self.running.pop(event.node, None)
         elif isinstance(event, NodeLeft | LeaseEnded | NodeJoined):
             self.running.pop(event.node, None)
             if isinstance(event, NodeJoined):

@@ -361,7 +361,7 @@ def test_a_check_of_the_users_may_do_what_it_likes(make: Make, own: Path) -> Non
         "own_checks_here:crashes": ("fail", "its process died (signal 11)"),
         "own_checks_here:kills_itself": ("fail", "its process died (signal 9)"),
         "own_checks_here:absent": ("unknown", "cannot be loaded"),
-        "own_checks_here:answers_an_object": ("unknown", "cannot be passed on"),
+        "own_checks_here:answers_an_object": ("pass", "fine"),
         "own_checks_here:answers_no_verdict": ("unknown", "cannot be read"),
     }
     checker = make(user_checks=tuple(expected), import_path=(str(own),))

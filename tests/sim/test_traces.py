@@ -27,7 +27,7 @@ ONLY_SUPERVISED = {"RanksStalled", "Progress", "Examine"}
 BY_CHANCE = {"CommitCheckpoint", "CheckpointWritten"}
 """Done by the node that happens to be the last to write its shards."""
 WHEN_SLOW = {"WorkersKilled"}
-SPACING_S = 20.0
+SPACING_S = 45.0
 
 
 def a_rank(cluster, host):
