@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.coordinator.journal import replay
 from holdfast.core.job import Job
 from holdfast.core.nodecheck.schedule import Checking
 
@@ -118,9 +119,15 @@ def put(path: Path, text: str) -> None:
 
 
 def name_of(node: Run) -> str:
-    job = node.peek()
-    assert job is not None
-    return next(name for name in job.membership.known() if f":{node.agent()}-" in name)
+    """The id of a node that has joined, whether it is still a member or not."""
+    agent = f":{node.agent()}-"
+
+    def look() -> str:
+        snapshot = replay(node.job_home / "journal.db")
+        assert snapshot is not None
+        return next((name for name in snapshot.acked if agent in name), "")
+
+    return wait_for(look, "the node's first word")
 
 
 def trains_on(job: Job, count: int) -> bool:

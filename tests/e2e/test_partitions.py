@@ -161,6 +161,7 @@ def test_a_dead_coordinator_gives_nobody_up_and_stops_nobody(cluster: Partitions
     """Its host can be reached and refuses connections: ranks train on for longer than a lease."""
     node = cluster.start(cluster.links[0], "1", "--spares", "1")
     cluster.until(lambda job: running(job, 1), "the world")
+    wait_for(cluster.notes, "notes")
     cluster.coordinator.kill(cluster.coordinator.pid)
     died = time.monotonic()
     limit_s = 2 * lease_s(SILENCE_FLOOR_S)

@@ -145,6 +145,7 @@ def test_the_trace_shows_every_rank_and_every_incident(run: Run) -> None:
     run.until_stepping()
     run.kill_rank(1)
     run.until_stepping(round=2)
+    run.until(lambda job: min(rank.step for rank in job.ranks.values()) > 20, "more steps")
     run.end()
     assert run.code() == 0
     trace = json.loads((run.job_home / "trace.json").read_text())

@@ -77,7 +77,7 @@ def test_a_node_that_differs_about_tls_is_turned_away_with_one_line_on_each_side
     files = {"good": certificates, "other": other_certificates, None: None}
     first, second = make_run(), make_run()
     port = coordinator(first, files[theirs])
-    assert node(second, port, files[ours]).code() == 1
+    assert node(second, port, files[ours]).code() == 2
     (line,) = second.err.splitlines()
     assert line.startswith("holdfast: the coordinator refused this node: ")
     assert at_the_node in line
