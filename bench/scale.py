@@ -31,7 +31,7 @@ from holdfast.messages.actions import StartWorkers, StopWorkers
 from holdfast.messages.events import AnyEvent, NodeJoined, NodeReady, WorkerExited
 from holdfast.messages.records import NodeSpec, RankProgress, Terms
 from holdfast.messages.units import NodeId, Rank, RoundNumber, Time
-from holdfast.messages.wire import PROTOCOL, Beat, FromCoordinator, Hello, Sent, Welcome
+from holdfast.messages.wire import PROTOCOL, Beat, FromCoordinator, Hello, Lease, Sent, Welcome
 from holdfast.wire import framing
 
 CONNECTING_AT_ONCE = 256
@@ -79,6 +79,7 @@ class Node(asyncio.Protocol):
         self.node = NodeId(f"node-{number}")
         self.round = RoundNumber(0)
         self.rank = Rank(0)
+        self.beat_s = 1.0
         self._sent = 0
         self._decoder = framing.FrameDecoder[FromCoordinator](FromCoordinator)  # type: ignore[arg-type]
 
@@ -99,7 +100,10 @@ class Node(asyncio.Protocol):
         for message in self._decoder.feed(data):
             if isinstance(message, Welcome):
                 self._join()
-                self._beat(message.beat_s)
+                self.beat_s = message.beat_s
+                self._beat()
+            elif isinstance(message, Lease):
+                self.beat_s = message.beat_s
             elif isinstance(message, StartWorkers):
                 self.round, self.rank = message.part.round, message.part.first_rank
                 self.fleet.placed(self)
@@ -120,10 +124,10 @@ class Node(asyncio.Protocol):
         spec = NodeSpec(host=self.node, address="127.0.0.1", slots=1, pid=1)
         self._send(NodeJoined(at=_now(), node=self.node, spec=spec, store_port=1))
 
-    def _beat(self, every_s: float) -> None:
+    def _beat(self) -> None:
         if not self.transport.is_closing():
             self.write(Beat())
-            asyncio.get_running_loop().call_later(every_s, self._beat, every_s)
+            asyncio.get_running_loop().call_later(self.beat_s, self._beat)
 
     def _ready(self) -> None:
         ready = NodeReady(

@@ -242,6 +242,7 @@ class CoordinatorStream:
                 elif isinstance(message, Rejected):
                     raise (_OtherJob if message.lost else NodeRefused)(message.reason)
                 elif isinstance(message, Lease):
+                    self._beat_s = message.beat_s
                     self.lease.answered(message)
                 elif isinstance(message, Ack):
                     self._acked(message.number)

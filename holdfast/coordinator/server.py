@@ -522,7 +522,8 @@ class Coordinator:
         placed = None if stream.node in self._given_up else members.placed.get(stream.node)
         for_s = leases.lease_s(members.silence_s) if terms.max_nodes + terms.spares > 1 else 0.0
         round = placed.round if placed is not None else RoundNumber(0)
-        stream.send(Lease(beat=beat.number, round=round, for_s=for_s))
+        every_s = beat_s(len(self._streams))
+        stream.send(Lease(beat=beat.number, round=round, for_s=for_s, beat_s=every_s))
 
     def disconnected(self, stream: Stream) -> None:
         self._door.gone(stream.caller)

@@ -153,6 +153,8 @@ class Lease(Struct, frozen=True, kw_only=True, tag=True):
     """Round in which the node has places; 0 if it has none."""
     for_s: Seconds
     """0 if nobody could ever take its places."""
+    beat_s: Seconds
+    """Interval between two Beats from now on: it grows with the number of nodes."""
 
 
 class Ack(Struct, frozen=True, kw_only=True, tag=True):

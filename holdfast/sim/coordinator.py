@@ -275,7 +275,9 @@ class SimCoordinator:
         node = stream.agent.node
         round = RoundNumber(0) if node in self._given_up else look.placed_round(self.job, node)
         for_s = leases.lease_s(look.silence_s(self.job))
-        self.cluster.network.send_down(stream, Lease(beat=beat.number, round=round, for_s=for_s))
+        self.cluster.network.send_down(
+            stream, Lease(beat=beat.number, round=round, for_s=for_s, beat_s=1.0)
+        )
 
     def stand(self, lasts_s: Seconds) -> None:
         """Do not run for a while; what arrives waits."""

@@ -63,7 +63,7 @@ class Node:
 
     def answer(self, beat: int, round: int = 1, for_s: float | None = None) -> None:
         lent_s = self._for_s if for_s is None else for_s
-        lease = Lease(beat=beat, round=RoundNumber(round), for_s=lent_s)
+        lease = Lease(beat=beat, round=RoundNumber(round), for_s=lent_s, beat_s=1.0)
         self._loop.enter(self.lease.answered, lease)
 
     def reach_host(self, at: float) -> None:

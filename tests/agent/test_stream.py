@@ -77,7 +77,7 @@ class Caller:
     async def lend(self, for_s: float) -> None:
         """Answer the next beat."""
         beat = await self.hear(Beat)
-        self.say(Lease(beat=beat.number, round=RoundNumber(1), for_s=for_s))
+        self.say(Lease(beat=beat.number, round=RoundNumber(1), for_s=for_s, beat_s=BEAT_S))
 
     async def how_it_ends(self) -> str:
         try:

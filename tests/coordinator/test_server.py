@@ -628,7 +628,7 @@ def test_a_beat_is_answered_with_a_lease_on_the_round(tmp_path: Path) -> None:
                 one.send(Beat(number=number))
                 for_s = leases.lease_s(here.job.membership.silence_s)
                 assert await one.hear_a(Lease) == Lease(
-                    beat=number, round=RoundNumber(1), for_s=for_s
+                    beat=number, round=RoundNumber(1), for_s=for_s, beat_s=1.0
                 )
             spare, _ = await here.greet("spare", terms=TWO)
             spare.send(Beat(number=1))
@@ -642,7 +642,9 @@ def test_in_a_job_of_one_node_leases_never_end(tmp_path: Path) -> None:
         async with served(tmp_path / "journal.db") as here:
             good = await here.join()
             good.send(Beat(number=1))
-            assert await good.hear_a(Lease) == Lease(beat=1, round=RoundNumber(1), for_s=0.0)
+            assert await good.hear_a(Lease) == Lease(
+                beat=1, round=RoundNumber(1), for_s=0.0, beat_s=1.0
+            )
 
     run(scenario())
 
