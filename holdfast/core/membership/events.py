@@ -149,6 +149,10 @@ class MembershipMachine(Membership, Machine):
             return [reminders, self.dismiss(event.node, job.state.result)]
         if not self.has(event.node):
             return [_fence(event.node)]
+        if event.round > self.round and event.node in self.waiting and job.world is not None:
+            # If the journal lost that round, the members of the world know of it, too.
+            why = "it knows a round that was never issued to it"
+            return [LoseNode(node=event.node, why=why, at=event.at), _fence(event.node)]
         if event.round > self.round:
             return [reminders]
         again = Repeat(node=event.node, round=event.round)
@@ -178,7 +182,7 @@ class MembershipMachine(Membership, Machine):
         return NONE
 
     def node_resumed(self, job: View, event: NodeResumed, now: Time) -> Effects:
-        lost = event.missing > 0 and event.round == self.round and job.world is not None
+        lost = event.missing > 0 and event.round == self.round and event.node in self.placed
         if event.round > self.round or lost:
             return self._relearn(job, event, now)
         held = self.busy.get(event.node)
