@@ -147,14 +147,14 @@ class CheckpointFiles:
     def _write(self, number: int, action: WriteShards, opened: Opened) -> ShardsWritten:
         storage = opened.needed(action.snapshot.checkpointer)
         node, snapshot = action.node, action.snapshot
-        if opened.mark is not None and Rank(0) in action.ranks:  # One node does it for all.
-            opened.mark.claim(partial(storage.make_directory, ""))
-        if not opened.plain:
-            check_not_foreign(storage, step_directory(snapshot.step))
         try:
             with ExitStack() as until:
                 # All images are pinned from the start: while one is written, the next must stay.
                 images = [self._pinned(action, rank, until) for rank in action.ranks]
+                if opened.mark is not None and Rank(0) in action.ranks:  # One node does it for all.
+                    opened.mark.claim(partial(storage.make_directory, ""))
+                if not opened.plain:
+                    check_not_foreign(storage, step_directory(snapshot.step))
                 shards = tuple(
                     self._write_rank(number, action, opened, rank, held)
                     for rank, held in zip(action.ranks, images, strict=True)
