@@ -171,7 +171,7 @@ def create(name: str | None, script: str) -> JobHome:
     stem = Path(script).stem or "job"
     safe = "".join(c if c.isalnum() or c in "._-" else "-" for c in stem).lstrip(".") or "job"
     chosen = name or f"{safe[:60]}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    home = _home_of(chosen)
+    home = home_of(chosen)
     before: JobHome | None = None
     try:
         make_private_directory(jobs)
@@ -225,7 +225,7 @@ def _set_aside(path: Path) -> Path:
 
 def share(name: str) -> JobHome:
     """Open the home of a job that another machine hosts, for this node's logs."""
-    home = _home_of(name)
+    home = home_of(name)
     try:
         make_private_directory(home.logs)
         _tighten(home.path)
@@ -249,7 +249,7 @@ def find(name: str | None) -> JobHome:
     """Find the home of a job by its name, or of the newest job."""
     jobs = _jobs()
     if name is not None:
-        home = _home_of(name)
+        home = home_of(name)
         if not home.journal.exists():
             if home.opened_id():
                 raise JobError(f"{home.journal} is gone, and with it what is known of job {name}")
@@ -272,7 +272,7 @@ def _meant(name: str, jobs: Path) -> str:
     return f"known are: {', '.join(names[:SHOWN_JOBS]) or 'none'}{more}"
 
 
-def _home_of(name: str) -> JobHome:
+def home_of(name: str) -> JobHome:
     """The home of a job of this name. A path is no name, and is refused."""
     return JobHome(_jobs() / run_id(name, "job"))
 

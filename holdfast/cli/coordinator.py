@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _home(name: str) -> JobHome:
     """The job's home: the existing one if the job has not ended, else a new one."""
-    home = jobhome.share(name)
+    home = jobhome.home_of(name)
     if home.alive():
         raise JobHomeError(f"job {name} is running already ({home.path})")
     if home.opened_id() and not home.journal.exists():
@@ -73,6 +73,7 @@ def _home(name: str) -> JobHome:
     before = replay(home.journal) if home.journal.exists() else None
     if before is None or isinstance(before.job.state, Ended):
         return jobhome.create(name, name)
+    home = jobhome.share(name)
     home.lock()
     return home
 

@@ -297,7 +297,9 @@ def test_a_node_that_was_given_up_is_fenced_and_joins_as_another() -> None:
     assert finish.rejoin
 
 
-def test_a_spare_that_claims_a_round_that_was_never_issued_is_fenced_and_the_round_goes_on() -> None:
+def test_a_spare_that_claims_a_round_that_was_never_issued_is_fenced_and_the_round_goes_on() -> (
+    None
+):
     driver = Driver(min_nodes=1, max_nodes=1).running("a", step=3)
     driver.join("spare")
     (fence,) = [one for one in driver.resume("spare", 9, busy=True) if isinstance(one, Finish)]

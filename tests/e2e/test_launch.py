@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from .harness import PATIENCE_S, TRAINER, Run
+from .harness import PATIENCE_S, TRAINER, Run, wait_for
 
 SHOW_ARGUMENTS = "import sys; print('got', sys.argv[1:])\n"
 
@@ -429,3 +429,9 @@ def test_a_launcher_without_standard_input_runs_as_well(run: Run) -> None:
     run.start("--standby", "0", script, nproc=1, command=command)
     assert run.code() == 0
     assert "ran" in run.out
+
+
+def test_a_coordinator_of_a_new_job_leaves_no_other_home(run: Run) -> None:
+    run.start_raw([sys.executable, "-m", "holdfast", "coordinator", "--job", run.job])
+    wait_for(lambda: "listens on" in run.out, "its address")
+    assert [home.name for home in (run.home / "jobs").iterdir()] == [run.job]
