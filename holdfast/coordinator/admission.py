@@ -31,6 +31,7 @@ from holdfast.errors import BadFrame
 from holdfast.messages import events
 from holdfast.messages.checkpoints import SnapshotId
 from holdfast.messages.events import AnyEvent
+from holdfast.messages.node_ids import same_launcher
 from holdfast.messages.records import RankProgress
 from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, Time
 from holdfast.messages.wire import Sent
@@ -244,13 +245,7 @@ def _known_fault(job: Job, event: events.FaultTold) -> bool:
 
 
 def _replaces_its_own(job: Job, event: events.NodeJoined) -> bool:
-    return not event.replaces or _launcher_of(event.replaces) == _launcher_of(event.node)
-
-
-def _launcher_of(node: NodeId) -> tuple[str, str]:
-    """Return the host of a node, and what its launcher drew for its agents' ids."""
-    host, _, agent = node.rpartition(":")
-    return host, agent.partition("-")[2]
+    return not event.replaces or same_launcher(event.replaces, event.node)
 
 
 _CHECKS: dict[type, Callable[[Job, Any], bool]] = {

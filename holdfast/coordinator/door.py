@@ -124,9 +124,7 @@ class Door:
                 connection, peer = self.listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
-            except (
-                OSError
-            ) as error:  # Out of descriptors or memory; there is nothing to accept with.
+            except OSError as error:  # Out of descriptors or memory.
                 self._rest(error)
                 return
             address = str(peer[0]) if isinstance(peer, tuple) else "a local process"

@@ -66,8 +66,7 @@ class LostCoordinator:
         raise JobUnknown(self.reason)
 
     def visited(self, stream: Stream, visit: Visit) -> None:
-        stream.send(Rejected(reason=self.reason, lost=True))
-        stream.transport.close()
+        stream.answer(Rejected(reason=self.reason, lost=True))
 
     def connected(self, stream: Stream) -> None:
         """Have nothing to tell a connection before it asks."""

@@ -19,9 +19,8 @@ import signal
 import socket
 import ssl
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import takewhile
 
 from msgspec import Struct
@@ -348,7 +347,7 @@ class Coordinator:
             self._post(Arrival(HangDecided(at=self.clock.now(), rank=rank, act=question.act)))
             what = "is ended now, and the round repaired" if question.act else "is left alone"
             answer = HangNoted(text=f"rank {rank} {what}")
-        _answer(stream, answer)
+        stream.answer(answer)
 
     def _asked_for_fault(self, stream: Stream, question: AskFault) -> None:
         """A user requests a fault."""
@@ -358,11 +357,10 @@ class Coordinator:
             world = job.world
             wrong = chaos.refusal(job.of(Chaos), injection, world, job.highest, job.ranks)
 
-        tell = partial(_answer, stream)
         if wrong or job is None:
-            tell(Rejected(reason=wrong))
+            stream.answer(Rejected(reason=wrong))
             return
-        number = self._fault_requests.add(tell)
+        number = self._fault_requests.add(stream.answer)
         asked = FaultAsked(at=self.clock.now(), injection=injection, visit=number)
         self._post(Arrival(asked))
 
@@ -371,7 +369,7 @@ class Coordinator:
         job = self.job
         if job is None or job.world is None:
             reason = "no round is in force now; see `holdfast status`"
-            _answer(stream, Rejected(reason=reason))
+            stream.answer(Rejected(reason=reason))
             return
         self._visits -= 1
 
@@ -382,7 +380,7 @@ class Coordinator:
                 suspicion=report.suspicion(job, self.clock.now()),
                 detects=job.terms.hangs.detect,
             )
-            _answer(stream, fitting(why))
+            stream.answer(fitting(why))
 
         finished = [rank for rank, one in job.ranks.items() if one.finished]
         nodes = self._ask(job.membership.placed, self._visits, native=True)
@@ -460,8 +458,7 @@ class Coordinator:
                 direct=stream.direct,
             )
         )
-        unread = sum(arrival.node == hello.node for arrival in self._inbox)
-        if acked or unread or hello.acked:
+        if acked or hello.acked or any(one.node == hello.node for one in self._inbox):
             resumed = NodeResumed(
                 at=now,
                 node=hello.node,
@@ -519,9 +516,9 @@ class Coordinator:
         assert stream.node is not None
         assert self.job is not None
         members, terms = self.job.membership, self.job.terms
-        placed = None if stream.node in self._given_up else members.placed.get(stream.node)
+        given_up = stream.node in self._given_up
         for_s = leases.lease_s(members.silence_s) if terms.max_nodes + terms.spares > 1 else 0.0
-        round = placed.round if placed is not None else RoundNumber(0)
+        round = RoundNumber(0) if given_up else members.round_of(stream.node)
         every_s = beat_s(len(self._streams))
         stream.send(Lease(beat=beat.number, round=round, for_s=for_s, beat_s=every_s))
 
@@ -556,11 +553,7 @@ class Coordinator:
     def _give_up_silent(self, job: Job, now: float) -> None:
         members = job.membership
         self._leases.attend(dict.fromkeys(members.known()), self._streams)
-
-        def dispensable(nodes: Collection[NodeId]) -> bool:
-            return job.result is not None or members.dispensable(nodes)
-
-        for node in self._leases.look(now, members.silence_s, dispensable):
+        for node in self._leases.look(now, members.silence_s, job.can_do_without):
             silent_s = self._leases.silent_s(node, now)
             stream = self._streams.get(node)
             if stream is not None:
@@ -574,12 +567,6 @@ class Coordinator:
             stream.transport.close()
         if self._streams:
             await asyncio.wait({self._parted}, timeout=LAST_LIMIT_S)
-
-
-def _answer(stream: Stream, answer: Struct) -> None:
-    """Answer a visitor, who then goes."""
-    stream.send(answer)
-    stream.transport.close()
 
 
 def _over(incidents: Sequence[Incident]) -> list[Incident]:

@@ -85,6 +85,11 @@ class Stream(asyncio.Protocol):
             return
         self.transport.write(framing.encode(message))
 
+    def answer(self, message: Struct) -> None:
+        """Answer a visitor, who then goes."""
+        self.send(message)
+        self.transport.close()
+
     def cut_off(self, why: str) -> None:
         """Close the connection at once; an agent would come back."""
         self._complain(f"cut off: {why}")

@@ -12,7 +12,7 @@ fit is refused with a reason, and counted. `docs/states.md` has the table of all
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -120,6 +120,10 @@ class Job(Struct, dict=True):
     @property
     def unfinished(self) -> int:
         return self._ranks.unfinished
+
+    def can_do_without(self, nodes: Collection[NodeId]) -> bool:
+        """Return whether the job could go on without these nodes, or is over."""
+        return self.result is not None or self.membership.dispensable(nodes)
 
     @property
     def highest(self) -> StepNumber:

@@ -116,5 +116,5 @@ class Leases(Struct):
         others = [node for node, remote in self.remote.items() if remote and node in self.heard]
         self._cut_off = len(others) > 1 and set(others) <= set(late)
         if self._cut_off or not dispensable(late):
-            return [node for node in late if self.heard[node] < now - max(CUT_OFF_S, silence_s)]
+            return [node for node in late if self.heard[node] < now - CUT_OFF_S]
         return late

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from holdfast.config.settings import RunSettings
 from holdfast.jobhome import JobHome
 from holdfast.launch.site import Site, is_master, meets_at_master, own_address
+from holdfast.messages.node_ids import node_id
 from holdfast.messages.records import Terms
 from holdfast.messages.units import NodeId
 from holdfast.wire.tls import TlsFiles
@@ -24,12 +25,8 @@ if TYPE_CHECKING:
 
 
 def node_of(agent_pid: int, launch: str) -> NodeId:
-    """The id of the node whose agent has this pid and was started by that launcher.
-
-    Host and pid alone are not unique: containers share hostnames, and in each the first pids are the
-    same.
-    """
-    return NodeId(f"{socket.gethostname()}:{agent_pid}-{launch}")
+    """The id of the node of this machine whose agent has this pid and that launcher."""
+    return node_id(socket.gethostname(), agent_pid, launch)
 
 
 def agent_orders(

@@ -11,7 +11,7 @@ have, or when its time is up. The simulated evidence is empty, the verdict is th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Literal
 
@@ -252,7 +252,7 @@ class SimCoordinator:
                 self._leases.hear(node, now)
         self._leases.attend(dict.fromkeys(look.known(self.job)), self.streams)
         silence_s = look.silence_s(self.job)
-        for node in self._leases.look(now, silence_s, self._dispensable):
+        for node in self._leases.look(now, silence_s, self.job.can_do_without):
             silent = self.streams.get(node)
             if silent is not None:
                 self.cluster.network.close_above(silent)
@@ -262,9 +262,6 @@ class SimCoordinator:
         self._looking = not self._leases.heard.keys() <= heard
         if self._looking:
             self.clock.after(leases.LOOK_EVERY_S, self._look, life)
-
-    def _dispensable(self, nodes: Collection[NodeId]) -> bool:
-        return look.ended(self.job) is not None or self.job.membership.dispensable(nodes)
 
     def _end_lease(self, node: NodeId, why: str) -> None:
         self._leases.forget(node)

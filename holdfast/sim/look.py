@@ -47,8 +47,7 @@ def silence_s(job: Job) -> Seconds:
 
 def placed_round(job: Job, node: NodeId) -> RoundNumber:
     """Return the round in which a node has places; 0 if it has none."""
-    placed = job.membership.placed.get(node)
-    return RoundNumber(0) if placed is None else placed.round
+    return job.membership.round_of(node)
 
 
 def is_absent(job: Job, node: NodeId) -> bool:

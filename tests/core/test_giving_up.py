@@ -31,6 +31,17 @@ def hurried(driver: Driver) -> dict[str, float]:
     return stopped(driver.after(STOP_UNKNOWN_S).tick())
 
 
+def excluding_b() -> Driver:
+    """Two nodes on two hosts, of which the second is told to go."""
+    driver = Driver(min_nodes=1, max_nodes=2)
+    driver.join("a", host="good")
+    driver.join("b", host="bad")
+    driver.start_all()
+    about = {"node": NodeId("b"), "round": driver.round, "rank": Rank(2), "reason": "ECC"}
+    driver.take(ExcludeAsked(at=driver.at, **about))
+    return driver
+
+
 # ---- a node without a stream ----
 
 
@@ -112,12 +123,7 @@ def test_the_workers_of_a_node_that_leaves_hold_up_the_next_round() -> None:
 
 
 def test_so_do_those_of_an_excluded_node() -> None:
-    driver = Driver(min_nodes=1, max_nodes=2)
-    driver.join("a", host="good")
-    driver.join("b", host="bad")
-    driver.start_all()
-    about = {"node": NodeId("b"), "round": driver.round, "rank": Rank(2), "reason": "ECC"}
-    driver.take(ExcludeAsked(at=driver.at, **about))
+    driver = excluding_b()
     assert driver.ready("a") == []
     assert started(driver.end_lease("b")) == ["a"], "its agent died before it had gone"
 
@@ -210,12 +216,7 @@ def test_one_that_was_told_to_go_is_gone_as_well() -> None:
 
 
 def test_one_of_an_excluded_host_is_gone_although_its_follower_is_not_let_in() -> None:
-    driver = Driver(min_nodes=1, max_nodes=2)
-    driver.join("a", host="good")
-    driver.join("b", host="bad")
-    driver.start_all()
-    about = {"node": NodeId("b"), "round": driver.round, "rank": Rank(2), "reason": "ECC"}
-    driver.take(ExcludeAsked(at=driver.at, **about))
+    driver = excluding_b()
     driver.ready("a")
     actions = driver.join("b2", host="bad", replaces="b")
     assert list(sent_away(actions)) == ["b2"]

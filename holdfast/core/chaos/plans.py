@@ -41,6 +41,7 @@ from holdfast.messages.chaos import (
     sentence,
 )
 from holdfast.messages.events import FaultAsked, FaultTold
+from holdfast.messages.node_ids import host_of
 from holdfast.messages.records import Incident, Place, World
 from holdfast.messages.units import NodeId, Rank, Seconds, StepNumber, Time
 
@@ -142,7 +143,7 @@ def target(injection: Injection, occurrence: int, world: World) -> tuple[NodeId,
 
 def _is_called(place: Place, name: str) -> bool:
     """Whether a user may mean this node: by its index, its name or its host's name."""
-    return name in ("", str(place.group_rank), place.node, place.node.rpartition(":")[0])
+    return name in ("", str(place.group_rank), place.node, host_of(place.node))
 
 
 def _set_traps(chaos: Chaos, plans: Iterable[Plan], world: World, after: int) -> list[AnyAction]:

@@ -54,7 +54,7 @@ class MembershipMachine(Membership, Machine):
 
     @on(NodeJoined, *ALWAYS)
     def on_joined(self, job: View, event: NodeJoined, now: Time) -> Effects:
-        gone = self._replaced(event)
+        gone = self._lose(event.replaces, "its agent died", event.at)
         if isinstance(job.state, OVER):
             return [*gone, self.dismiss(event.node, job.state.result)]
         host = event.spec.host
@@ -66,13 +66,11 @@ class MembershipMachine(Membership, Machine):
             return [LoseNode(node=event.node, why="it joined again", at=event.at), joins]
         return [*gone, joins]
 
-    def _replaced(self, event: NodeJoined) -> Effects:
-        """Lose the node whose place another takes, whatever becomes of that one."""
-        node = event.replaces
+    def _lose(self, node: NodeId, why: str, at: Time) -> Effects:
+        """Lose a node whose workers are gone, since it was last there; nothing if it is not known."""
         if not self.has(node) and node not in self.leaving:
             return NONE
-        at = self.absent.get(node, event.at)
-        return [LoseNode(node=node, why="its agent died", at=at)]
+        return [LoseNode(node=node, why=why, at=self.absent.get(node, at))]
 
     def node_joined(self, job: View, event: NodeJoined, now: Time) -> Effects:
         if isinstance(job.state, OVER):
@@ -130,10 +128,7 @@ class MembershipMachine(Membership, Machine):
 
     @on(LeaseEnded, *ALWAYS)
     def on_lease_ended(self, job: View, event: LeaseEnded, now: Time) -> Effects | Refused:
-        if not self.has(event.node) and event.node not in self.leaving:
-            return NOT_A_MEMBER
-        at = self.absent.get(event.node, event.at)
-        return [LoseNode(node=event.node, why=event.why, at=at)]
+        return self._lose(event.node, event.why, event.at) or NOT_A_MEMBER
 
     @on(SilenceRaised, *ALWAYS)
     def on_silence_raised(self, job: View, event: SilenceRaised, now: Time) -> Effects:

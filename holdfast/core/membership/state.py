@@ -48,6 +48,11 @@ class Membership(Struct):
         """All nodes that may have workers, or get some."""
         return [*self.nodes(), *self.leaving]
 
+    def round_of(self, node: NodeId) -> RoundNumber:
+        """Return the round in force if the node has places in it, else 0."""
+        placed = self.placed.get(node)
+        return RoundNumber(0) if placed is None else placed.round
+
     def has(self, node: NodeId) -> bool:
         return node in self.placed or node in self.busy or node in self.waiting
 

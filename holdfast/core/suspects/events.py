@@ -177,38 +177,32 @@ def _dispensable(
 
 
 def _naming(job: View, one: Suspect, action: str) -> Note:
-    return Note(
-        kind="suspect",
-        node=one.node,
-        round=job.membership.round,
-        step=job.highest,
-        signature=f"is a suspect: {one.why}",
-        action=action,
-    )
+    return _note(job, one, f"is a suspect: {one.why}", action)
 
 
 def _clearing(job: View, one: Suspect, strike: Strike) -> Note:
+    found = (
+        f"is no suspect any more: without it, rank {strike.rank} failed in the same way"
+        f" ({strike.signature})"
+    )
+    return _note(job, one, found, "it gets a place like any other node")
+
+
+def _note(job: View, one: Suspect, signature: str, action: str) -> Note:
     return Note(
         kind="suspect",
         node=one.node,
         round=job.membership.round,
         step=job.highest,
-        signature=f"is no suspect any more: without it, rank {strike.rank} failed in the same way"
-        f" ({strike.signature})",
-        action="it gets a place like any other node",
+        signature=signature,
+        action=action,
     )
 
 
 def _exclusion(job: View, one: Suspect) -> list[Effect]:
     """Send a node away whose place another has."""
     why = f"{one.why}; {one.unfit}"
-    note = Note(
-        kind="suspect",
-        node=one.node,
-        round=job.membership.round,
-        step=job.highest,
-        signature=f"is at fault: {why}",
-        action="another node has its place; its host is excluded",
-    )
+    action = "another node has its place; its host is excluded"
+    note = _note(job, one, f"is at fault: {why}", action)
     away = SendAway(node=one.node, kind="exclude", code=EXIT_DO_NOT_REQUEUE, why=f"suspect: {why}")
     return [note, Exclude(node=one.node, why=why), away]
