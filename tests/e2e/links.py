@@ -1,23 +1,36 @@
-"""Network namespaces with a cable that can be cut, for tests that run nodes in them."""
+"""Network namespaces with a cable that can be cut, for tests that run nodes in them.
+
+Tests of several processes lay links at the same time, and a test that was killed leaves its own behind.
+So each test first locks a number, which names its links and their addresses for as long as it lives;
+whatever links have that name already belong to nobody, and are removed.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
 
 import pytest
+
+_NUMBERS: Final = 60
+_MOST_LINKS: Final = 4
+"""Of one test: each link has a network of its own in 10.213.0.0/16."""
 
 
 class Link:
     """A network namespace and the cable to it."""
 
-    def __init__(self, number: int = 0) -> None:
-        self.name = f"hf{os.getpid() % 100000}{'abc'[number]}"
+    def __init__(self, network: int) -> None:
+        self.name = f"hf{network}"
         self.outside, self.inside = f"{self.name}o", f"{self.name}i"
-        self.here, self.there = f"10.213.{77 + number}.1", f"10.213.{77 + number}.2"
+        self.here, self.there = f"10.213.{network}.1", f"10.213.{network}.2"
 
     def _ip(self, *words: str) -> None:
         subprocess.run(["ip", *words], check=True, capture_output=True)
@@ -51,15 +64,34 @@ class Link:
 @contextmanager
 def laid(count: int) -> Iterator[list[Link]]:
     """Lay so many links; a test that cannot have them is skipped."""
+    assert count <= _MOST_LINKS
     if shutil.which("ip") is None or os.geteuid() != 0:
         pytest.skip("cutting a link needs root and iproute2")
-    links = [Link(number) for number in range(count)]
-    try:
-        for link in links:
-            link.lay()
-        yield links
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
-    finally:
+    with _locked_number() as number:
+        links = [Link(_MOST_LINKS * number + each) for each in range(_MOST_LINKS)]
         for link in links:
             link.remove()
+        try:
+            for link in links[:count]:
+                link.lay()
+            yield links[:count]
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
+        finally:
+            for link in links:
+                link.remove()
+
+
+@contextmanager
+def _locked_number() -> Iterator[int]:
+    """Hold a number that no other test of this machine has; the kernel frees it when we die."""
+    folder = Path(tempfile.gettempdir())
+    for number in range(_NUMBERS):
+        with (folder / f"holdfast-links-{number}.lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            yield number
+            return
+    pytest.fail(f"all {_NUMBERS} numbers for links are locked by other tests")
