@@ -31,7 +31,7 @@ SLUGGISH = """
 
     class Model(torch.nn.Linear):
         def forward(self, x):
-            time.sleep(0.06 if slow else 0.015)
+            time.sleep(0.4 if slow else 0.1)
             return super().forward(x)
 
     def tell(finding):
@@ -55,7 +55,8 @@ SLUGGISH = """
         dist.all_reduce(end)
 """
 """Trains with gloo, and DDP or FSDP; a rank that is slow sleeps four times as long in its forward
-pass."""
+pass. It sleeps for long, so that the time without a CPU on a busy machine is a small part of a step: only
+then may a rank be called slow."""
 
 COLD = ("--standby", "0")
 """No nursery: each process imports torch for itself, which is less work if there are few of them."""
@@ -287,7 +288,7 @@ def test_a_slow_rank_is_found_shown_and_told_to_the_script(
 ) -> None:
     run.start(run.write(SLUGGISH), nproc=4, env={"SLOW_RANK": "2", model: "yes"})
     for rank in range(4):
-        found = wait_for(lambda rank=rank: told(tmp_path, rank), "the script to be told")
+        found = wait_for(lambda rank=rank: told(tmp_path, rank), "the script to be told", 90)
         assert found[0].startswith("2 relative True")
     job = run.peek()
     assert job is not None
