@@ -18,6 +18,7 @@
     │   │   └── NotThere         no file or checkpoint of that name
     │   ├── StepTaken            step is already committed and is never overwritten
     │   └── Unusable             bytes do not match their digest; they were not used
+    ├── DataError            1   data set or its saved state cannot be used, or a record not be read
     ├── FencedError          1   message from an older round, refused
     ├── InjectedFault        1   fault requested with `holdfast chaos` (also a RuntimeError)
     └── RequestError         1   request of a script was not fulfilled
@@ -26,9 +27,9 @@
         └── RequestTimeout       request timed out (also a TimeoutError)
 
 The type says who has to act: the user at the command line (UsageError, JobHomeError), the peer
-(WireError, FencedError), the author of the script (RequestError), or the operator of the machine (the
-rest). The number is the exit code of a process that ends with that error. Each message says what
-happened, where (job, node, rank, round, path) and what the reader can do about it.
+(WireError, FencedError), the author of the script (RequestError, DataError), or the operator of the
+machine (the rest). The number is the exit code of a process that ends with that error. Each message
+says what happened, where (job, node, rank, round, path) and what the reader can do about it.
 """
 
 from __future__ import annotations
@@ -95,6 +96,10 @@ class JournalError(HoldfastError):
 
 class JournalCorrupt(JournalError):
     """A journal record that does not decode or is out of order."""
+
+
+class DataError(HoldfastError):
+    """A data set or its saved state that cannot be used, or a record that cannot be read."""
 
 
 class FencedError(HoldfastError):

@@ -51,7 +51,7 @@ RULES: dict[str, set[str]] = {
         *LEAVES,
         *TOOLS,
     },
-    "worker": {"messages", "core", "checkpoint", "diagnosis", *LEAVES, *TOOLS},
+    "worker": {"messages", "core", "checkpoint", "data", "diagnosis", *LEAVES, *TOOLS},
     "launch": {
         *("coordinator", "agent", "checkpoint", "messages", "core", "platforms"),
         *LEAVES,
@@ -60,6 +60,8 @@ RULES: dict[str, set[str]] = {
     "platforms": {"errors", "config"},
     # A script without a coordinator runs the core's commit protocol itself.
     "checkpoint": {"messages", "core", *LEAVES, *TOOLS},
+    # For scripts: the worker gives it a link to the agent.
+    "data": {"messages", *LEAVES},
     "health": {"messages", *LEAVES, *TOOLS},
     "diagnosis": {"messages", "core", "cgroups", *LEAVES},
     # The simulated coordinator is restarted from the real journal, the agents' supervisor is real.
@@ -75,7 +77,7 @@ RULES: dict[str, set[str]] = {
     },
     "__main__": {"cli"},
     # The public API is the worker's, and imported only when it is used.
-    "__init__": {"worker", "checkpoint", "messages", "errors"},
+    "__init__": {"worker", "checkpoint", "data", "messages", "errors"},
 }
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

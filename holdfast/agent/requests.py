@@ -26,6 +26,7 @@ from holdfast.messages.requests import (
     Granted,
     LocateImage,
     StopJob,
+    TakeShards,
     is_large,
 )
 from holdfast.messages.units import NodeId, Rank, RoundNumber
@@ -61,7 +62,7 @@ class ScriptRequests:
             self.report(event)
             self._reply(rank, message.channel, message.number, Granted())
             return
-        assert not isinstance(request, LocateImage), "the agent answers it itself"
+        assert not isinstance(request, LocateImage | TakeShards), "the agent answers it itself"
         asked = Asked(
             at=at,
             node=node,

@@ -1,7 +1,7 @@
 """Connects the node's keeper with its workers and with the coordinator.
 
     a worker's image is whole ──▶ SealImage ──▶ all ranks of the node sealed ──▶ SnapshotsSealed
-    WriteShards ──▶ ShardsWritten          CommitCheckpoint ──▶ CheckpointWritten
+    WriteRankFiles ──▶ RankFilesWritten          CommitCheckpoint ──▶ CheckpointWritten
 
 Actions go to the keeper and its events to the coordinator as they are. Each new keeper is first told
 which checkpointers there are, and what the round is.
@@ -24,13 +24,13 @@ from holdfast.agent.node_snapshots import NodeSnapshots
 from holdfast.agent.processes import ProcessTable
 from holdfast.checkpoint.memory.images import Images
 from holdfast.clock import JobClock
-from holdfast.messages.actions import CheckpointSettled, CommitCheckpoint, WriteShards
-from holdfast.messages.checkpoints import ImageId, Missed, Shard, SnapshotId
+from holdfast.messages.actions import CheckpointSettled, CommitCheckpoint, WriteRankFiles
+from holdfast.messages.checkpoints import ImageId, Missed, SnapshotId, StoredFile
 from holdfast.messages.events import (
     AnyEvent,
     CheckpointWritten,
     ImagesHeld,
-    ShardsWritten,
+    RankFilesWritten,
     SnapshotMissed,
     SnapshotsSealed,
 )
@@ -91,7 +91,7 @@ class Snapshots:
     _on_their_way: dict[str, SnapshotId] = field(default_factory=dict)
     """What goes to storage, one snapshot of each checkpointer at a time, until the coordinator says
     how it ended."""
-    _shards: dict[SnapshotId, dict[Rank, Shard]] = field(default_factory=dict)
+    _shards: dict[SnapshotId, dict[Rank, StoredFile]] = field(default_factory=dict)
     """The shards known so far of what this node is to commit."""
     _settled: list[Callable[[], None]] = field(default_factory=list)
     _hurried: bool = False
@@ -263,14 +263,14 @@ class Snapshots:
 
     # ---- the coordinator ----
 
-    def act(self, action: WriteShards | CommitCheckpoint | CheckpointSettled) -> None:
+    def act(self, action: WriteRankFiles | CommitCheckpoint | CheckpointSettled) -> None:
         if isinstance(action, CheckpointSettled):
             self._settle(action)
             return
         self._on_their_way[action.snapshot.checkpointer] = action.snapshot
         if any(_covers(given, action) for given in self.keeper.unanswered()):
             return  # Repeated after a broken stream; the answer is on its way.
-        if isinstance(action, WriteShards):
+        if isinstance(action, WriteRankFiles):
             self.keeper.give(action, self._report)
         else:
             self._commit(action)
@@ -318,7 +318,7 @@ class Snapshots:
         at, node = self.clock.now(), self.node
         for snapshot in self._on_their_way.values():
             # Its part is one of the two, and the other is of no account.
-            self.report(ShardsWritten(at=at, node=node, snapshot=snapshot, error=why))
+            self.report(RankFilesWritten(at=at, node=node, snapshot=snapshot, error=why))
             self.report(CheckpointWritten(at=at, node=node, snapshot=snapshot, error=why))
         self._on_their_way.clear()
         self._check_settled()
@@ -359,11 +359,11 @@ def _snapshot(message: ImageWhole | ImageMissed, round: RoundNumber) -> Snapshot
     return SnapshotId(message.checkpointer, StepNumber(message.step), round)
 
 
-def _covers(given: KeeperAction, action: WriteShards | CommitCheckpoint) -> bool:
+def _covers(given: KeeperAction, action: WriteRankFiles | CommitCheckpoint) -> bool:
     """Whether an action that the keeper was given includes all of that one."""
-    if isinstance(action, WriteShards):
+    if isinstance(action, WriteRankFiles):
         return (
-            isinstance(given, WriteShards)
+            isinstance(given, WriteRankFiles)
             and given.snapshot == action.snapshot
             and set(action.ranks) <= set(given.ranks)
         )

@@ -43,7 +43,7 @@ from holdfast.messages.actions import (
     StartWorkers,
     StopWorkers,
     TestNode,
-    WriteShards,
+    WriteRankFiles,
 )
 from holdfast.messages.events import AnyEvent, NodeLeft, NodeReady, WorkersKilled
 from holdfast.messages.evidence import RankCollectives
@@ -82,7 +82,7 @@ class WorkerStarter(Protocol):
 
 
 class NodeSnapshotOrders(WorkerSnapshots, Protocol):
-    def act(self, order: WriteShards | CommitCheckpoint | CheckpointSettled) -> None: ...
+    def act(self, order: WriteRankFiles | CommitCheckpoint | CheckpointSettled) -> None: ...
     def when_settled(self, limit_s: float, act: Callable[[], None]) -> None: ...
 
 
@@ -337,7 +337,7 @@ _ORDERS: dict[type[NodeAction], Callable[[Supervisor, Any], None]] = {
     EndProcess: Supervisor._end_process,
     Prepare: lambda agent, order: agent.pool.refill(),
     Answered: lambda agent, order: agent.requests.answered(order),
-    WriteShards: lambda agent, order: agent.snapshots.act(order),
+    WriteRankFiles: lambda agent, order: agent.snapshots.act(order),
     CommitCheckpoint: lambda agent, order: agent.snapshots.act(order),
     CheckpointSettled: lambda agent, order: agent.snapshots.act(order),
     Inject: lambda agent, order: agent._injector.take(order),

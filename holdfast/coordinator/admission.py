@@ -64,7 +64,7 @@ AGENT_EVENTS: tuple[type, ...] = (
     events.HealthFound,
     events.SnapshotsSealed,
     events.ImagesHeld,
-    events.ShardsWritten,
+    events.RankFilesWritten,
     events.SnapshotMissed,
     events.CheckpointWritten,
     events.StoredFound,

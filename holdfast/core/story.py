@@ -120,6 +120,6 @@ def _action_text(action: AnyAction) -> str:
         return f"round {action.round}: {action.why}"
     if isinstance(action, actions.Finish):
         return f"exit code {action.code}: {action.reason}"
-    if isinstance(action, actions.WriteShards):
+    if isinstance(action, actions.WriteRankFiles):
         return f"step {action.snapshot.step}"
     return ""

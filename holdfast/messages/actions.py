@@ -5,7 +5,8 @@ from __future__ import annotations
 from msgspec import Struct
 
 from holdfast.messages.chaos import Trap
-from holdfast.messages.checkpoints import Shard, SnapshotId
+from holdfast.messages.checkpoints import SnapshotId, StoredFile
+from holdfast.messages.data import DataName, Span
 from holdfast.messages.records import Part
 from holdfast.messages.requests import AnyAnswer
 from holdfast.messages.units import CauseId, NodeId, Rank, RoundNumber, Seconds
@@ -99,8 +100,8 @@ class TestNode(Action, frozen=True, kw_only=True):
     limit_s: Seconds
 
 
-class WriteShards(Action, frozen=True, kw_only=True):
-    """Write the images of these ranks to storage, then say ShardsWritten."""
+class WriteRankFiles(Action, frozen=True, kw_only=True):
+    """Write the images of these ranks to storage, then say RankFilesWritten."""
 
     node: NodeId
     snapshot: SnapshotId
@@ -116,7 +117,7 @@ class CommitCheckpoint(Action, frozen=True, kw_only=True):
     node: NodeId
     snapshot: SnapshotId
     world_size: int
-    shards: tuple[Shard, ...]
+    shards: tuple[StoredFile, ...]
 
 
 class CheckpointSettled(Action, frozen=True, kw_only=True):
@@ -125,6 +126,19 @@ class CheckpointSettled(Action, frozen=True, kw_only=True):
     node: NodeId
     snapshot: SnapshotId
     error: str = ""
+
+
+class LendShards(Action, frozen=True, kw_only=True):
+    """Add these shards to those that the node has of a data set."""
+
+    node: NodeId
+    round: RoundNumber
+    dataset: DataName
+    spans: tuple[Span, ...] = ()
+    """Each a whole number of shards, but for a last one. Spans that the node has already are said
+    again because they may have been lost."""
+    finished: bool = False
+    """Nothing more will be lent in this round."""
 
 
 class Inject(Action, frozen=True, kw_only=True):
@@ -178,9 +192,10 @@ NodeAction = (
     | Examine
     | EndProcess
     | TestNode
-    | WriteShards
+    | WriteRankFiles
     | CommitCheckpoint
     | CheckpointSettled
+    | LendShards
     | Inject
 )
 CoordinatorAction = Diagnose | KeepEvidence | Announce | CloseJob

@@ -59,7 +59,7 @@ class Sealed(Struct, frozen=True):
     """Digest of everything that should be equal on all ranks."""
 
 
-class Shard(Struct, frozen=True):
+class StoredFile(Struct, frozen=True):
     """A rank's file on storage, durable but not yet part of a checkpoint."""
 
     rank: Rank

@@ -15,11 +15,12 @@ from holdfast.messages.checkpoints import (
     ImageId,
     Missed,
     Sealed,
-    Shard,
     SnapshotId,
+    StoredFile,
     StoredStep,
     Wish,
 )
+from holdfast.messages.data import DataName, ShardFailure, Span, UsedBy
 from holdfast.messages.evidence import Collective, RankCollectives
 from holdfast.messages.hangs import Memory, Name, Paces, Pause, PlaceName, Proof, Stall
 from holdfast.messages.health import HealthResult
@@ -298,12 +299,12 @@ class ImagesHeld(Event, frozen=True, kw_only=True):
     images: Listed[ImageId]
 
 
-class ShardsWritten(Event, frozen=True, kw_only=True):
+class RankFilesWritten(Event, frozen=True, kw_only=True):
     """The node's files of that snapshot are durable, or will not be."""
 
     node: NodeId
     snapshot: SnapshotId
-    shards: Listed[Shard] = ()
+    shards: Listed[StoredFile] = ()
     error: Text = ""
     gone: bool = False
     """A newer snapshot had taken the place of an image before it could be read."""
@@ -337,6 +338,19 @@ class StoredFound(Event, frozen=True, kw_only=True):
     steps: Listed[StoredStep] = ()
     refused: Listed[Text] = ()
     """What is there and does not count, with why; or why nothing could be looked up."""
+
+
+class ShardsReported(Event, frozen=True, kw_only=True):
+    """What became of positions of a data set on this node, and how many more shards it wants."""
+
+    node: NodeId
+    round: RoundNumber
+    dataset: DataName
+    want: Count = 0
+    """Shards that it wants now, beside those it has. A later report replaces the number."""
+    used: Listed[UsedBy] = ()
+    failed: Listed[ShardFailure] = ()
+    returned: Listed[Span] = ()
 
 
 class FaultAsked(Event, frozen=True, kw_only=True):
@@ -430,10 +444,11 @@ AnyEvent = (
     | HealthFound
     | SnapshotsSealed
     | ImagesHeld
-    | ShardsWritten
+    | RankFilesWritten
     | CheckpointWritten
     | StoredFound
     | SnapshotMissed
+    | ShardsReported
     | FaultAsked
     | FaultTold
     | EventSetAside

@@ -12,7 +12,7 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
-from holdfast.messages.actions import Action, CommitCheckpoint, WriteShards
+from holdfast.messages.actions import Action, CommitCheckpoint, WriteRankFiles
 from holdfast.messages.checkpoints import (
     Attempt,
     CheckpointerId,
@@ -26,7 +26,7 @@ from holdfast.messages.events import (
     CheckpointWritten,
     Event,
     ImagesHeld,
-    ShardsWritten,
+    RankFilesWritten,
     SnapshotMissed,
     SnapshotsSealed,
     StoredFound,
@@ -75,7 +75,7 @@ class BeginRound(Action, frozen=True, kw_only=True):
     """Nodes that each sealed image is replicated to."""
 
 
-class DiscardShards(Action, frozen=True, kw_only=True):
+class DiscardRankFiles(Action, frozen=True, kw_only=True):
     """Remove what these ranks wrote for a checkpoint of its own directory: nothing came of it, and no
     manifest of it was begun."""
 
@@ -119,9 +119,9 @@ KeeperAction = (
     OpenCheckpointer
     | SealImage
     | BeginRound
-    | WriteShards
+    | WriteRankFiles
     | CommitCheckpoint
-    | DiscardShards
+    | DiscardRankFiles
     | FindStored
     | FetchImage
     | LocateImage
@@ -130,7 +130,7 @@ KeeperAction = (
 KeeperEvent = (
     SnapshotsSealed
     | SnapshotMissed
-    | ShardsWritten
+    | RankFilesWritten
     | CheckpointWritten
     | StoredFound
     | ImagesHeld
@@ -168,8 +168,8 @@ def completed(action: KeeperAction, reply: KeeperReply, at: Time) -> KeeperReply
 def _failure(action: KeeperAction, error: str, at: Time) -> KeeperEvent | Denied | None:
     if isinstance(action, SealImage):
         return missed_by(action, "failed", error, at)
-    if isinstance(action, WriteShards):
-        return ShardsWritten(at=at, node=action.node, snapshot=action.snapshot, error=error)
+    if isinstance(action, WriteRankFiles):
+        return RankFilesWritten(at=at, node=action.node, snapshot=action.snapshot, error=error)
     if isinstance(action, CommitCheckpoint):
         return CheckpointWritten(at=at, node=action.node, snapshot=action.snapshot, error=error)
     if isinstance(action, FindStored):

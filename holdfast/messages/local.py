@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from holdfast.messages.checkpoints import Attempt, CheckpointerId, Missed, Wish
+from holdfast.messages.data import DataName, Span, Used
 from holdfast.messages.records import Raised
 from holdfast.messages.requests import AnyAnswer, ChannelNumber, Number, ScriptRequest
 
@@ -194,6 +195,21 @@ class ImageMissed(Local, frozen=True, kw_only=True):
     attempt: Attempt = 1
 
 
+class ShardError(Struct, frozen=True):
+    span: Span
+    error: Annotated[str, Meta(max_length=2000)]
+
+
+class DataUsed(Local, frozen=True, kw_only=True):
+    """Worker to agent: what became of positions of a data set."""
+
+    dataset: DataName
+    used: tuple[Used, ...] = ()
+    failed: tuple[ShardError, ...] = ()
+    returned: tuple[Span, ...] = ()
+    """Shards that were taken and not begun."""
+
+
 class Ask(Local, frozen=True, kw_only=True):
     """Worker to agent: a script's request."""
 
@@ -233,6 +249,7 @@ FromWorker = (
     | OpenCheckpointer
     | ImageWhole
     | ImageMissed
+    | DataUsed
     | Tested
     | Piece
 )

@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from holdfast.messages.checkpoints import Attempt, CheckpointerId, Holder, ImageId, Tier, Tried
+from holdfast.messages.data import DataName, DataSpec, PackedState, Span
 from holdfast.messages.timings import Finding
 from holdfast.messages.units import MAX_ITEMS, Count, Int64, RoundNumber, Seconds, StepNumber
 
@@ -148,8 +149,24 @@ class AwaitStragglers(Request, frozen=True, kw_only=True):
     after: Count
 
 
+class OpenData(Request, frozen=True, kw_only=True):
+    """Use a data set in this round. Answered: DataOpened, once it is known what was used of it.
+
+    Every rank asks, once a round. For data that is exact and shared by leases, that is known when the
+    ranks have begun afresh, or when one of them has restored the whole state.
+    """
+
+    spec: DataSpec
+    resumed: Literal["fresh", "part", "whole"]
+    """What this rank restored: nothing, its own part of the state, or the state of all ranks."""
+    used: PackedState = b""
+    """What was used by then, unless `resumed` is "part"."""
+    step: StepNumber = StepNumber(0)
+    """The step that this rank goes on from."""
+
+
 StoreRequest = Set | Get | Add | CompareSet | Append | WaitForKeys | CheckKeys | Delete | CountKeys
-HeldRequest = FindState | AwaitSave | AwaitStragglers
+HeldRequest = FindState | AwaitSave | AwaitStragglers | OpenData
 """Requests that are answered by something other than another request."""
 AnyRequest = StoreRequest | JoinBarrier | CastVote | HeldRequest
 
@@ -173,7 +190,14 @@ class LocateImage(Request, frozen=True, kw_only=True):
     image: ImageId
 
 
-ScriptRequest = AnyRequest | ExcludeNode | StopJob | LocateImage
+class TakeShards(Request, frozen=True, kw_only=True):
+    """Take shards that were lent to this node. The agent answers: ShardsTaken, once it has any."""
+
+    dataset: DataName
+    count: Annotated[int, Meta(ge=1, le=1024)]
+
+
+ScriptRequest = AnyRequest | ExcludeNode | StopJob | LocateImage | TakeShards
 """Every request that a script may send to its agent."""
 
 
@@ -281,8 +305,26 @@ class ImageAt(Answer, frozen=True, kw_only=True):
     """Paths of certificate, key and certificate authority."""
 
 
+class DataOpened(Answer, frozen=True, kw_only=True):
+    used: PackedState
+    """What was used of the data set before this round."""
+
+
+class ShardsTaken(Answer, frozen=True, kw_only=True):
+    """Shards for this rank; none if the data set is finished."""
+
+    spans: tuple[Span, ...]
+
+
 Reason = Literal[
-    "image", "fenced", "timeout", "too large", "not a number", "too many", "joined again"
+    "image",
+    "fenced",
+    "timeout",
+    "too large",
+    "not a number",
+    "too many",
+    "joined again",
+    "data set",
 ]
 
 
@@ -303,5 +345,7 @@ AnyAnswer = (
     | SaveSettled
     | StragglersFound
     | ImageAt
+    | DataOpened
+    | ShardsTaken
     | Denied
 )

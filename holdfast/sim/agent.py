@@ -407,7 +407,7 @@ class LightAgent(SimAgent):
         elif isinstance(order, actions.TestNode) and not isinstance(self._stopping, Finish):
             self.tester.act(order)
         elif isinstance(
-            order, actions.WriteShards | actions.CommitCheckpoint | actions.CheckpointSettled
+            order, actions.WriteRankFiles | actions.CommitCheckpoint | actions.CheckpointSettled
         ):
             self.keeper.act(order)
 

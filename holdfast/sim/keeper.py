@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.messages import events
-from holdfast.messages.actions import CheckpointSettled, CommitCheckpoint, WriteShards
-from holdfast.messages.checkpoints import ImageId, Sealed, Shard, SnapshotId, StoredStep
+from holdfast.messages.actions import CheckpointSettled, CommitCheckpoint, WriteRankFiles
+from holdfast.messages.checkpoints import ImageId, Sealed, SnapshotId, StoredFile, StoredStep
 from holdfast.messages.local import ImageMissed, ImageWhole, OpenCheckpointer
 from holdfast.messages.records import Part
 from holdfast.messages.requests import AnyAnswer, ImageAt, LocateImage, StateFound
@@ -48,7 +48,7 @@ class SimKeeper:
         self._after_seals: dict[Rank, list[Callable[[], None]]] = {}
         self._on_its_way: SnapshotId | None = None
         self._settled: list[Callable[[], None]] = []
-        self._orders: list[WriteShards | CommitCheckpoint] = []
+        self._orders: list[WriteRankFiles | CommitCheckpoint] = []
         """Orders that are not answered yet."""
         self._life = 0
         self._failing = 0
@@ -176,7 +176,7 @@ class SimKeeper:
 
     # ---- to storage ----
 
-    def act(self, order: WriteShards | CommitCheckpoint | CheckpointSettled) -> None:
+    def act(self, order: WriteRankFiles | CommitCheckpoint | CheckpointSettled) -> None:
         if isinstance(order, CheckpointSettled):
             if self._on_its_way == order.snapshot:
                 self.hurry()
@@ -186,17 +186,17 @@ class SimKeeper:
             self._orders.append(order)
             self._later(0.1, self._carry_out, order)
 
-    def _carry_out(self, order: WriteShards | CommitCheckpoint) -> None:
+    def _carry_out(self, order: WriteRankFiles | CommitCheckpoint) -> None:
         self._orders.remove(order)
-        if isinstance(order, WriteShards):
+        if isinstance(order, WriteRankFiles):
             self._write(order)
         else:
             shards = order.shards
             error = self.agent.cluster.storage.commit(order.snapshot, order.world_size, shards)
             self.agent.report(events.CheckpointWritten, snapshot=order.snapshot, error=error)
 
-    def _write(self, order: WriteShards) -> None:
-        shards: list[Shard] = []
+    def _write(self, order: WriteRankFiles) -> None:
+        shards: list[StoredFile] = []
         error, gone = "", False
         for rank in order.ranks:
             verifies = self.agent.host.images.get(ImageId(order.snapshot, rank, order.world_size))
@@ -210,7 +210,7 @@ class SimKeeper:
             else:
                 shards.append(self.agent.cluster.storage.write(order.snapshot, rank))
         told = {"shards": () if error else tuple(shards), "error": error, "gone": gone}
-        self.agent.report(events.ShardsWritten, snapshot=order.snapshot, **told)
+        self.agent.report(events.RankFilesWritten, snapshot=order.snapshot, **told)
 
     def when_settled(self, limit_s: Seconds, act: Callable[[], None]) -> None:
         """Do something once nothing of this node is on its way to storage, or the time is up."""
@@ -234,7 +234,7 @@ class SimManifest:
 
     round: RoundNumber
     world_size: int
-    shards: tuple[Shard, ...]
+    shards: tuple[StoredFile, ...]
 
 
 class SimStorage:
@@ -247,21 +247,21 @@ class SimStorage:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._files: dict[tuple[int, str], Shard] = {}
+        self._files: dict[tuple[int, str], StoredFile] = {}
         self._manifests: dict[int, SimManifest] = {}
         self.committed: dict[int, RoundNumber] = {}
         """Every step that was ever committed, and by which round."""
 
-    def write(self, snapshot: SnapshotId, rank: Rank) -> Shard:
+    def write(self, snapshot: SnapshotId, rank: Rank) -> StoredFile:
         """Write a rank's shard; under its name it is there as a whole, or not at all."""
         name = f"rank_{rank}.round_{snapshot.round}"
         contents = f"{snapshot.step} {snapshot.round} {rank}"
-        shard = Shard(rank=rank, name=name, size=1, trailer="", contents=contents)
+        shard = StoredFile(rank=rank, name=name, size=1, trailer="", contents=contents)
         self._files[snapshot.step, name] = shard
         self._check_newest()
         return shard
 
-    def commit(self, snapshot: SnapshotId, world_size: int, shards: tuple[Shard, ...]) -> str:
+    def commit(self, snapshot: SnapshotId, world_size: int, shards: tuple[StoredFile, ...]) -> str:
         """Make a checkpoint visible; why it cannot be, or nothing."""
         demand = self._cluster.invariants.demand
         ranks = [shard.rank for shard in shards]

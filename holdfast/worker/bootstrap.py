@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection
 import msgspec
 
 from holdfast.config.values import with_local_rank
+from holdfast.data import link
 from holdfast.diagnosis import faulthandling, flight
 from holdfast.kernel import PR_SET_PDEATHSIG, prctl
 from holdfast.messages import local
@@ -29,6 +30,7 @@ from holdfast.shm.rank_page import RankPage
 from holdfast.shm.vital_signs import Times, Vitals
 from holdfast.worker import node_test, nursery, runtime, script
 from holdfast.worker.channel import Channel, move_up
+from holdfast.worker.data_link import AgentDataLink
 from holdfast.worker.heartbeat import Heartbeat
 from holdfast.worker.loaded_modules import LoadedModules
 from holdfast.worker.runtime import Runtime
@@ -93,6 +95,7 @@ def _install(
     """Install the runtime, its hooks and its heartbeat."""
     worker = Runtime(channel, page, assign.round, assign.images, assign.opened_at)
     runtime.install(worker)
+    link.install(AgentDataLink(worker))
     loaded = LoadedModules(channel, page.vitals) if assign.tell_imports else None
     if loaded is not None:
         worker.at_first_step = loaded.stepped

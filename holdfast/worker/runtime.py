@@ -86,6 +86,11 @@ class Runtime:
 
     # ---- steps ----
 
+    @property
+    def step(self) -> int:
+        """The last step that was finished, counted from the job's first."""
+        return self._step if self._steps else self._resumed or 0
+
     def hook_stepped(self, resumed_from: int) -> None:
         """Count an optimizer step, unless the script counts for itself."""
         if not self._own_count:

@@ -20,13 +20,13 @@ from holdfast.agent import snapshots as module
 from holdfast.agent.processes import Exit, ProcessTable
 from holdfast.agent.snapshots import Snapshots
 from holdfast.clock import JobClock
-from holdfast.messages.actions import CheckpointSettled, CommitCheckpoint, WriteShards
+from holdfast.messages.actions import CheckpointSettled, CommitCheckpoint, WriteRankFiles
 from holdfast.messages.checkpoints import (
     Holder,
     ImageId,
     Sealed,
-    Shard,
     SnapshotId,
+    StoredFile,
     StoredStep,
     Wish,
 )
@@ -34,7 +34,7 @@ from holdfast.messages.events import (
     AnyEvent,
     CheckpointWritten,
     ImagesHeld,
-    ShardsWritten,
+    RankFilesWritten,
     SnapshotMissed,
     SnapshotsSealed,
     StoredFound,
@@ -64,8 +64,8 @@ C = "c"
 SNAPSHOT = SnapshotId(C, StepNumber(7), RoundNumber(1))
 
 
-def shard(rank: int) -> Shard:
-    return Shard(Rank(rank), f"__{rank}", 10, "t", "c")
+def shard(rank: int) -> StoredFile:
+    return StoredFile(Rank(rank), f"__{rank}", 10, "t", "c")
 
 
 SHARD = shard(0)
@@ -124,10 +124,10 @@ class FakeKeeper:
         )
         self.say(given.number, sealed)
 
-    def wrote(self, given: Given[WriteShards], **how: Any) -> None:
+    def wrote(self, given: Given[WriteRankFiles], **how: Any) -> None:
         snapshot = given.action.snapshot
         self.say(
-            given.number, ShardsWritten(at=Time(1.0), node=NodeId("n"), snapshot=snapshot, **how)
+            given.number, RankFilesWritten(at=Time(1.0), node=NodeId("n"), snapshot=snapshot, **how)
         )
 
     def die(self) -> None:
@@ -256,8 +256,10 @@ def part(slots: int, round: int = 1) -> Part:
     )
 
 
-def write_shards(ranks: tuple[int, ...] = (0, 1), snapshot: SnapshotId = SNAPSHOT) -> WriteShards:
-    return WriteShards(
+def write_shards(
+    ranks: tuple[int, ...] = (0, 1), snapshot: SnapshotId = SNAPSHOT
+) -> WriteRankFiles:
+    return WriteRankFiles(
         node=NodeId("n"),
         snapshot=snapshot,
         ranks=tuple(map(Rank, ranks)),
@@ -496,10 +498,10 @@ def test_orders_go_to_the_keeper_and_its_answers_to_the_coordinator(play: Play) 
         keeper = await stage.open()
         order = msgspec.structs.replace(write_shards(), id="7.2")
         stage.snapshots.act(order)
-        write = await keeper.next(WriteShards)
+        write = await keeper.next(WriteRankFiles)
         assert write.action == order
         keeper.wrote(write, shards=(SHARD,))
-        (written,) = await stage.reported(ShardsWritten)
+        (written,) = await stage.reported(RankFilesWritten)
         assert written.cause == "7.2"
         assert (written.shards, written.error, written.gone) == ((SHARD,), "", False)
         commit = CommitCheckpoint(
@@ -517,8 +519,8 @@ def test_an_image_that_is_gone_is_told_apart_from_a_failure(play: Play) -> None:
     async def scene(stage: Stage) -> None:
         keeper = await stage.open()
         stage.snapshots.act(write_shards())
-        keeper.wrote(await keeper.next(WriteShards), error="overwritten", gone=True)
-        (written,) = await stage.reported(ShardsWritten)
+        keeper.wrote(await keeper.next(WriteRankFiles), error="overwritten", gone=True)
+        (written,) = await stage.reported(RankFilesWritten)
         assert (written.error, written.gone) == ("overwritten", True)
 
     play(scene)
@@ -529,8 +531,8 @@ def test_an_order_that_is_told_again_while_it_is_carried_out_is_not_given_again(
         keeper = await stage.open()
         for ranks in ((0, 1), (0, 1), (0,), (2,)):
             stage.snapshots.act(write_shards(ranks))
-        assert (await keeper.next(WriteShards)).action.ranks == (0, 1)
-        assert (await keeper.next(WriteShards)).action.ranks == (2,)
+        assert (await keeper.next(WriteRankFiles)).action.ranks == (0, 1)
+        assert (await keeper.next(WriteRankFiles)).action.ranks == (2,)
 
     play(scene)
 
@@ -629,7 +631,7 @@ def test_leaving_does_not_wait_for_longer_than_it_may(play: Play) -> None:
         stage.snapshots.when_settled(0.01, left.set)
         await asyncio.wait_for(left.wait(), LIMIT_S)
         # It may be its part to write shards, or to write the manifest.
-        told = *await stage.reported(ShardsWritten), *await stage.reported(CheckpointWritten)
+        told = *await stage.reported(RankFilesWritten), *await stage.reported(CheckpointWritten)
         assert all("longer than the 0.01 s of --save-deadline" in one.error for one in told)
         stage.snapshots.act(settled())
 
@@ -660,7 +662,7 @@ def test_a_node_that_is_hurried_tells_that_it_gives_up_what_it_was_to_write(play
         stage.snapshots.when_settled(LIMIT_S, lambda: left.append(True))
         stage.snapshots.hurry()
         assert left == [True]
-        (told,) = await stage.reported(ShardsWritten)
+        (told,) = await stage.reported(RankFilesWritten)
         assert "told to stop at once" in told.error
 
     play(scene)
@@ -780,11 +782,11 @@ def test_another_keeper_is_told_of_the_checkpointers_and_given_what_was_not_answ
         assert (await keeper.next(OpenCheckpointer)).action.checkpointer == C
         await keeper.next(BeginRound)
         await keeper.next(SealImage)
-        write = await keeper.next(WriteShards)
-        kinds = [OpenCheckpointer, BeginRound, SealImage, WriteShards]
+        write = await keeper.next(WriteRankFiles)
+        kinds = [OpenCheckpointer, BeginRound, SealImage, WriteRankFiles]
         assert [type(action) for action in keeper.told] == kinds
         keeper.wrote(write, shards=(SHARD,))
-        await stage.reported(ShardsWritten)
+        await stage.reported(RankFilesWritten)
 
     play(scene)
 
@@ -793,14 +795,16 @@ def test_what_a_keeper_answered_just_before_it_died_is_not_done_again(play: Play
     async def scene(stage: Stage) -> None:
         keeper = await stage.open()
         stage.snapshots.act(write_shards())
-        write = await keeper.next(WriteShards)
+        write = await keeper.next(WriteRankFiles)
         asyncio.get_running_loop().remove_reader(stage.snapshots.keeper._control.fileno())  # type: ignore[union-attr]
         keeper.wrote(write, shards=(SHARD,))
         keeper.die()
         await stage.keeper(2)
-        (written,) = await stage.reported(ShardsWritten)
+        (written,) = await stage.reported(RankFilesWritten)
         assert written.shards == (SHARD,)
-        assert not any(isinstance(one, WriteShards) for one in stage.snapshots.keeper.unanswered())
+        assert not any(
+            isinstance(one, WriteRankFiles) for one in stage.snapshots.keeper.unanswered()
+        )
 
     play(scene)
 
@@ -816,10 +820,10 @@ def test_an_order_that_kills_keepers_is_answered_with_an_error_and_others_go_on(
         stage.snapshots.look(RoundNumber(1), C, lambda: None)
         keeper.die()
         keeper = await stage.keeper(4)
-        (written,) = await stage.reported(ShardsWritten)
+        (written,) = await stage.reported(RankFilesWritten)
         assert written.error == "3 keepers died of it"
         await keeper.next(FindStored)
-        assert not any(isinstance(action, SealImage | WriteShards) for action in keeper.told)
+        assert not any(isinstance(action, SealImage | WriteRankFiles) for action in keeper.told)
         stage.snapshots.ended(Rank(0), True, lambda: stage._report("exited"))  # type: ignore[arg-type]
         assert "exited" in stage.reports
 
@@ -836,7 +840,7 @@ def test_keepers_that_die_again_and_again_are_not_started_until_there_is_somethi
             keeper = await stage.keeper(number)
         stage.snapshots.act(write_shards((0,)))
         keeper.die()
-        (written,) = await stage.reported(ShardsWritten)
+        (written,) = await stage.reported(RankFilesWritten)
         assert written.error == "the keeper died of it"
         assert stage.said == ["6 keepers died within a minute; nothing is kept until the next save"]
         assert len(stage.keepers) == keeperprocess.DEATHS_MOST + 1
@@ -881,7 +885,7 @@ def test_an_agent_knows_where_the_checkpoints_of_the_one_before_it_go(
         stage.snapshots.act(write_shards())
         keeper = await stage.keeper()
         assert (await keeper.next(OpenCheckpointer)).action.directory == "/d"
-        await keeper.next(WriteShards)
+        await keeper.next(WriteRankFiles)
 
     async def torn(stage: Stage) -> None:
         stage.snapshots.tell_images()

@@ -27,20 +27,28 @@ from holdfast.messages.actions import (
     Answered,
     CloseJob,
     CommitCheckpoint,
-    WriteShards,
+    WriteRankFiles,
 )
-from holdfast.messages.checkpoints import Sealed, Shard, SnapshotId, StoredStep, Tier, Tried, Wish
+from holdfast.messages.checkpoints import (
+    Sealed,
+    SnapshotId,
+    StoredFile,
+    StoredStep,
+    Tier,
+    Tried,
+    Wish,
+)
 from holdfast.messages.events import (
     Asked,
     CheckpointWritten,
     NodeLeaving,
     NodeLeft,
-    ShardsWritten,
+    RankFilesWritten,
     SnapshotMissed,
     SnapshotsSealed,
     StoredFound,
 )
-from holdfast.messages.keeper import DiscardShards
+from holdfast.messages.keeper import DiscardRankFiles
 from holdfast.messages.requests import FindState, SaveSettled, StateFound
 from holdfast.messages.units import Rank, RoundNumber, StepNumber, Time
 
@@ -128,11 +136,11 @@ class Member:
         )
         self.post(sealed, directory=directory)
 
-    def write(self, error: str = "") -> WriteShards:
-        order: WriteShards = self.next(WriteShards)
+    def write(self, error: str = "") -> WriteRankFiles:
+        order: WriteRankFiles = self.next(WriteRankFiles)
         assert order.ranks == (self.rank,)
-        shards = () if error else (Shard(self.rank, f"__{self.rank}", 1, "", ""),)
-        done = ShardsWritten(
+        shards = () if error else (StoredFile(self.rank, f"__{self.rank}", 1, "", ""),)
+        done = RankFilesWritten(
             at=NOW, node=self.node, snapshot=order.snapshot, shards=shards, error=error
         )
         self.post(done)
@@ -207,9 +215,9 @@ def test_the_first_failure_counts_and_what_others_wrote_in_vain_is_removed() -> 
     failed = SaveSettled(outcome="failed", reason="rank 2: disk full")
     for member in world.members:
         assert member.end_of(1) == failed
-        assert member.next(DiscardShards).snapshot == snapshot(1)
+        assert member.next(DiscardRankFiles).snapshot == snapshot(1)
     world.members[0].write()  # It comes too late, and its file was not there to be removed.
-    assert world.members[0].next(DiscardShards).snapshot == snapshot(1)
+    assert world.members[0].next(DiscardRankFiles).snapshot == snapshot(1)
     world.members[1].write(error="rank 1: disk full")
     assert world.said == ["step 1 is not on storage: rank 2: disk full"]
     world.store_step(2)
@@ -226,7 +234,7 @@ def test_a_manifest_that_could_not_be_written_leaves_the_files() -> None:
     committer.post(gone)
     for member in world.members:
         assert member.end_of(1) == SaveSettled(outcome="failed", reason="no")
-        assert not any(isinstance(action, DiscardShards) for action in member.heard)
+        assert not any(isinstance(action, DiscardRankFiles) for action in member.heard)
 
 
 def test_ranks_that_gave_different_paths_are_told_so_if_that_fails() -> None:
@@ -301,7 +309,7 @@ def test_a_rank_that_gives_up_fails_all_that_is_under_way() -> None:
         for member in world.members:
             member.seal(step)
     for member in world.members:
-        member.next(WriteShards)
+        member.next(WriteRankFiles)
     second = world.members[1]
     second.post(NodeLeaving(at=NOW, node=second.node, reason="rank 1 closed its writer", code=1))
     failed = SaveSettled(outcome="failed", reason="rank 1 closed its writer")

@@ -23,8 +23,8 @@ from holdfast.checkpoint.memory.images import Images
 from holdfast.checkpoint.storage.commit import verify
 from holdfast.checkpoint.storage.manifest import refuse
 from holdfast.checkpoint.storage.posix import PosixStorage
-from holdfast.messages.actions import CommitCheckpoint, WriteShards
-from holdfast.messages.checkpoints import Holder, ImageId, Shard, SnapshotId, StoredStep
+from holdfast.messages.actions import CommitCheckpoint, WriteRankFiles
+from holdfast.messages.checkpoints import Holder, ImageId, SnapshotId, StoredFile, StoredStep
 from holdfast.messages.events import ImagesHeld, SnapshotMissed, SnapshotsSealed
 from holdfast.messages.keeper import (
     BeginRound,
@@ -178,12 +178,12 @@ def snapshot(step: int) -> SnapshotId:
     return SnapshotId(CHECKPOINTER, step, 1)  # type: ignore[arg-type]
 
 
-def writing(step: int) -> WriteShards:
+def writing(step: int) -> WriteRankFiles:
     ranks = (0,)
-    return WriteShards(node=NODE, snapshot=snapshot(step), ranks=ranks, world_size=1, alike=True)  # type: ignore[arg-type]
+    return WriteRankFiles(node=NODE, snapshot=snapshot(step), ranks=ranks, world_size=1, alike=True)  # type: ignore[arg-type]
 
 
-def committing(step: int, shards: tuple[Shard, ...]) -> CommitCheckpoint:
+def committing(step: int, shards: tuple[StoredFile, ...]) -> CommitCheckpoint:
     return CommitCheckpoint(node=NODE, snapshot=snapshot(step), world_size=1, shards=shards)
 
 
@@ -353,7 +353,7 @@ def test_an_order_may_list_every_rank_of_a_large_world(
     tmp_path: Path, keeper: KeeperProcess
 ) -> None:
     keeper.ask(opening(tmp_path))
-    many = tuple(Shard(n, "x" * 30, 1, "y" * 32, "z" * 32) for n in range(20_000))  # type: ignore[arg-type]
+    many = tuple(StoredFile(n, "x" * 30, 1, "y" * 32, "z" * 32) for n in range(20_000))  # type: ignore[arg-type]
     order = committing(5, many)
     assert len(msgspec.msgpack.encode(order)) > 2 * MAX_MESSAGE_BYTES
     assert keeper.ask(order).error

@@ -36,7 +36,7 @@ from holdfast.checkpoint.storage.manifest import find_step, refuse
 from holdfast.checkpoint.storage.posix import PosixStorage
 from holdfast.checkpoint.tickets import Result
 from holdfast.errors import CheckpointError, UsageError
-from holdfast.messages.actions import WriteShards
+from holdfast.messages.actions import WriteRankFiles
 from holdfast.messages.keeper import KeeperOrder
 from holdfast.worker.checkpointer import Checkpointer
 
@@ -192,7 +192,7 @@ def test_an_order_that_two_keepers_die_of_fails(
         monkeypatch.setattr(keeper_client._Child, "send", counted)
         (tmp_path / "disk").write_text("die:1!")  # Each keeper, at the first thing that it writes.
         assert checkpointer.save(1).storage() == Result("failed", None, keeper_client.DIED)
-        writes = [order for order in given if isinstance(order.action, WriteShards)]
+        writes = [order for order in given if isinstance(order.action, WriteRankFiles)]
         assert len(writes) == 2, "a second keeper was given the order, and no third one"
         (tmp_path / "disk").write_text("")
         assert checkpointer.save(2).storage() == Result("saved", "storage")

@@ -21,14 +21,14 @@ from holdfast.messages.actions import (
     CheckpointSettled,
     CommitCheckpoint,
     Finish,
-    WriteShards,
+    WriteRankFiles,
 )
 from holdfast.messages.checkpoints import (
     ImageId,
     Missed,
     Sealed,
-    Shard,
     SnapshotId,
+    StoredFile,
     StoredStep,
     Tier,
     Tried,
@@ -39,7 +39,7 @@ from holdfast.messages.events import (
     CheckpointWritten,
     ImagesHeld,
     NodeLeaving,
-    ShardsWritten,
+    RankFilesWritten,
     SnapshotMissed,
     SnapshotsSealed,
     StopAsked,
@@ -60,8 +60,8 @@ def snapshot_id(step: int, round: int = 1, checkpointer: str = C) -> SnapshotId:
     return SnapshotId(checkpointer, StepNumber(step), RoundNumber(round))
 
 
-def shard(rank: int) -> Shard:
-    return Shard(Rank(rank), f"__{rank}", 10, "t", "c")
+def shard(rank: int) -> StoredFile:
+    return StoredFile(Rank(rank), f"__{rank}", 10, "t", "c")
 
 
 def revived(state: Commits) -> Commits:
@@ -129,7 +129,7 @@ class Scene:
         self, node: str, step: int, ranks: Iterable[int] | None = None, **more: Any
     ) -> CommitEffects:
         named = self.ranks[node] if ranks is None else ranks
-        event = ShardsWritten(
+        event = RankFilesWritten(
             at=NOW,
             node=NodeId(node),
             snapshot=snapshot_id(step, more.pop("round", self.round)),
@@ -220,7 +220,7 @@ class Scene:
 
 def orders(taken: CommitEffects) -> dict[str, tuple[int, ...]]:
     """Who is to write which ranks' shards."""
-    return {a.node: a.ranks for a in taken.actions if isinstance(a, WriteShards)}
+    return {a.node: a.ranks for a in taken.actions if isinstance(a, WriteRankFiles)}
 
 
 def kinds(actions: Iterable[AnyAction]) -> list[type]:
@@ -520,8 +520,8 @@ def test_shards_then_the_manifest_then_it_is_stored(two: Scene) -> None:
 def test_ranks_write_slices_only_if_all_of_them_share_the_same(two: Scene) -> None:
     two.seal("a", 10, shared=b"one")
     (first, second) = two.seal("b", 10, shared=b"another").actions
-    assert isinstance(first, WriteShards)
-    assert isinstance(second, WriteShards)
+    assert isinstance(first, WriteRankFiles)
+    assert isinstance(second, WriteRankFiles)
     assert not first.alike
     assert not second.alike
 
@@ -532,7 +532,7 @@ def test_ranks_write_slices_only_if_it_is_known_of_all_that_they_share_the_same(
     two.hold("a", 10, [2])
     two.lose("b")
     (order,) = two.breaks()
-    assert isinstance(order, WriteShards)
+    assert isinstance(order, WriteRankFiles)
     assert order.ranks == (0, 1, 2)
     assert not order.alike
 
@@ -571,7 +571,7 @@ def test_an_image_that_is_gone_is_no_failure_and_a_newer_one_is_written_instead(
     taken = two.wrote("a", 10, error="a newer one took its place", gone=True)
     assert taken.failed == []
     assert [s.outcome for _, s in taken.answers] == ["skipped"]  # type: ignore[union-attr]
-    assert {a.snapshot for a in taken.actions if isinstance(a, WriteShards)} == {snapshot_id(20)}
+    assert {a.snapshot for a in taken.actions if isinstance(a, WriteRankFiles)} == {snapshot_id(20)}
 
 
 def test_while_one_is_written_only_the_newest_waits(two: Scene) -> None:
@@ -583,7 +583,7 @@ def test_while_one_is_written_only_the_newest_waits(two: Scene) -> None:
     assert skipped.outcome == "skipped"
     assert "step 30" in skipped.reason
     taken = two.write(10)
-    assert {a.snapshot for a in taken.actions if isinstance(a, WriteShards)} == {snapshot_id(30)}
+    assert {a.snapshot for a in taken.actions if isinstance(a, WriteRankFiles)} == {snapshot_id(30)}
 
 
 def test_a_newer_snapshot_that_waits_is_not_displaced_by_an_older_one_saved_again() -> None:
@@ -733,7 +733,7 @@ def test_a_node_with_a_new_stream_is_told_again_what_it_is_to_do_or_how_it_ended
     two.wrote("a", 10)
     assert commits.remind(two.state, NodeId("a")) == []
     (order,) = commits.remind(two.state, NodeId("b"))
-    assert isinstance(order, WriteShards)
+    assert isinstance(order, WriteRankFiles)
     two.wrote("b", 10)
     (commit,) = commits.remind(two.state, NodeId("b"))
     assert isinstance(commit, CommitCheckpoint)
@@ -750,7 +750,7 @@ def test_a_large_world_is_committed_in_several_messages(
     two.save(10)
     two.wrote("a", 10)
 
-    def told(actions: list[AnyAction]) -> list[tuple[str, int, tuple[Shard, ...]]]:
+    def told(actions: list[AnyAction]) -> list[tuple[str, int, tuple[StoredFile, ...]]]:
         assert all(isinstance(action, CommitCheckpoint) for action in actions)
         return [(a.node, a.world_size, a.shards) for a in actions]  # type: ignore[union-attr]
 
@@ -766,8 +766,10 @@ def test_as_many_shards_as_are_told_at_once_fit_into_a_frame() -> None:
     scene = Scene(a=commits.SHARDS_PER_MESSAGE + 1)
     scene.save(10)
     named = rank_file_name(scene.size, 999_999, 0xFFFFF)
-    shards = tuple(Shard(Rank(r), named, 1 << 50, "t" * 32, "c" * 32) for r in range(scene.size))
-    event = ShardsWritten(at=NOW, node=NodeId("a"), snapshot=snapshot_id(10), shards=shards)
+    shards = tuple(
+        StoredFile(Rank(r), named, 1 << 50, "t" * 32, "c" * 32) for r in range(scene.size)
+    )
+    event = RankFilesWritten(at=NOW, node=NodeId("a"), snapshot=snapshot_id(10), shards=shards)
     actions = scene.took(commits.shards_written(scene.state, event)).actions
     assert [len(action.shards) for action in actions] == [commits.SHARDS_PER_MESSAGE, 1]  # type: ignore[union-attr]
     assert len(framing.encode(actions[0])) < framing.MAX_FRAME_BYTES / 2
@@ -979,7 +981,7 @@ class Saver(Driver):
     def wrote(self, node: str, step: int, error: str = "", gone: bool = False) -> list[AnyAction]:
         ranks = [rank for rank, state in self.job.ranks.items() if state.node == node]
         return self.take(
-            ShardsWritten(
+            RankFilesWritten(
                 at=self.at,
                 node=NodeId(node),
                 snapshot=snapshot_id(step, self.round),
@@ -1188,7 +1190,7 @@ def test_a_snapshot_that_a_newer_one_replaced_in_memory_is_counted_and_no_incide
 def test_the_newest_snapshot_is_written_when_the_ranks_have_ended(job: Saver) -> None:
     job.seal("a", 10, "if needed")
     (order,) = job.finish_all()
-    assert isinstance(order, WriteShards)
+    assert isinstance(order, WriteRankFiles)
     job.wrote("a", 10)
     assert [a.code for a in job.committed("a", 10) if isinstance(a, Finish)] == [0]
 
@@ -1198,13 +1200,13 @@ def test_the_newest_snapshot_is_written_when_a_script_stops_the_job(job: Saver) 
     asked = StopAsked(
         at=job.at, node=NodeId("a"), round=job.round, rank=Rank(0), reason="converged", code=0
     )
-    assert [a for a in job.take(asked) if isinstance(a, WriteShards)] != []
+    assert [a for a in job.take(asked) if isinstance(a, WriteRankFiles)] != []
 
 
 def test_a_snapshot_sealed_just_after_its_round_broke_is_written(job: Saver) -> None:
     job.exit(0, step=4, signal=9)
     (order,) = job.seal("a", 10, "if needed")
-    assert isinstance(order, WriteShards)
+    assert isinstance(order, WriteRankFiles)
 
 
 def test_a_node_lost_while_the_last_checkpoint_is_written_ends_the_round_and_not_the_job(
@@ -1218,7 +1220,7 @@ def test_a_node_lost_while_the_last_checkpoint_is_written_ends_the_round_and_not
     job.join("b")
     images = tuple(ImageId(snapshot_id(10), Rank(rank), 2) for rank in (0, 1))
     (order,) = job.take(ImagesHeld(at=job.at, node=NodeId("b"), images=images))
-    assert isinstance(order, WriteShards)
+    assert isinstance(order, WriteRankFiles)
     assert order.node == "b"
 
 
@@ -1230,14 +1232,14 @@ def test_a_snapshot_that_comes_back_with_its_node_after_its_round_broke_is_writt
     job.join("b")
     images = tuple(ImageId(snapshot_id(10), Rank(rank), 2) for rank in (0, 1))
     (order,) = job.take(ImagesHeld(at=job.at, node=NodeId("b"), images=images))
-    assert isinstance(order, WriteShards)
+    assert isinstance(order, WriteRankFiles)
 
 
 def test_a_job_whose_last_checkpoint_failed_before_its_ranks_ended_ends_with_1(job: Saver) -> None:
     job.seal("a", 10)
     job.wrote("a", 10, "disk full")
     actions = job.finish_all()
-    if any(isinstance(action, WriteShards) for action in actions):  # One more try, why not.
+    if any(isinstance(action, WriteRankFiles) for action in actions):  # One more try, why not.
         actions = job.wrote("a", 10, "disk full")
     assert [action.code for action in actions if isinstance(action, Finish)] == [1]
 

@@ -27,7 +27,7 @@ from holdfast.messages.actions import (
     AnyAction,
     CheckpointSettled,
     CommitCheckpoint,
-    WriteShards,
+    WriteRankFiles,
 )
 from holdfast.messages.checkpoints import (
     ImageId,
@@ -43,7 +43,7 @@ from holdfast.messages.events import (
     Asked,
     CheckpointWritten,
     ImagesHeld,
-    ShardsWritten,
+    RankFilesWritten,
     SnapshotMissed,
     SnapshotsSealed,
     StoredFound,
@@ -57,8 +57,8 @@ MISSED: tuple[Missed, ...] = ("skipped", "failed")
 SLOTS = 2
 """Images that a rank has."""
 
-Told = SnapshotsSealed | SnapshotMissed | ImagesHeld | ShardsWritten | CheckpointWritten
-Order = WriteShards | CommitCheckpoint
+Told = SnapshotsSealed | SnapshotMissed | ImagesHeld | RankFilesWritten | CheckpointWritten
+Order = WriteRankFiles | CommitCheckpoint
 Image = tuple[SnapshotId, Rank]
 
 
@@ -131,14 +131,14 @@ class CommitsMachine(RuleBasedStateMachine):
             self.check_found(restoring, found)
 
     def check_action(self, action: AnyAction) -> None:
-        assert isinstance(action, WriteShards | CommitCheckpoint | CheckpointSettled)
+        assert isinstance(action, WriteRankFiles | CommitCheckpoint | CheckpointSettled)
         writing = self.state.book(action.snapshot.checkpointer).writing
         if isinstance(action, CheckpointSettled):
             assert writing is None or writing.snapshot != action.snapshot
             return
         assert action.node in self.images, "an order to a node that is gone"
         assert action.snapshot not in self.saved, "what is stored is written again"
-        if isinstance(action, WriteShards):
+        if isinstance(action, WriteRankFiles):
             known = self.said[action.node]
             assert all((action.snapshot, rank) in known for rank in action.ranks)
             if action.alike:
@@ -171,7 +171,7 @@ class CommitsMachine(RuleBasedStateMachine):
             taken = commits.held(self.state, event)
         elif isinstance(event, SnapshotMissed):
             taken = commits.missed(self.state, event)
-        elif isinstance(event, ShardsWritten):
+        elif isinstance(event, RankFilesWritten):
             taken = commits.shards_written(self.state, event)
         else:
             taken = commits.checkpoint_written(self.state, event)
@@ -349,9 +349,11 @@ class CommitsMachine(RuleBasedStateMachine):
         if how == "well" and there:
             self.durable |= set(images)
             shards = tuple(shard(rank) for rank in order.ranks)
-            event = ShardsWritten(at=NOW, node=order.node, snapshot=order.snapshot, shards=shards)
+            event = RankFilesWritten(
+                at=NOW, node=order.node, snapshot=order.snapshot, shards=shards
+            )
         else:
-            event = ShardsWritten(
+            event = RankFilesWritten(
                 at=NOW, node=order.node, snapshot=order.snapshot, error=how, gone=how != "error"
             )
         self.bag.append(event)
@@ -580,7 +582,7 @@ TestCommitsMachine = CommitsMachine.TestCase
 TestCommitsMachine.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
 
 
-CHECKPOINT_ACTIONS = (WriteShards, CommitCheckpoint, CheckpointSettled, Answered)
+CHECKPOINT_ACTIONS = (WriteRankFiles, CommitCheckpoint, CheckpointSettled, Answered)
 REQUESTS: list[AnyRequest] = [
     AwaitSave(checkpointer="c", step=2, to="memory"),
     AwaitSave(checkpointer="c", step=3, to="storage", timeout_s=0.5),
@@ -655,7 +657,9 @@ class SavingMachine(JobMachine):
             self.take(CheckpointWritten(**about, error=error))
         else:
             shards = () if error else tuple(shard(rank) for rank in order.ranks)
-            self.take(ShardsWritten(**about, shards=shards, error=error, gone=bool(error and gone)))
+            self.take(
+                RankFilesWritten(**about, shards=shards, error=error, gone=bool(error and gone))
+            )
 
     @rule()
     def carry_out_all(self) -> None:

@@ -55,8 +55,8 @@ SLUGGISH = """
         dist.all_reduce(end)
 """
 """Trains with gloo, and DDP or FSDP; a rank that is slow sleeps four times as long in its forward
-pass. It sleeps for long, so that the time without a CPU on a busy machine is a small part of a step: only
-then may a rank be called slow."""
+pass. Both sleep for long: the time without a CPU must be a small part of a step, on a busy machine too,
+or no rank may be called slow."""
 
 COLD = ("--standby", "0")
 """No nursery: each process imports torch for itself, which is less work if there are few of them."""

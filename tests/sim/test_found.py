@@ -15,7 +15,7 @@ from holdfast.core.recovery.incidents import ALSO_AT_MOST
 from holdfast.core.states import Ended
 from holdfast.messages import nodecheck
 from holdfast.messages.actions import CheckpointSettled, StartWorkers, StopWorkers
-from holdfast.messages.checkpoints import Sealed, Shard, SnapshotId
+from holdfast.messages.checkpoints import Sealed, SnapshotId, StoredFile
 from holdfast.messages.events import (
     CoordinatorRestarted,
     JobOpened,
@@ -28,7 +28,7 @@ from holdfast.messages.events import (
     NodeTested,
     NodeWarm,
     Progress,
-    ShardsWritten,
+    RankFilesWritten,
     SnapshotsSealed,
     StreamEnded,
     Tick,
@@ -164,7 +164,7 @@ def test_a_node_that_was_sent_off_and_died_does_not_keep_a_checkpoint_from_being
     job = a_job(2, min_nodes=1, max_nodes=2)
     for i in range(2):
         take(job, sealed(i), 2.0)
-    written = ShardsWritten(at=3.0, node="n0", snapshot=SNAPSHOT, shards=(shard(0),))
+    written = RankFilesWritten(at=3.0, node="n0", snapshot=SNAPSHOT, shards=(shard(0),))
     take(job, written, 3.0)
     take(job, NodeLeaving(at=4.0, node="n1", reason="preempted", code=75), 4.0)
     assert job.of(Commits).books["c"].writing is not None
@@ -206,8 +206,8 @@ def sealed(number: int) -> SnapshotsSealed:
     )
 
 
-def shard(rank: int) -> Shard:
-    return Shard(rank=rank, name=f"rank_{rank}", size=1, trailer="", contents="")
+def shard(rank: int) -> StoredFile:
+    return StoredFile(rank=rank, name=f"rank_{rank}", size=1, trailer="", contents="")
 
 
 def test_nodes_that_are_given_up_in_one_moment_are_not_given_a_place_in_it():

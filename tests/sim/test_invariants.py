@@ -12,7 +12,7 @@ from holdfast.core.ranks import events as ranks
 from holdfast.core.ranks.state import Ranks
 from holdfast.core.states import Running
 from holdfast.messages.actions import CommitCheckpoint
-from holdfast.messages.checkpoints import Shard, SnapshotId, Tried
+from holdfast.messages.checkpoints import SnapshotId, StoredFile, Tried
 from holdfast.messages.events import Asked, CheckpointWritten
 from holdfast.messages.requests import FindState
 from holdfast.sim.cluster import Cluster
@@ -146,7 +146,7 @@ SNAPSHOT = SnapshotId("sim", 10, 1)
 
 
 def test_a_shard_that_is_not_durable_is_noticed_when_its_checkpoint_is_committed(cluster):
-    shards = [cluster.storage.write(SNAPSHOT, 0), Shard(1, "rank_1.round_1", 1, "", "10 1 1")]
+    shards = [cluster.storage.write(SNAPSHOT, 0), StoredFile(1, "rank_1.round_1", 1, "", "10 1 1")]
     with pytest.raises(Violated, match="committed without rank_1"):
         cluster.storage.commit(SNAPSHOT, 2, tuple(shards))
 

@@ -37,9 +37,9 @@ from holdfast.checkpoint.storage.rank_file import extents_of, write_file
 from holdfast.checkpoint.storage.writer_mark import Writer, WriterMark, taken
 from holdfast.clock import machine_time
 from holdfast.errors import HoldfastError, StepTaken, Unusable
-from holdfast.messages.actions import CommitCheckpoint, WriteShards
-from holdfast.messages.checkpoints import ImageId, Shard, SnapshotId, StoredStep
-from holdfast.messages.events import CheckpointWritten, ShardsWritten, StoredFound
+from holdfast.messages.actions import CommitCheckpoint, WriteRankFiles
+from holdfast.messages.checkpoints import ImageId, SnapshotId, StoredFile, StoredStep
+from holdfast.messages.events import CheckpointWritten, RankFilesWritten, StoredFound
 from holdfast.messages.keeper import FailWrites, FindStored, KeeperEvent
 from holdfast.messages.local import OpenCheckpointer
 from holdfast.messages.units import Rank, RoundNumber, StepNumber
@@ -113,7 +113,7 @@ class CheckpointFiles:
         opened = storage.result()
         if isinstance(action, FindStored):
             return self._find(action, opened)
-        if isinstance(action, WriteShards):
+        if isinstance(action, WriteRankFiles):
             return self._write(number, action, opened)
         if isinstance(action, CommitCheckpoint):
             return self._commit(action, opened)
@@ -144,7 +144,7 @@ class CheckpointFiles:
 
     # ---- writing ----
 
-    def _write(self, number: int, action: WriteShards, opened: Opened) -> ShardsWritten:
+    def _write(self, number: int, action: WriteRankFiles, opened: Opened) -> RankFilesWritten:
         storage = opened.needed(action.snapshot.checkpointer)
         node, snapshot = action.node, action.snapshot
         try:
@@ -160,13 +160,13 @@ class CheckpointFiles:
                     for rank, held in zip(action.ranks, images, strict=True)
                 )
         except (_ImageGone, StepTaken) as why:
-            return ShardsWritten(
+            return RankFilesWritten(
                 at=machine_time(), node=node, snapshot=snapshot, error=str(why), gone=True
             )
-        return ShardsWritten(at=machine_time(), node=node, snapshot=snapshot, shards=shards)
+        return RankFilesWritten(at=machine_time(), node=node, snapshot=snapshot, shards=shards)
 
     def _pinned(
-        self, action: WriteShards, rank: Rank, until: ExitStack
+        self, action: WriteRankFiles, rank: Rank, until: ExitStack
     ) -> tuple[Image, ImageRecord, int, bytes]:
         """Find a rank's image of the snapshot, and keep it unchanged until then."""
         found = self._images.sealed(ImageId(action.snapshot, rank, action.world_size))
@@ -179,11 +179,11 @@ class CheckpointFiles:
     def _write_rank(
         self,
         number: int,
-        action: WriteShards,
+        action: WriteRankFiles,
         opened: Opened,
         rank: Rank,
         held: tuple[Image, ImageRecord, int, bytes],
-    ) -> Shard:
+    ) -> StoredFile:
         image, record, state, digests = held
         snapshot, storage = action.snapshot, opened.needed(action.snapshot.checkpointer)
         directory = opened.directory(snapshot)
@@ -210,7 +210,7 @@ class CheckpointFiles:
         # The file has digests of its own; its bytes must be those that were sealed, even now.
         if block_digests(image.body[: record.size], self._hashing) != digests:
             raise Unusable(f"{image.path}: the image of rank {rank} changed after its seal")
-        return Shard(rank, written.name, written.size, written.trailer, written.contents)
+        return StoredFile(rank, written.name, written.size, written.trailer, written.contents)
 
     def fail_writes(self, action: FailWrites) -> None:
         self._disk_full.begin(action.files)

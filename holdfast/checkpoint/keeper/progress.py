@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from holdfast.errors import Unusable
-from holdfast.messages.actions import CommitCheckpoint, WriteShards
+from holdfast.messages.actions import CommitCheckpoint, WriteRankFiles
 from holdfast.messages.keeper import (
-    DiscardShards,
+    DiscardRankFiles,
     FindStored,
     KeeperOrder,
     KeeperReply,
@@ -24,7 +24,7 @@ STALLED_TIMES = 10.0
 """Storage hangs when it accepts no byte for `STALLED_S`, or for ten times its longest pause so far."""
 REPORT_EVERY_S = 0.5
 
-StorageAction = OpenCheckpointer | WriteShards | CommitCheckpoint | DiscardShards | FindStored
+StorageAction = OpenCheckpointer | WriteRankFiles | CommitCheckpoint | DiscardRankFiles | FindStored
 
 
 @dataclass
@@ -47,7 +47,7 @@ class StorageProgress:
             with self._lock:
                 self._underway[order.number] = _Underway(time.monotonic())
 
-    def of(self, number: int, write: WriteShards, of_bytes: int) -> Callable[[int], None]:
+    def of(self, number: int, write: WriteRankFiles, of_bytes: int) -> Callable[[int], None]:
         """Return a function to call with the size of each piece that was written."""
 
         def advance(size_bytes: int) -> None:

@@ -33,7 +33,7 @@ from holdfast.messages.actions import (
     CheckpointSettled,
     CloseJob,
     CommitCheckpoint,
-    WriteShards,
+    WriteRankFiles,
 )
 from holdfast.messages.checkpoints import SnapshotId
 from holdfast.messages.events import (
@@ -41,12 +41,12 @@ from holdfast.messages.events import (
     CheckpointWritten,
     NodeLeaving,
     NodeLeft,
-    ShardsWritten,
+    RankFilesWritten,
     SnapshotMissed,
     SnapshotsSealed,
     StoredFound,
 )
-from holdfast.messages.keeper import DiscardShards
+from holdfast.messages.keeper import DiscardRankFiles
 from holdfast.messages.requests import AnyAnswer, AwaitSave, FindState
 from holdfast.messages.units import NodeId, Rank
 
@@ -140,7 +140,7 @@ class CommitDriver:
             self._pass_over(event)
             self._act_on(rules.missed(self._commits, event))
             self._await_end(event)
-        elif isinstance(event, ShardsWritten):
+        elif isinstance(event, RankFilesWritten):
             self._note_unused(event)
             self._act_on(rules.shards_written(self._commits, event))
         elif isinstance(event, CheckpointWritten):
@@ -214,12 +214,12 @@ class CommitDriver:
             self._answer(asker, answer)
 
     def _send(self, action: AnyAction) -> None:
-        assert isinstance(action, WriteShards | CommitCheckpoint | CheckpointSettled)
+        assert isinstance(action, WriteRankFiles | CommitCheckpoint | CheckpointSettled)
         rank, snapshot = rank_of(action.node), action.snapshot
         out = self._out[rank]
         if isinstance(action, CheckpointSettled):
             if snapshot in self._unused:
-                out.append(DiscardShards(node=action.node, snapshot=snapshot, ranks=(rank,)))
+                out.append(DiscardRankFiles(node=action.node, snapshot=snapshot, ranks=(rank,)))
             return
         before = out[-1] if out else None
         if isinstance(action, CommitCheckpoint) and isinstance(before, CommitCheckpoint):
@@ -245,7 +245,7 @@ class CommitDriver:
             step, why = ended.snapshot.step, ended.settled.reason
             self._complain(f"step {step} is not on storage: {why}")
 
-    def _note_unused(self, event: ShardsWritten) -> None:
+    def _note_unused(self, event: RankFilesWritten) -> None:
         """Remember a snapshot whose writing an error ends: its shards are of no use."""
         writing = self._commits.book(event.snapshot.checkpointer).writing
         if event.error and writing is not None and writing.snapshot == event.snapshot:

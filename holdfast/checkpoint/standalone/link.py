@@ -40,7 +40,7 @@ from holdfast.checkpoint.standalone.store_meeting import (
 from holdfast.checkpoint.tickets import SaveId
 from holdfast.clock import machine_time
 from holdfast.errors import CheckpointError, RequestTimeout, UsageError
-from holdfast.messages.actions import Answered, CloseJob, CommitCheckpoint, WriteShards
+from holdfast.messages.actions import Answered, CloseJob, CommitCheckpoint, WriteRankFiles
 from holdfast.messages.checkpoints import (
     Holder,
     ImageId,
@@ -55,12 +55,12 @@ from holdfast.messages.events import (
     CheckpointWritten,
     NodeLeaving,
     NodeLeft,
-    ShardsWritten,
+    RankFilesWritten,
     SnapshotMissed,
     SnapshotsSealed,
     StoredFound,
 )
-from holdfast.messages.keeper import DiscardShards, FindStored, KeeperReply, SealImage
+from holdfast.messages.keeper import DiscardRankFiles, FindStored, KeeperReply, SealImage
 from holdfast.messages.local import OpenCheckpointer
 from holdfast.messages.requests import FindState, SaveSettled, StateFound
 from holdfast.messages.units import Rank, RoundNumber, StepNumber
@@ -422,7 +422,7 @@ class ScriptLink:
                 self._order(action)
         return False
 
-    def _order(self, action: WriteShards | CommitCheckpoint | DiscardShards) -> None:
+    def _order(self, action: WriteRankFiles | CommitCheckpoint | DiscardRankFiles) -> None:
         with self._lock:
             newest_first = reversed(self._saves.values())
             save = next(one for one in newest_first if one.snapshot == action.snapshot)
@@ -436,7 +436,7 @@ class ScriptLink:
 
     def _answered(self, save: SaveProgress, reply: KeeperReply) -> None:
         event = reply.event
-        if isinstance(event, ShardsWritten | CheckpointWritten):
+        if isinstance(event, RankFilesWritten | CheckpointWritten):
             if event.error and self.world_size > 1:
                 event = msgspec.structs.replace(event, error=f"rank {self.rank}: {event.error}")
             self._post(event)

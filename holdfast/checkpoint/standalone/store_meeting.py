@@ -25,19 +25,19 @@ import msgspec
 from msgspec import Struct
 
 from holdfast.errors import CheckpointError, HoldfastError
-from holdfast.messages.actions import Answered, CloseJob, CommitCheckpoint, WriteShards
+from holdfast.messages.actions import Answered, CloseJob, CommitCheckpoint, WriteRankFiles
 from holdfast.messages.checkpoints import SnapshotId, Tier
 from holdfast.messages.events import (
     Asked,
     CheckpointWritten,
     NodeLeaving,
     NodeLeft,
-    ShardsWritten,
+    RankFilesWritten,
     SnapshotMissed,
     SnapshotsSealed,
     StoredFound,
 )
-from holdfast.messages.keeper import DiscardShards
+from holdfast.messages.keeper import DiscardRankFiles
 from holdfast.messages.requests import SaveSettled
 
 UNLIMITED: Final = timedelta(days=365)
@@ -46,7 +46,7 @@ UNLIMITED: Final = timedelta(days=365)
 RankEvent = (
     SnapshotsSealed
     | SnapshotMissed
-    | ShardsWritten
+    | RankFilesWritten
     | CheckpointWritten
     | StoredFound
     | Asked
@@ -64,7 +64,7 @@ class SaveEnded(Struct, frozen=True, tag=True):
     settled: SaveSettled
 
 
-RankAction = WriteShards | CommitCheckpoint | DiscardShards | SaveEnded | Answered | CloseJob
+RankAction = WriteRankFiles | CommitCheckpoint | DiscardRankFiles | SaveEnded | Answered | CloseJob
 
 
 class Post(Struct, frozen=True):

@@ -33,7 +33,7 @@ from holdfast.messages.events import (
     CheckpointWritten,
     ImagesHeld,
     NodeResumed,
-    ShardsWritten,
+    RankFilesWritten,
     SnapshotMissed,
     SnapshotsSealed,
     StoredFound,
@@ -95,8 +95,8 @@ class CommitsMachine(Commits, Machine):
             effects += rules.secure(self)  # Back with its images, after the round broke.
         return effects
 
-    @on(ShardsWritten, *ALWAYS)
-    def on_shards_written(self, job: View, event: ShardsWritten, now: Time) -> Effects:
+    @on(RankFilesWritten, *ALWAYS)
+    def on_rank_files_written(self, job: View, event: RankFilesWritten, now: Time) -> Effects:
         return self._take_in(job, rules.shards_written(self, event))
 
     @on(CheckpointWritten, *ALWAYS)

@@ -43,7 +43,7 @@ from holdfast.messages.actions import (
     AnyAction,
     CheckpointSettled,
     CommitCheckpoint,
-    WriteShards,
+    WriteRankFiles,
 )
 from holdfast.messages.checkpoints import (
     WISHES,
@@ -55,7 +55,7 @@ from holdfast.messages.checkpoints import (
 from holdfast.messages.events import (
     CheckpointWritten,
     ImagesHeld,
-    ShardsWritten,
+    RankFilesWritten,
     SnapshotMissed,
     SnapshotsSealed,
 )
@@ -230,8 +230,8 @@ def _write(book: Book, snapshot: Snapshot, taken: CommitEffects) -> None:
     taken.actions += [_write_shards(book.writing, *to) for to in pending.items()]
 
 
-def _write_shards(writing: Writing, node: NodeId, ranks: Iterable[Rank]) -> WriteShards:
-    return WriteShards(
+def _write_shards(writing: Writing, node: NodeId, ranks: Iterable[Rank]) -> WriteRankFiles:
+    return WriteRankFiles(
         node=node,
         snapshot=writing.snapshot,
         ranks=tuple(ranks),
@@ -240,7 +240,7 @@ def _write_shards(writing: Writing, node: NodeId, ranks: Iterable[Rank]) -> Writ
     )
 
 
-def shards_written(commits: Commits, event: ShardsWritten) -> CommitEffects:
+def shards_written(commits: Commits, event: RankFilesWritten) -> CommitEffects:
     """Note that a node's shards are durable, or failed."""
     book = commits.book(event.snapshot.checkpointer)
     writing, taken = book.writing, CommitEffects()
@@ -257,7 +257,7 @@ def shards_written(commits: Commits, event: ShardsWritten) -> CommitEffects:
     return taken
 
 
-def _note_written(writing: Writing, event: ShardsWritten, taken: CommitEffects) -> None:
+def _note_written(writing: Writing, event: RankFilesWritten, taken: CommitEffects) -> None:
     asked = writing.pending.pop(event.node)
     writing.shards |= {shard.rank: shard for shard in event.shards if shard.rank in asked}
     left = [rank for rank in asked if rank not in writing.shards]

@@ -8,7 +8,7 @@ from msgspec import Struct, field
 
 from holdfast.core.decisions import Asker
 from holdfast.messages.actions import AnyAction
-from holdfast.messages.checkpoints import Missed, Shard, SnapshotId, StoredStep, Tier, Wish
+from holdfast.messages.checkpoints import Missed, SnapshotId, StoredFile, StoredStep, Tier, Wish
 from holdfast.messages.requests import AnyAnswer, SaveSettled
 from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber
 
@@ -60,7 +60,7 @@ class Writing(Struct):
     alike: bool
     pending: dict[NodeId, list[Rank]]
     """The ranks whose shards each node still has to write."""
-    shards: dict[Rank, Shard] = field(default_factory=dict)
+    shards: dict[Rank, StoredFile] = field(default_factory=dict)
     committer: NodeId | None = None
     """The node that writes the manifest, once all shards are written."""
     nodes: list[NodeId] = field(default_factory=list)

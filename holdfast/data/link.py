@@ -1,0 +1,47 @@
+"""The way from a script's data sets to the job: to the agent, and through it to the coordinator.
+
+A worker of `holdfast run` installs its link before the script runs. Elsewhere there is none, and data
+sets work within their process.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from holdfast.messages.data import Span
+from holdfast.messages.local import DataUsed
+from holdfast.messages.requests import DataOpened, OpenData
+
+
+class JobLink(Protocol):
+    rank: int
+    world_size: int
+    round: int
+
+    @property
+    def step(self) -> int:
+        """The last step that this rank has finished, counted from the job's first."""
+
+    def open(self, request: OpenData) -> DataOpened:
+        """Wait until the coordinator knows what was used of a data set; DataError if it refuses."""
+
+    def take(self, dataset: str, count: int) -> tuple[Span, ...]:
+        """Wait for shards that were lent to this rank's node; none if the data set is finished."""
+
+    def tell(self, message: DataUsed) -> None:
+        """Report what became of positions; does not wait."""
+
+
+class _Slot:
+    """Holder of the process's link: objects of a script have no other way to find it."""
+
+    link: JobLink | None = None
+
+
+def install(link: JobLink) -> None:
+    _Slot.link = link
+
+
+def current() -> JobLink | None:
+    """Return this process's link; None outside `holdfast run`."""
+    return _Slot.link
