@@ -104,7 +104,7 @@ class _Agent:
             state=lambda: (self.supervisor.round, self.supervisor.busy),
             act=lambda order: self.supervisor.act(order),
             lease=RoundLease(lambda: self.supervisor),
-            resumed=lambda sent: self.supervisor.requests.ask_again(sent),
+            resumed=lambda sent: self.supervisor.resumed(sent),
         )
         self.snapshots = self._snapshots(table, env)
         self.starter = Starter(orders, self.console, table, pool, env)

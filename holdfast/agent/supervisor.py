@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
@@ -24,6 +24,7 @@ from holdfast.agent.evidence import Examined
 from holdfast.agent.fault_injector import Injector
 from holdfast.agent.launcher_error import Failure
 from holdfast.agent.requests import ScriptRequests
+from holdfast.agent.shards import NodeShards
 from holdfast.agent.snapshots import Snapshots
 from holdfast.agent.stall_detector import KernelSystem, StallDetector, System
 from holdfast.agent.timings import StepTimings
@@ -38,6 +39,7 @@ from holdfast.messages.actions import (
     Examine,
     Finish,
     Inject,
+    LendShards,
     NodeAction,
     Prepare,
     StartWorkers,
@@ -112,6 +114,7 @@ class Supervisor:
     finished: asyncio.Future[Finish] = field(init=False)
     """Done once the node has left."""
     requests: ScriptRequests = field(init=False)
+    shards: NodeShards = field(init=False)
     _workers: Workers = field(default_factory=Workers)
     _detector: StallDetector = field(init=False)
     _injector: Injector = field(init=False)
@@ -133,6 +136,8 @@ class Supervisor:
         self._reporter = Reporter(node, clock, report, self.snapshots.ended, timings)
         self._detector = StallDetector(self.hang_terms, self._reporter.stalled, system)
         self.requests = ScriptRequests(node, clock, report, self._workers.reply)
+        loop = asyncio.get_running_loop()
+        self.shards = NodeShards(node, clock, report, self._workers.reply, loop.time)
         self._injector = Injector(
             node=node,
             clock=clock,
@@ -150,6 +155,7 @@ class Supervisor:
             detector=self._detector,
             reporter=self._reporter,
             requests=self.requests,
+            shards=self.shards,
             injector=self._injector,
             gone=self._worker_gone,
         )
@@ -179,6 +185,11 @@ class Supervisor:
     def kill_all(self) -> None:
         """Kill all workers without grace."""
         self._workers.kill()
+
+    def resumed(self, sent: Collection[AnyEvent]) -> None:
+        """Ask again for what may have been lost with the last stream; these events were not."""
+        self.requests.ask_again(sent)
+        self.shards.ask_again()
 
     # ---- the lease on the round: see `agent.lease` ----
 
@@ -340,5 +351,6 @@ _ORDERS: dict[type[NodeAction], Callable[[Supervisor, Any], None]] = {
     WriteRankFiles: lambda agent, order: agent.snapshots.act(order),
     CommitCheckpoint: lambda agent, order: agent.snapshots.act(order),
     CheckpointSettled: lambda agent, order: agent.snapshots.act(order),
+    LendShards: lambda agent, order: agent.shards.lent(order),
     Inject: lambda agent, order: agent._injector.take(order),
 }

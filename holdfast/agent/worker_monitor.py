@@ -7,7 +7,9 @@ What a worker says is passed on to the part that it concerns:
     a fault was triggered               the fault injector
     its script ended                    the stall detector: its process may still work, or hang
     its script raised                   it is not watched any more, it has only to exit
-    a request                           the coordinator; the keeper answers what is about images
+    a request                           the coordinator; the keeper answers what is about images,
+                                        and shards are taken from those that the node has
+    what it used of a data set          the node's shards
     a checkpointer, a complete image    the keeper
 
 A worker does not report its progress: that is on its page, which is read once a second. The pool is
@@ -28,6 +30,7 @@ from holdfast.agent.evidence import last_collectives
 from holdfast.agent.fault_injector import Injector
 from holdfast.agent.processes import Exit
 from holdfast.agent.requests import ScriptRequests
+from holdfast.agent.shards import NodeShards
 from holdfast.agent.stall_detector import StallDetector
 from holdfast.agent.timings import StepTimings, TrainingProcess
 from holdfast.agent.worker import RankEnding, Worker, Workers
@@ -37,6 +40,7 @@ from holdfast.messages.hangs import Pause, Stall
 from holdfast.messages.local import (
     Ask,
     Began,
+    DataUsed,
     Died,
     FromWorker,
     ImageMissed,
@@ -49,7 +53,7 @@ from holdfast.messages.local import (
     TrapSprung,
 )
 from holdfast.messages.records import Part, Raised, RankProgress
-from holdfast.messages.requests import AnyAnswer, FindState, LocateImage
+from holdfast.messages.requests import AnyAnswer, FindState, LocateImage, TakeShards
 from holdfast.messages.units import CauseId, NodeId, Rank, RoundNumber
 
 log = logging.getLogger("holdfast.agent")
@@ -216,6 +220,7 @@ class WorkerMonitor:
     detector: StallDetector
     reporter: Reporter
     requests: ScriptRequests
+    shards: NodeShards
     injector: Injector
     gone: Callable[[], None]
     """Called after a worker's end was reported and it is no longer among the workers."""
@@ -227,6 +232,7 @@ class WorkerMonitor:
         self.snapshots.begin_round(part)
         self.detector.begin_round(part)
         self.reporter.begin_round(part, cause)
+        self.shards.begin_round(part)
         self.injector.begin_round(part)
 
     def expect(self, worker: Worker) -> None:
@@ -293,6 +299,8 @@ class WorkerMonitor:
 
         if isinstance(request, LocateImage):
             self.snapshots.locate(request, reply)
+        elif isinstance(request, TakeShards):
+            self.shards.ask(rank, message)
         elif isinstance(request, FindState) and request.tried is None and rank == 0:
             self.snapshots.look(round, request.checkpointer, forward)
         else:
@@ -308,6 +316,7 @@ class WorkerMonitor:
         if self.workers.running:
             self._look_later()  # First, so that a look that raises is not the last one.
             self.reporter.progressed(self.workers.running.values(), self.detector)
+            self.shards.look()
             self.pool.refill()
 
     # ---- its end ----
@@ -318,6 +327,7 @@ class WorkerMonitor:
         worker.hear_last_words()
         self.injector.look(worker.target())
         self.requests.forget(worker.rank)
+        self.shards.forget(worker.rank)
         progress, ending = worker.progress(self.clock), worker.ending(end)
         self.workers.note_end(progress, ending.stop_took_s)
         if ending.exit.code == 0:
@@ -339,6 +349,7 @@ _HANDLERS: dict[type[Any], Callable[[WorkerMonitor, Worker, Any], None]] = {
     Died: WorkerMonitor._died,
     ScriptFinished: WorkerMonitor._done,
     Ask: WorkerMonitor._asked,
+    DataUsed: lambda monitor, worker, message: monitor.shards.heard(worker.rank, message),
     OpenCheckpointer: lambda monitor, worker, message: monitor.snapshots.opened(message),
     ImageWhole: lambda monitor, worker, message: monitor.snapshots.whole(worker.rank, message),
     ImageMissed: lambda monitor, worker, message: monitor.snapshots.missed(worker.rank, message),

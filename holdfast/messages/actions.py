@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from holdfast.messages.chaos import Trap
 from holdfast.messages.checkpoints import SnapshotId, StoredFile
-from holdfast.messages.data import DataName, Span
+from holdfast.messages.data import DataName, Records, Span
 from holdfast.messages.records import Part
 from holdfast.messages.requests import AnyAnswer
 from holdfast.messages.units import CauseId, NodeId, Rank, RoundNumber, Seconds
@@ -135,8 +135,11 @@ class LendShards(Action, frozen=True, kw_only=True):
     round: RoundNumber
     dataset: DataName
     spans: tuple[Span, ...] = ()
-    """Each a whole number of shards, but for a last one. Spans that the node has already are said
-    again because they may have been lost."""
+    """Several shards each, cut where the records of a shard end."""
+    shard: Records = 1
+    """Records of a shard."""
+    again: bool = False
+    """Whether these are all shards that the node has, said again because some may have been lost."""
     finished: bool = False
     """Nothing more will be lent in this round."""
 

@@ -95,7 +95,7 @@ class SupervisedAgent(SimAgent):
             self.cluster.training.break_(self.running)
 
     def resumed(self, sent: list[AnyEvent]) -> None:
-        self.supervisor.requests.ask_again(sent)
+        self.supervisor.resumed(sent)
 
     def pause_ranks(self) -> None:
         self.supervisor.pause()
