@@ -109,6 +109,10 @@ class Node(asyncio.Protocol):
                 self.fleet.placed(self)
             elif isinstance(message, StopWorkers):
                 self._ready()
+            self.handle(message)
+
+    def handle(self, message: Struct) -> None:
+        """Do what a node of another bench does with it."""
 
     def connection_lost(self, error: Exception | None) -> None:
         self.fleet.lost += 1
@@ -159,6 +163,7 @@ class Fleet:
 
     coordinator: Coordinator
     size: int
+    make: type[Node] = Node
     nodes: list[Node] = field(default_factory=list)
     lost: int = 0
     _waiting_for: int = 0
@@ -183,7 +188,7 @@ class Fleet:
         async def one(number: int) -> None:
             async with gate:
                 where = self.coordinator.host, self.coordinator.port
-                _, node = await loop.create_connection(lambda: Node(self, number), *where)
+                _, node = await loop.create_connection(lambda: self.make(self, number), *where)
                 self.nodes.append(node)
 
         await asyncio.gather(*(one(number) for number in range(self.size)))

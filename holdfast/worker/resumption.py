@@ -170,6 +170,10 @@ class Resumption:
     def base(self) -> tuple[int, Resumed]:
         """Return the step that the script resumed at; called at its first step."""
         self._observes = False
+        return self.so_far()
+
+    def so_far(self) -> tuple[int, Resumed]:
+        """Return the step that the script resumes at, by what it has read until now."""
         files = self._registry.files() if self._registry is not None and self._read else {}
         found = [(key, files.get(key[:2])) for key in self._read]
         saved = [one for key, one in found if one is not None and one.is_that(key)]

@@ -88,8 +88,11 @@ class Runtime:
 
     @property
     def step(self) -> int:
-        """The last step that was finished, counted from the job's first."""
-        return self._step if self._steps else self._resumed or 0
+        """The last step that was finished, counted from the job's first; before the first step of
+        this process, the one that it resumes from, as far as that is known."""
+        if self._steps > 0:
+            return self._step
+        return self._resumed if self._resumed is not None else self.resumption.so_far()[0]
 
     def hook_stepped(self, resumed_from: int) -> None:
         """Count an optimizer step, unless the script counts for itself."""

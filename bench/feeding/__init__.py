@@ -1,0 +1,1 @@
+"""What `bench/data.py` measures, one module a measure."""
