@@ -6,8 +6,8 @@
 
 Spans that touch are joined, so a set costs as much as it has gaps, whatever its size. The union of sets
 does not depend on their order, and adding twice changes nothing: what all ranks of a round used is the
-union of what each of them did. Lines that are used to their ends collapse into one number, so a set does
-not grow with the epochs behind it either.
+union of what each of them did. Lines that are used to their ends collapse into one number, so a set
+does not grow with the epochs behind it either.
 """
 
 from __future__ import annotations
