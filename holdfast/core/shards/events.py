@@ -73,7 +73,7 @@ class ShardsMachine(Shards, Machine):
             for part in found.given_up:
                 effects.append(_give_up(job, data, event.node, failure, part, found.times))
         told = event.used or event.returned or event.failed
-        if event.want:
+        if event.want and job.world is not None:
             data.wants.pop(event.node, None)
             data.wants[event.node] = event.want
         elif told and not fits and not event.failed:
