@@ -9,9 +9,9 @@ What ranks used, failed at or gave back is collected and reported with the next 
 about once a second; in large jobs less often, so that the coordinator hears the same number of reports.
 A rank that is gone gives back what it had not finished.
 
-Leases end with their round. When the stream broke, the coordinator says again what it has lent. What
-the node was through with by then must not come back: spans that were used are left alone, since word of
-them is on its way; others are given back once more, in case they were lent to the node again.
+Leases end with their round. When the stream broke, the coordinator says again what it has lent. That
+may name spans that the node is through with, if word of them is still on its way: reports have numbers,
+and each loan says up to which of them the coordinator knew.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from holdfast.clock import JobClock
+from holdfast.core.shards import grid
 from holdfast.messages.actions import LendShards
-from holdfast.messages.data import ShardFailure, Span, Used, UsedBy
+from holdfast.messages.data import DataSpec, ShardFailure, Span, Used, UsedBy
 from holdfast.messages.events import AnyEvent, ShardsReported
 from holdfast.messages.local import Ask, DataUsed, ScriptReply
 from holdfast.messages.records import Part
@@ -66,16 +67,17 @@ class Demand:
 class HeldShards:
     """The shards of one data set that are lent to this node in the present round."""
 
-    shard: int = 1
-    """Records of a shard."""
+    spec: DataSpec | None = None
+    """Known once a rank of this node has opened the data set."""
     free: deque[Span] = field(default_factory=deque)
     """Lent and not taken, in the order in which they are to be used."""
     count: int = 0
     """Number of shards in `free`."""
     taken: dict[Rank, SpanSet] = field(default_factory=dict)
-    used: SpanSet = field(default_factory=SpanSet)
-    left: SpanSet = field(default_factory=SpanSet)
-    """Failed at or given back, and not lent again since."""
+    number: int = 0
+    """Number of the last report."""
+    unheard: deque[tuple[int, SpanSet]] = field(default_factory=deque)
+    """Spans that the node was through with, by the reports of which the coordinator may not know."""
     waiting: deque[tuple[Rank, Ask]] = field(default_factory=deque)
     asked: int = 0
     """Shards that were asked for and have not come."""
@@ -91,20 +93,26 @@ class HeldShards:
     def has_news(self) -> bool:
         return bool(self.news_used or self.news_failed or self.news_returned)
 
-    def add(self, span: Span) -> int:
-        """Add a span that was lent; return its number of shards."""
-        self.free.append(span)
-        self.left.remove(span)
-        number = (span.stop - 1) // self.shard - span.start // self.shard + 1
-        self.count += number
-        return number
+    def add(self, spans: Iterable[Span], heard: int) -> None:
+        """Add spans that were lent, as far as they are not here or were through here after that
+        report."""
+        while self.unheard and self.unheard[0][0] <= heard:
+            self.unheard.popleft()
+        known = SpanSet.of(self.free)
+        for one in (*self.taken.values(), *(gone for _, gone in self.unheard), self.through()):
+            known.update(one)
+        assert self.spec is not None
+        for part in (part for span in spans for part in known.without(span)):
+            self.free.append(part)
+            self.count += grid.count(self.spec, part)
 
     def take(self, rank: Rank, count: int) -> tuple[Span, ...]:
         """Hand the next shards to a rank."""
         found: list[Span] = []
         while self.free and len(found) < count:
+            assert self.spec is not None
             span = self.free.popleft()
-            stop = min(span.stop, (span.start // self.shard + 1) * self.shard)
+            stop, _ = grid.advance(self.spec, span.start, span.stop, 1)
             if stop < span.stop:
                 self.free.appendleft(Span(span.line, stop, span.stop))
             found.append(Span(span.line, span.start, stop))
@@ -127,18 +135,19 @@ class HeldShards:
     def pop_news(
         self,
     ) -> tuple[tuple[UsedBy, ...], tuple[ShardFailure, ...], tuple[Span, ...]]:
-        """Return what was not reported yet."""
+        """Return what was not reported yet, as the next report."""
+        self.number += 1
+        if self.has_news:
+            self.unheard.append((self.number, self.through()))
         news = tuple(self.news_used), tuple(self.news_failed), tuple(self.news_returned)
         self.news_used, self.news_failed, self.news_returned = [], [], []
         self.newest = {}
         return news
 
-    def known(self) -> SpanSet:
-        """Return what is here, or was used here."""
-        known = SpanSet.of(self.free)
-        for one in (self.used, *self.taken.values()):
-            known.update(one)
-        return known
+    def through(self) -> SpanSet:
+        """Return the spans of what was not reported yet."""
+        used, failed = (one.used.span for one in self.news_used), (f.span for f in self.news_failed)
+        return SpanSet.of([*used, *failed, *self.news_returned])
 
 
 @dataclass
@@ -162,6 +171,10 @@ class NodeShards:
 
     # ---- what ranks say ----
 
+    def opened(self, spec: DataSpec) -> None:
+        """Note what a data set is that a rank is about to use."""
+        self._sets.setdefault(spec.name, HeldShards()).spec = spec
+
     def ask(self, rank: Rank, message: Ask) -> None:
         """Answer a rank that wants shards, now or when there are some."""
         request = message.request
@@ -178,14 +191,12 @@ class NodeShards:
         mine = held.taken.setdefault(rank, SpanSet())
         for used in message.used:
             held.note(rank, used)
-            held.used.add(used.span)
             mine.remove(used.span)
         for failed in message.failed:
             held.news_failed.append(ShardFailure(rank, failed.span, failed.error))
-            held.left.add(failed.span)
             mine.remove(failed.span)
         for span in message.returned:
-            self._give_back(held, span)
+            held.news_returned.append(span)
             mine.remove(span)
         if message.failed or message.returned:
             self._tell(message.dataset, held)
@@ -194,39 +205,22 @@ class NodeShards:
         """Give back what a rank that is gone had not finished, and say all that it has done."""
         for name, held in self._sets.items():
             held.waiting = deque(one for one in held.waiting if one[0] != rank)
-            for span in held.taken.pop(rank, ()):
-                self._give_back(held, span)
+            held.news_returned += held.taken.pop(rank, ())
             if held.has_news:
                 self._tell(name, held)
-
-    def _give_back(self, held: HeldShards, span: Span) -> None:
-        held.news_returned.append(span)
-        held.left.add(span)
 
     # ---- what the coordinator says ----
 
     def lent(self, order: LendShards) -> None:
         if order.round != self._round:
             return
-        held = self._sets.setdefault(order.dataset, HeldShards())
-        held.shard = order.shard
+        held = self._sets.get(order.dataset)
+        if held is None or held.spec is None:
+            return  # Only a node whose rank has opened a data set is lent any of it.
+        held.asked = 0
         held.finished = order.finished
-        if order.again:
-            self._take_again(held, order.spans)
-        else:
-            for span in order.spans:
-                held.asked = max(0, held.asked - held.add(span))
+        held.add(order.spans, order.heard)
         self._serve(order.dataset, held)
-
-    def _take_again(self, held: HeldShards, spans: Iterable[Span]) -> None:
-        """Take those parts of spans that never came; give back those that were left here."""
-        known = held.known()
-        for part in (part for span in spans for part in known.without(span)):
-            left = held.left.within(part)
-            for span in held.left.without(part):
-                held.add(span)
-            for span in left:
-                self._give_back(held, span)
 
     def ask_again(self) -> None:
         """Repeat what is wanted, on a new stream."""
@@ -273,6 +267,7 @@ class NodeShards:
                 node=self.node,
                 round=self._round,
                 dataset=name,
+                number=held.number,
                 want=held.asked,
                 used=used,
                 failed=failed,

@@ -53,7 +53,7 @@ from holdfast.messages.local import (
     TrapSprung,
 )
 from holdfast.messages.records import Part, Raised, RankProgress
-from holdfast.messages.requests import AnyAnswer, FindState, LocateImage, TakeShards
+from holdfast.messages.requests import AnyAnswer, FindState, LocateImage, OpenData, TakeShards
 from holdfast.messages.units import CauseId, NodeId, Rank, RoundNumber
 
 log = logging.getLogger("holdfast.agent")
@@ -301,6 +301,9 @@ class WorkerMonitor:
             self.snapshots.locate(request, reply)
         elif isinstance(request, TakeShards):
             self.shards.ask(rank, message)
+        elif isinstance(request, OpenData):
+            self.shards.opened(request.spec)
+            forward()
         elif isinstance(request, FindState) and request.tried is None and rank == 0:
             self.snapshots.look(round, request.checkpointer, forward)
         else:

@@ -6,10 +6,10 @@ from msgspec import Struct
 
 from holdfast.messages.chaos import Trap
 from holdfast.messages.checkpoints import SnapshotId, StoredFile
-from holdfast.messages.data import DataName, Records, Span
+from holdfast.messages.data import DataName, Span
 from holdfast.messages.records import Part
 from holdfast.messages.requests import AnyAnswer
-from holdfast.messages.units import CauseId, NodeId, Rank, RoundNumber, Seconds
+from holdfast.messages.units import CauseId, Count, NodeId, Rank, RoundNumber, Seconds
 
 
 class Action(Struct, frozen=True, kw_only=True, tag=True):
@@ -135,11 +135,11 @@ class LendShards(Action, frozen=True, kw_only=True):
     round: RoundNumber
     dataset: DataName
     spans: tuple[Span, ...] = ()
-    """Several shards each, cut where the records of a shard end."""
-    shard: Records = 1
-    """Records of a shard."""
-    again: bool = False
-    """Whether these are all shards that the node has, said again because some may have been lost."""
+    """Each begins with a shard, or is a part of one. Spans that the node has already are said again
+    because they may have been lost."""
+    heard: Count = 0
+    """Number of the node's last report that was taken in. What the node has reported since to have
+    used or given back is not lent to it anew, though it may be among these spans."""
     finished: bool = False
     """Nothing more will be lent in this round."""
 

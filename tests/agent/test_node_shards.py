@@ -7,7 +7,7 @@ from typing import Any
 from holdfast.agent.shards import NodeShards
 from holdfast.clock import JobClock
 from holdfast.messages.actions import LendShards
-from holdfast.messages.data import Span, Used
+from holdfast.messages.data import DataSpec, Span, Used
 from holdfast.messages.events import AnyEvent, ShardsReported
 from holdfast.messages.local import Ask, DataUsed, ScriptReply, ShardError
 from holdfast.messages.records import Part
@@ -15,6 +15,7 @@ from holdfast.messages.requests import ShardsTaken, TakeShards
 from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber
 
 ROUND = 3
+SPEC = DataSpec(name="d", sharing="leases", size=1_000_000, shard=10)
 
 
 def part(round: int, nodes: int = 1) -> Part:
@@ -44,7 +45,11 @@ class Scene:
         self.shards = NodeShards(
             NodeId("n"), JobClock(), self._report, self._reply, now=lambda: self.time
         )
-        self.shards.begin_round(part(round=ROUND, nodes=nodes))
+        self.begin_round(ROUND, nodes)
+
+    def begin_round(self, round: int, nodes: int = 1) -> None:
+        self.shards.begin_round(part(round=round, nodes=nodes))
+        self.shards.opened(SPEC)
 
     def _report(self, event: AnyEvent) -> None:
         assert isinstance(event, ShardsReported)
@@ -64,7 +69,6 @@ class Scene:
             round=RoundNumber(round),
             dataset="d",
             spans=tuple(Span(0, *span) for span in spans),
-            shard=10,
             **more,
         )
         self.shards.lent(order)
@@ -203,9 +207,10 @@ def test_what_is_lent_for_another_round_is_ignored() -> None:
     scene.take()
     scene.lend((0, 10), round=ROUND - 1)
     assert scene.answers == []
-    scene.shards.begin_round(part(round=ROUND + 1))
+    scene.begin_round(ROUND + 1)
     scene.lend((0, 10), round=ROUND)
-    assert scene.shards._sets == {}
+    scene.take()
+    assert scene.answers == []
 
 
 def test_shards_that_are_lent_again_after_a_broken_stream_are_used_once() -> None:
@@ -214,22 +219,30 @@ def test_shards_that_are_lent_again_after_a_broken_stream_are_used_once() -> Non
     scene.take(count=2)
     scene.use(0, 10)
     # The coordinator has not heard of the use; (60, 70) was lent, and lost with the stream.
-    scene.lend((0, 70), again=True)
+    scene.lend((0, 70), heard=0)
     scene.take(count=20)
     assert scene.taken() == [(0, 10), (10, 20), (20, 30), (30, 40), (40, 50), (50, 60), (60, 70)]
 
 
-def test_a_shard_that_was_given_back_and_is_lent_again_is_given_back_once_more() -> None:
+def test_a_shard_that_was_given_back_can_be_lent_again_once_that_was_heard() -> None:
     scene = Scene()
     scene.lend((0, 10))
     scene.take()
     scene.shards.heard(Rank(0), DataUsed(dataset="d", returned=(Span(0, 0, 10),)))
-    scene.lend((0, 10), again=True)
-    scene.shards.look()
-    assert scene.last.returned == (Span(0, 0, 10),)
-    scene.lend((0, 10))
+    number = scene.last.number
+    scene.lend((0, 10), heard=number - 1)
     scene.take()
-    assert scene.taken() == [(0, 10), (0, 10)], "a new loan counts"
+    assert scene.taken() == [(0, 10)], "the coordinator did not know yet"
+    scene.lend((0, 10), heard=number)
+    assert scene.taken() == [(0, 10), (0, 10)]
+
+
+def test_a_loan_that_is_smaller_than_the_wish_is_followed_by_another_wish() -> None:
+    scene = Scene()
+    scene.take(count=5)
+    scene.lend((0, 10))
+    scene.take(count=5)
+    assert scene.last.want >= 5
 
 
 def test_wishes_are_repeated_on_a_new_stream() -> None:
