@@ -6,12 +6,37 @@ Names are imported when they are first used: some need torch, and readers need t
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-_HOMES: dict[str, str] = {}
+if TYPE_CHECKING:
+    from holdfast.data.dataset import ElasticDataset as ElasticDataset
+    from holdfast.data.loader import ElasticDataLoader as ElasticDataLoader
+    from holdfast.data.lockstep import BatchInfo as BatchInfo
+    from holdfast.data.order import Order as Order
+    from holdfast.data.sampler import ElasticSampler as ElasticSampler
+    from holdfast.data.stream import ElasticIterableDataset as ElasticIterableDataset
+    from holdfast.data.stream import StreamRecord as StreamRecord
+
+_HOMES: dict[str, str] = {
+    "BatchInfo": "holdfast.data.lockstep",
+    "ElasticDataLoader": "holdfast.data.loader",
+    "ElasticDataset": "holdfast.data.dataset",
+    "ElasticIterableDataset": "holdfast.data.stream",
+    "ElasticSampler": "holdfast.data.sampler",
+    "Order": "holdfast.data.order",
+    "StreamRecord": "holdfast.data.stream",
+}
 """The module of each public name."""
 
-__all__: list[str] = []
+__all__ = [
+    "BatchInfo",
+    "ElasticDataLoader",
+    "ElasticDataset",
+    "ElasticIterableDataset",
+    "ElasticSampler",
+    "Order",
+    "StreamRecord",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -20,3 +45,7 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value  # The next use does not come here.
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

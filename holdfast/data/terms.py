@@ -1,0 +1,74 @@
+"""Checks and names what a loader is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from holdfast.data.reading import Seeding
+from holdfast.data.stream import ElasticIterableDataset
+from holdfast.errors import UsageError
+from holdfast.messages.data import OrderKind
+
+
+@dataclass(frozen=True)
+class LoadTerms:
+    """What may change between two steps without touching the order of records."""
+
+    batch_size: int
+    num_workers: int
+    prefetch_factor: int | None
+
+    def __post_init__(self) -> None:
+        if type(self.batch_size) is not int or self.batch_size < 1:
+            raise UsageError(f"batch_size={self.batch_size!r} is no whole number from 1 on")
+        if type(self.num_workers) is not int or self.num_workers < 0:
+            raise UsageError(f"num_workers={self.num_workers!r} is no whole number from 0 on")
+
+
+def stream_of(dataset: Any) -> ElasticIterableDataset | None:
+    """Return the data set if it is a stream, and None if it is map-style; UsageError if neither."""
+    if isinstance(dataset, ElasticIterableDataset):
+        return dataset
+    if isinstance(dataset, IterableDataset):
+        raise UsageError(
+            f"ElasticDataLoader cannot share {type(dataset).__name__} among ranks exactly: an "
+            "IterableDataset has no positions. Make it a holdfast.data.ElasticIterableDataset "
+            "(partitions with offsets) or a map-style data set, or give torchdata's "
+            "StatefulDataLoader to the Checkpointer, which then resumes only with the same number of "
+            "ranks"
+        )
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise UsageError(
+            f"{type(dataset).__name__} is no map-style data set: it needs __getitem__ and __len__"
+        )
+    return None
+
+
+def order_kind(shuffle: bool | str | None, dataset: Any) -> OrderKind:
+    """Return the order that was asked for, by the script or, if it says nothing, by the data set."""
+    if shuffle is None:
+        shuffle = getattr(dataset, "shuffle", False)
+        if not isinstance(
+            shuffle, bool | str
+        ):  # Hugging Face's data sets have a method of that name.
+            shuffle = False
+    if shuffle in (True, "records"):
+        return "records"
+    if shuffle == "shards":
+        return "shards"
+    if shuffle in (False, "plain"):
+        return "plain"
+    raise UsageError(f'shuffle={shuffle!r} is none of False, True, "records" and "shards"')
+
+
+def seeding_asked(asked: bool | str) -> Seeding:
+    if asked in (True, "batches"):
+        return "batches"
+    if asked == "records":
+        return "records"
+    if asked is False:
+        return "off"
+    raise UsageError(f'seed_workers={asked!r} is none of True, False, "batches" and "records"')
