@@ -9,7 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from holdfast.data.client import LeasedShard as LeasedShard
+    from holdfast.data.client import ShardClient as ShardClient
     from holdfast.data.dataset import ElasticDataset as ElasticDataset
+    from holdfast.data.leased_loader import LeasedLoader as LeasedLoader
     from holdfast.data.loader import ElasticDataLoader as ElasticDataLoader
     from holdfast.data.lockstep import BatchInfo as BatchInfo
     from holdfast.data.order import Order as Order
@@ -23,7 +26,10 @@ _HOMES: dict[str, str] = {
     "ElasticDataset": "holdfast.data.dataset",
     "ElasticIterableDataset": "holdfast.data.stream",
     "ElasticSampler": "holdfast.data.sampler",
+    "LeasedLoader": "holdfast.data.leased_loader",
+    "LeasedShard": "holdfast.data.client",
     "Order": "holdfast.data.order",
+    "ShardClient": "holdfast.data.client",
     "StreamRecord": "holdfast.data.stream",
 }
 """The module of each public name."""
@@ -34,7 +40,10 @@ __all__ = [
     "ElasticDataset",
     "ElasticIterableDataset",
     "ElasticSampler",
+    "LeasedLoader",
+    "LeasedShard",
     "Order",
+    "ShardClient",
     "StreamRecord",
 ]
 
