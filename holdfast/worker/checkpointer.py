@@ -97,8 +97,10 @@ class AgentLink:
         assert isinstance(answer, SaveSettled)
         return answer
 
-    def find(self, checkpointer: str, step: int | None, tried: Tried | None) -> StateFound:
-        request = FindState(checkpointer=checkpointer, step=step, tried=tried)
+    def find(
+        self, checkpointer: str, step: int | None, tried: Tried | None, all_ranks: bool
+    ) -> StateFound:
+        request = FindState(checkpointer=checkpointer, step=step, tried=tried, all_ranks=all_ranks)
         answer = self._worker.requests.ask(request, None)
         assert isinstance(answer, StateFound)
         return answer

@@ -215,7 +215,9 @@ class FakeLink:
             time.sleep(0.001)
         return self.settled[save.step, to]
 
-    def find(self, checkpointer: str, step: int | None, tried: Tried | None) -> StateFound:
+    def find(
+        self, checkpointer: str, step: int | None, tried: Tried | None, all_ranks: bool
+    ) -> StateFound:
         if tried is not None:
             self.tried.append(tried)
             if not tried.error:
