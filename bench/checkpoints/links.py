@@ -14,8 +14,8 @@ from holdfast.checkpoint.memory.image import Image
 from holdfast.checkpoint.memory.images import Images
 from holdfast.checkpoint.memory.slots import Copy
 from holdfast.checkpoint.replicas.copies import Peer
-from holdfast.checkpoint.restore.load import StoredState
 from holdfast.checkpoint.restore.sources import open_image, open_peers
+from holdfast.checkpoint.restore.stored import StoredState
 from holdfast.checkpoint.tickets import SaveId
 from holdfast.messages.checkpoints import Holder, ImageId, Missed, Tier, Tried, Wish
 from holdfast.messages.requests import SaveSettled, StateFound

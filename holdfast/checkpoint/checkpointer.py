@@ -31,9 +31,10 @@ import torch
 
 from holdfast.checkpoint.memory.copying import collector_off, cores
 from holdfast.checkpoint.memory.slots import BothRead, Copy, Guard, Slots, after_first_step
-from holdfast.checkpoint.restore.load import StoredState, captured_entry, captured_state, load
+from holdfast.checkpoint.restore.load import captured_entry, captured_state, load
 from holdfast.checkpoint.restore.plain_dcp import load_start
-from holdfast.checkpoint.restore.sources import OpenedLazily, open_files, set_aside
+from holdfast.checkpoint.restore.sources import open_files, set_aside
+from holdfast.checkpoint.restore.stored import OpenedLazily, StoredState
 from holdfast.checkpoint.state.capture import Captured, Layout, Position, capture
 from holdfast.checkpoint.state.parameter_names import ParameterNames
 from holdfast.checkpoint.state.skeleton import dismantle
@@ -458,12 +459,12 @@ class LinkedCheckpointer:
             by_rank.setdefault(holder.rank, []).append(holder)
         ranks = sorted(by_rank)
 
-        def open_image(index: int) -> StoredState:
+        def open_image(index: int, until: ExitStack) -> StoredState:
             rank = ranks[index]
             image = ImageId(snapshot, Rank(rank), found.world_size)
             return self._link.open_image(image, by_rank[rank], until)
 
-        return OpenedLazily(len(ranks), open_image)
+        return OpenedLazily(len(ranks), open_image, until)
 
 
 def _complain(rank: int, text: str) -> None:

@@ -23,6 +23,7 @@ from holdfast.checkpoint.memory.slots import Copy, Slots
 from holdfast.checkpoint.restore import load as restore
 from holdfast.checkpoint.restore import verified_read as reading
 from holdfast.checkpoint.restore.sources import open_image
+from holdfast.checkpoint.restore.stored import StoredState
 from holdfast.checkpoint.state import layout
 from holdfast.checkpoint.state import layout as digests
 from holdfast.checkpoint.state.capture import Captured, Layout, Position, capture
@@ -231,7 +232,7 @@ class FakeLink:
 
     def open_image(
         self, image: ImageId, holders: Sequence[Holder], until: ExitStack
-    ) -> restore.StoredState:
+    ) -> StoredState:
         path = next(path for step, _, path in reversed(self.saves) if step == image.snapshot.step)
         return open_image(path, image, until)
 

@@ -34,6 +34,7 @@ from holdfast.checkpoint.state.skeleton import assemble, dismantle, entries_of
 from holdfast.checkpoint.state.spread import needs_all_parts
 from holdfast.checkpoint.storage.backends import rank_file_name, step_directory
 from holdfast.checkpoint.storage.commit import commit, verify
+from holdfast.checkpoint.storage.manifest import find_step
 from holdfast.checkpoint.storage.posix import PosixStorage
 from holdfast.checkpoint.storage.rank_file import extents_of, write_file
 from holdfast.cli.main import main
@@ -263,13 +264,21 @@ class Counting(PosixStorage):
     def __init__(self, root: Path) -> None:
         super().__init__(root)
         self.opened: set[int] = set()
+        self.now: list[int] = []
+        """Those that are open."""
 
     @contextmanager
     def open(self, path: str) -> Any:
-        if path.endswith(".distcp"):
-            self.opened.add(int(path.rpartition("/")[2].split("_")[2]))
+        if not path.endswith(".distcp"):
+            with super().open(path) as file:
+                yield file
+            return
+        rank = int(path.rpartition("/")[2].split("_")[2])
+        self.opened.add(rank)
+        self.now.append(rank)
         with super().open(path) as file:
             yield file
+        self.now.remove(rank)
 
 
 def opened_for(directory: Path, state: dict[str, Any], rank: int) -> set[int]:
@@ -288,6 +297,24 @@ def test_no_file_of_another_rank_is_opened_unless_an_entry_is_merged(
     assert opened_for(tmp_path, {"data": UsedByRankZero()}, 2) == {2}
     assert opened_for(tmp_path, {"data": UsedByRankZero()}, 0) == {0, 1, 2, 3}
     assert opened_for(tmp_path, {"data": Used()}, 2) == {0, 1, 2, 3}
+
+
+def test_files_of_other_ranks_are_closed_once_their_parts_are_read(
+    shm: Path, tmp_path: Path
+) -> None:
+    """Of a large world there are more than a process may have open."""
+    store(tmp_path, shm, states())
+    storage = Counting(tmp_path)
+
+    class Looking(Used):
+        def merge_state_dicts(self, parts: Any) -> Any:
+            assert storage.now == [2]
+            return super().merge_state_dicts(parts)
+
+    state = {"data": Looking(), "rank": None}
+    with ExitStack() as until:
+        restore.load(state, open_files(storage, 1, until), 2)
+    assert (storage.opened, storage.now) == ({0, 1, 2, 3}, [])
 
 
 def test_of_other_ranks_no_tensors_are_read(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,15 +425,17 @@ def test_when_one_ranks_part_is_damaged_an_older_state_is_taken(shm: Path, tmp_p
         store(tmp_path, shm, [{"data": {"used": {10 * step + rank}}} for rank in range(4)], step)
     flip(tmp_path / step_directory(2) / rank_file_name(3, 1), 200)
 
-    def act() -> None:
+    def act(rank: int) -> None:
         state = {"data": Used()}
         checkpointer = Checkpointer(tmp_path, state)
         assert checkpointer.restore() == 1
         assert state["data"].used == {10, 11, 12, 13}
         (refused,) = checkpointer.restored.refused
         assert refused.startswith("step 2 from storage: rank 0: ")
+        assert refused.endswith("(and 1 more ranks)")
 
-    in_one_process(act)
+    run_world(2, act)
+    assert find_step(PosixStorage(tmp_path), 2).state == "refused"
 
 
 def test_when_parts_cannot_be_merged_an_older_state_is_taken(shm: Path, tmp_path: Path) -> None:

@@ -25,14 +25,14 @@ from functools import cache, partial
 from math import prod
 from typing import Any
 
-import msgspec
 import torch
 from torch.nn.parameter import is_lazy
 
 from holdfast.checkpoint.memory.copying import raw
+from holdfast.checkpoint.restore.stored import StoredState, briefly_open
 from holdfast.checkpoint.restore.verified_read import PIECE_BYTES, Piece, Source, Want, read
 from holdfast.checkpoint.state.capture import flattened, unique_names
-from holdfast.checkpoint.state.layout import ByteSpan, Contents, Extent, TensorItem, offset_in_file
+from holdfast.checkpoint.state.layout import ByteSpan, Contents, TensorItem
 from holdfast.checkpoint.state.parameter_names import (
     ParameterNames,
     by_name,
@@ -43,55 +43,7 @@ from holdfast.checkpoint.state.parameter_names import (
 )
 from holdfast.checkpoint.state.skeleton import assemble, entries_of, tensor_types
 from holdfast.checkpoint.state.spread import is_merged_by, is_spread
-from holdfast.errors import CheckpointError, HoldfastError, Unusable
-
-_contents = msgspec.msgpack.Decoder(Contents)
-
-
-@dataclass
-class StoredState:
-    """One rank's state, or some extents of it, in memory or on storage."""
-
-    source: Source
-    contents: Contents
-    extents: tuple[Extent, ...]
-    _skeleton: bytes | None = None
-
-    @property
-    def skeleton(self) -> bytes:
-        """The skeleton, read once."""
-        if self._skeleton is None:
-            self._skeleton = _bytes(self, self.contents.skeleton)
-        return self._skeleton
-
-    def at(self, span: ByteSpan) -> ByteSpan | None:
-        """Return where a range of the body is in the source; None if it is not there."""
-        at = offset_in_file(span, self.extents)
-        return None if at is None else ByteSpan(at, span.size)
-
-
-def open_stored(source: Source, contents: ByteSpan, extents: tuple[Extent, ...]) -> StoredState:
-    """Read the contents of a source."""
-    found = StoredState(source, _NOTHING, extents)
-    try:
-        found.contents = _contents.decode(_bytes(found, contents))
-    except msgspec.DecodeError as error:
-        raise Unusable(f"{source.name}: its contents cannot be read: {error}") from None
-    return found
-
-
-_NOTHING = Contents(
-    0, 0, 0, 0, ByteSpan(0, 0), ByteSpan(0, 0), ByteSpan(0, 0), ByteSpan(0, 0), (), ()
-)
-
-
-def _bytes(stored: StoredState, span: ByteSpan) -> bytes:
-    where = stored.at(span)
-    if where is None:
-        raise Unusable(f"{stored.source.name} lacks a part that its contents list")
-    data = bytearray(span.size)
-    read(stored.source, [Want(where, lambda: memoryview(data))])
-    return bytes(data)
+from holdfast.errors import CheckpointError, HoldfastError
 
 
 def load(
@@ -247,16 +199,22 @@ def _spread(
                 f"{_some(list(merged))} cannot be merged: {mine.contents.world_size} ranks saved parts"
                 f" of it, and {len(stored)} are at hand"
             )
-        names, in_threads = list(merged), threads.map if threads is not None else map
-        parts = list(
-            in_threads(lambda one: _part(stored, stored[one], names, pickling), _all(stored))
-        )
-        found |= {name: merge(name, merged[name], [part[name] for part in parts]) for name in names}
+        parts = _parts(stored, list(merged), threads, pickling)
+        for name, entry in merged.items():
+            found[name] = merge(name, entry, [part[name] for part in parts])
     return found
 
 
-def _all(stored: Sequence[StoredState]) -> range:
-    return range(len(stored))
+def _parts(
+    stored: Sequence[StoredState], names: list[str], threads: Executor | None, pickling: bool
+) -> list[dict[str, Any]]:
+    """Return what each rank saved under these names."""
+
+    def of(rank: int) -> dict[str, Any]:
+        with briefly_open(stored, rank) as one:
+            return _part(stored, one, names, pickling)
+
+    return list((threads.map if threads is not None else map)(of, range(len(stored))))
 
 
 def _part(

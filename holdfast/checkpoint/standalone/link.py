@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from holdfast.checkpoint.memory.image_home import ImageHome
 from holdfast.checkpoint.memory.slots import Copy
-from holdfast.checkpoint.restore.load import StoredState
+from holdfast.checkpoint.restore.stored import StoredState
 from holdfast.checkpoint.standalone.driver import CommitDriver, node_of
 from holdfast.checkpoint.standalone.keeper_client import END_S, ScriptKeeper
 from holdfast.checkpoint.standalone.store_meeting import (
