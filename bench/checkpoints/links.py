@@ -14,8 +14,8 @@ from holdfast.checkpoint.memory.image import Image
 from holdfast.checkpoint.memory.images import Images
 from holdfast.checkpoint.memory.slots import Copy
 from holdfast.checkpoint.replicas.copies import Peer
-from holdfast.checkpoint.restore.load import StoredState
 from holdfast.checkpoint.restore.sources import open_image, open_peers
+from holdfast.checkpoint.restore.stored import StoredState
 from holdfast.checkpoint.tickets import SaveId
 from holdfast.messages.checkpoints import Holder, ImageId, Missed, Tier, Tried, Wish
 from holdfast.messages.requests import SaveSettled, StateFound
@@ -50,7 +50,9 @@ class OwnMemory:
     def wait(self, save: SaveId, to: Tier, timeout_s: float | None) -> SaveSettled:
         return SaveSettled(outcome="saved")
 
-    def find(self, checkpointer: str, step: int | None, tried: Tried | None) -> StateFound:
+    def find(
+        self, checkpointer: str, step: int | None, tried: Tried | None, all_ranks: bool
+    ) -> StateFound:
         if tried is not None:
             if tried.error:
                 raise RuntimeError(tried.error)
@@ -88,7 +90,9 @@ class PeersMemory(OwnMemory):
         self._holder = Holder(Rank(self.rank), NodeId("peer"), "127.0.0.1", port)
         self._step = StepNumber(newest)
 
-    def find(self, checkpointer: str, step: int | None, tried: Tried | None) -> StateFound:
+    def find(
+        self, checkpointer: str, step: int | None, tried: Tried | None, all_ranks: bool
+    ) -> StateFound:
         if tried is not None:
             return super().find(checkpointer, step, tried)
         return StateFound(

@@ -31,12 +31,14 @@ import torch
 
 from holdfast.checkpoint.memory.copying import collector_off, cores
 from holdfast.checkpoint.memory.slots import BothRead, Copy, Guard, Slots, after_first_step
-from holdfast.checkpoint.restore.load import StoredState, captured_entry, captured_state, load
+from holdfast.checkpoint.restore.load import captured_entry, captured_state, load
 from holdfast.checkpoint.restore.plain_dcp import load_start
-from holdfast.checkpoint.restore.sources import OpenedLazily, open_files, set_aside
+from holdfast.checkpoint.restore.sources import open_files, set_aside
+from holdfast.checkpoint.restore.stored import OpenedLazily, StoredState
 from holdfast.checkpoint.state.capture import Captured, Layout, Position, capture
 from holdfast.checkpoint.state.parameter_names import ParameterNames
 from holdfast.checkpoint.state.skeleton import dismantle
+from holdfast.checkpoint.state.spread import check_spread, needs_all_parts, spread_names
 from holdfast.checkpoint.storage import retention
 from holdfast.checkpoint.storage.backends import LAST_STEP, open_storage
 from holdfast.checkpoint.storage.manifest import steps
@@ -73,7 +75,10 @@ class KeeperLink(Protocol):
 
     def wait(self, save: SaveId, to: Tier, timeout_s: float | None) -> SaveSettled: ...
 
-    def find(self, checkpointer: str, step: int | None, tried: Tried | None) -> StateFound: ...
+    def find(
+        self, checkpointer: str, step: int | None, tried: Tried | None, all_ranks: bool
+    ) -> StateFound:
+        """Ask what to restore, after what was tried; `all_ranks`: this rank needs all ranks' images."""
 
     def open_image(
         self, image: ImageId, holders: Sequence[Holder], until: ExitStack
@@ -110,7 +115,8 @@ class LinkedCheckpointer:
 
     - `directory`: where checkpoints go: a path, a URL that fsspec knows, or None for memory alone.
     - `state`: names and what they stand for: objects with state_dict and load_state_dict, or plain
-      values, which `restore` replaces in the dict.
+      values, which `restore` replaces in the dict. An object that also has merge_state_dicts loads what
+      it returned for the list of what all ranks saved.
     - `memory_every`, `storage_every`: intervals in steps at which `save` goes to memory and to storage.
       Without either, each `save` goes to storage, or to memory if there is no directory.
     - `keep`: which checkpoints stay on storage: `KeepLatest(3)`, `KeepEvery(1000)`, both joined by
@@ -141,6 +147,7 @@ class LinkedCheckpointer:
         self._name = checkpointer_name(directory, state)
         _check(directory, memory_every, storage_every, keep)
         _check_values(state, pickling)
+        check_spread(state)
         self.restored = Restored(0, None)
         self._where = _absolute(directory)
         self._state = state
@@ -320,7 +327,8 @@ class LinkedCheckpointer:
 
     def _capture(self, step: int) -> Captured:
         state, names = captured_state(self._state, self._names)
-        captured = capture(state, self._layout, self._position(step), self._pickling, names)
+        position, spread = self._position(step), spread_names(self._state)
+        captured = capture(state, self._layout, position, self._pickling, names, spread)
         self._layout = captured.layout
         return captured
 
@@ -395,13 +403,14 @@ class LinkedCheckpointer:
         return self.restored.step
 
     def _restore(self, step: int | None, start_from: str | os.PathLike[str] | None) -> Restored:
-        found = self._link.find(self._name, step, None)
+        all_ranks = needs_all_parts(self._state, self._link.rank)
+        found = self._link.find(self._name, step, None, all_ranks)
         refused: tuple[str, ...] = ()
         while found.where in ("memory", "storage"):
             refused = found.refused
             error = self._try(found)
             tried = Tried((str(error) or type(error).__name__)[:1000] if error is not None else "")
-            answer = self._link.find(self._name, step, tried)
+            answer = self._link.find(self._name, step, tried, all_ranks)
             if answer.where == "loaded":
                 return Restored(found.step, found.where, refused)
             if found.where == "storage" and isinstance(error, Unusable) and self._where is not None:
@@ -450,12 +459,12 @@ class LinkedCheckpointer:
             by_rank.setdefault(holder.rank, []).append(holder)
         ranks = sorted(by_rank)
 
-        def open_image(index: int) -> StoredState:
+        def open_image(index: int, until: ExitStack) -> StoredState:
             rank = ranks[index]
             image = ImageId(snapshot, Rank(rank), found.world_size)
             return self._link.open_image(image, by_rank[rank], until)
 
-        return OpenedLazily(len(ranks), open_image)
+        return OpenedLazily(len(ranks), open_image, until)
 
 
 def _complain(rank: int, text: str) -> None:

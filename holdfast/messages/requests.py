@@ -131,6 +131,8 @@ class FindState(Request, frozen=True, kw_only=True):
     step: Int64 | None = None
     """Step to restore; None takes the newest that verifies."""
     tried: Tried | None = None
+    all_ranks: bool = False
+    """Whether this rank needs the images of all ranks, even if the world has the size that it had."""
 
 
 class AwaitSave(Request, frozen=True, kw_only=True):

@@ -15,8 +15,8 @@ from typing import Any
 from holdfast.checkpoint.checkpointer import LinkedCheckpointer, checkpointer_name
 from holdfast.checkpoint.memory.slots import Copy
 from holdfast.checkpoint.replicas.copies import Peer
-from holdfast.checkpoint.restore.load import StoredState
 from holdfast.checkpoint.restore.sources import open_any, open_image, open_peers
+from holdfast.checkpoint.restore.stored import StoredState
 from holdfast.checkpoint.standalone.link import ScriptLink
 from holdfast.checkpoint.storage import retention
 from holdfast.checkpoint.tickets import SaveId
@@ -97,8 +97,10 @@ class AgentLink:
         assert isinstance(answer, SaveSettled)
         return answer
 
-    def find(self, checkpointer: str, step: int | None, tried: Tried | None) -> StateFound:
-        request = FindState(checkpointer=checkpointer, step=step, tried=tried)
+    def find(
+        self, checkpointer: str, step: int | None, tried: Tried | None, all_ranks: bool
+    ) -> StateFound:
+        request = FindState(checkpointer=checkpointer, step=step, tried=tried, all_ranks=all_ranks)
         answer = self._worker.requests.ask(request, None)
         assert isinstance(answer, StateFound)
         return answer

@@ -23,6 +23,7 @@ from holdfast.checkpoint.memory.slots import Copy, Slots
 from holdfast.checkpoint.restore import load as restore
 from holdfast.checkpoint.restore import verified_read as reading
 from holdfast.checkpoint.restore.sources import open_image
+from holdfast.checkpoint.restore.stored import StoredState
 from holdfast.checkpoint.state import layout
 from holdfast.checkpoint.state import layout as digests
 from holdfast.checkpoint.state.capture import Captured, Layout, Position, capture
@@ -215,7 +216,9 @@ class FakeLink:
             time.sleep(0.001)
         return self.settled[save.step, to]
 
-    def find(self, checkpointer: str, step: int | None, tried: Tried | None) -> StateFound:
+    def find(
+        self, checkpointer: str, step: int | None, tried: Tried | None, all_ranks: bool
+    ) -> StateFound:
         if tried is not None:
             self.tried.append(tried)
             if not tried.error:
@@ -229,7 +232,7 @@ class FakeLink:
 
     def open_image(
         self, image: ImageId, holders: Sequence[Holder], until: ExitStack
-    ) -> restore.StoredState:
+    ) -> StoredState:
         path = next(path for step, _, path in reversed(self.saves) if step == image.snapshot.step)
         return open_image(path, image, until)
 

@@ -17,7 +17,7 @@ from states import Rank, bits, check_same, flip, load, round_trip
 
 from holdfast.checkpoint.memory.image import Image
 from holdfast.checkpoint.restore import load as restore
-from holdfast.checkpoint.restore.load import StoredState
+from holdfast.checkpoint.restore.stored import StoredState
 from holdfast.checkpoint.restore.verified_read import PIECE_BYTES
 from holdfast.checkpoint.state.layout import ByteSpan, Contents, Extent, TensorItem
 from holdfast.errors import CheckpointError, Unusable

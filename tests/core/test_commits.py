@@ -199,9 +199,15 @@ class Scene:
         round = RoundNumber(self.round)
         return waiting.await_save(self.state, f"{rank}/{to}/{step}", request, round)
 
-    def ask(self, rank: int, tried: Tried | None = None, step: int | None = None) -> CommitEffects:
+    def ask(
+        self,
+        rank: int,
+        tried: Tried | None = None,
+        step: int | None = None,
+        all_ranks: bool = False,
+    ) -> CommitEffects:
         nodes = {Rank(r): NodeId(node) for node, ranks in self.ranks.items() for r in ranks}
-        request = FindState(checkpointer=C, step=step, tried=tried)
+        request = FindState(checkpointer=C, step=step, tried=tried, all_ranks=all_ranks)
         reach = dict.fromkeys(nodes.values(), ("10.0.0.1", 7)).get
         taken = restoring.find(self.state, Rank(rank), f"{rank}/0", request, nodes, reach)
         return self.took(taken)
@@ -833,6 +839,29 @@ def test_a_rank_that_begins_again_is_told_again_and_nobody_goes_on_without_it(tw
     assert isinstance(again, StateFound)
     assert offered(again) == ("memory", 10)
     assert len(two.ask(2, Tried()).answers) == 3
+
+
+def holders(answers: Iterable[tuple[str, Any]]) -> dict[str, list[int]]:
+    """Whose images each asker was told the holders of."""
+    return {asker: [one.rank for one in found.holders] for asker, found in answers}
+
+
+def test_a_rank_that_needs_all_images_is_told_who_has_them_and_others_are_not(two: Scene) -> None:
+    two.save(10, "if needed")
+    two.save(20, "if needed")
+    for rank in (0, 1):
+        two.ask(rank)
+    assert holders(two.ask(2, all_ranks=True).answers) == {"0/0": [0], "1/0": [1], "2/0": [0, 1, 2]}
+    for rank in (0, 1):
+        two.ask(rank, Tried("bad"))
+    older = two.ask(2, Tried(), all_ranks=True).answers
+    assert holders(older) == {"0/0": [0], "1/0": [1], "2/0": [0, 1, 2]}
+
+
+def test_a_rank_that_begins_again_is_told_of_all_images_if_it_needs_them(two: Scene) -> None:
+    two.save(10, "if needed")
+    two.ask_all()
+    assert holders(two.ask(2, all_ranks=True).answers) == {"2/0": [0, 1, 2]}
 
 
 def test_ranks_that_want_different_steps_are_refused(two: Scene) -> None:

@@ -12,6 +12,7 @@ here that was not when it was saved, or the other way round: see `state.paramete
 A rank's region of a tensor and the stored parts need not be cut the same way: each region is assembled
 from all parts that overlap it. That is how a state is loaded into a world of another size. What was a
 rank's own (values, generators) comes from the same rank, modulo the size of the world that saved it.
+Only what is spread over ranks is merged from what all of them saved: see `state.spread`.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from functools import cache, partial
 from math import prod
 from typing import Any
 
-import msgspec
 import torch
 from torch.nn.parameter import is_lazy
 
 from holdfast.checkpoint.memory.copying import raw
+from holdfast.checkpoint.restore.stored import StoredState, briefly_open
 from holdfast.checkpoint.restore.verified_read import PIECE_BYTES, Piece, Source, Want, read
 from holdfast.checkpoint.state.capture import flattened, unique_names
-from holdfast.checkpoint.state.layout import ByteSpan, Contents, Extent, TensorItem, offset_in_file
+from holdfast.checkpoint.state.layout import ByteSpan, Contents, TensorItem
 from holdfast.checkpoint.state.parameter_names import (
     ParameterNames,
     by_name,
@@ -40,48 +41,9 @@ from holdfast.checkpoint.state.parameter_names import (
     unwrapped,
     unwrapped_keys,
 )
-from holdfast.checkpoint.state.skeleton import assemble, tensor_types
-from holdfast.errors import CheckpointError, HoldfastError, Unusable
-
-_contents = msgspec.msgpack.Decoder(Contents)
-
-
-@dataclass
-class StoredState:
-    """One rank's state, or some extents of it, in memory or on storage."""
-
-    source: Source
-    contents: Contents
-    extents: tuple[Extent, ...]
-
-    def at(self, span: ByteSpan) -> ByteSpan | None:
-        """Return where a range of the body is in the source; None if it is not there."""
-        at = offset_in_file(span, self.extents)
-        return None if at is None else ByteSpan(at, span.size)
-
-
-def open_stored(source: Source, contents: ByteSpan, extents: tuple[Extent, ...]) -> StoredState:
-    """Read the contents of a source."""
-    found = StoredState(source, _NOTHING, extents)
-    try:
-        found.contents = _contents.decode(_bytes(found, contents))
-    except msgspec.DecodeError as error:
-        raise Unusable(f"{source.name}: its contents cannot be read: {error}") from None
-    return found
-
-
-_NOTHING = Contents(
-    0, 0, 0, 0, ByteSpan(0, 0), ByteSpan(0, 0), ByteSpan(0, 0), ByteSpan(0, 0), (), ()
-)
-
-
-def _bytes(stored: StoredState, span: ByteSpan) -> bytes:
-    where = stored.at(span)
-    if where is None:
-        raise Unusable(f"{stored.source.name} lacks a part that its contents list")
-    data = bytearray(span.size)
-    read(stored.source, [Want(where, lambda: memoryview(data))])
-    return bytes(data)
+from holdfast.checkpoint.state.skeleton import assemble, entries_of, tensor_types
+from holdfast.checkpoint.state.spread import is_merged_by, is_spread
+from holdfast.errors import CheckpointError, HoldfastError
 
 
 def load(
@@ -94,9 +56,24 @@ def load(
     """Make the state what was stored; `Unusable` if that does not verify, which leaves it mixed.
 
     All other errors are raised before the first byte is changed, except those of an entry's own
-    `load_state_dict`.
+    `load_state_dict` and `load_part`.
     """
     mine = stored[rank % len(stored)]
+    tree = _spread(state, stored, mine, rank, threads, pickling)
+    ordinary = {name: entry for name, entry in state.items() if name not in tree}
+    tree |= _ordinary(ordinary, stored, mine, threads, pickling, frozenset(tree))
+    give_back(state, tree, rank)
+
+
+def _ordinary(
+    state: dict[str, Any],
+    stored: Sequence[StoredState],
+    mine: StoredState,
+    threads: Executor | None,
+    pickling: bool,
+    spread: frozenset[str],
+) -> dict[str, Any]:
+    """Return what was stored of entries that are not spread over ranks; their tensors are filled."""
     for name, entry in state.items():
         saved = any(item.name.startswith(f"{name}.state.") for item in mine.contents.items)
         if saved and isinstance(entry, torch.optim.Optimizer) and _is_sharded(entry):
@@ -109,19 +86,36 @@ def load(
     tensors, replaceable = _by_name(live, loose)
     tensors |= _wrapped_otherwise(state, live, tensors, mine.contents)
     loading = _Loading(tensors, replaceable, stored, mine)
-    tree = assemble(_bytes(mine, mine.contents.skeleton), loading.tensor, pickling)
+    tree = _tree(mine.skeleton, loading.tensor, pickling, spread)
     _check_names(state, live, tree)
     for name, order in orders.items():
         tree[name] = by_number(tree[name], order, numbered[name], name)
     for reading in loading.readings.values():
         read(reading.source, reading.wants, threads, reading.pieces)
-    give_back(state, tree)
+    return tree
 
 
-def give_back(state: dict[str, Any], tree: dict[str, Any]) -> None:
+def _tree(
+    skeleton: bytes, tensor: Callable[[int], Any], pickling: bool, spread: frozenset[str]
+) -> dict[str, Any]:
+    """Assemble all entries but those that are spread over ranks."""
+    if not spread:
+        whole: dict[str, Any] = assemble(skeleton, tensor, pickling)
+        return whole
+    entries = entries_of(skeleton).items()
+    return {
+        str(name): assemble(entry, tensor, pickling)
+        for name, entry in entries
+        if name not in spread
+    }
+
+
+def give_back(state: dict[str, Any], tree: dict[str, Any], rank: int) -> None:
     """Hand each entry of a state what was restored for it."""
     for name, entry in state.items():
-        if hasattr(entry, "load_state_dict"):
+        if is_spread(entry) and not is_merged_by(rank, entry):
+            _called(name, "load_part", partial(entry.load_part, tree[name]))
+        elif hasattr(entry, "load_state_dict"):
             _called(name, "load_state_dict", partial(entry.load_state_dict, tree[name]))
             if isinstance(entry, torch.optim.Optimizer):
                 _keep_dtypes(entry, tree[name])
@@ -179,6 +173,74 @@ def _called(name: str, method: str, call: Callable[[], Any]) -> Any:
         what = f"{name!r}: its {method}() failed: {type(error).__name__}: {error}"
         raise CheckpointError(what) from error
 
+
+# ---- what is spread over ranks ------------------------------------------------------------------
+
+
+def _spread(
+    state: dict[str, Any],
+    stored: Sequence[StoredState],
+    mine: StoredState,
+    rank: int,
+    threads: Executor | None,
+    pickling: bool,
+) -> dict[str, Any]:
+    """Return what entries that are spread over ranks are to load: all ranks' parts, merged, or this
+    rank's part. Of other ranks nothing else is read."""
+    spread = {name: entry for name, entry in state.items() if is_spread(entry)}
+    merged = {name: entry for name, entry in spread.items() if is_merged_by(rank, entry)}
+    own = [name for name in spread if name not in merged]
+    found: dict[str, Any] = dict.fromkeys(own)
+    if own and mine.contents.rank == rank:
+        found = _part(stored, mine, own, pickling)
+    if merged:
+        if len(stored) != mine.contents.world_size:
+            raise CheckpointError(
+                f"{_some(list(merged))} cannot be merged: {mine.contents.world_size} ranks saved parts"
+                f" of it, and {len(stored)} are at hand"
+            )
+        parts = _parts(stored, list(merged), threads, pickling)
+        for name, entry in merged.items():
+            found[name] = merge(name, entry, [part[name] for part in parts])
+    return found
+
+
+def _parts(
+    stored: Sequence[StoredState], names: list[str], threads: Executor | None, pickling: bool
+) -> list[dict[str, Any]]:
+    """Return what each rank saved under these names."""
+
+    def of(rank: int) -> dict[str, Any]:
+        with briefly_open(stored, rank) as one:
+            return _part(stored, one, names, pickling)
+
+    return list((threads.map if threads is not None else map)(of, range(len(stored))))
+
+
+def _part(
+    stored: Sequence[StoredState], one: StoredState, names: Sequence[str], pickling: bool
+) -> dict[str, Any]:
+    """Return what one rank saved under these names; none of it is shared with the living state."""
+    entries = entries_of(one.skeleton)
+    absent = [name for name in names if name not in entries]
+    if absent:
+        raise CheckpointError(
+            f"the saved state of rank {one.contents.rank} has no {_some(absent)}; it has"
+            f" {', '.join(map(repr, entries))}"
+        )
+    loading = _Loading({}, frozenset(), stored, one)
+    tree = {name: assemble(entries[name], loading.tensor, pickling) for name in names}
+    for reading in loading.readings.values():
+        read(reading.source, reading.wants, None, reading.pieces)
+    return tree
+
+
+def merge(name: str, entry: Any, parts: list[Any]) -> Any:
+    """Return the state of which ranks saved these parts."""
+    return _called(name, "merge_state_dicts", partial(entry.merge_state_dicts, parts))
+
+
+# ---- tensors by name ----------------------------------------------------------------------------
 
 _OF_FIXED_SHAPES = (torch.nn.Module, torch.optim.Optimizer)
 

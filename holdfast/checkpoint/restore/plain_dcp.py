@@ -6,7 +6,8 @@ Its `.metadata` is read without unpickling (`dcp.foreign`), its tensors and valu
 
 As for `dcp.load`, the live state is the template: each of its tensors and values is looked up by its
 dotted name, and a region of a sharded tensor is put together from all chunks that overlap it. All names
-and shapes are checked before the first byte is changed.
+and shapes are checked before the first byte is changed. What is spread over ranks (`state.spread`) has
+no template: all that is stored under its name is one part, as DCP keeps the values of one rank only.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack
 from math import prod
@@ -37,6 +38,7 @@ from holdfast.checkpoint.restore.load import (
     give_back,
     load,
     make_optimizer_state,
+    merge,
     offsets_of,
     overlap,
 )
@@ -49,6 +51,7 @@ from holdfast.checkpoint.state.parameter_names import (
     unwrapped,
     unwrapped_keys,
 )
+from holdfast.checkpoint.state.spread import is_merged_by, is_spread, spread_names
 from holdfast.checkpoint.storage.backends import Readable
 from holdfast.checkpoint.storage.manifest import steps
 from holdfast.checkpoint.storage.plain_directory import open_either
@@ -79,10 +82,16 @@ def load_start(
     if plain is None:
         _refuse_links(storage)
         return None
-    load_plain(state, plain, threads, pickling)
+    load_plain(state, plain, threads, pickling, rank)
     counted = "" if plain.step is not None else "; its name has no step, so steps count from 0"
     what = f"started from {plain.where}, which torch.distributed.checkpoint saved: NOT VERIFIED"
-    return Started(plain.step or 0, False, f"{what}, as it has no digests{counted}")
+    return Started(plain.step or 0, False, f"{what}, as it has no digests{counted}{_alone(state)}")
+
+
+def _alone(state: dict[str, Any]) -> str:
+    """Say that parts of other ranks may be missing: DCP keeps the values of one rank only."""
+    names = sorted(spread_names(state))
+    return f"; {_some(names)}: it has the part of one rank only" if names else ""
 
 
 def _refuse_links(storage: Readable) -> None:
@@ -100,6 +109,7 @@ def load_plain(
     checkpoint: PlainCheckpoint,
     threads: Executor | None = None,
     pickling: bool = False,
+    rank: int = 0,
 ) -> None:
     """Make the state what a plain checkpoint holds; nothing of that is verified."""
     stored = checkpoint.metadata()
@@ -107,18 +117,23 @@ def load_plain(
         saved = any(tensor.startswith(f"{name}.state.") for tensor in stored.tensors)
         if saved and isinstance(entry, torch.optim.Optimizer):
             make_optimizer_state(entry, name)
-    live = {name: captured_entry(entry, name) for name, entry in state.items()}
+    spread = {name: entry for name, entry in state.items() if is_spread(entry)}
+    live = {name: captured_entry(e, name) for name, e in state.items() if name not in spread}
     numbered, orders = dict(live), _orders(state, stored)
     for name, order in orders.items():
         live[name] = by_name(live[name], order)
     filling = _Filling(checkpoint, stored, pickling, _wrapped_otherwise(state, live, stored))
     tree = {name: filling.of((name,), entry) for name, entry in live.items()}
+    parts = {name: filling.whole(name) for name in spread}
     filling.check(state)
+    for name, entry in spread.items():
+        # It is not known whose part it is, so it is no other rank's own.
+        tree[name] = merge(name, entry, [parts[name]]) if is_merged_by(rank, entry) else None
     for name, order in orders.items():
         if is_named(tree[name]):
             tree[name] = by_number(tree[name], order, numbered[name], name)
     filling.fill(threads)
-    give_back(state, tree)
+    give_back(state, tree, rank)
 
 
 def _orders(state: dict[str, Any], stored: ForeignCheckpoint) -> dict[str, list[str]]:
@@ -191,6 +206,15 @@ class _Filling:
             return [self.of((*path, index), child) for index, child in enumerate(live)]
         self._absent.append(name)
         return live
+
+    def whole(self, entry: str) -> Any:
+        """Return all that was stored under the name of an entry."""
+        known = (*self._stored.tensors, *self._stored.values)
+        names = [name for name in known if _path(name, self._stored)[0] == entry]
+        if not names:
+            self._absent.append(entry)
+            return None
+        return _tree(self._stored, self._reader, names)[entry]
 
     def _tensor(self, name: str, stored: ForeignTensor, live: Any) -> Any:
         if not isinstance(live, torch.Tensor):
@@ -289,25 +313,35 @@ class _Node(dict[str | int, Any]):
 def plain_state(checkpoint: PlainCheckpoint, pickling: bool = False) -> dict[str, Any]:
     """Read all of a plain checkpoint as nested dicts and lists, by the paths that it recorded."""
     stored = checkpoint.metadata()
+    names = [*stored.tensors, *stored.values]
+    return _tree(stored, _ChunkReader(checkpoint, pickling), names)
+
+
+def _tree(stored: ForeignCheckpoint, reader: _ChunkReader, names: Sequence[str]) -> dict[str, Any]:
     tree = _Node()
-    for name, content in _whole(stored, _ChunkReader(checkpoint, pickling)):
-        *above, last = stored.paths.get(name) or (name,)
+    for name in names:
+        *above, last = _path(name, stored)
         node = tree
         for key in above:
             node = node.setdefault(key, _Node())
-        node[last] = content
+        node[last] = _whole(name, stored, reader)
     return {str(key): _with_lists(child) for key, child in tree.items()}
 
 
-def _whole(stored: ForeignCheckpoint, reader: _ChunkReader) -> Iterator[tuple[str, Any]]:
-    for name, tensor in stored.tensors.items():
-        whole = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
-        for chunk in tensor.chunks:
-            if 0 not in chunk.sizes:
-                copy_overlap(reader.tensor(name, chunk), chunk.offsets, whole, (0,) * whole.dim())
-        yield name, whole
-    for name, place in stored.values.items():
-        yield name, reader.value(name, place)
+def _path(name: str, stored: ForeignCheckpoint) -> tuple[str | int, ...]:
+    return stored.paths.get(name) or (name,)
+
+
+def _whole(name: str, stored: ForeignCheckpoint, reader: _ChunkReader) -> Any:
+    """Read a tensor with all its chunks, or a value."""
+    tensor = stored.tensors.get(name)
+    if tensor is None:
+        return reader.value(name, stored.values[name])
+    whole = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
+    for chunk in tensor.chunks:
+        if 0 not in chunk.sizes:
+            copy_overlap(reader.tensor(name, chunk), chunk.offsets, whole, (0,) * whole.dim())
+    return whole
 
 
 def _with_lists(node: Any) -> Any:

@@ -14,13 +14,12 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from time import monotonic
-from typing import overload
 
 from holdfast.checkpoint.memory.image import Image
 from holdfast.checkpoint.memory.images import Outline, id_of
 from holdfast.checkpoint.replicas.copies import Peer, outline_of
 from holdfast.checkpoint.replicas.protocol import STALL_S, Connection, More, Pull
-from holdfast.checkpoint.restore.load import StoredState, open_stored
+from holdfast.checkpoint.restore.stored import OpenedLazily, StoredState, open_stored
 from holdfast.checkpoint.restore.verified_read import Alternatives, FileSource, Source
 from holdfast.checkpoint.state.layout import BLOCK_BYTES, Extent, FileRecord
 from holdfast.checkpoint.storage.backends import Readable, Storage, step_directory
@@ -80,34 +79,11 @@ def open_files(storage: Readable, step: int, until: ExitStack) -> Sequence[Store
     """Return the rank files of a checkpoint, in the order of ranks; each is opened when first used."""
     manifest = load_manifest(storage, step)
     records = {record.rank: record for record in manifest.files}
-    return OpenedLazily(
-        manifest.world_size, lambda rank: _open_file(storage, step, records[rank], until)
-    )
 
+    def open_one(rank: int, until: ExitStack) -> StoredState:
+        return _open_file(storage, step, records[rank], until)
 
-class OpenedLazily(Sequence[StoredState]):
-    """The states of several ranks; each is opened when first used."""
-
-    def __init__(self, count: int, open_one: Callable[[int], StoredState]) -> None:
-        self._count = count
-        self._open_one = open_one
-        self._open: dict[int, StoredState] = {}
-
-    def __len__(self) -> int:
-        return self._count
-
-    @overload
-    def __getitem__(self, rank: int) -> StoredState: ...
-    @overload
-    def __getitem__(self, rank: slice) -> Sequence[StoredState]: ...
-    def __getitem__(self, rank: int | slice) -> StoredState | Sequence[StoredState]:
-        if isinstance(rank, slice):
-            return [self[one] for one in range(*rank.indices(len(self)))]
-        if rank not in self._open:
-            if not 0 <= rank < self._count:
-                raise IndexError(rank)
-            self._open[rank] = self._open_one(rank)
-        return self._open[rank]
+    return OpenedLazily(manifest.world_size, open_one, until)
 
 
 def _open_file(storage: Readable, step: int, record: FileRecord, until: ExitStack) -> StoredState:

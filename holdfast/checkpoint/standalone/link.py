@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from holdfast.checkpoint.memory.image_home import ImageHome
 from holdfast.checkpoint.memory.slots import Copy
-from holdfast.checkpoint.restore.load import StoredState
+from holdfast.checkpoint.restore.stored import StoredState
 from holdfast.checkpoint.standalone.driver import CommitDriver, node_of
 from holdfast.checkpoint.standalone.keeper_client import END_S, ScriptKeeper
 from holdfast.checkpoint.standalone.store_meeting import (
@@ -350,7 +350,9 @@ class ScriptLink:
 
     # ---- restoring ----
 
-    def find(self, checkpointer: str, step: int | None, tried: Tried | None) -> StateFound:
+    def find(
+        self, checkpointer: str, step: int | None, tried: Tried | None, all_ranks: bool
+    ) -> StateFound:
         with self._lock:
             # What was saved before is reported before: all ranks may forget it with what they load.
             self._sealed.wait_for(lambda: not self._seals)
@@ -369,7 +371,9 @@ class ScriptLink:
             rank=Rank(self.rank),
             channel=0,
             number=1,
-            request=FindState(checkpointer=checkpointer, step=step, tried=tried),
+            request=FindState(
+                checkpointer=checkpointer, step=step, tried=tried, all_ranks=all_ranks
+            ),
         )
         self._post(*events, asked)
         return finding.result()

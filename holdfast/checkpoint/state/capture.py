@@ -6,7 +6,7 @@ structure; a tensor that is new, gone, or of another shape, dtype or device need
 Who owns a tensor decides where it goes (see `layout`). A shard of a DTensor is this rank's own, unless
 another rank holds the same shard and writes it. A large plain tensor is assumed to be the same on all
 ranks (the keepers compare digests before they rely on it); a small one, like the state of a random
-generator, is this rank's own.
+generator, is this rank's own, and so is every plain tensor of an entry that is spread over ranks.
 
 A state may have tens of thousands of tensors, and training waits while it is captured. So all work per
 tensor and save is done by list operations in C, not by a line of Python for each tensor.
@@ -118,9 +118,10 @@ def capture(
     position: Position,
     pickling: bool = False,
     parameters: Mapping[str, Sequence[str]] = _NONE,
+    spread: frozenset[str] = frozenset(),
 ) -> Captured:
     """Dismantle a state; reuse the last layout if it still fits. `parameters` becomes that of the
-    contents."""
+    contents; `spread` names the entries that are spread over ranks."""
     parts = dismantle(state, pickling)
     layout = before
     try:
@@ -128,7 +129,7 @@ def capture(
         addresses = _fitting(layout, parts, locals_) if layout is not None else None
         if layout is None or addresses is None:
             addresses = list(map(torch.Tensor.data_ptr, locals_))
-            layout = _lay_out(parts, Signature.of(parts.tensors, locals_), addresses)
+            layout = _lay_out(parts, Signature.of(parts.tensors, locals_), addresses, spread)
     except (RuntimeError, ValueError) as error:
         # Sparse and nested tensors have no address, nor has a lazy module's before its first forward.
         _check_tensors(parts)
@@ -174,13 +175,18 @@ def _check_memory(layout: Layout, locals_: list[torch.Tensor], addresses: list[i
 # ---- layout -------------------------------------------------------------------------------------
 
 
-def _lay_out(parts: Dismantled, signature: Signature, addresses: list[int]) -> Layout:
+def _lay_out(
+    parts: Dismantled, signature: Signature, addresses: list[int], spread: frozenset[str]
+) -> Layout:
     paths = parts.paths()
     every = [path for of_one in paths for path in of_one]
     all_names = unique_names(every)
     remaining = iter(all_names)
     named = [[next(remaining) for _ in of_one] for of_one in paths]
     placed = [_place(tensor, names[0]) for tensor, names in zip(parts.tensors, named, strict=True)]
+    for one, of_one in zip(placed, paths, strict=True):
+        if one.kind == "shared" and of_one[0][0] in spread:
+            one.kind = "own"
     item_of, first_of = _tied(placed)
     names_of: list[list[str]] = [[] for _ in first_of]
     for item, names in zip(item_of, named, strict=True):

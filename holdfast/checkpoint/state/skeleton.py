@@ -152,7 +152,7 @@ class _Walk:
             found.tensors.append(tensor)
         self._opened += 1
         found.structure.append((tuple(self._path), None, number))
-        return Ext(_TENSOR, b"%d" % number)
+        return _tensor_at(number)
 
     def _all_tensors(self, value: dict[Any, Any]) -> Ext | None:
         """Encode a dict of tensors alone, none of which was seen before; else return None."""
@@ -289,6 +289,10 @@ class _Walk:
             raise CheckpointError(f"{self.where}: cannot be pickled either: {error}") from error
 
 
+def _tensor_at(number: int) -> Ext:
+    return Ext(_TENSOR, b"%d" % number)
+
+
 class _Nothing:
     """The type of no object, where torch was never imported."""
 
@@ -352,7 +356,30 @@ def _of_torch(kind: type, value: Any) -> Ext | None:
 # ---- decoding -----------------------------------------------------------------------------------
 
 
-def assemble(skeleton: bytes, tensor: Callable[[int], Any], pickling: bool = False) -> Any:
+def entries_of(skeleton: bytes) -> dict[Key, bytes | msgspec.Raw]:
+    """Return the skeleton of each entry of a state, to be assembled by itself."""
+    root = _root.decode(skeleton)
+    if isinstance(root, dict):
+        return {**root}
+    if root.code == _TENSORS:
+        first, keys = msgspec.msgpack.decode(root.data)
+        numbers = range(first, first + len(keys))
+        return {k: _encoder.encode(_tensor_at(n)) for k, n in zip(keys, numbers, strict=True)}
+    # Names that are members of an enum.
+    return {assemble(key, _no_tensor): entry for key, entry in _pairs.decode(root.data)}
+
+
+_root: Final = msgspec.msgpack.Decoder(dict[Key, msgspec.Raw] | Ext)
+_pairs: Final = msgspec.msgpack.Decoder(list[tuple[msgspec.Raw, msgspec.Raw]])
+
+
+def _no_tensor(index: int) -> Any:
+    raise CheckpointError("a tensor cannot be the name of an entry")
+
+
+def assemble(
+    skeleton: bytes | msgspec.Raw, tensor: Callable[[int], Any], pickling: bool = False
+) -> Any:
     """Rebuild the state; `tensor` returns the tensor with an index."""
 
     def hook(code: int, data: memoryview) -> Any:

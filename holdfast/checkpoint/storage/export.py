@@ -132,7 +132,8 @@ class _CountedFile:
 def _state(
     storage: Readable, step: int, pickling: bool, on_progress: Callable[[int], None]
 ) -> dict[str, Any]:
-    from holdfast.checkpoint.restore.load import load, open_stored
+    from holdfast.checkpoint.restore.load import load
+    from holdfast.checkpoint.restore.stored import open_stored
 
     manifest = load_manifest(storage, step)
     stored = []

@@ -44,6 +44,8 @@ def find(
     have spoken. Without `memory` only storage is offered."""
     book = commits.book(request.checkpointer)
     search = book.search = book.search or Search(request.step, memory)
+    if request.all_ranks:
+        search.all_ranks.add(rank)
     taken = CommitEffects()
     if search.current is not None and request.tried is None:
         # It begins again and does not know the offer, which the others still try.
@@ -156,6 +158,7 @@ class _Offers:
         self._current = search.current
         self._refused = _refusals(book, search)
         self._nodes, self._reach = nodes, reach
+        self._all_ranks = search.all_ranks
         key = (self._current.step, self._current.round)
         self._holders: Mapping[Rank, list[NodeId]] = next(
             (s.holders for s in book.snapshots if (s.id.step, s.id.round) == key), {}
@@ -165,8 +168,8 @@ class _Offers:
         current = self._current
         holders: tuple[Holder, ...] = ()
         if current.where == "memory":
-            same = current.world_size == len(self._nodes)
-            needed = [rank] if same else list(range(current.world_size))
+            own = current.world_size == len(self._nodes) and rank not in self._all_ranks
+            needed = [rank] if own else list(range(current.world_size))
             near = self._nodes[rank]
             holders = tuple(held for one in needed for held in self._all(Rank(one), near))
         return StateFound(

@@ -92,6 +92,8 @@ class Search(Struct):
     current: RestoreCandidate | None = None
     """The candidate that all ranks were offered last."""
     refused: list[str] = field(default_factory=list)
+    all_ranks: set[Rank] = field(default_factory=set)
+    """Ranks that need the images of all ranks."""
 
 
 class SaveWait(Struct, frozen=True):
