@@ -64,6 +64,7 @@ class LeasingNode(scale.Node):
             self._part = message.part
         elif isinstance(message, Answered):
             self.shards.begin_round(self._part)
+            self.shards.opened(SPEC)
             self._take()
         elif isinstance(message, LendShards):
             self.shards.lent(message)

@@ -353,9 +353,10 @@ class ShardClient:
         self._forget()
         self._used, self._restored = used, "whole"
 
-    def load_part(self, state: dict[str, Any]) -> None:
-        """Go on from what another rank restores."""
-        self._checked_state(state)
+    def load_part(self, state: dict[str, Any] | None) -> None:
+        """Go on from what another rank restores; None if this rank saved no part of it."""
+        if state is not None:
+            self._checked_state(state)
         self._forget()
         self._used, self._restored = SpanSet(), "part"
 

@@ -347,7 +347,7 @@ def test_a_shard_that_fails_is_lent_again_and_ends_the_job_at_the_third_time() -
     job.lend("a")
     ends = [one for one in job.fail("a", (0, 0, 10)) if isinstance(one, Finish)]
     assert ends[0].code == 93
-    assert "positions 0 to 10 of epoch 0 of data set 'd' failed 3 times" in ends[0].reason
+    assert "positions 0 to 9 of epoch 0 of data set 'd' failed 3 times" in ends[0].reason
     assert "rank 0: ValueError: bad" in ends[0].reason
 
 
@@ -372,7 +372,7 @@ def test_a_shard_may_be_left_out_and_is_listed() -> None:
     job.fail("a", (0, 10, 20), "OSError: no such file")
     incident = job.job.incidents[-1]
     assert incident.kind == "data"
-    assert "positions 10 to 20 of epoch 0 of data set 'd' failed 1 times" in incident.signature
+    assert "positions 10 to 19 of epoch 0 of data set 'd' failed 1 times" in incident.signature
     assert finished(job.use("a", (0, 0, 10))) == ["a"]
     account = job.account()
     assert not account.sound

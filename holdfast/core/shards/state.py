@@ -101,4 +101,4 @@ def named(spec: DataSpec, span: Span) -> str:
     if spec.size is None:
         known = span.line < len(spec.partitions)
         line = f"partition {spec.partitions[span.line] if known else span.line}"
-    return f"positions {span.start} to {span.stop} of {line}"
+    return f"positions {span.start} to {span.stop - 1} of {line}"
