@@ -28,6 +28,9 @@ class JobLink(Protocol):
     def take(self, dataset: str, count: int) -> tuple[Span, ...]:
         """Wait for shards that were lent to this rank's node; none if the data set is finished."""
 
+    def delivered(self, records: int) -> None:
+        """Count records that the script is given, for the job's speed; called for each batch."""
+
     def tell(self, message: DataUsed) -> None:
         """Report what became of positions; does not wait."""
 

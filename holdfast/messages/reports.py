@@ -38,13 +38,14 @@ CAUSES: dict[Cause, str] = {
     "start": "from the launch, or from the round's freezing, until the script ran",
     "init": "imports and process group, until the first step",
     "checkpoint": "saving",
+    "evaluation": "what the script marks so: `with holdfast.evaluating():`",
     "detect": "from the fault until it was known, with the failed process's own teardown",
     "stop": "ending the other ranks",
     "rendezvous": "agreeing on the next round",
     "restore": "loading state",
     "wait": "for nodes",
     "idle": "finished before the others",
-    "other": "between steps, no training: evaluation, uploads, loading, or waiting for a rank in it",
+    "other": "between steps, no training: uploads, loading, unmarked evaluation, waits for such a rank",
     "finish": "from the last step to the script's end",
     "unknown": "since the last step: not known yet, or never known",
 }
@@ -68,6 +69,12 @@ class RankReport(Struct, frozen=True, kw_only=True):
     """Speed relative to the rank's own best, 0 to 1; null while unknown."""
     straggler: Kind | None
     """Which of the two scores makes the rank a straggler; null for a rank that is none."""
+    steps_per_s: float | None = None
+    """Steps a second in its latest minute or two of training, without evaluations, saves and stalls;
+    null while unknown."""
+    samples_per_s: float | None = None
+    """Samples a second in the same time; null while unknown, and for a script that does not use a
+    loader of `holdfast.data`."""
 
 
 class NodeReport(Struct, frozen=True, kw_only=True):
@@ -145,8 +152,9 @@ class StatusReport(Struct, frozen=True, kw_only=True):
     step: StepNumber
     """Highest step that was ever finished."""
     steps_per_s: float | None
-    """Training speed; null while the job is not running or its speed is unknown. It falls while no
-    step is finished."""
+    """Steps of the job a second in the latest minute or two of training, without evaluations, saves and
+    stalls; null while the job is not running or its speed is unknown. It falls while no step is
+    finished."""
     wall_s: Seconds
     """Time since the job opened, or until it ended."""
     restarts: int
@@ -179,6 +187,11 @@ class StatusReport(Struct, frozen=True, kw_only=True):
     no_step_s: Seconds | None = None
     """Time since a rank last finished a step, if that is longer than a step usually takes; null while
     steps are finished, before the first one, and while the job is not running."""
+    samples_per_s: float | None = None
+    """Samples a second of all ranks, as `steps_per_s`; null if no rank counts its samples."""
+    speed_stable: bool = False
+    """Whether every rank has trained for a minute at this world size, so that the speed can be compared
+    with that of another."""
 
 
 class GoodputReport(Struct, frozen=True, kw_only=True):
@@ -196,6 +209,12 @@ class GoodputReport(Struct, frozen=True, kw_only=True):
     """Share of productive seconds, 0 to 1."""
     unknown_since: Time | None = None
     """Begin of the oldest time that has no cause yet, in seconds since 1970; null if all of it has."""
+    samples: int | None = None
+    """Samples of steps that were finished for the first time; null if no rank counts them."""
+    redone_samples: int | None = None
+    """Samples of steps that were taken again."""
+    samples_per_s: float | None = None
+    """Samples a second of all ranks, over productive time; null while unknown."""
 
 
 class IncidentReport(Struct, frozen=True, kw_only=True):
