@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from holdfast.core import report
@@ -10,11 +12,9 @@ from holdfast.sim.cluster import Cluster, SimSettings
 from holdfast.sim.training import BATCH
 
 
-def ran(faults: str, light: bool = True, seed: int = 1) -> Cluster:
-    settings = SimSettings(
-        seed=seed, nodes=6, spares=2, min_nodes=2, hours=0.3, slots=2, faults=faults, light=light
-    )
-    return Cluster(settings).run()
+def ran(faults: str, light: bool = True, seed: int = 1, **more: Any) -> Cluster:
+    shape = {"nodes": 6, "spares": 2, "min_nodes": 2, "hours": 0.2, "slots": 2, **more}
+    return Cluster(SimSettings(seed=seed, faults=faults, light=light, **shape)).run()
 
 
 def status(cluster: Cluster) -> StatusReport:
@@ -42,15 +42,14 @@ def test_all_samples_of_a_job_without_faults_are_used_once() -> None:
     assert goodput.samples_per_s == pytest.approx(status(cluster).samples_per_s, rel=0.1)
 
 
-@pytest.mark.parametrize("seed", range(1, 6))
-def test_faults_make_samples_redone_and_change_no_speed(seed: int) -> None:
-    cluster = ran("chaos", seed=seed)
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_after_many_faults_samples_were_redone_and_the_speed_is_what_it_was(seed: int) -> None:
+    cluster = ran("chaos", seed=seed, step_s=1.0, save_every=10, liveness=True)
     job = cluster.coordinator.job
     goodput = report.goodput(job, cluster.clock.now)
+    assert job.membership.round > 20
     assert goodput.samples is not None
+    assert goodput.redone_samples
     assert goodput.samples >= BATCH * job.highest, "at least one rank took each step"
-    if job.world is not None and job.speed.stable:
-        round = cluster.training.rounds[job.membership.round]
-        assert job.speed.steps_per_s == pytest.approx(1 / round.pace_s, rel=0.3)
-        per_step = BATCH * (job.unfinished or round.size)
-        assert job.speed.samples_per_s == pytest.approx(job.speed.steps_per_s * per_step, rel=0.05)
+    # Pauses that are shorter than a worker takes notice of remain.
+    assert job.speed.steps_per_s == pytest.approx(1.0, rel=0.2)
