@@ -68,6 +68,7 @@ AGENT_EVENTS: tuple[type, ...] = (
     events.SnapshotMissed,
     events.CheckpointWritten,
     events.StoredFound,
+    events.ShardsReported,
     events.FaultTold,
     events.TaskFailed,
 )
@@ -213,6 +214,7 @@ _RANKS: dict[type, Callable[[Any], Iterable[Rank]]] = {
     events.SnapshotsSealed: _listed_ranks,
     events.SnapshotMissed: _own_rank,
     events.StoredFound: lambda event: (),
+    events.ShardsReported: lambda event: [one.rank for one in (*event.used, *event.failed)],
 }
 
 
@@ -248,11 +250,18 @@ def _replaces_its_own(job: Job, event: events.NodeJoined) -> bool:
     return not event.replaces or same_launcher(event.replaces, event.node)
 
 
+def _sound_spans(job: Job, event: events.ShardsReported) -> bool:
+    spans = [one.used.span for one in event.used] + [one.span for one in event.failed]
+    in_order = all(one.used.first_step <= one.used.last_step for one in event.used)
+    return in_order and all(span.start < span.stop for span in (*spans, *event.returned))
+
+
 _CHECKS: dict[type, Callable[[Job, Any], bool]] = {
     events.NodeJoined: _replaces_its_own,
     events.WorkerExited: _one_end,
     events.ImagesHeld: _fitting_images,
     events.SnapshotsSealed: _fitting_seals,
     events.FaultTold: _known_fault,
+    events.ShardsReported: _sound_spans,
     events.NodeTested: lambda job, event: event.result.node == event.node,
 }

@@ -32,6 +32,7 @@ from holdfast.core.nodecheck.events import NodecheckMachine
 from holdfast.core.ranks.events import RanksMachine
 from holdfast.core.recovery.events import RecoveryMachine
 from holdfast.core.requests.events import RequestsMachine
+from holdfast.core.shards.events import ShardsMachine
 from holdfast.core.speed import windows
 from holdfast.core.speed.events import SpeedMachine
 from holdfast.core.states import OVER, AnyState, Ended, Gathering, Running
@@ -52,6 +53,7 @@ MACHINES: tuple[type[Machine], ...] = (
     LedgerMachine,
     CommitsMachine,
     RequestsMachine,
+    ShardsMachine,
     HangsMachine,
     StragglersMachine,
     NodecheckMachine,

@@ -181,7 +181,7 @@ def incident_line(job: Job, incident: Incident) -> str:
 
 
 def _what(incident: Incident) -> str:
-    if incident.kind == "storage":
+    if incident.kind in ("storage", "data"):
         return f"{incident.signature} ({incident.detail})"
     if incident.kind == "hang" and incident.detail:
         return incident.detail  # The verdict, which names ranks and lines.

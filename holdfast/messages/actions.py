@@ -9,7 +9,7 @@ from holdfast.messages.checkpoints import SnapshotId, StoredFile
 from holdfast.messages.data import DataName, Span
 from holdfast.messages.records import Part
 from holdfast.messages.requests import AnyAnswer
-from holdfast.messages.units import CauseId, NodeId, Rank, RoundNumber, Seconds
+from holdfast.messages.units import CauseId, Count, NodeId, Rank, RoundNumber, Seconds
 
 
 class Action(Struct, frozen=True, kw_only=True, tag=True):
@@ -137,6 +137,9 @@ class LendShards(Action, frozen=True, kw_only=True):
     spans: tuple[Span, ...] = ()
     """Each a whole number of shards, but for a last one. Spans that the node has already are said
     again because they may have been lost."""
+    heard: Count = 0
+    """Number of the node's last report that was taken in. What the node has reported since to have
+    used or given back is not lent to it anew, though it may be among these spans."""
     finished: bool = False
     """Nothing more will be lent in this round."""
 

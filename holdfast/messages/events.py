@@ -346,8 +346,11 @@ class ShardsReported(Event, frozen=True, kw_only=True):
     node: NodeId
     round: RoundNumber
     dataset: DataName
+    number: Count = 0
+    """Number of the node's report on this data set in this round, from 1: see `LendShards.heard`."""
     want: Count = 0
-    """Shards that it wants now, beside those it has. A later report replaces the number."""
+    """Shards that it wants now, beside those it has. A later report replaces the number. It may be
+    lent fewer; then it asks again when it wants more."""
     used: Listed[UsedBy] = ()
     failed: Listed[ShardFailure] = ()
     returned: Listed[Span] = ()

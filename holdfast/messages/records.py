@@ -64,12 +64,13 @@ FaultKind = Literal[
     "overload",
     "ending",
     "storage",
+    "data",
     "internal",
 ]
 """What broke a round (a worker's death in four ways, a hang, a lost node, a change that was wanted), or
 what broke none: an unfit node, a node that faults point at, a slow rank, a node with too little CPU
 time for its ranks, a process that hung after its script had ended, a checkpoint that was not written,
-an error of our own."""
+a shard that was left out, an error of our own."""
 
 
 class Script(Struct, frozen=True, kw_only=True):

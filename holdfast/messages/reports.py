@@ -13,6 +13,7 @@ from typing import Literal
 from msgspec import Struct, field
 
 from holdfast.messages.chaos import FaultsReport
+from holdfast.messages.data import Sharing, Task
 from holdfast.messages.hangs import Proof, Sign
 from holdfast.messages.records import Cause, FaultKind
 from holdfast.messages.timings import Kind
@@ -289,3 +290,98 @@ class Booking(Struct, frozen=True):
     end: Time
     round: RoundNumber
     step: StepNumber
+
+
+class SpanUse(Struct, frozen=True, kw_only=True):
+    """Positions of a line that were used alike."""
+
+    start: int
+    stop: int
+    """Exclusive."""
+    times: int
+    """How often the committed history has used them."""
+    rounds: list[RoundNumber]
+    """Rounds that used them; 0 for what was used before this job."""
+    fate: Literal["used", "ahead", "skipped", "lost"]
+    """Used; still to come; left out because the shard failed; or never used, though the job holds
+    them to be used."""
+
+
+class LineAccount(Struct, frozen=True, kw_only=True):
+    """What became of an epoch, or of a partition of a stream."""
+
+    line: int
+    """Number of the epoch, from 0, or of the partition."""
+    name: str
+    """Name of the partition; empty for an epoch."""
+    size: int | None
+    """Records of the epoch; null for a partition, which has no end."""
+    once: int
+    """Records that were used exactly once."""
+    more: int
+    """Records that were used more than once."""
+    lost: int
+    """Records that were never used and will not be."""
+    skipped: int
+    """Records that were left out because their shards failed."""
+    ahead: int
+    """Records that are still to come; 0 for a partition."""
+    spans: list[SpanUse]
+    """The line, divided by how its positions were used."""
+
+
+class SkippedShard(Struct, frozen=True, kw_only=True):
+    """A shard that failed too often and was left out."""
+
+    line: int
+    """Number of the epoch or partition."""
+    start: int
+    stop: int
+    """Exclusive."""
+    error: str
+    """The last error."""
+    round: RoundNumber
+    """Round in which it was given up."""
+
+
+class RoundAccount(Struct, frozen=True, kw_only=True):
+    """What one round contributed to the committed history of a data set."""
+
+    round: RoundNumber
+    """Number of the round."""
+    resumed: StepNumber
+    """Step that it went on from."""
+    until: StepNumber | None
+    """Step up to which it counts, from which a later round went on; null if all of it counts."""
+    records: int
+    """Records that it used and that count, but for those of epochs that are listed no more."""
+
+
+class DataAccount(Struct, frozen=True, kw_only=True):
+    """What was used of a data set in the committed history, and how often: see
+    `holdfast data audit`."""
+
+    dataset: str
+    """Name of the data set."""
+    sharing: Sharing
+    """How ranks share it."""
+    task: Task
+    """What it is used for."""
+    exact: bool
+    """Whether what was used goes back with the model."""
+    epochs: int
+    """Epochs to be used; 0 for no end."""
+    size: int | None
+    """Records of an epoch; null for a stream."""
+    sound: bool
+    """Whether each record that was used was used once, and none was lost or left out."""
+    whole_lines: int
+    """Epochs, the first ones, of which only faults are listed."""
+    lines: list[LineAccount]
+    """Epochs from there on and those with a fault, or the partitions, as far as they were begun."""
+    rounds: list[RoundAccount]
+    """Rounds of which something counts, and the newest one."""
+    skipped: list[SkippedShard]
+    """Shards that were left out."""
+    misfits: int
+    """Records that nodes reported to have used without having been lent them; they do not count."""

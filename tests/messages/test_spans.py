@@ -73,4 +73,45 @@ def test_a_small_message_cannot_become_a_large_one() -> None:
 
     bomb = zlib.compress(bytes(200 << 20), 9)
     with pytest.raises(ValueError, match="not a packed set"):
-        SpanSet.unpack(msgspec.msgpack.encode({0: ("Q", bomb)}))
+        SpanSet.unpack(msgspec.msgpack.encode((0, {0: ("Q", bomb)})))
+
+
+def test_whole_lines_collapse_into_a_number() -> None:
+    used = SpanSet.of(Span(line, 0, 10) for line in range(1000))
+    used.add(Span(1000, 0, 5))
+    used.add(Span(1002, 0, 10))
+    full = len(used.pack())
+    used.collapse(10)
+    assert used.below == 1000
+    assert sorted(used.lines) == [1000, 1002]
+    assert used.has(Span(7, 0, 10))
+    assert not used.without(Span(7, 2, 3))
+    used.add(Span(7, 0, 10))
+    used.remove(Span(7, 0, 10))
+    assert sorted(used.lines) == [1000, 1002]
+    assert len(used.pack()) < full / 100
+    assert SpanSet.unpack(used.pack()) == used
+
+
+def test_a_union_keeps_the_lines_that_are_whole_in_either_set() -> None:
+    some, other = SpanSet.of([Span(1, 0, 5), Span(4, 0, 5)]), SpanSet(below=3)
+    other.add(Span(4, 5, 7))
+    for one in (some.copy(), other.copy()):
+        one.update(some)
+        one.update(other)
+        assert one == SpanSet({4: [0, 7]}, 3)
+
+
+@pytest.mark.parametrize("width", ["d", "ab", "b", ""])
+def test_other_widths_are_refused(width: str) -> None:
+    import zlib
+
+    import msgspec
+
+    packed = msgspec.msgpack.encode((0, {0: (width, zlib.compress(bytes(range(1, 17))))}))
+    with pytest.raises(ValueError, match="not a packed set"):
+        SpanSet.unpack(packed)
+
+
+def test_no_bytes_are_the_empty_set() -> None:
+    assert SpanSet.unpack(b"") == SpanSet()

@@ -9,7 +9,9 @@ from holdfast.core.faults import Fault, subject
 from holdfast.messages.records import Incident
 from holdfast.messages.units import CauseId, Time
 
-QUIET = frozenset({"storage", "straggler", "overload", "unfit", "suspect", "ending", "internal"})
+QUIET = frozenset(
+    {"storage", "data", "straggler", "overload", "unfit", "suspect", "ending", "internal"}
+)
 """Kinds of incident that break no round."""
 ALSO_AT_MOST = 100
 """Consequential deaths listed with an incident: there can be one for each of 80,000 ranks."""
