@@ -21,6 +21,8 @@ from holdfast.core.job import Job
 from holdfast.core.ledger import books
 from holdfast.core.ledger.books import Ledger
 from holdfast.core.nodecheck.schedule import Checking
+from holdfast.core.shards import account
+from holdfast.core.shards.state import Shards
 from holdfast.core.states import Ended
 from holdfast.core.stragglers import windows as stragglers
 from holdfast.core.stragglers.windows import Stragglers
@@ -31,6 +33,7 @@ from holdfast.messages.records import Incident
 from holdfast.messages.reports import (
     CAUSES,
     CheckpointerReport,
+    DataAccount,
     GoodputReport,
     IncidentReport,
     JobState,
@@ -76,6 +79,7 @@ def status(job: Job, now: Time, alive: bool) -> StatusReport:
         refused={**job.refused, **job.recovery.refused},
         failed_tasks=job.recovery.failed_tasks,
         no_step_s=_rounded(no_step_s, 3),
+        skipped_shards=account.skipped(job.of(Shards)),
     )
 
 
@@ -100,6 +104,11 @@ def goodput(job: Job, now: Time) -> GoodputReport:
         redone_samples=samples.redone if samples is not None else None,
         samples_per_s=round(timed * ranks / productive_s, 3) if timed and productive_s else None,
     )
+
+
+def data(job: Job) -> list[DataAccount]:
+    """Report what was used of each data set, and how often."""
+    return list(account.account(job.of(Shards)).values())
 
 
 def incidents(job: Job) -> list[IncidentReport]:

@@ -35,16 +35,16 @@ class JobLink(Protocol):
         """Report what became of positions; does not wait."""
 
 
-class _Slot:
+class _Installed:
     """Holder of the process's link: objects of a script have no other way to find it."""
 
     link: JobLink | None = None
 
 
 def install(link: JobLink) -> None:
-    _Slot.link = link
+    _Installed.link = link
 
 
 def current() -> JobLink | None:
     """Return this process's link; None outside `holdfast run`."""
-    return _Slot.link
+    return _Installed.link

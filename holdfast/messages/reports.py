@@ -1,9 +1,9 @@
 """Defines what Holdfast reports about a job.
 
-Each struct is a JSON document, or a piece of one, that `status`, `incidents` and `goodput` print with
-`--json`. The command line, the page, the metrics and other tools all read these and nothing else, so a
-figure is defined here once. Keys are added, never renamed or removed. `docs/schema/` holds the same
-definitions as JSON schemas; the texts under the fields are the descriptions there.
+Each struct is a JSON document, or a piece of one, that `status`, `incidents`, `goodput` or `data`
+prints with `--json`. The command line, the page, the metrics and other tools all read these and nothing
+else, so a figure is defined here once. Keys are added, never renamed or removed. `docs/schema/` holds
+the same definitions as JSON schemas; the texts under the fields are the descriptions there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Literal
 from msgspec import Struct, field
 
 from holdfast.messages.chaos import FaultsReport
-from holdfast.messages.data import Sharing, Task
+from holdfast.messages.data import OrderKind, Sharing, Task
 from holdfast.messages.hangs import Proof, Sign
 from holdfast.messages.records import Cause, FaultKind
 from holdfast.messages.timings import Kind
@@ -190,6 +190,8 @@ class StatusReport(Struct, frozen=True, kw_only=True):
     steps are finished, before the first one, and while the job is not running."""
     samples_per_s: float | None = None
     """Samples a second of all ranks, as `steps_per_s`; null if no rank counts its samples."""
+    skipped_shards: list[SkippedShard] = field(default_factory=list)
+    """Shards of all data sets that failed too often and were left out."""
     speed_stable: bool = False
     """Whether every rank has trained for a minute at this world size, so that the speed can be compared
     with that of another."""
@@ -296,8 +298,9 @@ class SpanUse(Struct, frozen=True, kw_only=True):
     """Positions of a line that were used alike."""
 
     start: int
+    """The first of them."""
     stop: int
-    """Exclusive."""
+    """The position after the last of them."""
     times: int
     """How often the committed history has used them."""
     rounds: list[RoundNumber]
@@ -333,11 +336,16 @@ class LineAccount(Struct, frozen=True, kw_only=True):
 class SkippedShard(Struct, frozen=True, kw_only=True):
     """A shard that failed too often and was left out."""
 
+    dataset: str
+    """Name of the data set."""
     line: int
-    """Number of the epoch or partition."""
+    """Number of the epoch, from 0, or of the partition."""
+    partition: str
+    """Name of the partition; empty for an epoch."""
     start: int
+    """Its first position."""
     stop: int
-    """Exclusive."""
+    """The position after its last one."""
     error: str
     """The last error."""
     round: RoundNumber
@@ -358,8 +366,8 @@ class RoundAccount(Struct, frozen=True, kw_only=True):
 
 
 class DataAccount(Struct, frozen=True, kw_only=True):
-    """What was used of a data set in the committed history, and how often: see
-    `holdfast data audit`."""
+    """What was used of a data set in the committed history, and how often: `holdfast data audit --json`
+    prints a list of these."""
 
     dataset: str
     """Name of the data set."""
@@ -373,6 +381,12 @@ class DataAccount(Struct, frozen=True, kw_only=True):
     """Epochs to be used; 0 for no end."""
     size: int | None
     """Records of an epoch; null for a stream."""
+    order: OrderKind
+    """Whether positions are record numbers, or count along an order that shuffles shards or records."""
+    seed: int
+    """Seed of that order."""
+    shard: int
+    """Records of a shard."""
     sound: bool
     """Whether each record that was used was used once, and none was lost or left out."""
     whole_lines: int

@@ -16,6 +16,7 @@ from holdfast.messages.reports import (
     StatusReport,
     StoryStep,
 )
+from holdfast.view.data import skipped_lines
 
 FRAMES_SHOWN = 12
 DETAIL_SHOWN = 12
@@ -66,6 +67,8 @@ def print_status(status: StatusReport) -> None:
         print(f"suspect: node {suspect}: {why}")
     for host, why in status.excluded.items():
         print(f"excluded: host {host}: {why}")
+    for line in skipped_lines(status.skipped_shards):
+        print(line)
     for fault in status.faults.pending:
         print(f"fault to come: {fault.line}")
     for fault in status.faults.refused:
