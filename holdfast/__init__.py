@@ -5,6 +5,8 @@
     holdfast.progress(step)          # report a finished step; needed only where the hook is wrong
     with holdfast.section("checkpoint"):
         ...                          # booked under its own cause, with its own hang deadline
+    with holdfast.evaluating():
+        ...                          # no training: not part of the job's speed
     holdfast.rank_info()             # rank, world size, round, restarts
 
 These also work, at almost no cost, in a process that `holdfast run` did not start. The following ask
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from holdfast.messages.timings import Finding as Finding
     from holdfast.worker.api import RankInfo as RankInfo
     from holdfast.worker.api import barrier as barrier
+    from holdfast.worker.api import evaluating as evaluating
     from holdfast.worker.api import exclude_this_node as exclude_this_node
     from holdfast.worker.api import heartbeat as heartbeat
     from holdfast.worker.api import is_active as is_active
@@ -77,6 +80,7 @@ __all__ = [
     "__version__",
     "barrier",
     "errors",
+    "evaluating",
     "exclude_this_node",
     "heartbeat",
     "is_active",

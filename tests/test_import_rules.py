@@ -72,6 +72,8 @@ RULES: dict[str, set[str]] = {
     "cli": {
         *("launch", "coordinator", "sim", "core", "messages", "view"),
         *("checkpoint", "diagnosis", "health"),
+        # An audit translates positions into records.
+        "data",
         *LEAVES,
         *TOOLS,
     },

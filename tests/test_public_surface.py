@@ -22,7 +22,15 @@ from holdfast.worker.api import RankInfo
 SURFACE = {
     *("Checkpointer", "KeepAll", "KeepEvery", "KeepLatest", "Ticket", "Result"),
     *("Finding", "RankInfo", "Tally", "__version__", "errors"),
-    *("barrier", "exclude_this_node", "heartbeat", "is_active", "on_straggler", "progress"),
+    *(
+        "barrier",
+        "evaluating",
+        "exclude_this_node",
+        "heartbeat",
+        "is_active",
+        "on_straggler",
+        "progress",
+    ),
     *("rank_info", "restarts", "round", "section", "stop_job", "store", "vote"),
 }
 LAUNCHER = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"]
@@ -146,7 +154,7 @@ def test_a_variable_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) 
 def test_what_only_reports_does_nothing() -> None:
     holdfast.progress(3)
     holdfast.heartbeat()
-    with holdfast.section("evaluation"):
+    with holdfast.section("upload"), holdfast.evaluating():
         pass
     with pytest.raises(TypeError, match="integer from 0 on"):
         holdfast.progress(-1)

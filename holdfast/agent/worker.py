@@ -114,6 +114,9 @@ class Worker:
             step_s=page.step_s or None,
             saves=page.saves,
             resumed=RESUMED[page.resumed],
+            samples=page.samples or None,
+            trained_s=max(0.0, page.trained_s),
+            evaluation_s=page.evaluation_s,
         )
 
     def target(self) -> FaultTarget:

@@ -16,6 +16,7 @@ COMMANDS = {
     "incidents": "each fault of a job: what, where, what was done, seconds lost by phase",
     "goodput": "seconds of every rank by cause",
     "check": "health checks of this node: processors, memory, disks, GPUs, network",
+    "data": "which records of its data sets a job has used, and whether each was used once",
     "ckpt": "list, verify and export checkpoints",
     "why": "where every rank is now, and which ranks wait for which",
     "hang": "decide about a rank that others wait for: end it now, or never",

@@ -17,7 +17,13 @@ from holdfast.core.replay import JobSnapshot
 from holdfast.core.story import Recorder
 from holdfast.errors import HoldfastError, JobError, UsageError
 from holdfast.jobhome import JobHome, find, write_privately
-from holdfast.messages.reports import GoodputReport, IncidentReport, StatusReport, StoryStep
+from holdfast.messages.reports import (
+    DataAccount,
+    GoodputReport,
+    IncidentReport,
+    StatusReport,
+    StoryStep,
+)
 from holdfast.messages.units import Time
 from holdfast.view.summary import summary
 from holdfast.view.trace import trace
@@ -59,6 +65,9 @@ class ViewedJob:
 
     def goodput(self) -> GoodputReport:
         return report.goodput(self._job, self._now)
+
+    def data(self) -> list[DataAccount]:
+        return report.data(self._job)
 
     def incidents(self) -> list[IncidentReport]:
         return report.incidents(self._job)

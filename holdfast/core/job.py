@@ -33,18 +33,21 @@ from holdfast.core.ranks.events import RanksMachine
 from holdfast.core.recovery.events import RecoveryMachine
 from holdfast.core.requests.events import RequestsMachine
 from holdfast.core.shards.events import ShardsMachine
+from holdfast.core.speed import windows
+from holdfast.core.speed.events import SpeedMachine
 from holdfast.core.states import OVER, AnyState, Ended, Gathering, Running
 from holdfast.core.stragglers.events import StragglersMachine
 from holdfast.core.suspects.events import SuspectsMachine
 from holdfast.core.transitions import STEPS, carry_out, settle
-from holdfast.core.view import RankState, earliest
+from holdfast.core.view import JobSpeed, RankState, earliest
 from holdfast.messages.actions import AnyAction, CloseJob
 from holdfast.messages.events import AnyEvent, CoordinatorRestarted, JobOpened, Tick
 from holdfast.messages.records import Incident, JobResult, Terms, World
-from holdfast.messages.units import CauseId, NodeId, Rank, StepNumber, Time
+from holdfast.messages.units import CauseId, NodeId, Rank, Seconds, StepNumber, Time
 
 MACHINES: tuple[type[Machine], ...] = (
     RanksMachine,
+    SpeedMachine,
     MembershipMachine,
     RecoveryMachine,
     LedgerMachine,
@@ -139,15 +142,28 @@ class Job(Struct, dict=True):
     def comparable(self) -> bool:
         return self._ranks.comparable
 
+    @cached_property
+    def speeds(self) -> SpeedMachine:
+        return self.of(SpeedMachine)
+
     @property
     def steps_per_s(self) -> float | None:
-        pace = self._ranks.pace
-        return pace.per_s if pace is not None else None
+        return windows.steps_per_s(self.speeds)
+
+    @property
+    def speed(self) -> JobSpeed:
+        return windows.total(self.speeds, self.ranks)
 
     @property
     def stepped_at(self) -> Time | None:
         """When a rank last finished a step of the newest round."""
         return self._ranks.stepped_at
+
+    @property
+    def usual_wait_s(self) -> Seconds | None:
+        """Time of a step between the two latest reports, whatever filled it."""
+        pace = self._ranks.pace
+        return pace.step_s if pace is not None else None
 
     @property
     def saves(self) -> int:

@@ -7,6 +7,8 @@ module; those who show reports know only `messages/reports.py`.
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from holdfast.core.chaos import plans as chaos
 from holdfast.core.chaos.plans import Chaos, Plan
 from holdfast.core.commits.state import Commits
@@ -19,15 +21,19 @@ from holdfast.core.job import Job
 from holdfast.core.ledger import books
 from holdfast.core.ledger.books import Ledger
 from holdfast.core.nodecheck.schedule import Checking
+from holdfast.core.shards import account
+from holdfast.core.shards.state import Shards
 from holdfast.core.states import Ended
 from holdfast.core.stragglers import windows as stragglers
 from holdfast.core.stragglers.windows import Stragglers
 from holdfast.core.suspects.state import Suspects
+from holdfast.core.view import JobSpeed
 from holdfast.messages.chaos import FaultsReport, InjectionReport
 from holdfast.messages.records import Incident
 from holdfast.messages.reports import (
     CAUSES,
     CheckpointerReport,
+    DataAccount,
     GoodputReport,
     IncidentReport,
     JobState,
@@ -48,16 +54,16 @@ def status(job: Job, now: Time, alive: bool) -> StatusReport:
     state = _state(job, alive)
     end = job.result
     no_step_s = _no_step_s(job, now) if state == "running" else None
-    steps_per_s = job.steps_per_s if state == "running" else None
-    if steps_per_s is not None and no_step_s is not None:
-        steps_per_s = min(steps_per_s, 1.0 / no_step_s)
+    speed = _speed(job, no_step_s) if state == "running" else None
     return StatusReport(
         job=job.name,
         state=state,
         round=job.membership.round,
         world_size=_world_size(job),
         step=job.highest,
-        steps_per_s=_rounded(steps_per_s, 3),
+        steps_per_s=_rounded(speed.steps_per_s, 3) if speed is not None else None,
+        samples_per_s=_rounded(speed.samples_per_s, 3) if speed is not None else None,
+        speed_stable=speed is not None and speed.stable,
         wall_s=round(_until(job, now) - job.opened_at, 3),
         restarts=job.recovery.history.restarts,
         nodes=_nodes(job),
@@ -73,6 +79,7 @@ def status(job: Job, now: Time, alive: bool) -> StatusReport:
         refused={**job.refused, **job.recovery.refused},
         failed_tasks=job.recovery.failed_tasks,
         no_step_s=_rounded(no_step_s, 3),
+        skipped_shards=account.skipped(job.of(Shards)),
     )
 
 
@@ -83,15 +90,25 @@ def goodput(job: Job, now: Time) -> GoodputReport:
     seconds = books.seconds_until(job.of(Ledger), until)
     total = books.rank_seconds(job.of(Ledger), until)
     ranks = total / wall_s if wall_s > 0 else float(len(job.ranks))
+    productive_s, samples = seconds.get("productive", 0.0), job.of(Ledger).samples
+    timed = samples.timed if samples is not None else 0.0
     whole = round(ranks)
     return GoodputReport(
         job=job.name,
         wall_s=round(wall_s, 6),
         ranks=whole if abs(ranks - whole) < 0.005 else round(ranks, 3),
         seconds={cause: round(seconds.get(cause, 0.0), 6) for cause in CAUSES},
-        goodput=round(seconds.get("productive", 0.0) / total, 6) if total > 0 else 0.0,
+        goodput=round(productive_s / total, 6) if total > 0 else 0.0,
         unknown_since=books.unknown_since(job.of(Ledger), until),
+        samples=samples.used if samples is not None else None,
+        redone_samples=samples.redone if samples is not None else None,
+        samples_per_s=round(timed * ranks / productive_s, 3) if timed and productive_s else None,
     )
+
+
+def data(job: Job) -> list[DataAccount]:
+    """Report what was used of each data set, and how often."""
+    return list(account.account(job.of(Shards)).values())
 
 
 def incidents(job: Job) -> list[IncidentReport]:
@@ -249,8 +266,19 @@ def _no_step_s(job: Job, now: Time) -> Seconds | None:
     if job.stepped_at is None or job.unfinished == 0:
         return None
     since_s = now - job.stepped_at
-    usual_s = 1.0 / job.steps_per_s if job.steps_per_s else 0.0
+    usual_s = job.usual_wait_s or 0.0
     return since_s if since_s > max(REPORTED_WITHIN_S, usual_s) else None
+
+
+def _speed(job: Job, no_step_s: Seconds | None) -> JobSpeed:
+    """Speed of training, which falls while no step is finished."""
+    speed = job.speed
+    if not speed.steps_per_s or no_step_s is None:
+        return speed
+    share = min(1.0, 1.0 / (no_step_s * speed.steps_per_s))
+    samples_per_s = None if speed.samples_per_s is None else speed.samples_per_s * share
+    steps_per_s = speed.steps_per_s * share
+    return replace(speed, steps_per_s=steps_per_s, samples_per_s=samples_per_s, stable=False)
 
 
 def _until(job: Job, now: Time) -> Time:
@@ -302,6 +330,7 @@ def _ranks(job: Job) -> dict[NodeId, list[RankReport]]:
     scores = stragglers.scores(job.of(Stragglers))
     for number, rank in job.ranks.items():
         score = scores.get(number, stragglers.RankScores(None, None))
+        window = job.speeds.windows.get(number)
         shown = RankReport(
             rank=number,
             pid=rank.pid,
@@ -310,6 +339,8 @@ def _ranks(job: Job) -> dict[NodeId, list[RankReport]]:
             score=_rounded(score.relative),
             own_score=_rounded(score.individual),
             straggler=score.straggler,
+            steps_per_s=_rounded(window.steps_per_s, 3) if window is not None else None,
+            samples_per_s=_rounded(window.samples_per_s, 3) if window is not None else None,
         )
         found.setdefault(rank.node, []).append(shown)
     return found

@@ -55,6 +55,18 @@ class RankState(Struct):
         return self.steps > 0
 
 
+class JobSpeed(Struct, frozen=True):
+    """How fast the ranks of the newest round train: see `core.speed`."""
+
+    world_size: int
+    steps_per_s: float | None
+    """Of the job, whose ranks step together; None while unknown."""
+    samples_per_s: float | None
+    """Of all ranks that count their samples; None if none does."""
+    stable: bool
+    """Whether every rank has trained for long enough at this world size to judge by it."""
+
+
 class Members(Protocol):
     """The nodes of the job, by where they are: see `core.membership`."""
 
@@ -122,7 +134,13 @@ class View(Protocol):
         """Whether the newest round's steps can be compared with those of earlier rounds."""
 
     @property
-    def steps_per_s(self) -> float | None: ...
+    def steps_per_s(self) -> float | None:
+        """The `steps_per_s` of `speed`, which costs more."""
+
+    @property
+    def speed(self) -> JobSpeed:
+        """Speed of the newest round, at the end of that, or now; for those who change the world."""
+
     @property
     def saves(self) -> int:
         """Checkpoints that rank 0 has finished in the newest round."""

@@ -28,20 +28,23 @@ class JobLink(Protocol):
     def take(self, dataset: str, count: int) -> tuple[Span, ...]:
         """Wait for shards that were lent to this rank's node; none if the data set is finished."""
 
+    def delivered(self, records: int) -> None:
+        """Count records that the script is given, for the job's speed; called for each batch."""
+
     def tell(self, message: DataUsed) -> None:
         """Report what became of positions; does not wait."""
 
 
-class _LinkSlot:
+class _Installed:
     """Holder of the process's link: objects of a script have no other way to find it."""
 
     link: JobLink | None = None
 
 
 def install(link: JobLink) -> None:
-    _LinkSlot.link = link
+    _Installed.link = link
 
 
 def current() -> JobLink | None:
     """Return this process's link; None outside `holdfast run`."""
-    return _LinkSlot.link
+    return _Installed.link

@@ -34,6 +34,7 @@ Cause = Literal[
     "start",
     "init",
     "checkpoint",
+    "evaluation",
     "detect",
     "stop",
     "rendezvous",
@@ -163,6 +164,13 @@ class RankProgress(Struct, frozen=True, kw_only=True):
     """Usual time from one finished step to the next; None while it is unknown."""
     saves: Count = 0
     """Checkpoints this process has finished: after each is a good moment to change the world."""
+    samples: Count | None = None
+    """Records its script had been given by its last step, evaluations left out; None if they are not
+    counted: the script has a loader of its own."""
+    trained_s: Seconds = 0.0
+    """Time of the steps after its first one, without saves, evaluations and pauses between them. It
+    may fall once, when the usual time of a step becomes known."""
+    evaluation_s: Seconds = 0.0
 
 
 class Raised(Struct, frozen=True, kw_only=True):

@@ -1,9 +1,9 @@
 """Defines what Holdfast reports about a job.
 
-Each struct is a JSON document, or a piece of one, that `status`, `incidents` and `goodput` print with
-`--json`. The command line, the page, the metrics and other tools all read these and nothing else, so a
-figure is defined here once. Keys are added, never renamed or removed. `docs/schema/` holds the same
-definitions as JSON schemas; the texts under the fields are the descriptions there.
+Each struct is a JSON document, or a piece of one, that `status`, `incidents`, `goodput` or `data`
+prints with `--json`. The command line, the page, the metrics and other tools all read these and nothing
+else, so a figure is defined here once. Keys are added, never renamed or removed. `docs/schema/` holds
+the same definitions as JSON schemas; the texts under the fields are the descriptions there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Literal
 from msgspec import Struct, field
 
 from holdfast.messages.chaos import FaultsReport
-from holdfast.messages.data import Sharing, Task
+from holdfast.messages.data import OrderKind, Sharing, Task
 from holdfast.messages.hangs import Proof, Sign
 from holdfast.messages.records import Cause, FaultKind
 from holdfast.messages.timings import Kind
@@ -39,13 +39,14 @@ CAUSES: dict[Cause, str] = {
     "start": "from the launch, or from the round's freezing, until the script ran",
     "init": "imports and process group, until the first step",
     "checkpoint": "saving",
+    "evaluation": "what the script marks so: `with holdfast.evaluating():`",
     "detect": "from the fault until it was known, with the failed process's own teardown",
     "stop": "ending the other ranks",
     "rendezvous": "agreeing on the next round",
     "restore": "loading state",
     "wait": "for nodes",
     "idle": "finished before the others",
-    "other": "between steps, no training: evaluation, uploads, loading, or waiting for a rank in it",
+    "other": "between steps, no training: uploads, loading, unmarked evaluation, waits for such a rank",
     "finish": "from the last step to the script's end",
     "unknown": "since the last step: not known yet, or never known",
 }
@@ -69,6 +70,12 @@ class RankReport(Struct, frozen=True, kw_only=True):
     """Speed relative to the rank's own best, 0 to 1; null while unknown."""
     straggler: Kind | None
     """Which of the two scores makes the rank a straggler; null for a rank that is none."""
+    steps_per_s: float | None = None
+    """Steps a second in its latest minute or two of training, without evaluations, saves and stalls;
+    null while unknown."""
+    samples_per_s: float | None = None
+    """Samples a second in the same time; null while unknown, and for a script that does not use a
+    loader of `holdfast.data`."""
 
 
 class NodeReport(Struct, frozen=True, kw_only=True):
@@ -146,8 +153,9 @@ class StatusReport(Struct, frozen=True, kw_only=True):
     step: StepNumber
     """Highest step that was ever finished."""
     steps_per_s: float | None
-    """Training speed; null while the job is not running or its speed is unknown. It falls while no
-    step is finished."""
+    """Steps of the job a second in the latest minute or two of training, without evaluations, saves and
+    stalls; null while the job is not running or its speed is unknown. It falls while no step is
+    finished."""
     wall_s: Seconds
     """Time since the job opened, or until it ended."""
     restarts: int
@@ -180,6 +188,13 @@ class StatusReport(Struct, frozen=True, kw_only=True):
     no_step_s: Seconds | None = None
     """Time since a rank last finished a step, if that is longer than a step usually takes; null while
     steps are finished, before the first one, and while the job is not running."""
+    samples_per_s: float | None = None
+    """Samples a second of all ranks, as `steps_per_s`; null if no rank counts its samples."""
+    skipped_shards: list[SkippedShard] = field(default_factory=list)
+    """Shards of all data sets that failed too often and were left out."""
+    speed_stable: bool = False
+    """Whether every rank has trained for a minute at this world size, so that the speed can be compared
+    with that of another."""
 
 
 class GoodputReport(Struct, frozen=True, kw_only=True):
@@ -197,6 +212,12 @@ class GoodputReport(Struct, frozen=True, kw_only=True):
     """Share of productive seconds, 0 to 1."""
     unknown_since: Time | None = None
     """Begin of the oldest time that has no cause yet, in seconds since 1970; null if all of it has."""
+    samples: int | None = None
+    """Samples of steps that were finished for the first time; null if no rank counts them."""
+    redone_samples: int | None = None
+    """Samples of steps that were taken again."""
+    samples_per_s: float | None = None
+    """Samples a second of all ranks, over productive time; null while unknown."""
 
 
 class IncidentReport(Struct, frozen=True, kw_only=True):
@@ -277,8 +298,9 @@ class SpanUse(Struct, frozen=True, kw_only=True):
     """Positions of a line that were used alike."""
 
     start: int
+    """The first of them."""
     stop: int
-    """Exclusive."""
+    """The position after the last of them."""
     times: int
     """How often the committed history has used them."""
     rounds: list[RoundNumber]
@@ -314,11 +336,16 @@ class LineAccount(Struct, frozen=True, kw_only=True):
 class SkippedShard(Struct, frozen=True, kw_only=True):
     """A shard that failed too often and was left out."""
 
+    dataset: str
+    """Name of the data set."""
     line: int
-    """Number of the epoch or partition."""
+    """Number of the epoch, from 0, or of the partition."""
+    partition: str
+    """Name of the partition; empty for an epoch."""
     start: int
+    """Its first position."""
     stop: int
-    """Exclusive."""
+    """The position after its last one."""
     error: str
     """The last error."""
     round: RoundNumber
@@ -339,8 +366,8 @@ class RoundAccount(Struct, frozen=True, kw_only=True):
 
 
 class DataAccount(Struct, frozen=True, kw_only=True):
-    """What was used of a data set in the committed history, and how often: see
-    `holdfast data audit`."""
+    """What was used of a data set in the committed history, and how often: `holdfast data audit --json`
+    prints a list of these."""
 
     dataset: str
     """Name of the data set."""
@@ -354,6 +381,12 @@ class DataAccount(Struct, frozen=True, kw_only=True):
     """Epochs to be used; 0 for no end."""
     size: int | None
     """Records of an epoch; null for a stream."""
+    order: OrderKind
+    """Whether positions are record numbers, or count along an order that shuffles shards or records."""
+    seed: int
+    """Seed of that order."""
+    shard: int
+    """Records of a shard."""
     sound: bool
     """Whether each record that was used was used once, and none was lost or left out."""
     whole_lines: int

@@ -33,7 +33,7 @@ from holdfast.messages.units import (
     Word,
 )
 
-PROTOCOL = 4
+PROTOCOL = 5
 
 
 class Hello(Struct, frozen=True, kw_only=True, tag=True):

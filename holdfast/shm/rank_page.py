@@ -24,7 +24,7 @@ PROGRESS_BYTES = 4096
 _TRAPS_AT = PROGRESS_BYTES + VITALS_BYTES
 _SPRUNG_AT = _TRAPS_AT + TRAP_LOG_BYTES
 PAGE_BYTES = _SPRUNG_AT + TRAP_LOG_BYTES
-_SLOT_WORDS = 10
+_SLOT_WORDS = 13
 _FIRST_SLOT = 8
 _SLOTS = 32
 
@@ -47,6 +47,11 @@ class PageState(Struct, frozen=True):
     """Usual time from one finished step to the next; 0 while it is unknown."""
     resumed: int = 0
     """What it knows of the step that it resumed at: an index of `messages.records.RESUMED`."""
+    samples: int = 0
+    """Records that the script had been given by its last step; 0 if nobody counts them."""
+    trained_s: float = 0.0
+    """Time of the steps after its first one, without what was booked or paused between them."""
+    evaluation_s: float = 0.0
 
 
 class RankPage:
@@ -74,6 +79,9 @@ class RankPage:
         pause_s: float = 0.0,
         step_s: float = 0.0,
         resumed: int = 0,
+        samples: int = 0,
+        trained_s: float = 0.0,
+        evaluation_s: float = 0.0,
     ) -> None:
         ints, floats = self._ints, self._floats
         sequence = ints[0] + 1
@@ -88,17 +96,32 @@ class RankPage:
         floats[slot + 7] = pause_s
         floats[slot + 8] = step_s
         ints[slot + 9] = resumed
+        ints[slot + 10] = samples
+        floats[slot + 11] = trained_s
+        floats[slot + 12] = evaluation_s
         ints[0] = sequence
 
     def read(self) -> PageState:
         while True:
             sequence = self._ints[0]
             slot = _FIRST_SLOT + _SLOT_WORDS * (sequence % _SLOTS)
-            step, steps, *_, saves = self._ints[slot : slot + 7]
-            first_at, last_at, *asides_s = self._floats[slot + 2 : slot + 9]
-            checkpoint_s, restore_s, _, pause_s, step_s = asides_s
-            asides = checkpoint_s, restore_s, saves, pause_s, step_s
-            state = PageState(step, steps, first_at, last_at, *asides, self._ints[slot + 9])
+            ints = self._ints[slot : slot + _SLOT_WORDS]
+            floats = self._floats[slot : slot + _SLOT_WORDS]
+            state = PageState(
+                step=ints[0],
+                steps=ints[1],
+                first_at=floats[2],
+                last_at=floats[3],
+                checkpoint_s=floats[4],
+                restore_s=floats[5],
+                saves=ints[6],
+                pause_s=floats[7],
+                step_s=floats[8],
+                resumed=ints[9],
+                samples=ints[10],
+                trained_s=floats[11],
+                evaluation_s=floats[12],
+            )
             # The slot just read is overwritten _SLOTS writes later, which begins one earlier.
             if self._ints[0] - sequence < _SLOTS - 1:
                 return state

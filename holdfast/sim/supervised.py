@@ -242,8 +242,9 @@ class SimPage:
             return PageState(0, 0, 0.0, 0.0, 0.0, 0.0)
         saves, restore_s = training.saves(round, steps), training.restore_s(round)
         times = (round.first_at, round.finished_at(steps), training.saving_s(saves), restore_s)
-        pause_s = round.pause_s(steps)
-        return PageState(round.base + steps, steps, *times, saves, pause_s, round.pace_s)
+        asides = (saves, round.pause_s(steps), round.pace_s)
+        read = (training.samples(steps), round.trained_s(steps))
+        return PageState(round.base + steps, steps, *times, *asides, 0, *read)
 
 
 class SimVitals:

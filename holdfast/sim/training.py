@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 NEVER = float("inf")
 SAVE_SHARE = 0.2
 """Of the time of a step, what a save takes the script."""
+BATCH = 8
+"""Samples of a step of one rank."""
 STANDING_STEPS = 4.0
 """A worker takes what is longer than so many steps for a pause."""
 
@@ -96,6 +98,10 @@ class SimRound:
     def pause_s(self, steps: int | None = None) -> Seconds:
         """Return how long workers had paused by the end of that step, or by now."""
         return sum((s for done, _, s in self.stands if steps is None or done < steps), 0.0)
+
+    def trained_s(self, steps: int) -> Seconds:
+        """Return the time of the steps after the first, without what a worker takes for pauses."""
+        return max(0.0, self.finished_at(steps) - self.first_at - self.pause_s(steps))
 
     @property
     def stands_since(self) -> float:
@@ -384,10 +390,16 @@ class Training:
                     pause_s=round.pause_s(steps),
                     step_s=round.pace_s,
                     saves=saves,
+                    samples=self.samples(steps),
+                    trained_s=round.trained_s(steps),
                 )
                 for rank in ranks
             ]
         )
+
+    def samples(self, steps: int) -> int:
+        """Return how many samples a rank has used in its first steps."""
+        return steps * BATCH
 
     def saves(self, round: SimRound, steps: int) -> int:
         every = self.script.save_every

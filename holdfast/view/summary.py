@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from holdfast.messages.exits import EXIT_DO_NOT_REQUEUE, EXIT_TRY_AGAIN
 from holdfast.messages.reports import GoodputReport, IncidentReport, StatusReport
+from holdfast.view.data import skipped_lines
 
 INCIDENTS_SHOWN = 10
 
@@ -14,7 +15,7 @@ def summary(
     status: StatusReport, goodput: GoodputReport, incidents: Sequence[IncidentReport]
 ) -> list[str]:
     """Summarize a job in a few lines: its end, its steps and goodput, the nodes that are to
-    blame, its last incidents."""
+    blame, shards that were left out, its last incidents."""
     lines = [_headline(status)]
     total = sum(goodput.seconds.values())
     if status.step and total:
@@ -25,6 +26,7 @@ def summary(
             f" goodput {goodput.goodput:.1%} ({shown})"
         )
     lines += [f"suspect: node {node}: {why}" for node, why in status.suspects.items()]
+    lines += skipped_lines(status.skipped_shards)
     lines += [f"excluded: host {host}: {why}" for host, why in status.excluded.items()]
     if len(incidents) > INCIDENTS_SHOWN:
         lines.append(

@@ -16,6 +16,7 @@ from holdfast.messages.reports import (
     StatusReport,
     StoryStep,
 )
+from holdfast.view.data import skipped_lines
 
 FRAMES_SHOWN = 12
 DETAIL_SHOWN = 12
@@ -42,6 +43,8 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 def print_status(status: StatusReport) -> None:
     """Print where a job stands."""
     speed = "" if status.steps_per_s is None else f", {_speed(status.steps_per_s)} steps/s"
+    if status.samples_per_s is not None:
+        speed += f", {_speed(status.samples_per_s)} samples/s"
     still = "" if status.no_step_s is None else f", no step for {status.no_step_s:.0f} s"
     title = (
         f"job {status.job}: {status.state}, round {status.round},"
@@ -50,9 +53,9 @@ def print_status(status: StatusReport) -> None:
     rows = [
         (node.node, node.state, *cells)
         for node in status.nodes
-        for cells in [_rank(rank) for rank in node.ranks] or [("-", "-", "-", "-")]
+        for cells in [_rank(rank) for rank in node.ranks] or [("-",) * 5]
     ]
-    print_table(title, ("node", "state", "rank", "pid", "step", "speed"), rows)
+    print_table(title, ("node", "state", "rank", "pid", "step", "samples/s", "speed"), rows)
     if status.suspicion is not None:
         print(status.suspicion.line)
     for one in status.checkpoints:
@@ -64,6 +67,8 @@ def print_status(status: StatusReport) -> None:
         print(f"suspect: node {suspect}: {why}")
     for host, why in status.excluded.items():
         print(f"excluded: host {host}: {why}")
+    for line in skipped_lines(status.skipped_shards):
+        print(line)
     for fault in status.faults.pending:
         print(f"fault to come: {fault.line}")
     for fault in status.faults.refused:
@@ -78,7 +83,9 @@ def print_status(status: StatusReport) -> None:
         print(f"ended with {status.exit_code}: {status.reason}")
 
 
-def _speed(per_s: float) -> str:
+def _speed(per_s: float | None) -> str:
+    if per_s is None:
+        return "-"
     return f"{per_s:.1f}" if per_s >= 1 else f"{per_s:.2g}"
 
 
@@ -106,7 +113,8 @@ def _rank(rank: RankReport) -> tuple[str, ...]:
     else:
         speed = f"{rank.score:.2f}"
     slow = ", slow" if rank.straggler else ""
-    return (str(rank.rank), str(rank.pid), str(rank.step), f"{speed}{slow}")
+    samples = _speed(rank.samples_per_s)
+    return (str(rank.rank), str(rank.pid), str(rank.step), samples, f"{speed}{slow}")
 
 
 def _checkpoints(one: CheckpointerReport) -> str:
@@ -136,12 +144,20 @@ def print_goodput(report: GoodputReport) -> None:
     since = report.unknown_since
     if since is not None:
         title += f", unknown since {time.strftime('%H:%M:%S', time.localtime(since))}"
+    if report.samples is not None:
+        title += f"; {_samples(report)}"
     rows = [
         (cause, f"{seconds:.2f}", f"{seconds / total:.1%}", CAUSES[cause])
         for cause, seconds in sorted(report.seconds.items(), key=lambda item: -item[1])
         if seconds
     ]
     print_table(title, ("cause", "rank-seconds", "share", "what it is"), rows)
+
+
+def _samples(report: GoodputReport) -> str:
+    redone = f", {report.redone_samples} redone" if report.redone_samples else ""
+    per_s = f", {_speed(report.samples_per_s)}/s while productive" if report.samples_per_s else ""
+    return f"{report.samples} samples{redone}{per_s}"
 
 
 def print_incidents(job: str, incidents: Sequence[IncidentReport]) -> None:

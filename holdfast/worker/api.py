@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -123,8 +123,8 @@ def section(name: str) -> Iterator[None]:
     """Mark part of the script as a section. Outside `holdfast run` this does nothing.
 
     A section of each `name` has a hang deadline that is learnt separately, and its speed is compared
-    between ranks. The ledger books "checkpoint" and "restore" under causes of their own. Sections may
-    nest and overlap, and any thread may enter one.
+    between ranks. The ledger books "checkpoint", "restore" and "evaluation" under causes of their own.
+    Sections may nest and overlap, and any thread may enter one.
     """
     worker = runtime.current()
     if worker is None:
@@ -132,6 +132,15 @@ def section(name: str) -> Iterator[None]:
         return
     with worker.section(name):
         yield
+
+
+def evaluating() -> AbstractContextManager[None]:
+    """Mark part of the script as an evaluation. Outside `holdfast run` this does nothing.
+
+    It is the section "evaluation": the ledger books its time under that cause, and neither its time nor
+    the records that a loader of `holdfast.data` delivers in it count for the job's speed.
+    """
+    return section(runtime.EVALUATION)
 
 
 def heartbeat() -> None:

@@ -35,5 +35,8 @@ class AgentDataLink:
         assert isinstance(answer, ShardsTaken)
         return answer.spans
 
+    def delivered(self, records: int) -> None:
+        self._worker.used(records)
+
     def tell(self, message: DataUsed) -> None:
         self._worker.channel.send(message)

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from holdfast.worker.injected_faults import Traps
     from holdfast.worker.torch_store import CoordinatorStore
 
+EVALUATION = "evaluation"
+"""Name of the section in which a script evaluates."""
+
 
 class Runtime:
     """The state that Holdfast keeps in one worker."""
@@ -78,11 +81,16 @@ class Runtime:
         self._own_count = False
         """Whether the script counts steps itself."""
         self._first_at = self._last_at = 0.0
-        self._booked_s = {"checkpoint": 0.0, "restore": 0.0}
+        self._booked_s = {"checkpoint": 0.0, "restore": 0.0, EVALUATION: 0.0}
         self._booked_before = 0.0
         """Sum of the booked seconds at the last step."""
         self._step_times = StepTimes()
         self._saves = 0
+        self._evaluating = False
+        self._samples = 0
+        """Records that the script was given to train on."""
+        self._samples_used = 0
+        """The same at the last step."""
 
     # ---- steps ----
 
@@ -120,6 +128,8 @@ class Runtime:
             self._base = "known"
             self._before = step - max(1, self._steps)
             self._step = step - 1
+        elif step < self._step:  # It loaded an earlier state, and goes on: this is one step more.
+            self._before = step - self._steps - 1
         if self.vitals.marks == self._marks:  # No hook of ours sees this script train.
             self.vitals.mark(BETWEEN, time.monotonic())
         self._marks = self.vitals.marks
@@ -136,6 +146,7 @@ class Runtime:
         before, self._step = self._step, step
         self._steps = max(1, step - self._before)
         self._last_at = now
+        self._samples_used = self._samples
         if first:
             self._first_at = now
             if uses_device():
@@ -160,6 +171,11 @@ class Runtime:
             return lambda target: None
         return lambda target: self.resumption.saved(target, step, exact)
 
+    def used(self, records: int) -> None:
+        """Count records that the script is given; those of an evaluation do not count."""
+        if not self._evaluating:
+            self._samples += records
+
     def heartbeat(self) -> None:
         """Mark progress on the script's request."""
         self.vitals.mark(BETWEEN, time.monotonic())
@@ -168,7 +184,7 @@ class Runtime:
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """Run a section with its own deadline; "checkpoint" and "restore" are booked as such."""
+        """Run a section with its own deadline; those in `_booked_s` are booked as such."""
         thread, vitals = threading.get_ident(), self.vitals
         own = thread == vitals.trainer
         if own:
@@ -176,6 +192,9 @@ class Runtime:
         index, slot, began = self._enter(name, own)
         outermost = (thread, name) not in self._inside
         self._inside.add((thread, name))
+        booked_before = sum(self._booked_s.values())
+        evaluates = own and outermost and name == EVALUATION
+        self._evaluating = self._evaluating or evaluates
         try:
             yield
         finally:
@@ -187,7 +206,10 @@ class Runtime:
                 vitals.go_on(BETWEEN, now)
             if outermost:
                 self._inside.discard((thread, name))
-                self._book(name, now - began if own else 0.0)
+                inner_s = sum(self._booked_s.values()) - booked_before
+                self._book(name, max(0.0, now - began - inner_s) if own else 0.0)
+            if evaluates:
+                self._evaluating = False
 
     def _enter(self, name: str, own: bool) -> tuple[int, int, float]:
         """Return the index of a section's name (-1 if there are too many), its slot and its start."""
@@ -219,6 +241,9 @@ class Runtime:
             self._step_times.pause_s,
             self._step_times.usual_s or 0.0,
             RESUMED.index(self._base),
+            self._samples_used,
+            self._step_times.trained_s,
+            self._booked_s[EVALUATION],
         )
 
 

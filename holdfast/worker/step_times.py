@@ -23,17 +23,25 @@ _REFRESH = 8
 
 
 class StepTimes:
-    """The usual time of a step, and the sum of all pauses."""
+    """The usual time of a step, the sum of all pauses, and the rest: the time of the steps."""
 
     def __init__(self) -> None:
         self.usual_s: float | None = None
         self.pause_s = 0.0
         self._recent: deque[float] = deque(maxlen=_RECENT)
         self._count = 0
+        self._total_s = 0.0
+
+    @property
+    def trained_s(self) -> float:
+        """Time of the steps, without the pauses in them; it falls when first ones turn out to be
+        pauses."""
+        return self._total_s - self.pause_s
 
     def took(self, seconds: float) -> None:
         """Note a step; saving and restoring are no part of its time."""
         self._recent.append(seconds)
+        self._total_s += seconds
         self._count += 1
         if self.usual_s is None:
             if self._count == KNOWN_AFTER:

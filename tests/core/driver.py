@@ -88,6 +88,8 @@ class Driver:
         self.job = jobs.opened(event)
         self.now = OPENED_AT
         self.history: list[tuple[AnyEvent, Time]] = [(event, Time(OPENED_AT))]
+        self.stepping_since: dict[tuple[RoundNumber, int], float] = {}
+        """When each rank of each round had its first step behind it."""
 
     def take(self, event: AnyEvent) -> list[AnyAction]:
         self.history.append((event, Time(self.now)))
@@ -177,12 +179,15 @@ class Driver:
     def progress(
         self, rank: int, step: int, steps: int | None = None, first_at: float | None = None
     ) -> RankProgress:
+        """What a rank's page says now; all time since its first one went into steps."""
+        since = self.stepping_since.setdefault((self.round, rank), self.now)
         return RankProgress(
             rank=Rank(rank),
             step=StepNumber(step),
             steps=step if steps is None else steps,
             first_at=Time(self.now if first_at is None else first_at),
             last_at=self.at,
+            trained_s=self.now - since,
         )
 
     def step(self, rank: int, step: int, steps: int | None = None, **more: Any) -> list[AnyAction]:

@@ -88,6 +88,43 @@ def test_a_pause_between_two_steps_is_no_training() -> None:
     assert spent(ledger, OPEN + 116) == {"start": 3, "init": 2, "productive": 11, "other": 100}
 
 
+def test_an_evaluation_that_the_script_marks_has_a_cause_of_its_own() -> None:
+    ledger = trained()
+    report(ledger, 12, 12, OPEN + 5, OPEN + 66, evaluation_s=50.0)
+    assert spent(ledger, OPEN + 66) == {"start": 3, "init": 2, "productive": 11, "evaluation": 50}
+    report(ledger, 13, 13, OPEN + 5, OPEN + 87, evaluation_s=60.0, pause_s=10.0)
+    seconds = spent(ledger, OPEN + 87)
+    assert (seconds["evaluation"], seconds["other"], seconds["productive"]) == (60, 10, 12)
+
+
+def test_an_evaluation_before_the_first_step_is_not_taken_from_the_steps() -> None:
+    ledger = opened()
+    books.script_began(ledger, Rank(0), Time(OPEN + 3))
+    report(ledger, 1, 1, OPEN + 33, OPEN + 33, evaluation_s=20.0)
+    report(ledger, 10, 10, OPEN + 33, OPEN + 42, evaluation_s=20.0)
+    seconds = spent(ledger, OPEN + 42)
+    assert (seconds["init"], seconds["evaluation"], seconds["productive"]) == (10, 20, 9)
+
+
+def test_samples_are_used_once_and_redone_when_their_steps_are_taken_again() -> None:
+    ledger = opened()
+    report(ledger, 10, 10, OPEN + 5, OPEN + 14, samples=80)
+    assert ledger.samples == books.Samples(used=80, redone=0, timed=72.0)
+    fault(ledger, OPEN + 14, OPEN + 14, OPEN + 15)
+    books.begin_round(ledger, RoundNumber(2), StepNumber(10), Time(OPEN + 15))
+    report(ledger, 5, 1, OPEN + 20, OPEN + 20, samples=8)  # It goes on from step 4.
+    report(ledger, 12, 8, OPEN + 20, OPEN + 27, samples=64)
+    assert ledger.samples == books.Samples(used=96, redone=48, timed=88.0)
+
+
+def test_samples_of_a_report_that_comes_twice_count_once() -> None:
+    ledger = trained()
+    for _ in range(2):
+        report(ledger, 12, 12, OPEN + 5, OPEN + 16, samples=96)
+    assert ledger.samples is not None
+    assert ledger.samples.used == 96
+
+
 def test_first_steps_are_undecided_until_their_usual_time_is_known() -> None:
     ledger = opened()
     books.script_began(ledger, Rank(0), Time(OPEN + 3))

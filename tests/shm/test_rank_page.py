@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from typing import Any
 
 import pytest
 
@@ -22,11 +23,16 @@ from holdfast.shm.rank_page import (
 
 def whole(n: int) -> PageState:
     """A state in which every field says the same."""
-    return PageState(n, n, float(n), float(n), float(n), float(n), n, float(n), float(n))
+    return PageState(*_fields(n))
 
 
 def write(page: RankPage, n: int) -> None:
-    page.write(n, n, float(n), float(n), float(n), float(n), n, float(n), float(n))
+    page.write(*_fields(n))
+
+
+def _fields(n: int) -> tuple[Any, ...]:
+    x = float(n)
+    return (n, n, x, x, x, x, n, x, x, n, n, x, x)
 
 
 def scribbler(fd: int) -> int:

@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from holdfast.messages.chaos import InjectionReport
 from holdfast.messages.evidence import Verdict
-from holdfast.messages.reports import GoodputReport, IncidentReport, StatusReport
+from holdfast.messages.reports import DataAccount, GoodputReport, IncidentReport, StatusReport
 from holdfast.messages.wire import Why
 
 FOLDER = Path(__file__).parents[2] / "docs" / "schema"
@@ -28,6 +28,7 @@ DOCUMENTS: dict[str, tuple[str, Any]] = {
     "status": ("holdfast status --json", StatusReport),
     "incidents": ("holdfast incidents --json", list[IncidentReport]),
     "goodput": ("holdfast goodput --json", GoodputReport),
+    "data": ("holdfast data audit --json", list[DataAccount]),
     "why": ("holdfast why --json", Why),
     "why_incident": ("holdfast why --incident N --json", Verdict),
     "chaos": ("holdfast chaos ... --json", list[InjectionReport]),

@@ -23,7 +23,7 @@ def test_there_is_no_schema_of_a_report_that_is_gone() -> None:
     assert {path.stem for path in FOLDER.iterdir()} == set(DOCUMENTS)
 
 
-@pytest.mark.parametrize("name", ["status", "incidents", "goodput"])
+@pytest.mark.parametrize("name", ["status", "incidents", "goodput", "data"])
 def test_every_field_of_a_report_is_described(name: str) -> None:
     for struct, described in schema(name)["$defs"].items():
         assert described["description"], struct

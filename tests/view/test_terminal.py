@@ -48,6 +48,14 @@ def test_a_job_that_stands_is_shown_so(shown: Shown) -> None:
     assert title.endswith("step 7, 0.024 steps/s, no step for 42 s")
 
 
+def test_samples_a_second_are_shown_in_total_and_of_each_rank(shown: Shown) -> None:
+    ranks = [{"samples_per_s": 64.0}, {"samples_per_s": None}]
+    title, columns, *rows = shown(ranks, steps_per_s=2.0, samples_per_s=128.04)
+    assert title.endswith(", 2.0 steps/s, 128.0 samples/s")
+    at = columns.split("\t").index("samples/s")
+    assert [row.split("\t")[at] for row in rows] == ["64.0", "-"]
+
+
 def test_slow_ranks_are_marked(shown: Shown) -> None:
     ranks = [{"score": 0.994}, {"score": 0.512, "own_score": 0.6, "straggler": "relative"}]
     _, _, *rows = shown(ranks)
@@ -70,7 +78,7 @@ def test_a_rank_that_is_slower_than_it_was_is_shown_so(shown: Shown) -> None:
 def test_a_node_without_ranks_has_a_row_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     status = of_two_ranks()
     print_status(replace(status, nodes=[replace(status.nodes[0], state="waiting", ranks=[])]))
-    assert capsys.readouterr().out.splitlines()[-1] == "h:1\twaiting\t-\t-\t-\t-"
+    assert capsys.readouterr().out.splitlines()[-1] == "h:1\twaiting\t-\t-\t-\t-\t-"
 
 
 def test_checkpoints_are_told_in_a_line(shown: Shown) -> None:
@@ -146,6 +154,17 @@ def test_goodput_is_told_by_cause_the_largest_first(capsys: pytest.CaptureFixtur
         ["productive", "19.00", "95.0%"],
         ["start", "1.00", "5.0%"],
     ]
+
+
+def test_samples_are_told_beside_the_goodput(capsys: pytest.CaptureFixture[str]) -> None:
+    report = GoodputReport(
+        job="j", wall_s=10.0, ranks=2, seconds={"productive": 19.0}, goodput=0.95, samples=960
+    )
+    print_goodput(report)
+    print_goodput(replace(report, redone_samples=48, samples_per_s=101.05))
+    titles = [line for line in capsys.readouterr().out.splitlines() if line.startswith("job")]
+    assert titles[0].endswith("2 ranks; 960 samples")
+    assert titles[1].endswith("2 ranks; 960 samples, 48 redone, 101.0/s while productive")
 
 
 def test_time_without_a_cause_is_told_with_its_begin(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import time
+import timeit
 from collections.abc import Iterator
 
 import pytest
@@ -13,7 +14,8 @@ import pytest
 from holdfast.shm.rank_page import RankPage, create_page
 from holdfast.shm.vital_signs import BETWEEN, DATA, MOST_SECTIONS
 from holdfast.worker.channel import Channel
-from holdfast.worker.runtime import Runtime
+from holdfast.worker.data_link import AgentDataLink
+from holdfast.worker.runtime import EVALUATION, Runtime
 
 
 class Worker:
@@ -166,3 +168,125 @@ def test_an_ordinary_step_with_a_save_has_no_pause(
         worker.runtime.stepped(step)
     page = worker.page.read()
     assert (page.step_s, page.pause_s) == (1.0, 0.0)
+
+
+# ---- samples, evaluations and the time of steps ----
+
+
+class Clock:
+    """A monotonic clock that goes only when it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+    def after(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def train(worker: Worker, clock: Clock, steps: range, records: int = 4) -> None:
+    for step in steps:
+        worker.runtime.used(records)
+        clock.after(1.0)
+        worker.runtime.stepped(step)
+
+
+def test_samples_are_on_the_page_once_their_step_is_finished(worker: Worker, clock: Clock) -> None:
+    train(worker, clock, range(1, 4))
+    worker.runtime.used(4)
+    with worker.runtime.section("checkpoint"):  # It writes the page, in the middle of a step.
+        pass
+    assert worker.page.read().samples == 3 * 4
+    worker.runtime.stepped(4)
+    assert worker.page.read().samples == 4 * 4
+
+
+def test_a_script_that_counts_no_records_has_none_on_its_page(worker: Worker) -> None:
+    worker.runtime.stepped(1)
+    assert worker.page.read().samples == 0
+
+
+def test_an_evaluation_is_booked_and_its_records_are_not_trained_on(
+    worker: Worker, clock: Clock
+) -> None:
+    train(worker, clock, range(1, 11))
+    with worker.runtime.section(EVALUATION), worker.runtime.section(EVALUATION):
+        worker.runtime.used(1000)
+        clock.after(2.0)
+    train(worker, clock, range(11, 21))
+    page = worker.page.read()
+    assert (page.samples, page.evaluation_s, page.pause_s) == (20 * 4, 2.0, 0.0)
+    assert page.trained_s == 19.0
+
+
+def test_an_evaluation_that_raises_is_over(worker: Worker) -> None:
+    with pytest.raises(KeyError), worker.runtime.section(EVALUATION):
+        raise KeyError
+    worker.runtime.used(4)
+    worker.runtime.stepped(1)
+    assert worker.page.read().samples == 4
+
+
+def test_an_evaluation_of_another_thread_does_not_stop_the_counting(worker: Worker) -> None:
+    worker.runtime.stepped(1)
+    inside, leave = threading.Event(), threading.Event()
+
+    def evaluate() -> None:
+        with worker.runtime.section(EVALUATION):
+            inside.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=evaluate)
+    thread.start()
+    assert inside.wait(10)
+    worker.runtime.used(4)
+    leave.set()
+    thread.join()
+    worker.runtime.stepped(2)
+    page = worker.page.read()
+    assert (page.samples, page.evaluation_s) == (4, 0.0)
+
+
+def test_a_save_within_an_evaluation_is_booked_once(worker: Worker, clock: Clock) -> None:
+    with worker.runtime.section(EVALUATION):
+        clock.after(3.0)
+        with worker.runtime.section("checkpoint"):
+            clock.after(2.0)
+    page = worker.page.read()
+    assert (page.evaluation_s, page.checkpoint_s) == (3.0, 2.0)
+
+
+def test_the_time_of_steps_has_neither_saves_nor_pauses_in_it(worker: Worker, clock: Clock) -> None:
+    train(worker, clock, range(1, 11))
+    with worker.runtime.section("checkpoint"):
+        clock.after(5.0)
+    assert worker.page.read().trained_s == 9.0
+    clock.after(100.0)
+    train(worker, clock, range(11, 12))
+    page = worker.page.read()
+    assert (page.trained_s, page.checkpoint_s, page.pause_s) == (10.0, 5.0, 100.0)
+
+
+def test_a_script_that_goes_back_by_itself_goes_on_counting_its_steps(
+    worker: Worker, clock: Clock
+) -> None:
+    """Otherwise nothing would be reported until it came to where it had been."""
+    train(worker, clock, range(1, 101))
+    train(worker, clock, range(51, 61))
+    page = worker.page.read()
+    assert (page.step, page.steps, page.trained_s) == (60, 110, 109.0)
+
+
+def test_counting_a_batch_costs_less_than_a_microsecond(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    delivered = AgentDataLink(worker.runtime).delivered
+    took_s = min(timeit.repeat(lambda: delivered(32), number=10_000, repeat=20)) / 10_000
+    assert took_s < 1e-6

@@ -4,8 +4,9 @@ Each rank has a cursor in time and a current cause. Booking moves the cursor for
 distance to one cause, so the causes of a rank add up to the time that its account was open: not by
 care, but because there is no other way to add.
 
-Workers report the past from time to time (n steps until time t, so much of it saving, restoring or
-pausing). What a rank does after its last finished step is unknown until something decides it:
+Workers report the past from time to time (n steps until time t, so much of it saving, restoring,
+evaluating or pausing). What a rank does after its last finished step is unknown until something decides
+it:
 
 - Its next steps finish. Their time is productive, or redo if they had been finished once before; what
   the worker found to be no step (`RankProgress.pause_s`) is other. While the worker does not know yet
@@ -15,6 +16,9 @@ pausing). What a rank does after its last finished step is unknown until somethi
 - The rank's script ends. It had finished its last step: finish.
 
 So the productive seconds grow when a step was finished, and never while time merely passes.
+
+Samples are counted like steps: used when their step was finished for the first time, redone when it had
+been finished before. Which records they were is not known here: see `core.shards`.
 """
 
 from __future__ import annotations
@@ -40,11 +44,26 @@ class Account(Struct):
     steps: int = 0
     checkpoint_s: Seconds = 0.0
     restore_s: Seconds = 0.0
+    evaluation_s: Seconds = 0.0
     pause_s: Seconds = 0.0
     step_s: Seconds | None = None
     """Usual time of a step, in this round or before."""
+    samples: int = 0
+    """Samples counted so far of its present process."""
+    sampled_steps: int = 0
+    """Steps of its present process up to which samples are counted."""
     undecided: RankProgress | None = None
     """Newest report of steps that are not booked, because their usual time is unknown."""
+
+
+class Samples(Struct):
+    """Samples that all ranks have used."""
+
+    used: int = 0
+    """In steps finished for the first time."""
+    redone: int = 0
+    timed: float = 0.0
+    """Those used in steps whose time is productive; the first of a process belongs to its init."""
 
 
 class Ledger(Struct):
@@ -63,6 +82,8 @@ class Ledger(Struct):
     noticed_at: Time | None = None
     closed_s: Seconds = 0.0
     """Rank-seconds of closed accounts."""
+    samples: Samples | None = None
+    """None while no rank counts them."""
     spans: list[Booking] | None = None
     """Bookings; kept only for a trace."""
 
@@ -119,7 +140,8 @@ def begin_round(ledger: Ledger, round: RoundNumber, highest: StepNumber, now: Ti
         book(ledger, rank, now)
         account.cause = "start"
         account.step, account.steps = StepNumber(0), 0
-        account.checkpoint_s = account.restore_s = account.pause_s = 0.0
+        account.checkpoint_s = account.restore_s = account.pause_s = account.evaluation_s = 0.0
+        account.samples = account.sampled_steps = 0
         account.undecided = None
 
 
@@ -134,11 +156,14 @@ def progressed(ledger: Ledger, progress: RankProgress) -> None:
     account = ledger.accounts[progress.rank]
     if progress.steps < account.steps or progress.steps == 0 or progress.last_at is None:
         return
+    if progress.samples is not None:
+        _count_samples(ledger, account, progress, progress.samples)
     if progress.step_s is not None:
         account.step_s = progress.step_s
     if account.steps == 0 and progress.first_at is not None:
         _book_aside(ledger, progress.rank, "restore", progress.restore_s, progress.first_at)
-        account.restore_s = progress.restore_s
+        _book_aside(ledger, progress.rank, "evaluation", progress.evaluation_s, progress.first_at)
+        account.restore_s, account.evaluation_s = progress.restore_s, progress.evaluation_s
         book(ledger, progress.rank, progress.first_at)
         # The first step ends here; the steps before it were another process's.
         account.step = StepNumber(progress.step - progress.steps + 1)
@@ -162,12 +187,29 @@ def _decide(ledger: Ledger, progress: RankProgress, last_at: Time) -> None:
     rank = progress.rank
     _book_aside(ledger, rank, "restore", progress.restore_s - account.restore_s, until)
     _book_aside(ledger, rank, "checkpoint", progress.checkpoint_s - account.checkpoint_s, until)
+    _book_aside(ledger, rank, "evaluation", progress.evaluation_s - account.evaluation_s, until)
     _book_aside(ledger, rank, "other", progress.pause_s - account.pause_s, until)
     if stepped:
         _book_steps(ledger, account, progress, last_at)
     account.step, account.steps = progress.step, progress.steps
     account.checkpoint_s, account.restore_s = progress.checkpoint_s, progress.restore_s
-    account.pause_s = progress.pause_s
+    account.evaluation_s, account.pause_s = progress.evaluation_s, progress.pause_s
+
+
+def _count_samples(ledger: Ledger, account: Account, progress: RankProgress, samples: int) -> None:
+    """Count the samples of newly finished steps, split between repeated and new steps alike."""
+    steps, count = progress.steps - account.sampled_steps, samples - account.samples
+    if steps <= 0 or count < 0:
+        return
+    if ledger.samples is None:
+        ledger.samples = Samples()
+    again = min(max(ledger.redo_until - (progress.step - steps), 0), steps)
+    redone = count * again // steps
+    ledger.samples.redone += redone
+    ledger.samples.used += count - redone
+    untimed = again == 0 and account.sampled_steps == 0
+    ledger.samples.timed += (count - redone) * (steps - untimed) / steps
+    account.samples, account.sampled_steps = samples, progress.steps
 
 
 def _book_aside(ledger: Ledger, rank: Rank, cause: Cause, took_s: Seconds, until: Time) -> None:

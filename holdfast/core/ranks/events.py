@@ -26,7 +26,7 @@ from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber, Time
 
 NOT_IN_FORCE = Refused(reason="the rank is of another round, or of another node")
 PACE_OVER_S = 0.5
-"""Reports of rank 0 closer than this give no speed."""
+"""Reports of rank 0 closer than this give no pace."""
 
 
 class RanksMachine(Ranks, Machine):
@@ -153,4 +153,4 @@ class RanksMachine(Ranks, Machine):
         if last is None or step <= last.step:
             self.pace = Pace(step, at)
         elif at - last.at >= PACE_OVER_S:
-            self.pace = Pace(step, at, (step - last.step) / (at - last.at))
+            self.pace = Pace(step, at, (at - last.at) / (step - last.step))

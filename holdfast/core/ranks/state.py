@@ -5,15 +5,15 @@ from __future__ import annotations
 from msgspec import Struct, field
 
 from holdfast.core.view import RankState
-from holdfast.messages.units import Rank, StepNumber, Time
+from holdfast.messages.units import Rank, Seconds, StepNumber, Time
 
 
 class Pace(Struct):
-    """Speed, from the distance between two reports of rank 0."""
+    """Distance between the two latest reports of rank 0: what tells a slow step from a standstill."""
 
     step: StepNumber
     at: Time
-    per_s: float | None = None
+    step_s: Seconds | None = None
 
 
 class Ranks(Struct):

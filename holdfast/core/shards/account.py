@@ -39,6 +39,9 @@ def _of(data: DataSet) -> DataAccount:
         exact=spec.exact,
         epochs=spec.epochs,
         size=spec.size,
+        order=spec.order,
+        seed=spec.seed,
+        shard=spec.shard,
         sound=not any(line.more or line.lost or line.skipped for line in lines),
         whole_lines=history.folded,
         lines=lines,
@@ -51,18 +54,30 @@ def _of(data: DataSet) -> DataAccount:
             )
             for use in history.rounds
         ],
-        skipped=[
-            SkippedShard(
-                line=one.span.line,
-                start=one.span.start,
-                stop=one.span.stop,
-                error=one.error,
-                round=one.round,
-            )
-            for one in data.skipped
-        ],
+        skipped=_skipped(data),
         misfits=data.misfits,
     )
+
+
+def skipped(state: Shards) -> list[SkippedShard]:
+    """List the shards of all data sets that were left out."""
+    return [one for data in state.sets.values() for one in _skipped(data)]
+
+
+def _skipped(data: DataSet) -> list[SkippedShard]:
+    names = data.spec.partitions
+    return [
+        SkippedShard(
+            dataset=data.spec.name,
+            line=one.span.line,
+            partition=names[one.span.line] if data.spec.size is None else "",
+            start=one.span.start,
+            stop=one.span.stop,
+            error=one.error,
+            round=one.round,
+        )
+        for one in data.skipped
+    ]
 
 
 def _held(data: DataSet) -> SpanSet:

@@ -1,0 +1,1 @@
+"""Measures how fast the ranks of the newest round train."""
