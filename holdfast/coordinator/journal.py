@@ -33,7 +33,7 @@ from holdfast.messages.events import AnyEvent, EventLost
 from holdfast.messages.reports import Booking
 from holdfast.messages.units import NodeId, Time
 
-VERSION = 4
+VERSION = 5
 SNAPSHOT_EVERY = 2000
 SNAPSHOT_BYTES = 4 << 20
 MISSING_AT_MOST = 10_000

@@ -16,6 +16,7 @@ from holdfast.messages.chaos import FaultsReport
 from holdfast.messages.hangs import Proof, Sign
 from holdfast.messages.records import Cause, FaultKind
 from holdfast.messages.timings import Kind
+from holdfast.messages.tuning import TuningReport
 from holdfast.messages.units import (
     CauseId,
     NodeId,
@@ -179,6 +180,8 @@ class StatusReport(Struct, frozen=True, kw_only=True):
     no_step_s: Seconds | None = None
     """Time since a rank last finished a step, if that is longer than a step usually takes; null while
     steps are finished, before the first one, and while the job is not running."""
+    tuning: list[TuningReport] = field(default_factory=list)
+    """Settings of loaders that can be changed while the job runs."""
 
 
 class GoodputReport(Struct, frozen=True, kw_only=True):
