@@ -45,7 +45,7 @@ from holdfast.core.job import Job
 from holdfast.core.leases import Leases
 from holdfast.core.patience import beat_s, silence_s
 from holdfast.core.replay import Entry, Intake, JobSnapshot
-from holdfast.core.tuning import rules as tuning
+from holdfast.core.tuning import wording as tuning
 from holdfast.core.tuning.state import Tunings
 from holdfast.errors import JobUnknown
 from holdfast.kernel import keep_alive

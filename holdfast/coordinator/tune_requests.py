@@ -12,7 +12,7 @@ from collections.abc import Callable
 from msgspec import Struct
 
 from holdfast.core.job import Job
-from holdfast.core.tuning import rules
+from holdfast.core.tuning import wording
 from holdfast.core.tuning.state import Tunings
 from holdfast.messages.tuning import TuningChange
 from holdfast.messages.wire import TuneTaken
@@ -54,7 +54,7 @@ class TuneRequests:
             request.timer.cancel()
             del self._waiting[visit]
             name = request.dataset
-            under_way = rules.pending(loader, job) or "the job has changed"
+            under_way = wording.pending(loader, job) or "the job has changed"
             line = f"{name}: {under_way if change is None else _line(change)}"
             request.tell(TuneTaken(dataset=name, change=change, line=line))
 

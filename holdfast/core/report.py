@@ -23,7 +23,7 @@ from holdfast.core.states import Ended
 from holdfast.core.stragglers import windows as stragglers
 from holdfast.core.stragglers.windows import Stragglers
 from holdfast.core.suspects.state import Suspects
-from holdfast.core.tuning import rules as tuning
+from holdfast.core.tuning import wording as tuning
 from holdfast.core.tuning.state import Tunings
 from holdfast.messages.chaos import FaultsReport, InjectionReport
 from holdfast.messages.records import Incident

@@ -7,7 +7,7 @@ from driver import raised, replayed
 from tuned_job import DATA, OWN, TunedJob
 
 from holdfast.core import report
-from holdfast.core.tuning import rules
+from holdfast.core.tuning import rules, wording
 from holdfast.core.tuning.state import Tunings
 from holdfast.messages.events import CoordinatorRestarted
 from holdfast.messages.requests import AwaitTuning
@@ -298,26 +298,26 @@ def test_what_cannot_be_is_refused_in_a_sentence(
     dataset: str, config: dict[str, int], auto: bool, words: str
 ) -> None:
     job = opened()
-    said = rules.refusal(job.job.of(Tunings), dataset, LoaderConfig(**config), auto)
+    said = wording.refusal(job.job.of(Tunings), dataset, LoaderConfig(**config), auto)
     assert words in said
 
 
 def test_a_job_without_such_a_loader_says_so() -> None:
     job = TunedJob()
-    said = rules.refusal(job.job.of(Tunings), "", LoaderConfig(workers=1), False)
+    said = wording.refusal(job.job.of(Tunings), "", LoaderConfig(workers=1), False)
     assert said.startswith("no loader of the job can be tuned")
 
 
 def test_of_several_data_sets_one_has_to_be_chosen() -> None:
     job = opened()
     job.job.of(Tunings).loaders["eval"] = job.tuned
-    said = rules.refusal(job.job.of(Tunings), "", LoaderConfig(workers=1), False)
+    said = wording.refusal(job.job.of(Tunings), "", LoaderConfig(workers=1), False)
     assert said == "it has several data sets; choose one with --data: train, eval"
 
 
 def test_no_micro_batch_is_searched_for_if_that_would_change_results() -> None:
     job = opened(most=0)
-    said = rules.refusal(job.job.of(Tunings), DATA, LoaderConfig(), True)
+    said = wording.refusal(job.job.of(Tunings), DATA, LoaderConfig(), True)
     assert "give its loader a global_batch" in said
 
 

@@ -8,7 +8,7 @@ from holdfast.core.decisions import AnswerRequest, Asker, Refused
 from holdfast.core.faults import Fault
 from holdfast.core.machine import NONE, Effects, Machine, on
 from holdfast.core.states import LIVE
-from holdfast.core.tuning import rules
+from holdfast.core.tuning import rules, wording
 from holdfast.core.tuning.state import LoaderSeat, TunedLoader, Tunings, WantedConfig
 from holdfast.core.view import View, earliest
 from holdfast.messages.events import Asked, TuningAsked, WorkerExited
@@ -23,7 +23,7 @@ _OUT_OF_MEMORY = re.compile(r"(\w*OutOfMemoryError|MemoryError) at ")
 class TuningMachine(Tunings, Machine):
     @on(TuningAsked, *LIVE, refusal="the job is ending")
     def on_asked(self, job: View, event: TuningAsked, now: Time) -> Effects | Refused:
-        if rules.refusal(self, event.dataset, event.config, event.auto):
+        if wording.refusal(self, event.dataset, event.config, event.auto):
             return Refused(reason="other settings were asked for, and then the job changed")
         loader = self.loaders[event.dataset]
         wanted = WantedConfig(event.config, event.by, event.visit)

@@ -23,8 +23,6 @@ changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import islice
 from math import ceil
 from typing import Final
 
@@ -36,8 +34,9 @@ from holdfast.core.tuning.state import (
     LoaderSeat,
     Proposal,
     TunedLoader,
-    Tunings,
     WantedConfig,
+    is_open,
+    named,
 )
 from holdfast.core.view import View
 from holdfast.messages.requests import AwaitTuning, TuningNotice
@@ -51,43 +50,9 @@ TRIES: Final = 4
 TRIAL_S: Final = 300.0
 """An out-of-memory failure within this time of a raise of the micro-batch undoes the raise."""
 AUTOMATIC: Final = "automatic"
-NAMED_RANKS: Final = 8
 
 
 # ---- what is wanted ------------------------------------------------------------------------------
-
-
-def chosen(tunings: Tunings, dataset: str) -> str:
-    """Return the data set that is meant; empty if that is not clear."""
-    known = list(tunings.loaders)
-    if dataset:
-        return dataset if dataset in known else ""
-    return known[0] if len(known) == 1 else ""
-
-
-def refusal(tunings: Tunings, dataset: str, config: LoaderConfig, search: bool) -> str:
-    """Return why settings cannot be changed so; empty if they can."""
-    known = ", ".join(islice(tunings.loaders, NAMED_RANKS))
-    if not known:
-        return (
-            "no loader of the job can be tuned; ElasticDataLoader can, once the script has made it"
-        )
-    name = chosen(tunings, dataset)
-    if not name:
-        what = f"no data set is called {dataset}" if dataset else "it has several data sets"
-        return f"{what}; choose one with --data: {known}"
-    loader = tunings.loaders[name]
-    if search and any(seat.most == 0 for seat in loader.seats.values()):
-        return (
-            f"another micro-batch would change the results of {name}; give its loader a global_batch"
-            " to search for one"
-        )
-    most = min((seat.most for seat in loader.seats.values() if seat.most), default=0)
-    if config.micro_batch is not None and most and config.micro_batch > most:
-        return (
-            f"micro-batch {config.micro_batch}: a rank has only {most} records in a step of {name}"
-        )
-    return ""
 
 
 def want(
@@ -126,12 +91,6 @@ def pursue(loader: TunedLoader, job: View, now: Time) -> list[Effect]:
     if not is_open(loader, job):
         return []
     return _propose(loader, None)
-
-
-def is_open(loader: TunedLoader, job: View) -> bool:
-    """Return whether all ranks have opened the data set, equally often. Once one has finished, training
-    is about to end, and nothing is changed any more."""
-    return len(loader.seats) == len(job.ranks) > 0 and len(loader.openings) == 1
 
 
 # ---- proposals -----------------------------------------------------------------------------------
@@ -236,7 +195,7 @@ def settle(loader: TunedLoader, rank: Rank, number: int, job: View, now: Time) -
         return []
     if proposal.phase == "proposed":
         if proposal.missing:
-            late = _named(rank for rank, seat in loader.seats.items() if not seat.done)
+            late = named(rank for rank, seat in loader.seats.items() if not seat.done)
             why = f"rank {rank} came to step {proposal.at_step} before {late} had heard of it"
             return cancel(loader, why, job, now)
         _put_in_force(loader, proposal.at_step, job, now)
@@ -426,45 +385,7 @@ def out_of_memory(loader: TunedLoader, job: View, now: Time) -> None:
     _note(loader, WantedConfig(loader.before, AUTOMATIC), "applied", job, now, why=why)
 
 
-# ---- words ---------------------------------------------------------------------------------------
-
-
-def pending(loader: TunedLoader, job: View) -> str | None:
-    """Say what the change that is under way waits for; None if there is none."""
-    wanted, proposal = loader.wanted, loader.proposal
-    if wanted is None:
-        return None
-    what = f"{wanted.config} ({wanted.by})"
-    if job.world is None:
-        return f"{what}: waits for the next round"
-    if proposal is not None and proposal.at_step is not None:
-        return f"{what}: to be applied at the loader's step {proposal.at_step}"
-    if job.unfinished < len(job.ranks):
-        return f"{what}: not applied any more, because a rank has finished"
-    if proposal is None and not is_open(loader, job):
-        absent = _named(absentees(loader, job)) or "all ranks"
-        return f"{what}: waits for {absent} to open the data set"
-    return f"{what}: ranks are asked at which step they are"
-
-
-def search_line(loader: TunedLoader) -> str | None:
-    """Say what the search for a micro-batch does; None if there is none."""
-    search = loader.search
-    if search is None:
-        return None
-    tried = ", ".join(map(str, search.trials)) or "nothing measured yet"
-    return f"ended: {search.over}" if search.over else f"searching: {tried}"
-
-
-def absentees(loader: TunedLoader, job: View) -> list[Rank]:
-    """Return the first ranks that have not opened the data set in this round."""
-    absent = (r for r, s in job.ranks.items() if r not in loader.seats and not s.finished)
-    return list(islice(absent, NAMED_RANKS))
-
-
-def _named(ranks: Iterable[Rank]) -> str:
-    found = [str(rank) for rank in islice(ranks, NAMED_RANKS)]
-    return f"rank{'s' * (len(found) > 1)} {', '.join(found)}" if found else ""
+# ---- invariants ----------------------------------------------------------------------------------
 
 
 def validate(loader: TunedLoader, job: View) -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import islice
 from typing import Literal
 
 from msgspec import Struct, field
 
 from holdfast.core.decisions import Asker
 from holdfast.core.tuning.auto import MicroBatchSearch
+from holdfast.core.view import View
 from holdfast.messages.data import DataName
 from holdfast.messages.tuning import LoaderConfig, LoaderMeasured, TuningChange
 from holdfast.messages.units import Rank, Seconds, StepNumber, Time
 
 KEPT_CHANGES = 32
+NAMED = 8
+"""Ranks, or data sets, that a sentence names at most."""
 
 
 class LoaderSeat(Struct):
@@ -97,3 +102,15 @@ class Tunings(Struct):
     loaders: dict[DataName, TunedLoader] = field(default_factory=dict)
     until: Time | None = None
     """No request wants an answer before this; it may be earlier than need be, never later."""
+
+
+def is_open(loader: TunedLoader, job: View) -> bool:
+    """Return whether all ranks have opened the data set, equally often. Once one has finished, training
+    is about to end, and nothing is changed any more."""
+    return len(loader.seats) == len(job.ranks) > 0 and len(loader.openings) == 1
+
+
+def named(ranks: Iterable[Rank]) -> str:
+    """Name the first ranks; empty if there is none."""
+    found = [str(rank) for rank in islice(ranks, NAMED)]
+    return f"rank{'s' * (len(found) > 1)} {', '.join(found)}" if found else ""
