@@ -72,6 +72,15 @@ class TuningStateMachine(RuleBasedStateMachine):
             for _ in range(steps):
                 self.job.advance(rank)
 
+    @rule(who=st.sampled_from(GROUPS), steps=st.integers(15, 60))
+    def rush(self, who: set[int], steps: int) -> None:
+        """All have said where they are; some hear of the step, and all come to it."""
+        if self.job.deaf:
+            return
+        self.hear(set(range(RANKS)), 1)
+        self.hear(who, 1)
+        self.advance(set(range(RANKS)), steps)
+
     @rule(seconds=st.sampled_from([0.01, 0.2, 1.0]))
     def wait(self, seconds: float) -> None:
         self.job.after(seconds)
