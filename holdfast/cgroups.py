@@ -64,6 +64,35 @@ def is_frozen(pid: int, proc: Path = PROC, cgroups: Path = CGROUPS) -> bool:
     return False
 
 
+def memory_left(proc: Path = PROC, cgroups: Path = CGROUPS) -> tuple[int, int]:
+    """Return how much memory this process's cgroups and its machine leave, and the tightest limit.
+
+    Cached files count as left, because the kernel drops them when memory is needed. (0, 0) if it cannot
+    be read.
+    """
+    found = []
+    machine = dict(line.split(":", 1) for line in _text(proc / "meminfo").splitlines())
+    if "MemAvailable" in machine:
+        available, total = (int(machine[k].split()[0]) << 10 for k in ("MemAvailable", "MemTotal"))
+        found.append((available, total))
+    for cgroup in _own_cgroups(proc, cgroups):
+        for inner in (cgroup, *cgroup.parents):
+            limit, used = _text(_limit_file(inner)).strip(), _used_bytes(inner)
+            if limit.isdigit() and used is not None and (not found or int(limit) < found[0][1]):
+                found.append((max(0, int(limit) - used), int(limit)))
+            if inner == cgroups:
+                break
+    return min(found, default=(0, 0))
+
+
+def _used_bytes(cgroup: Path) -> int | None:
+    newer = cgroup / "memory.current"
+    used = _text(newer if newer.exists() else cgroup / "memory.usage_in_bytes").strip()
+    stat = dict(line.split(" ", 1) for line in _text(cgroup / "memory.stat").splitlines())
+    cached = int(stat.get("inactive_file", stat.get("total_inactive_file", "0")))
+    return max(0, int(used) - cached) if used.isdigit() else None
+
+
 def enter(limit_bytes: int) -> bool:
     """Put this process into a cgroup of its own with that limit; False if none can be created."""
     created = _create(str(os.getpid()))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cgroups import is_frozen, kill_count
+from holdfast.cgroups import is_frozen, kill_count, memory_left
 
 PATIENCE_S = 10.0
 
@@ -106,3 +106,70 @@ def test_a_real_process_that_is_frozen_is_seen_to_be() -> None:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         group.rmdir()
+
+
+# ---- memory that is left ----
+
+MEMINFO = "MemTotal:       100 kB\nMemFree:         10 kB\nMemAvailable:    60 kB\n"
+
+
+def left(tmp_path: Path, files: dict[str, str]) -> tuple[int, int]:
+    write(tmp_path, files)
+    return memory_left(tmp_path / "proc", tmp_path / "cg")
+
+
+def test_without_a_limit_the_machine_says_what_is_left(tmp_path: Path) -> None:
+    files = {"proc/self/cgroup": "0::/a\n", "proc/meminfo": MEMINFO, "cg/a/memory.max": "max\n"}
+    assert left(tmp_path, files) == (60 << 10, 100 << 10)
+
+
+def test_the_limit_of_a_cgroup_counts_and_cached_files_do_not(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "0::/a/b\n",
+        "proc/meminfo": MEMINFO,
+        "cg/a/b/memory.max": "51200\n",
+        "cg/a/b/memory.current": "40960\n",
+        "cg/a/b/memory.stat": "anon 20480\ninactive_file 10240\n",
+    }
+    assert left(tmp_path, files) == (20480, 51200)
+
+
+def test_the_limit_of_an_outer_cgroup_counts_too(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "0::/a/b\n",
+        "proc/meminfo": MEMINFO,
+        "cg/a/b/memory.max": "max\n",
+        "cg/a/memory.max": "51200\n",
+        "cg/a/memory.current": "51200\n",
+    }
+    assert left(tmp_path, files) == (0, 51200)
+
+
+def test_the_older_cgroups_limit_memory_too(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "5:cpu,memory:/x\n",
+        "proc/meminfo": MEMINFO,
+        "cg/memory/x/memory.limit_in_bytes": "51200\n",
+        "cg/memory/x/memory.usage_in_bytes": "30720\n",
+        "cg/memory/x/memory.stat": "total_inactive_file 10240\n",
+    }
+    assert left(tmp_path, files) == (30720, 51200)
+
+
+def test_a_limit_beyond_the_machine_is_none(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "5:memory:/x\n",
+        "proc/meminfo": MEMINFO,
+        "cg/memory/x/memory.limit_in_bytes": "9223372036854771712\n",
+        "cg/memory/x/memory.usage_in_bytes": "30720\n",
+    }
+    assert left(tmp_path, files) == (60 << 10, 100 << 10)
+
+
+def test_where_nothing_can_be_read_nothing_is_known(tmp_path: Path) -> None:
+    assert left(tmp_path, {}) == (0, 0)
+
+
+def test_this_machine_has_memory_left() -> None:
+    free, total = memory_left()
+    assert 0 < free <= total

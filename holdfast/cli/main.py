@@ -20,6 +20,7 @@ COMMANDS = {
     "ckpt": "list, verify and export checkpoints",
     "why": "where every rank is now, and which ranks wait for which",
     "hang": "decide about a rank that others wait for: end it now, or never",
+    "tune": "show or change settings of data loaders: micro-batch, workers, prefetch",
     "chaos": "inject a fault into a running job",
     "sim": "simulate a cluster over the real core: faults, invariants, goodput",
 }

@@ -35,6 +35,7 @@ from holdfast.coordinator.fault_requests import FaultRequests
 from holdfast.coordinator.journal import Journal
 from holdfast.coordinator.memories import Memories
 from holdfast.coordinator.stream import Stream
+from holdfast.coordinator.tune_requests import TuneRequests
 from holdfast.core import job as jobs
 from holdfast.core import leases, report
 from holdfast.core.chaos import plans as chaos
@@ -44,6 +45,8 @@ from holdfast.core.job import Job
 from holdfast.core.leases import Leases
 from holdfast.core.patience import beat_s, silence_s
 from holdfast.core.replay import Entry, Intake, JobSnapshot
+from holdfast.core.tuning import wording as tuning
+from holdfast.core.tuning.state import Tunings
 from holdfast.errors import JobUnknown
 from holdfast.kernel import keep_alive
 from holdfast.messages.actions import (
@@ -66,6 +69,7 @@ from holdfast.messages.events import (
     SilenceRaised,
     StreamEnded,
     Tick,
+    TuningAsked,
     VerdictReached,
 )
 from holdfast.messages.evidence import RankEvidence, Verdict
@@ -76,6 +80,7 @@ from holdfast.messages.wire import (
     Ack,
     AskFault,
     AskHang,
+    AskTune,
     Beat,
     HangNoted,
     Hello,
@@ -141,11 +146,13 @@ class Coordinator:
     _visits: int = 0
     """Examinations of visitors have negative numbers."""
     _fault_requests: FaultRequests = field(init=False)
+    _tune_requests: TuneRequests = field(init=False)
     _refused: Counter[str] = field(default_factory=Counter)
     """Events that did not fit their senders, by type and reason, since this was last journaled."""
 
     def __post_init__(self) -> None:
         self._fault_requests = FaultRequests(lambda: self.job)
+        self._tune_requests = TuneRequests(lambda: self.job)
 
     async def serve(
         self,
@@ -219,6 +226,7 @@ class Coordinator:
         self._set_timer()
         self._tell_incidents()
         self._fault_requests.answer()
+        self._tune_requests.answer()
         self._remember()
 
     def _carry_out(self, action: AnyAction) -> None:
@@ -333,6 +341,8 @@ class Coordinator:
             self._asked_for_fault(stream, visit.question)
         elif isinstance(visit.question, AskHang):
             self._asked_about_hang(stream, visit.question)
+        elif isinstance(visit.question, AskTune):
+            self._asked_to_tune(stream, visit.question)
         else:
             self._asked_why(stream)
 
@@ -362,6 +372,27 @@ class Coordinator:
             return
         number = self._fault_requests.add(stream.answer)
         asked = FaultAsked(at=self.clock.now(), injection=injection, visit=number)
+        self._post(Arrival(asked))
+
+    def _asked_to_tune(self, stream: Stream, question: AskTune) -> None:
+        """A user wants other settings for loaders."""
+        job, config, auto = self.job, question.config, question.auto
+        wrong = "the job is over, or has not begun; see `holdfast status`"
+        if job is not None and job.result is None:
+            wrong = tuning.refusal(job.of(Tunings), question.dataset, config, auto)
+        if wrong or job is None:
+            stream.answer(Rejected(reason=wrong))
+            return
+        dataset = tuning.chosen(job.of(Tunings), question.dataset)
+        number = self._tune_requests.add(dataset, stream.answer)
+        asked = TuningAsked(
+            at=self.clock.now(),
+            dataset=dataset,
+            config=config,
+            auto=auto,
+            by=question.by,
+            visit=number,
+        )
         self._post(Arrival(asked))
 
     def _asked_why(self, stream: Stream) -> None:

@@ -39,6 +39,7 @@ from holdfast.core.states import OVER, AnyState, Ended, Gathering, Running
 from holdfast.core.stragglers.events import StragglersMachine
 from holdfast.core.suspects.events import SuspectsMachine
 from holdfast.core.transitions import STEPS, carry_out, settle
+from holdfast.core.tuning.events import TuningMachine
 from holdfast.core.view import JobSpeed, RankState, earliest
 from holdfast.messages.actions import AnyAction, CloseJob
 from holdfast.messages.events import AnyEvent, CoordinatorRestarted, JobOpened, Tick
@@ -59,6 +60,7 @@ MACHINES: tuple[type[Machine], ...] = (
     NodecheckMachine,
     SuspectsMachine,
     ChaosMachine,
+    TuningMachine,
 )
 
 if TYPE_CHECKING:

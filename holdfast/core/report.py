@@ -27,6 +27,8 @@ from holdfast.core.states import Ended
 from holdfast.core.stragglers import windows as stragglers
 from holdfast.core.stragglers.windows import Stragglers
 from holdfast.core.suspects.state import Suspects
+from holdfast.core.tuning import wording as tuning
+from holdfast.core.tuning.state import Tunings
 from holdfast.core.view import JobSpeed
 from holdfast.messages.chaos import FaultsReport, InjectionReport
 from holdfast.messages.records import Incident
@@ -43,7 +45,8 @@ from holdfast.messages.reports import (
     StatusReport,
     SuspicionReport,
 )
-from holdfast.messages.units import NodeId, Seconds, Time
+from holdfast.messages.tuning import LoaderConfig, TuningReport
+from holdfast.messages.units import NodeId, Rank, Seconds, Time
 
 REPORTED_WITHIN_S: Seconds = 3.0
 """Agents report finished steps every second, and a journal is read a little later."""
@@ -80,6 +83,7 @@ def status(job: Job, now: Time, alive: bool) -> StatusReport:
         failed_tasks=job.recovery.failed_tasks,
         no_step_s=_rounded(no_step_s, 3),
         skipped_shards=account.skipped(job.of(Shards)),
+        tuning=tunings(job),
     )
 
 
@@ -223,6 +227,27 @@ def _faults(job: Job) -> FaultsReport:
             if plan.refused or (ended and not plan.over and plan.injection.every is None)
         ],
     )
+
+
+# ---- settings of loaders -------------------------------------------------------------------------
+
+
+def tunings(job: Job) -> list[TuningReport]:
+    """Report the settings of each loader that can be tuned."""
+    return [
+        TuningReport(
+            dataset=name,
+            version=loader.version,
+            config=loader.config,
+            script=loader.seats[Rank(0)].own if Rank(0) in loader.seats else LoaderConfig(),
+            ranks=len(loader.seats),
+            missing=tuning.absentees(loader, job) if job.world is not None else [],
+            pending=tuning.pending(loader, job),
+            auto=tuning.search_line(loader),
+            changes=loader.changes,
+        )
+        for name, loader in job.of(Tunings).loaders.items()
+    ]
 
 
 # ---- what may be a hang --------------------------------------------------------------------------

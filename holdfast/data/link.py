@@ -10,7 +10,8 @@ from typing import Protocol
 
 from holdfast.messages.data import Span
 from holdfast.messages.local import DataUsed
-from holdfast.messages.requests import DataOpened, OpenData
+from holdfast.messages.requests import AnyAnswer, DataOpened, OpenData, ScriptRequest
+from holdfast.messages.tuning import MemoryRoom
 
 
 class JobLink(Protocol):
@@ -33,6 +34,15 @@ class JobLink(Protocol):
 
     def tell(self, message: DataUsed) -> None:
         """Report what became of positions; does not wait."""
+
+    def ask(self, request: ScriptRequest, timeout_s: float | None) -> AnyAnswer:
+        """Wait for the coordinator's answer; `HoldfastError` if it is a refusal or the round ends."""
+
+    def count_opening(self, dataset: str) -> int:
+        """Count a loader that can be tuned; the number of its data set's loaders in this process."""
+
+    def memory(self) -> MemoryRoom:
+        """Measure the memory of this rank: of its GPU if it uses one, or of its host."""
 
 
 class _Installed:

@@ -28,6 +28,7 @@ from holdfast.messages.nodecheck import TestResult
 from holdfast.messages.records import NodeSpec, Raised, RankProgress, Terms
 from holdfast.messages.requests import AnyRequest, ChannelNumber, Number
 from holdfast.messages.timings import RankTimings
+from holdfast.messages.tuning import LoaderConfig
 from holdfast.messages.units import (
     CauseId,
     Count,
@@ -375,6 +376,18 @@ class FaultTold(Event, frozen=True, kw_only=True):
     detail: Text = ""
 
 
+class TuningAsked(Event, frozen=True, kw_only=True):
+    """A user wants other settings for the loaders of a data set."""
+
+    dataset: DataName
+    config: LoaderConfig
+    auto: bool = False
+    """Whether to search for a micro-batch from there."""
+    by: Word
+    visit: Count = 0
+    """Number of the request, which waits for an answer."""
+
+
 class EventSetAside(Event, frozen=True, kw_only=True):
     """The handler of an event raised an exception. The state is as if the event had never come."""
 
@@ -454,6 +467,7 @@ AnyEvent = (
     | ShardsReported
     | FaultAsked
     | FaultTold
+    | TuningAsked
     | EventSetAside
     | EventLost
     | EventsRefused

@@ -17,6 +17,7 @@ from holdfast.messages.data import OrderKind, Sharing, Task
 from holdfast.messages.hangs import Proof, Sign
 from holdfast.messages.records import Cause, FaultKind
 from holdfast.messages.timings import Kind
+from holdfast.messages.tuning import TuningReport
 from holdfast.messages.units import (
     CauseId,
     NodeId,
@@ -195,6 +196,8 @@ class StatusReport(Struct, frozen=True, kw_only=True):
     speed_stable: bool = False
     """Whether every rank has trained for a minute at this world size, so that the speed can be compared
     with that of another."""
+    tuning: list[TuningReport] = field(default_factory=list)
+    """Settings of loaders that can be changed while the job runs."""
 
 
 class GoodputReport(Struct, frozen=True, kw_only=True):

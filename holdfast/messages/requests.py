@@ -17,6 +17,7 @@ from msgspec import Meta, Struct
 from holdfast.messages.checkpoints import Attempt, CheckpointerId, Holder, ImageId, Tier, Tried
 from holdfast.messages.data import DataName, DataSpec, PackedState, Span
 from holdfast.messages.timings import Finding
+from holdfast.messages.tuning import ConfigVersion, LoaderConfig, LoaderMeasured, NoticeNumber
 from holdfast.messages.units import MAX_ITEMS, Count, Int64, RoundNumber, Seconds, StepNumber
 
 MAX_VALUE_BYTES = 512 << 10
@@ -167,8 +168,42 @@ class OpenData(Request, frozen=True, kw_only=True):
     """The step that this rank goes on from."""
 
 
+class AwaitTuning(Request, frozen=True, kw_only=True):
+    """Wait for a change of a loader's settings. Answered then: TuningNotice.
+
+    A rank asks once when it opens the loader, which is answered at once, and then always. Asking with
+    the number of a notice acknowledges it.
+    """
+
+    dataset: DataName
+    opening: Count
+    """Counts the loaders of this data set that the rank has opened in this round, from 1."""
+    after: NoticeNumber = 0
+    """The newest notice that the rank has."""
+    at: StepNumber = StepNumber(0)
+    """The last boundary between steps of the loader that the rank has passed."""
+    step_s: Seconds | None = None
+    """How long steps take."""
+    own: LoaderConfig = LoaderConfig()
+    """The script's own settings."""
+    most: Count = 0
+    """The largest micro-batch that leaves results as they are; 0 if any change would change them."""
+    auto: bool = False
+    """Whether the script wants the micro-batch to be searched for."""
+    for_s: Seconds | None = None
+    """Time after which the rank wants an answer even if there is no news."""
+    measured: LoaderMeasured | None = None
+
+
+class SettleTuning(Request, frozen=True, kw_only=True):
+    """Ask, at the boundary that a notice names, whether all ranks apply it there. Answered: Truth."""
+
+    dataset: DataName
+    number: NoticeNumber
+
+
 StoreRequest = Set | Get | Add | CompareSet | Append | WaitForKeys | CheckKeys | Delete | CountKeys
-HeldRequest = FindState | AwaitSave | AwaitStragglers | OpenData
+HeldRequest = FindState | AwaitSave | AwaitStragglers | OpenData | AwaitTuning | SettleTuning
 """Requests that are answered by something other than another request."""
 AnyRequest = StoreRequest | JoinBarrier | CastVote | HeldRequest
 
@@ -318,6 +353,19 @@ class ShardsTaken(Answer, frozen=True, kw_only=True):
     spans: tuple[Span, ...]
 
 
+class TuningNotice(Answer, frozen=True, kw_only=True):
+    """What a rank is told of a loader's settings; with the number that it knows: there is no news."""
+
+    number: NoticeNumber
+    at_step: StepNumber | None = None
+    """The boundary at which to ask whether the settings hold from there on; 0: they are in force. None
+    asks only where the rank is."""
+    version: ConfigVersion = 0
+    config: LoaderConfig = LoaderConfig()
+    measure: bool = False
+    """Whether speed and memory with these settings are wanted."""
+
+
 Reason = Literal[
     "image",
     "fenced",
@@ -349,5 +397,6 @@ AnyAnswer = (
     | ImageAt
     | DataOpened
     | ShardsTaken
+    | TuningNotice
     | Denied
 )

@@ -21,6 +21,7 @@ from holdfast.messages.events import AnyEvent
 from holdfast.messages.evidence import RankEvidence, Verdict
 from holdfast.messages.records import Terms
 from holdfast.messages.reports import SuspicionReport
+from holdfast.messages.tuning import LoaderConfig, TuningChange
 from holdfast.messages.units import (
     Count,
     Int64,
@@ -74,7 +75,19 @@ class AskHang(Struct, frozen=True, kw_only=True, tag=True):
     """Whether to end it now; otherwise it is left alone."""
 
 
-Question = AskWhy | AskFault | AskHang
+class AskTune(Struct, frozen=True, kw_only=True, tag=True):
+    """Change the settings of a data set's loaders. Answered: TuneTaken, once all ranks have changed,
+    or after a while."""
+
+    dataset: Word = ""
+    """Empty if the job has only one."""
+    config: LoaderConfig = LoaderConfig()
+    auto: bool = False
+    """Whether to search for a micro-batch from there."""
+    by: Word
+
+
+Question = AskWhy | AskFault | AskHang | AskTune
 
 
 class Visit(Struct, frozen=True, kw_only=True, tag=True):
@@ -101,6 +114,14 @@ class HangNoted(Struct, frozen=True, kw_only=True, tag=True):
 
 class FaultTaken(Struct, frozen=True, kw_only=True, tag=True):
     taken: tuple[InjectionReport, ...]
+
+
+class TuneTaken(Struct, frozen=True, kw_only=True, tag=True):
+    dataset: str
+    change: TuningChange | None
+    """What became of the change; None if that is not known yet."""
+    line: str
+    """The same in words."""
 
 
 class Welcome(Struct, frozen=True, kw_only=True, tag=True):
@@ -162,5 +183,5 @@ class Ack(Struct, frozen=True, kw_only=True, tag=True):
 
 
 FromAgent = Hello | Visit | Sent | EvidenceTaken | Beat
-ToVisitor = Why | FaultTaken | HangNoted | Rejected
+ToVisitor = Why | FaultTaken | HangNoted | TuneTaken | Rejected
 FromCoordinator = Welcome | Rejected | Ack | Lease | NodeAction

@@ -50,9 +50,11 @@ from holdfast.messages.events import (
     StreamEnded,
     TaskFailed,
     Tick,
+    TuningAsked,
 )
 from holdfast.messages.hangs import Memory, PlaceMemory
 from holdfast.messages.records import Terms
+from holdfast.messages.tuning import LoaderConfig
 from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, Time
 from holdfast.messages.wire import Ack, Beat, EvidenceTaken, Hello, Lease, Welcome
 from holdfast.sim import look
@@ -408,6 +410,11 @@ class SimCoordinator:
     def ask_fault(self, injection: Injection) -> None:
         """Take in what a visitor asks for."""
         self._post(FaultAsked(at=self.clock.now, injection=injection))
+
+    def ask_tune(self, dataset: str, config: LoaderConfig) -> None:
+        """Take in the loader settings that a visitor asks for."""
+        event = TuningAsked(at=self.clock.now, dataset=dataset, config=config, by="a visitor")
+        self._post(event)
 
     def ask_hang(self, rank: Rank, act: bool) -> None:
         """Take in what a person decides about a rank."""

@@ -26,6 +26,7 @@ from holdfast.messages.requests import (
 )
 from holdfast.messages.units import Rank, RoundNumber
 from holdfast.sim.training import SimRound
+from holdfast.sim.tuning import tune
 
 if TYPE_CHECKING:
     from holdfast.sim.agent import SimAgent
@@ -281,6 +282,7 @@ def save_and_ask(round: SimRound, step: int, rng: Random, skipped: float) -> Non
             one.ask(SAVING, save)
     if ranks:
         _watch_stragglers(ranks[0], 0)
+        tune(round, step, step // ranks[0].agent.cluster.training.script.save_every)
 
 
 def _watch_stragglers(one: SimRank, after: int) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from holdfast.sim.agent import SimAgent
     from holdfast.sim.cluster import Cluster
     from holdfast.sim.rank import SimRank
+    from holdfast.sim.tuning import SimLoader
 
 NEVER = float("inf")
 SAVE_SHARE = 0.2
@@ -72,6 +73,9 @@ class SimRound:
     """Injected faults that wait for a step."""
     meetings: dict[str, dict[Rank, None]] = field(default_factory=dict)
     """Ranks that joined each barrier."""
+    loaders: dict[Rank, SimLoader] = field(default_factory=dict)
+    settled: dict[int, tuple[int, bool]] = field(default_factory=dict)
+    """Changes of loader settings that ranks asked about: at which step, and the answer."""
 
     def steps(self, now: float) -> int:
         """Return how many steps were finished by then."""

@@ -16,6 +16,7 @@ from holdfast.messages.reports import (
     StatusReport,
     StoryStep,
 )
+from holdfast.messages.tuning import TuningReport
 from holdfast.view.data import skipped_lines
 
 FRAMES_SHOWN = 12
@@ -60,6 +61,9 @@ def print_status(status: StatusReport) -> None:
         print(status.suspicion.line)
     for one in status.checkpoints:
         print(_checkpoints(one))
+    for tuned in status.tuning:
+        if tuned.version or tuned.pending:
+            print(tuning_lines(tuned)[0])
     for node in status.nodes:
         if node.overload is not None:
             print(f"overloaded: node {node.node}: {node.overload}")
@@ -81,6 +85,22 @@ def print_status(status: StatusReport) -> None:
         print(f"last incident: {status.last_incident}")
     if status.reason:
         print(f"ended with {status.exit_code}: {status.reason}")
+
+
+def tuning_lines(one: TuningReport) -> list[str]:
+    """Describe the settings of a data set's loaders, and their latest changes."""
+    settings = one.config.over(one.script)
+    lines = [f"{one.dataset}: version {one.version}, {settings}; open on {one.ranks} ranks"]
+    if one.pending is not None:
+        lines.append(f"  under way: {one.pending}")
+    if one.auto is not None:
+        lines.append(f"  search for a micro-batch {one.auto}")
+    for change in one.changes:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(change.at))
+        where = "" if change.step is None else f" from step {change.step} of round {change.round}"
+        why = f" ({change.why})" if change.why else ""
+        lines.append(f"  {when} {change.by}: {change.config}: {change.outcome}{where}{why}")
+    return lines
 
 
 def _speed(per_s: float | None) -> str:

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 
 from holdfast.errors import DataError, RequestDenied
 from holdfast.messages.data import Span
 from holdfast.messages.local import DataUsed
-from holdfast.messages.requests import DataOpened, OpenData, ShardsTaken, TakeShards
+from holdfast.messages.requests import (
+    AnyAnswer,
+    DataOpened,
+    OpenData,
+    ScriptRequest,
+    ShardsTaken,
+    TakeShards,
+)
+from holdfast.messages.tuning import MemoryRoom
+from holdfast.worker import memory_room
 from holdfast.worker.runtime import Runtime
 
 
@@ -17,6 +27,7 @@ class AgentDataLink:
         self.world_size = int(os.environ["WORLD_SIZE"])
         self.round = worker.round
         self._worker = worker
+        self._openings: Counter[str] = Counter()
 
     @property
     def step(self) -> int:
@@ -40,3 +51,13 @@ class AgentDataLink:
 
     def tell(self, message: DataUsed) -> None:
         self._worker.channel.send(message)
+
+    def ask(self, request: ScriptRequest, timeout_s: float | None) -> AnyAnswer:
+        return self._worker.requests.ask(request, timeout_s)
+
+    def count_opening(self, dataset: str) -> int:
+        self._openings[dataset] += 1
+        return self._openings[dataset]
+
+    def memory(self) -> MemoryRoom:
+        return memory_room.measured(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

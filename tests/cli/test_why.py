@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import socket
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from holdfast.cli.main import main
-from holdfast.jobhome import JobFile, JobHome, create
+from holdfast.jobhome import JobHome
 from holdfast.messages.evidence import Frame, RankEvidence, StackGroup, Verdict
 from holdfast.messages.reports import SuspicionReport
 from holdfast.messages.units import NodeId, Rank, RoundNumber
-from holdfast.messages.wire import AskHang, AskWhy, FromAgent, HangNoted, Rejected, Visit, Why
+from holdfast.messages.wire import AskHang, AskWhy, HangNoted, Rejected, Visit, Why
 from holdfast.wire import framing
 
 FRAMES = tuple(Frame(file="train.py", line=n, function=f"f{n}") for n in range(1, 16))
@@ -47,43 +45,7 @@ SUSPICION = SuspicionReport(
 WHY = Why(verdict=VERDICT, evidence=(EVIDENCE,), suspicion=SUSPICION, detects=True)
 
 
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobHome:
-    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
-    made = create("j", "train.py")
-    made.journal.touch()
-    made.write_job_file(JobFile(job="llm", host="127.0.0.1", port=1, token="t", pid=1))
-    return made
-
-
 Serve = Callable[[bytes], list[Visit]]
-
-
-@pytest.fixture
-def serve(home: JobHome) -> Iterator[Serve]:
-    """A coordinator that says one thing to whoever comes; what it was asked is in the list."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    home.write_job_file(JobFile(job="llm", host="127.0.0.1", port=port, token="t", pid=1))
-    asked: list[Visit] = []
-    threads: list[threading.Thread] = []
-
-    def start(answer: bytes) -> list[Visit]:
-        def talk() -> None:
-            with listener.accept()[0] as peer:
-                decoder = framing.FrameDecoder[FromAgent](FromAgent)  # type: ignore[arg-type]
-                while not asked and (data := peer.recv(1 << 16)):
-                    asked.extend(m for m in decoder.feed(data) if isinstance(m, Visit))
-                peer.sendall(answer)
-
-        threads.append(threading.Thread(target=talk, daemon=True))
-        threads[-1].start()
-        return asked
-
-    yield start
-    listener.close()
-    for thread in threads:
-        thread.join(10)
 
 
 def test_it_shows_the_verdict_and_the_stacks_of_those_who_stand_alike(

@@ -1,0 +1,1 @@
+"""Decides when all ranks change the settings of their data loaders."""
