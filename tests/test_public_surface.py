@@ -20,7 +20,7 @@ from holdfast.worker import runtime
 from holdfast.worker.api import RankInfo
 
 SURFACE = {
-    *("Checkpointer", "KeepAll", "KeepEvery", "KeepLatest", "Ticket", "Result"),
+    *("Checkpointer", "ElasticTrainer", "KeepAll", "KeepEvery", "KeepLatest", "Ticket", "Result"),
     *("Finding", "RankInfo", "Tally", "__version__", "errors"),
     *("barrier", "exclude_this_node", "heartbeat", "is_active", "on_straggler", "progress"),
     *("rank_info", "restarts", "round", "section", "stop_job", "store", "vote"),
