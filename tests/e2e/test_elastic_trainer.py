@@ -113,9 +113,10 @@ def test_the_reference_clips_some_steps_and_not_others() -> None:
 # ---- collectives ---------------------------------------------------------------------------------
 
 
-def collectives(rank: int, kind: str, told: bool) -> Counter[str]:
+def collectives(rank: int, kind: str, how: str) -> Counter[str]:
     """What this rank's gloo did in the steps of an epoch, after a first one."""
-    training = Training(Case(kind, told=told), rank, 3)
+    case = Case(kind, told=how == "told", sync_each=how == "each")
+    training = Training(case, rank, 3)
     training.until(STEPS_PER_EPOCH)
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         training.until(2 * STEPS_PER_EPOCH)
@@ -127,27 +128,36 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("collectives")
 
     def act(rank: int) -> None:
-        kinds = [(kind, told) for kind in ("ddp", "fully_shard") for told in (False, True)]
+        kinds = [
+            (kind, how) for kind in ("ddp", "fully_shard") for how in ("known", "told", "each")
+        ]
         torch.save({kind: collectives(rank, *kind) for kind in kinds}, directory / f"{rank}.pt")
 
     run_world(3, act)
     return directory
 
 
-@pytest.mark.parametrize("told", [False, True], ids=["known", "told"])
+@pytest.mark.parametrize("how", ["known", "told", "each"])
 @pytest.mark.parametrize("kind", ["ddp", "fully_shard"])
-def test_all_ranks_issue_the_same_number_of_collectives(
-    kind: str, told: bool, counted: Path
-) -> None:
+def test_all_ranks_issue_the_same_number_of_collectives(kind: str, how: str, counted: Path) -> None:
     first, *others = [torch.load(counted / f"{r}.pt", weights_only=False) for r in range(3)]
-    assert all(other[kind, told] == first[kind, told] for other in others)
-    assert first[kind, told].total() > 0
+    assert all(other[kind, how] == first[kind, how] for other in others)
+    assert first[kind, how].total() > 0
 
 
 def test_ddp_reduces_once_a_step_and_sums_samples_once_where_they_are_told(counted: Path) -> None:
     seen = torch.load(counted / "0.pt", weights_only=False)
-    assert seen["ddp", False] == {"gloo:all_reduce": STEPS_PER_EPOCH}
-    assert seen["ddp", True] == {"gloo:all_reduce": 2 * STEPS_PER_EPOCH}
+    assert seen["ddp", "known"] == {"gloo:all_reduce": STEPS_PER_EPOCH}
+    assert seen["ddp", "told"] == {"gloo:all_reduce": 2 * STEPS_PER_EPOCH}
+
+
+@pytest.mark.parametrize(("kind", "parts"), [("ddp", 1), ("fully_shard", 2)])
+def test_gradients_are_reduced_in_the_last_micro_batch_alone_unless_asked(
+    kind: str, parts: int, counted: Path
+) -> None:
+    """The steps have 3 micro-batches, and 2 at the epoch's end; models are reduced in parts."""
+    seen = torch.load(counted / "0.pt", weights_only=False)
+    assert seen[kind, "each"].total() - seen[kind, "known"].total() == parts * (4 * 2 + 1)
 
 
 # ---- one world, several promises -----------------------------------------------------------------
