@@ -132,6 +132,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (kind, how) for kind in ("ddp", "fully_shard") for how in ("known", "told", "each")
         ]
         torch.save({kind: collectives(rank, *kind) for kind in kinds}, directory / f"{rank}.pt")
+        dist.barrier()  # Rank 0 has the store.
 
     run_world(3, act)
     return directory
@@ -244,6 +245,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Any]]
             answers[f"leasing {kind}"] = leasing(rank, kind)
         answers["errors"] = refusals()
         torch.save(answers, directory / f"{rank}.pt")
+        dist.barrier()  # Rank 0 has the store.
 
     run_world(3, act)
     ranks = [torch.load(directory / f"{rank}.pt", weights_only=False) for rank in range(3)]
