@@ -54,9 +54,11 @@ if TYPE_CHECKING:
     from holdfast.worker.api import store as store
     from holdfast.worker.api import vote as vote
     from holdfast.worker.checkpointer import Checkpointer as Checkpointer
+    from holdfast.worker.elastic_trainer import ElasticTrainer as ElasticTrainer
 
 _HOMES = {
     "Checkpointer": "holdfast.worker.checkpointer",
+    "ElasticTrainer": "holdfast.worker.elastic_trainer",
     "Finding": "holdfast.messages.timings",
     "KeepAll": "holdfast.checkpoint.storage.retention",
     "KeepEvery": "holdfast.checkpoint.storage.retention",
@@ -69,6 +71,7 @@ _HOMES = {
 
 __all__ = [
     "Checkpointer",
+    "ElasticTrainer",
     "Finding",
     "KeepAll",
     "KeepEvery",

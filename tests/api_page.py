@@ -25,7 +25,7 @@ each name is loaded when it is first used.
 """
 
 
-MADE_BY_USERS = {"Checkpointer", "KeepAll", "KeepEvery", "KeepLatest"}
+MADE_BY_USERS = {"Checkpointer", "ElasticTrainer", "KeepAll", "KeepEvery", "KeepLatest"}
 """Classes that a script constructs; the others are only returned to it."""
 
 

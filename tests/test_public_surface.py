@@ -20,7 +20,7 @@ from holdfast.worker import runtime
 from holdfast.worker.api import RankInfo
 
 SURFACE = {
-    *("Checkpointer", "KeepAll", "KeepEvery", "KeepLatest", "Ticket", "Result"),
+    *("Checkpointer", "ElasticTrainer", "KeepAll", "KeepEvery", "KeepLatest", "Ticket", "Result"),
     *("Finding", "RankInfo", "Tally", "__version__", "errors"),
     *(
         "barrier",

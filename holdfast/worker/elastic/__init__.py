@@ -1,0 +1,1 @@
+"""Computes one optimizer step from the micro-batches of all ranks: the parts of `ElasticTrainer`."""
