@@ -442,3 +442,12 @@ def test_endless_epochs_cost_no_memory() -> None:
     assert job.account().sound
     assert job.account().whole_lines == 1496
     assert revived(job.job).of(Shards) == job.job.of(Shards)
+
+
+def test_gaps_in_all_epochs_of_a_restored_state_are_lent_first() -> None:
+    spec = replace(LEASES, size=20, epochs=3)
+    job = Lender("a")
+    state = packed((0, 0, 10), (1, 10, 20), (2, 0, 5))
+    job.open_all(spec, "whole", used=state, step=3)
+    spans = [span for _ in range(9) for span in job.lend("a")]
+    assert spans == [(0, 10, 20), (1, 0, 10), (2, 5, 10), (2, 10, 20)]
