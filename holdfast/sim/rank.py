@@ -70,6 +70,8 @@ class SimRank:
         self.stuck_at = 0.0
         """When its process began to hang at its end."""
         """How the process does not move: "stopped", or by its script a "hang", "gil" or "loop"."""
+        self.has_data = False
+        """It knows what was used of its data sets."""
         self._stopping = False
         self._offer = (0, RoundNumber(0))
         """Step and round of the state that it was last told to load."""
@@ -120,6 +122,8 @@ class SimRank:
         demand(not lacks, f"rank {self.rank} goes on without its state: {lacks}")
         agreed = round.ready == 0 or (round.base, round.source) == (base, source)
         demand(agreed, f"rank {self.rank} restored step {base}, others another")
+        if self.agent.cluster.data is not None:
+            self.agent.cluster.data.open(self, base, source)
         self.agent.cluster.training.ready(round, 1, base, source)
 
     def save(self, step: int, missed: str) -> None:
