@@ -11,6 +11,7 @@ have heard yet.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
     from holdfast.sim.rank import SimRank
     from holdfast.sim.training import SimRound
 
-OPENING, OPENING_LOCKSTEP = 5, 6
-"""Channels of the script's threads that open the data sets."""
+OPENING = 5
+"""Channel of the script's thread that opens the data sets."""
 MICRO_BATCH = 3
 SHARDS = 300
 """Shards of an epoch, where the number of records is given."""
@@ -141,37 +142,48 @@ class SimData:
 
     # ---- a round begins ----
 
-    def open(self, one: SimRank, base: int, source: RoundNumber) -> None:
-        """Have a rank that has restored a checkpoint open both data sets."""
+    def open(self, one: SimRank, base: int, source: RoundNumber, then: Callable[[], None]) -> None:
+        """Have a rank that has restored a checkpoint open both data sets; it takes no step before
+        it knows what was used of them."""
         number, save = one.round.number, (source, base)
-        used = self._used.setdefault(number, self._saved.get(save, SpanSet()).copy())
-        mark = self._begun.setdefault(number, (base, self._marks.get(save, (0, 0))))[1]
+        self._used.setdefault(number, self._saved.get(save, SpanSet()).copy())
+        line, position = self._begun.setdefault(number, (base, self._marks.get(save, (0, 0))))[1]
         step, fresh = StepNumber(base), base == 0
-        whole = "fresh" if fresh else "whole" if one.rank == 0 else "part"
-        state = self._saved[save].pack() if not fresh and one.rank == 0 else b""
-        assert fresh or used is not None
-        leased = OpenData(spec=self.leased, resumed=whole, used=state, step=step)  # type: ignore[arg-type]
-        one.ask(OPENING, leased, lambda answer: self._opened(one, answer))
-        line, position = mark
+        mine = "fresh" if fresh else "whole" if one.rank == 0 else "part"
+        state = self._saved[save].pack() if mine == "whole" else b""
+        leased = OpenData(spec=self.leased, resumed=mine, used=state, step=step)  # type: ignore[arg-type]
+        all_of = "fresh" if fresh else "whole"
         state = b"" if fresh else SpanSet({line: [0, position]} if position else {}, line).pack()
-        resumed = "fresh" if fresh else "whole"
-        lockstep = OpenData(spec=self.lockstep, resumed=resumed, used=state, step=step)  # type: ignore[arg-type]
-        one.ask(OPENING_LOCKSTEP, lockstep, self._check)
+        lockstep = OpenData(spec=self.lockstep, resumed=all_of, used=state, step=step)  # type: ignore[arg-type]
 
-    def _check(self, answer: AnyAnswer) -> None:
+        def opened_leased(answer: AnyAnswer) -> None:
+            if self._is_open(answer):
+                self._check_told(one, answer)
+                one.ask(OPENING, lockstep, opened_lockstep)
+
+        def opened_lockstep(answer: AnyAnswer) -> None:
+            if self._is_open(answer):
+                one.has_data = True
+                if one.rank == min(one.agent.ranks):
+                    one.agent.shards.report(self.leased, [], [], self._wanted)
+                then()
+
+        one.ask(OPENING, leased, opened_leased)
+
+    @property
+    def _wanted(self) -> int:
+        return AHEAD * self._cluster.settings.slots
+
+    def _is_open(self, answer: AnyAnswer) -> bool:
         denied = isinstance(answer, Denied) and answer.reason == "data set"
         self._cluster.invariants.demand(not denied, f"a data set was denied: {answer}")
+        return isinstance(answer, DataOpened)
 
-    def _opened(self, one: SimRank, answer: AnyAnswer) -> None:
-        self._check(answer)
-        if isinstance(answer, DataOpened):
-            one.has_data = True
-            begun = SpanSet.unpack(answer.used)
-            beyond = [span for span in begun if self._used[one.round.number].without(span)]
-            self._cluster.invariants.demand(not beyond, f"told of {beyond}, which was not used")
-            if one.rank == min(one.agent.ranks):
-                want = AHEAD * self._cluster.settings.slots
-                one.agent.shards.report(self.leased, [], [], want)
+    def _check_told(self, one: SimRank, answer: AnyAnswer) -> None:
+        assert isinstance(answer, DataOpened)
+        truth = self._used[one.round.number]
+        beyond = [span for span in SpanSet.unpack(answer.used) if truth.without(span)]
+        self._cluster.invariants.demand(not beyond, f"told of {beyond}, which was not used")
 
     # ---- a round saves ----
 
@@ -206,7 +218,7 @@ class SimData:
                 truth.add(span)
                 records = span.stop - span.start
                 used.append(UsedBy(one.rank, Used(span, step, step, records)))
-            shards.report(self.leased, used, back, AHEAD * self._cluster.settings.slots)
+            shards.report(self.leased, used, back, self._wanted)
             if shards.finished:
                 self._check_finished(truth)
 

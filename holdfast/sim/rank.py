@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -122,9 +123,13 @@ class SimRank:
         demand(not lacks, f"rank {self.rank} goes on without its state: {lacks}")
         agreed = round.ready == 0 or (round.base, round.source) == (base, source)
         demand(agreed, f"rank {self.rank} restored step {base}, others another")
-        if self.agent.cluster.data is not None:
-            self.agent.cluster.data.open(self, base, source)
-        self.agent.cluster.training.ready(round, 1, base, source)
+        if self.agent.cluster.data is None:
+            self._go_on(base, source)
+        else:
+            self.agent.cluster.data.open(self, base, source, partial(self._go_on, base, source))
+
+    def _go_on(self, base: int, source: RoundNumber) -> None:
+        self.agent.cluster.training.ready(self.round, 1, base, source)
 
     def save(self, step: int, missed: str) -> None:
         """Copy the state of a step; it may be that there is no image of it."""
