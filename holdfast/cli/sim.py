@@ -17,14 +17,15 @@ from holdfast.sim.clock import START
 from holdfast.sim.cluster import Cluster, SimSettings
 from holdfast.sim.invariants import Check, Violated
 from holdfast.sim.rates import SCHEDULES
-from holdfast.sim.shapes import chaos, partitions
+from holdfast.sim.shapes import chaos, partitions, sharing
 
 ABOUT = """\
 Drive the real core, and up to 64 nodes the real supervisor of each agent, with simulated processes,
 storage, network, faults and time. One seed gives one event log, byte for byte; a seed that breaks an
 invariant is reported, and the command exits with 1.
 With --seeds and without --nodes, each seed is a small job of its own shape in chaos; with --faults
-partitions, in an hour of cut links, flaps, restarts and copied ids."""
+partitions, in an hour of cut links, flaps, restarts and copied ids; with --faults data, four nodes that
+share a million records while workers, agents and coordinators die."""
 
 CHECK_EVERY_UP_TO = 64
 SPARES_PER = 200
@@ -108,6 +109,8 @@ def _settings(arguments: argparse.Namespace, seed: int) -> SimSettings:
     if arguments.seeds and arguments.nodes is None:
         if arguments.faults == "partitions":
             return partitions(seed)
+        if arguments.faults == "data":
+            return sharing(seed)
         return chaos(seed, arguments.liveness)
     nodes = arguments.nodes or 1000
     least = arguments.min_nodes or max(1, 9 * nodes // 10)

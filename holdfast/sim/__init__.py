@@ -9,9 +9,9 @@ storage (`keeper`) and node tests (`nodecheck`); beyond, a light model that leav
 as long as nothing happens to a round its step is a function of time, so an hour without faults costs
 nothing, and ten thousand nodes fit into one process.
 
-`rates` holds the fault rates, `faults` makes them happen, `script` decides what the training scripts
-save and ask, `shapes` draws small jobs for a sweep, `cluster` holds everything together, `invariants`
-checks, `look` reads the job's state for all of them, and `report` says what was seen.
+`rates` holds the fault rates, `faults` makes them happen, `data` has scripts use data sets, `shapes`
+draws small jobs for a sweep, `cluster` holds everything together, `invariants` checks, `look` reads the
+job's state for all of them, and `report` says what was seen.
 
 All randomness comes from one seed, and nothing depends on the order of a set or on the wall clock: one
 seed gives one event log, byte for byte. A seed that breaks an invariant is therefore a test.

@@ -18,7 +18,7 @@ from holdfast.agent.requests import ScriptRequests
 from holdfast.clock import JobClock
 from holdfast.core.leases import lease_s
 from holdfast.messages import actions, local
-from holdfast.messages.actions import Finish, NodeAction, StartWorkers, StopWorkers
+from holdfast.messages.actions import Finish, LendShards, NodeAction, StartWorkers, StopWorkers
 from holdfast.messages.events import (
     AnyEvent,
     NodeJoined,
@@ -46,6 +46,7 @@ from holdfast.messages.wire import (
     Welcome,
 )
 from holdfast.sim import look
+from holdfast.sim.data import SimShards
 from holdfast.sim.keeper import SimKeeper
 from holdfast.sim.network import BEAT_S, Downward, SimStream, Upward
 from holdfast.sim.nodecheck import SimTester
@@ -113,6 +114,7 @@ class SimAgent:
         self.port = cluster.next_port()
         self.keeper = SimKeeper(self)
         self.tester = SimTester(self)
+        self.shards = SimShards(self)
 
     # ---- what its kinds do in their own way ----
 
@@ -203,7 +205,10 @@ class SimAgent:
             self.finishing = order
         if isinstance(order, StartWorkers) and self.finishing is None:
             self.cluster.invariants.part_offered(self, order.part)
-        self.run(self.act, order)
+        if isinstance(order, LendShards):
+            self.shards.lent(order)
+        else:
+            self.run(self.act, order)
 
     def _welcomed(self, stream: SimStream, welcome: Welcome) -> None:
         self.acked(welcome.acked)

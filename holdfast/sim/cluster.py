@@ -29,6 +29,7 @@ from holdfast.sim import look
 from holdfast.sim.agent import LightAgent, SimAgent
 from holdfast.sim.clock import START, SimClock
 from holdfast.sim.coordinator import SimCoordinator
+from holdfast.sim.data import SimData
 from holdfast.sim.faults import Faults
 from holdfast.sim.invariants import Check, Invariants
 from holdfast.sim.keeper import SimStorage
@@ -85,6 +86,10 @@ class SimSettings:
     """A rank stops the job at this step."""
     checkpoints: bool = False
     """Scripts save, restore and ask with Holdfast."""
+    data: bool = False
+    """Scripts with checkpoints use data sets too."""
+    records: int | None = None
+    """Records of the leased data set; None draws it."""
     node_check: bool = False
     exclude_stragglers: bool = False
     light: bool = False
@@ -187,6 +192,7 @@ class Cluster:
         self.network = Network(self.clock, self.rng, 0.0005, self.schedule.hiccups)
         self.training = Training(self)
         self.storage = SimStorage(self)
+        self.data = SimData(self) if settings.data and settings.checkpoints else None
         self._ports = 20000
         self._pids = 2000
         self.healing = False
@@ -295,7 +301,11 @@ class Cluster:
     def save(self, round: SimRound, step: int) -> None:
         """Have all ranks of a round save a step."""
         rng = Random(f"{self.settings.seed} {round.number} {step}")
+        if self.data is not None:
+            self.data.before_save(round, step)
         save_and_ask(round, step, rng, self.schedule.skipped_saves)
+        if self.data is not None:
+            self.data.after_save(round, step)
 
     # ---- liveness ----
 

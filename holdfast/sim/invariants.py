@@ -318,6 +318,8 @@ class Invariants:
         slack_s = 0.01 * self.rounds * look.rank_count(job)
         most = cluster.training.stepping_s() * 1.001 + slack_s
         self.demand(productive <= most, f"{productive} s productive, only {most} s were possible")
+        if cluster.data is not None:
+            cluster.data.at_end()
         closed, ended = cluster.coordinator.closed, look.ended(job)
         if closed is not None and ended is not None:
             same = look.is_closed(job) and closed.code == ended.code

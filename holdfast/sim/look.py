@@ -10,10 +10,13 @@ from holdfast.core.ledger import books
 from holdfast.core.ledger.books import Ledger
 from holdfast.core.membership.seating import choose
 from holdfast.core.recovery.incidents import QUIET
+from holdfast.core.shards.account import account
+from holdfast.core.shards.state import Shards
 from holdfast.core.states import Ended, Stopping
 from holdfast.core.suspects.state import Suspects
 from holdfast.messages.checkpoints import SnapshotId
 from holdfast.messages.records import Incident, JobResult, Terms, World
+from holdfast.messages.reports import DataAccount
 from holdfast.messages.units import NodeId, RoundNumber, Seconds, Time
 
 
@@ -139,6 +142,11 @@ def resumed_at(job: Job) -> int | None:
 def stored(job: Job) -> list[SnapshotId]:
     """Return what the core holds to be on storage."""
     return [book.stored for book in job.of(Commits).books.values() if book.stored is not None]
+
+
+def accounts(job: Job) -> dict[str, DataAccount]:
+    """Return what the committed history has used of each data set."""
+    return account(job.of(Shards))
 
 
 def booked_s(job: Job, now: Time) -> tuple[Seconds, Seconds]:

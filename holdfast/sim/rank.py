@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -71,6 +72,8 @@ class SimRank:
         self.stuck_at = 0.0
         """When its process began to hang at its end."""
         """How the process does not move: "stopped", or by its script a "hang", "gil" or "loop"."""
+        self.has_data = False
+        """It knows what was used of its data sets."""
         self._stopping = False
         self._offer = (0, RoundNumber(0))
         """Step and round of the state that it was last told to load."""
@@ -121,7 +124,13 @@ class SimRank:
         demand(not lacks, f"rank {self.rank} goes on without its state: {lacks}")
         agreed = round.ready == 0 or (round.base, round.source) == (base, source)
         demand(agreed, f"rank {self.rank} restored step {base}, others another")
-        self.agent.cluster.training.ready(round, 1, base, source)
+        if self.agent.cluster.data is None:
+            self._go_on(base, source)
+        else:
+            self.agent.cluster.data.open(self, base, source, partial(self._go_on, base, source))
+
+    def _go_on(self, base: int, source: RoundNumber) -> None:
+        self.agent.cluster.training.ready(self.round, 1, base, source)
 
     def save(self, step: int, missed: str) -> None:
         """Copy the state of a step; it may be that there is no image of it."""

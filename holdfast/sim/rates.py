@@ -5,7 +5,8 @@ Rates are per node and hour. `default` is a large cluster as operators have desc
 hours; about half of that is software or single GPUs (a worker dies), the other half takes the node.
 Broken streams, slow nodes and short pauses come on top and need not interrupt anything. `chaos` is no
 cluster anybody has: it exists to find bugs in minutes of simulated time. In `faulty-node` one host ends
-its ranks every minute, and the others fail as in a cluster that has seen better days.
+its ranks every minute, and the others fail as in a cluster that has seen better days. `data` kills
+workers, agents and coordinators so often that worlds of all sizes follow each other.
 """
 
 from __future__ import annotations
@@ -147,6 +148,20 @@ _PARTITIONS = Schedule(
     hiccups=0.02,
 )
 
+_DATA = Schedule(
+    rates={
+        **{"signal": 60.0, "agent": 30.0, "host": 15.0, "leave": 15.0, "exception": 10.0},
+        **{"reset": 60.0, "cut": 10.0, "pause": 10.0, "keeper": 10.0},
+    },
+    coordinator_crashes=60.0,
+    cascade=0.5,
+    away_s=(0.1, 40.0),
+    pause_s=(0.05, 10.0),
+    cut_s=(0.05, 10.0),
+    down_s=(0.01, 5.0),
+    hiccups=0.02,
+)
+
 SCHEDULES: dict[str, Schedule] = {
     "default": _DEFAULT,
     "heavy": _HEAVY,
@@ -154,6 +169,7 @@ SCHEDULES: dict[str, Schedule] = {
     "chaos": _CHAOS,
     "partitions": _PARTITIONS,
     "faulty-node": _FAULTY_NODE,
+    "data": _DATA,
 }
 
 

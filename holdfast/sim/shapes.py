@@ -39,6 +39,28 @@ def chaos(seed: int, liveness: bool = False) -> SimSettings:
         checkpoints=rng.random() < 0.6,
         node_check=rng.random() < 0.2,
         exclude_stragglers=rng.random() < 0.2,
+        data=rng.random() < 0.5,
+    )
+
+
+def sharing(seed: int) -> SimSettings:
+    """Draw four nodes that share a million records for some minutes, in worlds of two to four."""
+    rng = Random(f"sharing {seed}")
+    return SimSettings(
+        seed=seed,
+        nodes=4,
+        spares=rng.choice((0, 1)),
+        min_nodes=2,
+        hours=300 / 3600,
+        slots=rng.choice((1, 2)),
+        faults="data",
+        check="round",
+        liveness=True,
+        step_s=0.5,
+        save_every=rng.choice((1, 3)),
+        checkpoints=True,
+        data=True,
+        records=1_000_000,
     )
 
 

@@ -113,6 +113,14 @@ def test_ranks_that_contradict_each_other_are_denied(first: str, second: str, wo
     assert "all ranks must restore the same checkpoint" in why
 
 
+def test_a_rank_that_begins_afresh_contradicts_those_that_wait_with_their_parts() -> None:
+    job = Lender()
+    assert job.open(1, resumed="part", step=5) is None
+    why = denial(job.open(0, resumed="fresh"))
+    assert "rank 0 begins afresh (step 0), and rank 1 restored its part" in why
+    assert job.open(0, resumed="whole", used=packed((0, 0, 5))).used == packed((0, 0, 5))
+
+
 @pytest.mark.parametrize("spec", [LEASES, LOCKSTEP])
 def test_two_whole_states_that_differ_are_denied(spec: DataSpec) -> None:
     job = Lender()
@@ -274,11 +282,13 @@ def test_what_is_not_lent_to_a_node_cannot_be_used_by_it() -> None:
     assert job.lend("a") == [(0, 0, 10)]
     job.use("b", (0, 0, 10), rank=2)
     assert job.job.refused == {"ShardsReported: none of the shards is lent to the node": 1}
+    job.fail("b", (0, 0, 10))
+    assert job.data.failures == {}
     job.use("a", (0, 5, 15))
     assert job.data.used == SpanSet.of([Span(0, 5, 10)])
-    assert job.data.misfits == 15
+    assert job.data.misfits == 25
     job.use("a", (0, 5, 10))
-    assert job.data.misfits == 20, "what was used is not lent any more"
+    assert job.data.misfits == 30, "what was used is not lent any more"
 
 
 def test_the_last_words_of_a_broken_round_count_until_the_next_begins() -> None:
@@ -442,3 +452,12 @@ def test_endless_epochs_cost_no_memory() -> None:
     assert job.account().sound
     assert job.account().whole_lines == 1496
     assert revived(job.job).of(Shards) == job.job.of(Shards)
+
+
+def test_gaps_in_all_epochs_of_a_restored_state_are_lent_first() -> None:
+    spec = replace(LEASES, size=20, epochs=3)
+    job = Lender("a")
+    state = packed((0, 0, 10), (1, 10, 20), (2, 0, 5))
+    job.open_all(spec, "whole", used=state, step=3)
+    spans = [span for _ in range(9) for span in job.lend("a")]
+    assert spans == [(0, 10, 20), (1, 0, 10), (2, 5, 10), (2, 10, 20)]

@@ -163,6 +163,21 @@ def test_a_checkpoint_from_before_the_epochs_that_are_only_counted_undoes_them_t
     assert job.account().whole_lines == 15
 
 
+def test_folded_epochs_that_are_used_again_are_used_twice() -> None:
+    spec = replace(LOCKSTEP, size=10, epochs=0)
+    job = Lender("a")
+    job.open_all(spec)
+    for epoch in range(20):
+        job.report("a", used=[used_by(0, (epoch, 0, 10), 10 * epoch, 10 * epoch + 9)])
+    job.break_round()
+    job.open_all(spec, "fresh", step=200)
+    job.report("a", used=[used_by(0, (0, 0, 10), 200, 209)])
+    assert spans(job.line(0)) == [(0, 10, 2, [0, 2], "used")]
+    assert spans(job.line(1)) == [(0, 10, 1, [0], "used")]
+    assert job.account().lines[0].more == 10
+    assert not job.account().sound
+
+
 # ---- leases --------------------------------------------------------------------------------------
 
 

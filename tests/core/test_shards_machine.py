@@ -156,12 +156,12 @@ class SharingMachine(RuleBasedStateMachine):
         self.step += 1
         self.saved.append((self.step, dict(self.used)))
 
-    @rule(number=st.integers(0, 40))
+    @rule(number=st.integers(0, 8))
     def say_again(self, number: int) -> None:
         """An agent repeats a report: what it speaks of is not lent to it any more, or used."""
         if not self.said:
             return
-        event = self.said[number % len(self.said)]
+        event = self.said[-1 - number % len(self.said)]
         still = self.out.get(event.node, set()) if event.round == self.lender.round else set()
         spoken = [*(u.used.span for u in event.used), *(f.span for f in event.failed)]
         spans = [(s.line, s.start, s.stop) for s in (*spoken, *event.returned)]

@@ -62,21 +62,22 @@ class ShardsMachine(Shards, Machine):
         return NONE
 
     def _of_leases(self, job: View, data: DataSet, event: ShardsReported) -> Effects | Refused:
-        fits = False
+        misfits = data.misfits
         for one in event.used:
-            fits = _use(data, event.node, one) or fits
+            _use(data, event.node, one)
         for span in event.returned:
-            fits = bool(lending.give_back(data, event.node, span)) or fits
+            lending.give_back(data, event.node, span)
         effects: list[Effect] = []
         for failure in event.failed:
             found = lending.fail(data, event.node, failure.span)
             for part in found.given_up:
                 effects.append(_give_up(job, data, event.node, failure, part, found.times))
-        told = event.used or event.returned or event.failed
+        spans = [*(one.used.span for one in event.used), *(one.span for one in event.failed)]
+        told = sum(span.stop - span.start for span in (*spans, *event.returned))
         if event.want and job.world is not None:
             data.wants.pop(event.node, None)
             data.wants[event.node] = event.want
-        elif told and not fits and not event.failed:
+        elif told and told == data.misfits - misfits:
             return NOTHING_FITS
         return [*effects, *_lend(job, data)]
 
@@ -190,7 +191,7 @@ def _decide(data: DataSet, event: Asked, request: OpenData, used: SpanSet) -> No
         used.update(skipped)
         lending.start(data, used)
     resumed: Literal["fresh", "whole"] = "fresh" if request.resumed == "fresh" else "whole"
-    packed = data.used.pack()
+    packed = request.used if data.spec.sharing == "lockstep" else data.used.pack()
     data.opening = Opening(event.rank, resumed, request.used, packed, data.opening.parts)
 
 
@@ -257,7 +258,7 @@ def _order(
     )
 
 
-def _use(data: DataSet, node: NodeId, one: UsedBy) -> bool:
+def _use(data: DataSet, node: NodeId, one: UsedBy) -> None:
     parts = lending.use(data, node, one.used.span)
     for part in parts:
         history.note_span(data.history, part, one.used.first_step, one.used.last_step)
@@ -265,7 +266,6 @@ def _use(data: DataSet, node: NodeId, one: UsedBy) -> bool:
         _count(data, one)
         if data.spec.size is not None:
             history.fold(data.history, data.used.below, data.spec.size)
-    return bool(parts)
 
 
 def _count(data: DataSet, one: UsedBy) -> None:

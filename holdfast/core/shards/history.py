@@ -141,6 +141,8 @@ class UseHistory(Struct):
 def note_stretch(history: UseHistory, used: Used) -> None:
     """Take in what the whole round used; every rank may say the same, in other pieces."""
     use = history.rounds[-1]
+    if used.span.line < history.folded:
+        return  # Others have reported it long ago.
     new = Stretch(used.span, used.first_step, used.last_step)
     if not use.stretches or use.stretches[-1].span < new.span:
         last = use.stretches[-1] if use.stretches else None
@@ -204,6 +206,8 @@ def resume(
     rounds used after that step does not count."""
     undone = _cut(history, step, used)
     undone.update(skipped)
+    if size is not None:
+        _list_again(history, used, size)
     _fill_in(history, step, used, undone, size)
     for use in history.rounds:
         use.until = step if use.until is None else min(use.until, step)
@@ -239,6 +243,13 @@ def _unfold(history: UseHistory, used: SpanSet) -> None:
     history.folded = min(history.folded, used.below)
     known = history.irregular
     history.irregular = [one for one in known if one.span.line < history.folded]
+
+
+def _list_again(history: UseHistory, used: SpanSet, size: int) -> None:
+    """List folded lines that are going to be used again, though the model has used them."""
+    for line in range(max(used.below, history.folded - MOST_LINES), history.folded):
+        history.before.add(Span(line, 0, size))
+    history.folded = min(history.folded, used.below)
 
 
 def _cut_round(use: RoundUse, step: StepNumber, used: SpanSet, undone: SpanSet) -> None:

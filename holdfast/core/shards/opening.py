@@ -85,6 +85,7 @@ def restored(data: DataSet, request: OpenData) -> SpanSet | str:
             f" number {beyond}: the data set has shrunk since; restore the one that was trained on,"
             " or begin without the checkpoint's data state"
         )
+    used.collapse(spec.size)
     if spec.sharing == "lockstep":
         used.collapse_below(max(used.lines, default=0))  # Epochs are used one after the other.
     return used
@@ -92,8 +93,10 @@ def restored(data: DataSet, request: OpenData) -> SpanSet | str:
 
 def contradiction(opening: Opening, rank: Rank, request: OpenData) -> str:
     """Say how a rank contradicts the one that decided what was used; nothing if it does not."""
-    mine, theirs = request.resumed, opening.resumed
-    if opening.rank is None or (mine == "part" and theirs == "whole"):
+    mine, theirs, other = request.resumed, opening.resumed, opening.rank
+    if mine == "fresh" and opening.parts:
+        theirs, other = "part", min(opening.parts)  # type: ignore[assignment]
+    if other is None or (mine == "part" and theirs == "whole"):
         return ""
     if mine == theirs and (mine == "fresh" or _same(request.used, opening.given)):
         return ""
@@ -101,7 +104,7 @@ def contradiction(opening: Opening, rank: Rank, request: OpenData) -> str:
     said = "restored another state" if mine == theirs else words[theirs]
     return (
         f"data set {request.spec.name!r}: rank {rank} {words[mine]} (step {request.step}), and rank"
-        f" {opening.rank} {said}; all ranks must restore the same checkpoint"
+        f" {other} {said}; all ranks must restore the same checkpoint"
     )
 
 
