@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -11,21 +10,6 @@ from holdfast.data.reading import Seeding
 from holdfast.data.stream import ElasticIterableDataset
 from holdfast.errors import UsageError
 from holdfast.messages.data import OrderKind
-
-
-@dataclass(frozen=True)
-class LoadTerms:
-    """What may change between two steps without touching the order of records."""
-
-    batch_size: int
-    num_workers: int
-    prefetch_factor: int | None
-
-    def __post_init__(self) -> None:
-        if type(self.batch_size) is not int or self.batch_size < 1:
-            raise UsageError(f"batch_size={self.batch_size!r} is no whole number from 1 on")
-        if type(self.num_workers) is not int or self.num_workers < 0:
-            raise UsageError(f"num_workers={self.num_workers!r} is no whole number from 0 on")
 
 
 def stream_of(dataset: Any) -> ElasticIterableDataset | None:
