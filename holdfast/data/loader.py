@@ -35,7 +35,7 @@ from holdfast.data.reading import (
 )
 from holdfast.data.state import VERSION, check_agreement, count_in
 from holdfast.data.stream import ElasticIterableDataset, StreamReader
-from holdfast.data.terms import order_kind, seeding_asked, stream_of
+from holdfast.data.terms import checked_name, order_kind, seeding_asked, stream_of
 from holdfast.data.torch_loaders import LoadTerms, batch_requests, stream_loader, whole_batch_loader
 from holdfast.data.use import UseReport, claim_name
 from holdfast.errors import DataError, UsageError
@@ -129,9 +129,12 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
             generator=self._own_generator,
         )
         self._global_batch, self._pad = global_batch, pad
-        self._seed = seed if seed is not None else getattr(dataset, "seed", 0)
-        self._order, self._shard = order_kind(shuffle, dataset), shard
-        self.name = name or getattr(dataset, "name", None) or "data"
+        told = dataset if isinstance(dataset, ElasticDataset) else None
+        self._seed = seed if seed is not None else (told.seed if told else 0)
+        self._order = order_kind(shuffle if shuffle is not None or not told else told.shuffle)
+        self._shard = shard
+        source = told or self._stream
+        self.name = checked_name(name if name is not None or source is None else source.name)
         self._sub_epochs = sub_epochs
         self._replicas = num_replicas, rank
         self._seeding = seeding_asked(seed_workers)

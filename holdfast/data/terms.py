@@ -11,6 +11,8 @@ from holdfast.data.stream import ElasticIterableDataset
 from holdfast.errors import UsageError
 from holdfast.messages.data import OrderKind
 
+MAX_NAME_CHARS = 128
+
 
 def stream_of(dataset: Any) -> ElasticIterableDataset | None:
     """Return the data set if it is a stream, and None if it is map-style; UsageError if neither."""
@@ -31,19 +33,22 @@ def stream_of(dataset: Any) -> ElasticIterableDataset | None:
     return None
 
 
-def order_kind(shuffle: bool | str | None, dataset: Any) -> OrderKind:
-    """Return the order that was asked for, by the script or, if it says nothing, by the data set."""
-    if shuffle is None:
-        shuffle = getattr(dataset, "shuffle", False)
-        if not isinstance(
-            shuffle, bool | str
-        ):  # Hugging Face's data sets have a method of that name.
-            shuffle = False
+def checked_name(name: str | None) -> str:
+    """Return the name of a data set; "data" if it was given none."""
+    if name is None:
+        return "data"
+    if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME_CHARS:
+        raise UsageError(f"name={name!r} is no text of 1 to {MAX_NAME_CHARS} characters")
+    return name
+
+
+def order_kind(shuffle: bool | str | None) -> OrderKind:
+    """Return the order that was asked for."""
     if shuffle in (True, "records"):
         return "records"
     if shuffle == "shards":
         return "shards"
-    if shuffle in (False, "plain"):
+    if shuffle in (None, False):
         return "plain"
     raise UsageError(f'shuffle={shuffle!r} is none of False, True, "records" and "shards"')
 
