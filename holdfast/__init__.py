@@ -19,6 +19,8 @@ the job's coordinator, and raise `holdfast.errors.NotUnderHoldfast` where there 
         holdfast.stop_job("converged", code=0)
     holdfast.exclude_this_node("its GPU throttles")
 
+`holdfast.data` loads each record of a data set exactly once an epoch, whatever dies.
+
 `docs/api.md` lists everything.
 """
 
@@ -30,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from holdfast import data as data
     from holdfast import errors as errors
     from holdfast.checkpoint.storage.retention import KeepAll as KeepAll
     from holdfast.checkpoint.storage.retention import KeepEvery as KeepEvery
@@ -82,6 +85,7 @@ __all__ = [
     "Ticket",
     "__version__",
     "barrier",
+    "data",
     "errors",
     "evaluating",
     "exclude_this_node",
@@ -100,8 +104,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "errors":
-        return importlib.import_module("holdfast.errors")
+    if name in ("data", "errors"):
+        return importlib.import_module(f"holdfast.{name}")
     if name not in __all__:
         raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES.get(name, "holdfast.worker.api")), name)

@@ -25,7 +25,11 @@ each name is loaded when it is first used.
 """
 
 
-MADE_BY_USERS = {"Checkpointer", "ElasticTrainer", "KeepAll", "KeepEvery", "KeepLatest"}
+MADE_BY_USERS = {
+    *("Checkpointer", "ElasticTrainer", "KeepAll", "KeepEvery", "KeepLatest"),
+    *("data.ElasticDataLoader", "data.ElasticDataset", "data.ElasticIterableDataset"),
+    *("data.ElasticSampler", "data.LeasedLoader", "data.Order", "data.ShardClient"),
+}
 """Classes that a script constructs; the others are only returned to it."""
 
 
@@ -41,8 +45,14 @@ def methods(cls: type) -> dict[str, Any]:
     return {
         name: each.fget if isinstance(each, property) else each
         for name, each in found.items()
-        if inspect.isfunction(each) or isinstance(each, property)
+        if (inspect.isfunction(each) or isinstance(each, property)) and _is_ours(each)
     }
+
+
+def _is_ours(each: Any) -> bool:
+    """Whether a method is of Holdfast, and not inherited from a class of torch."""
+    function = each.fget if isinstance(each, property) else each
+    return str(function.__module__).startswith("holdfast")
 
 
 def field_docs(cls: type) -> dict[str, str]:
@@ -73,6 +83,10 @@ def _section(name: str, value: Any) -> Iterator[str]:
     if name == "errors":
         yield "## `errors`\n\nThe module with every exception that Holdfast raises on purpose.\n"
         yield f"```\n{inspect.cleandoc(value.__doc__ or '')}\n```\n"
+    elif name == "data":
+        yield f"## `data`\n\n{inspect.getdoc(value)}\n"
+        for each in value.__all__:
+            yield from _section(f"data.{each}", getattr(value, each))
     elif inspect.isclass(value):
         title = _signature(name, value) if name in MADE_BY_USERS else name
         yield f"## `{title}`\n\n{inspect.getdoc(value)}\n"

@@ -21,7 +21,7 @@ from holdfast.worker.api import RankInfo
 
 SURFACE = {
     *("Checkpointer", "ElasticTrainer", "KeepAll", "KeepEvery", "KeepLatest", "Ticket", "Result"),
-    *("Finding", "RankInfo", "Tally", "__version__", "errors"),
+    *("Finding", "RankInfo", "Tally", "__version__", "data", "errors"),
     *(
         "barrier",
         "evaluating",
@@ -93,8 +93,9 @@ def test_the_page_lists_what_there_is() -> None:
 def documented() -> list[tuple[str, Any, str]]:
     """Public functions, methods and classes, each with the docstring that must explain it."""
     found: list[tuple[str, Any, str]] = []
-    for name in sorted(SURFACE - {"errors", "__version__"}):
-        value = getattr(holdfast, name)
+    listed = {name: getattr(holdfast, name) for name in SURFACE - {"data", "errors", "__version__"}}
+    listed |= {f"data.{name}": getattr(holdfast.data, name) for name in holdfast.data.__all__}
+    for name, value in sorted(listed.items()):
         found.append((name, value, inspect.getdoc(value) or ""))
         if inspect.isclass(value):
             own = methods(value).items()

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final, Literal
 from weakref import proxy
 
@@ -25,27 +24,24 @@ from torch.utils.data import DataLoader, Sampler, default_collate
 
 from holdfast.data.dataset import ElasticDataset
 from holdfast.data.link import current as current_link
-from holdfast.data.lockstep import BatchInfo, Division, Piece, World, bounds
+from holdfast.data.lockstep import BatchInfo, BatchPlan, Division, Replicas, bounds
 from holdfast.data.order import MAX_SIZE, Order
 from holdfast.data.reading import (
     BatchReader,
+    BatchRequest,
     Collate,
-    Request,
-    Unreadable,
-    as_it_is,
+    UnreadBatch,
     derived_seed,
-    give_user_their_dataset,
 )
 from holdfast.data.state import VERSION, check_agreement, count_in
 from holdfast.data.stream import ElasticIterableDataset, StreamReader
-from holdfast.data.terms import LoadTerms, order_kind, seeding_asked, stream_of
+from holdfast.data.terms import checked_name, order_kind, seeding_asked, stream_of
+from holdfast.data.torch_loaders import LoadTerms, batch_requests, stream_loader, whole_batch_loader
 from holdfast.data.use import UseReport, claim_name
 from holdfast.errors import DataError, UsageError
 from holdfast.messages.data import DataSpec, Span
 from holdfast.messages.spans import SpanSet
 
-_CHUNK: Final = 8192
-"""Positions that are translated into records at once."""
 _LINES_TOLD: Final = 1000
 """Epochs before this one that are told to the coordinator as used; the packed set is bounded."""
 
@@ -119,17 +115,30 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
     ) -> None:
         self._stream = stream_of(dataset)
         self._batches = batch_sampler
-        self._terms = LoadTerms(batch_size, num_workers, prefetch_factor)
+        self._user_generator = generator
+        self._own_generator = generator or torch.Generator()
+        self._terms = LoadTerms(
+            batch_size=batch_size,
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            multiprocessing_context=multiprocessing_context,
+            worker_init_fn=worker_init_fn,
+            pin_memory=pin_memory,
+            timeout=timeout,
+            generator=self._own_generator,
+        )
         self._global_batch, self._pad = global_batch, pad
-        self._seed = seed if seed is not None else getattr(dataset, "seed", 0)
-        self._order, self._shard = order_kind(shuffle, dataset), shard
-        self.name = name or getattr(dataset, "name", None) or "data"
+        told = dataset if isinstance(dataset, ElasticDataset) else None
+        self._seed = seed if seed is not None else (told.seed if told else 0)
+        self._order = order_kind(shuffle if shuffle is not None or not told else told.shuffle)
+        self._shard = shard
+        source = told or self._stream
+        self.name = checked_name(name if name is not None or source is None else source.name)
         self._sub_epochs = sub_epochs
         self._replicas = num_replicas, rank
         self._seeding = seeding_asked(seed_workers)
         self._check_terms(drop_last)
-        self._user_generator = generator
-        self._own_generator = generator or torch.Generator()
         self._epoch, self._position = 0, 0
         self._finished = False
         """Whether this process iterated to the end of the epoch, so that the next one comes next."""
@@ -336,14 +345,15 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
         What was read ahead is read again. `batch_size`, `num_workers` and `prefetch_factor` stay as
         they are where they are None.
         """
-        given = {
-            "batch_size": batch_size,
-            "num_workers": num_workers,
-            "prefetch_factor": prefetch_factor,
-        }
         if self._batches is not None and batch_size is not None:
             raise UsageError("batch_sampler makes the batches itself: their size cannot be tuned")
-        self._terms = replace(self._terms, **{k: v for k, v in given.items() if v is not None})
+        now = self._terms
+        self._terms = replace(
+            now,
+            batch_size=now.batch_size if batch_size is None else batch_size,
+            num_workers=now.num_workers if num_workers is None else num_workers,
+            prefetch_factor=now.prefetch_factor if prefetch_factor is None else prefetch_factor,
+        )
         self.__dict__["batch_size"] = self._terms.batch_size
         self.num_workers, self.prefetch_factor = (
             self._terms.num_workers,
@@ -364,17 +374,17 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
         stop = bounds(self._size, self._sub_epochs, self._position)[1]
         return self._deliver(self._begin(stop), stop, self._iteration)
 
-    def _begin(self, stop: int) -> tuple[Iterator[Any], deque[Piece]]:
+    def _begin(self, stop: int) -> tuple[Iterator[Any], deque[BatchPlan]]:
         """Start reading at the position; return the batches and what each one is."""
-        ahead: deque[Piece] = deque()
+        ahead: deque[BatchPlan] = deque()
         if self._inner is None:
-            self._inner = _inner_loader(self, self._reader(), _Requests())
-        self._inner.sampler.source = self._requests(self._division(self._position, stop), ahead)
+            self._inner = whole_batch_loader(self._reader(), self._terms)
+        self._inner.sampler.requests = self._requests(self._division(self._position, stop), ahead)
         self._seed_loader_processes()
         return iter(self._inner), ahead
 
     def _deliver(
-        self, begun: tuple[Iterator[Any], deque[Piece]], stop: int, iteration: int
+        self, begun: tuple[Iterator[Any], deque[BatchPlan]], stop: int, iteration: int
     ) -> Iterator[Any]:
         batches, ahead = begun
         report, terms, records = self._report, self._terms, 0
@@ -386,17 +396,17 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
             batch = next(batches, _END)
             if batch is _END:
                 break
-            piece = ahead.popleft()
-            if isinstance(batch, Unreadable):
+            plan = ahead.popleft()
+            if isinstance(batch, UnreadBatch):
                 raise batch.to_raise()
             if report is not None:
                 report.check()
-            info = self._current = piece.info
-            records += piece.fresh
+            info = self._current = plan.info
+            records += plan.fresh
             if info.index + 1 == info.of:
                 if report is not None:
-                    report.used(self._epoch, self._position, piece.stop, records)
-                self._position, records = piece.stop, 0
+                    report.used(self._epoch, self._position, plan.stop, records)
+                self._position, records = plan.stop, 0
             yield batch
         self._position = stop
         self._finished = stop >= self._size
@@ -405,12 +415,13 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
 
     def _deliver_stream(self, stream: ElasticIterableDataset, iteration: int) -> Iterator[Any]:
         world = self._world()
-        inner = _inner_stream_loader(self, StreamReader(stream, world), self._terms)
         self._seed_loader_processes()
+        reader = StreamReader(stream, world)
+        inner = stream_loader(reader, self._user_collate, self.drop_last, self._terms)
         report, lines = self._report, {name: i for i, name in enumerate(stream.partition_list())}
         for read, batch in inner:
             self._check_iteration(iteration)
-            if isinstance(batch, Unreadable):
+            if isinstance(batch, UnreadBatch):
                 raise batch.to_raise()
             if report is not None:
                 report.check()
@@ -438,29 +449,10 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
                 "not delivered: iterate over the loader again"
             )
 
-    def _requests(self, division: Division, ahead: deque[Piece]) -> Iterator[Request]:
+    def _requests(self, division: Division, ahead: deque[BatchPlan]) -> Iterator[BatchRequest]:
         """Iterate over this rank's batches; note what each of them is in `ahead`."""
-        order = self._order_of(division.epoch)
         listed = self._listed(division.epoch) if self._batches is not None else None
-        positions = division.positions
-        records: list[int] = []
-        base = at = 0
-        for piece in division.pieces():
-            end = at + piece.fresh
-            if end > base + len(records):
-                records = order.records(positions[at : max(end, at + _CHUNK)])
-                base = at
-            taken: list[Any] = records[at - base : end - base]
-            where: Any = positions[at:end]
-            at = end
-            if piece.filler is not None:
-                taken.append(order.record(piece.filler))
-                where = [*where, piece.filler]
-            if listed is not None:
-                where = [number for number in taken for _ in listed[number]]
-                taken = [record for number in taken for record in listed[number]]
-            ahead.append(piece)
-            yield Request(division.epoch, where, taken)
+        return batch_requests(division, self._order_of(division.epoch), listed, ahead)
 
     def _listed(self, epoch: int) -> list[list[Any]]:
         """Return the batches of the user's batch sampler in an epoch."""
@@ -490,8 +482,8 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
             pad=self._pad,
         )
 
-    def _world(self) -> World:
-        return World.of(*self._replicas)
+    def _world(self) -> Replicas:
+        return Replicas.of(*self._replicas)
 
     def _order_of(self, epoch: int) -> Order:
         if not self._size:
@@ -563,47 +555,3 @@ class LoaderSampler(Sampler):  # type: ignore[misc]
             self._loader._division(self._loader._position), deque()
         ):
             yield from request.records
-
-
-class _Requests:
-    """Sampler of the inner loader: iterates over what the outer one gives it."""
-
-    source: Iterator[Request] = iter(())
-
-    def __iter__(self) -> Iterator[Request]:
-        return self.source
-
-
-def _inner_loader(outer: ElasticDataLoader, reader: BatchReader, requests: _Requests) -> Any:
-    """Make the loader that reads, of batches as if they were records."""
-    return DataLoader(
-        reader, batch_size=None, sampler=requests, collate_fn=as_it_is, **_arguments(outer)
-    )
-
-
-def _inner_stream_loader(outer: ElasticDataLoader, reader: StreamReader, terms: LoadTerms) -> Any:
-    arguments = _arguments(outer)
-    arguments["persistent_workers"] = False  # Loader processes know from where they began to read.
-    return DataLoader(
-        reader,
-        batch_size=terms.batch_size,
-        drop_last=outer.drop_last,
-        collate_fn=partial(reader.collate, outer._user_collate),
-        **arguments,
-    )
-
-
-def _arguments(outer: ElasticDataLoader) -> dict[str, Any]:
-    terms = outer._terms
-    parallel = terms.num_workers > 0
-    init = partial(give_user_their_dataset, outer.worker_init_fn)
-    return {
-        "num_workers": terms.num_workers,
-        "prefetch_factor": terms.prefetch_factor if parallel else None,
-        "persistent_workers": outer.persistent_workers and parallel,
-        "multiprocessing_context": outer.multiprocessing_context if parallel else None,
-        "worker_init_fn": init if parallel else None,
-        "pin_memory": outer.pin_memory,
-        "timeout": outer.timeout if parallel else 0,
-        "generator": outer._own_generator,
-    }

@@ -33,18 +33,19 @@ class BatchInfo(msgspec.Struct, frozen=True):
     of: int
     """Micro-batches of the step, the same on all ranks."""
     epoch: int
+    """Number of the epoch, from 0."""
     position: int
     """Position at which the step begins."""
 
 
-class World(NamedTuple):
+class Replicas(NamedTuple):
     """Number of ranks that share the data, and which of them this one is."""
 
     size: int
     rank: int
 
     @classmethod
-    def of(cls, num_replicas: int | None, rank: int | None) -> World:
+    def of(cls, num_replicas: int | None, rank: int | None) -> Replicas:
         """Return what was given; else what torch.distributed says; else the launcher's variables."""
         if (num_replicas is None) != (rank is None):
             raise UsageError("num_replicas and rank go together: give both or neither")
@@ -55,7 +56,7 @@ class World(NamedTuple):
         return cls(num_replicas, rank)
 
     @classmethod
-    def _found(cls) -> World:
+    def _found(cls) -> Replicas:
         import torch.distributed as dist
 
         if dist.is_available() and dist.is_initialized():
@@ -70,11 +71,11 @@ class World(NamedTuple):
         return found
 
 
-class Piece(NamedTuple):
+class BatchPlan(NamedTuple):
     """A batch of one rank, in positions."""
 
     fresh: int
-    """Positions of the rank's progression, from where the last piece ended."""
+    """Positions of the rank's progression, from where the last batch ended."""
     filler: int | None
     """A position that another rank uses, too."""
     info: BatchInfo
@@ -88,7 +89,7 @@ class Division(msgspec.Struct, frozen=True, kw_only=True):
     start: int
     stop: int
     epoch: int
-    world: World
+    world: Replicas
     batch: int
     global_batch: int | None = None
     drop_last: bool = False
@@ -125,7 +126,7 @@ class Division(msgspec.Struct, frozen=True, kw_only=True):
         used = self.even_steps * self.step_size + self.last_size
         return range(self.start + self.world.rank, self.start + used, self.world.size)
 
-    def pieces(self) -> Iterator[Piece]:
+    def plans(self) -> Iterator[BatchPlan]:
         """Iterate over the batches of this rank."""
         at, last = self.start, self.last_size
         for number in range(self.even_steps):
@@ -136,7 +137,7 @@ class Division(msgspec.Struct, frozen=True, kw_only=True):
         if last:
             yield from self._step(at, last, self.stop)
 
-    def _step(self, at: int, size: int, stop: int) -> Iterator[Piece]:
+    def _step(self, at: int, size: int, stop: int) -> Iterator[BatchPlan]:
         share = self._share(at, size)
         count = self._micro_batches(size)
         least, more = divmod(share, count)
@@ -149,7 +150,7 @@ class Division(msgspec.Struct, frozen=True, kw_only=True):
             # What padding repeats counts as records, as in torch: the ranks' mean stays a plain mean.
             total = -(-size // self.world.size) * self.world.size if self.pad else size
             info = BatchInfo(counted, total, index, count, self.epoch, at)
-            yield Piece(fresh, filler, info, stop)
+            yield BatchPlan(fresh, filler, info, stop)
 
     def _share(self, at: int, size: int) -> int:
         """Count the positions of a step that are this rank's."""

@@ -38,7 +38,7 @@ _FEW: Final = 16
 
 
 class Order:
-    """The order of an epoch.
+    """The order of an epoch of `size` records; another `seed` or `epoch` gives another one.
 
     `kind` says what is shuffled: nothing ("plain"), shards of `shard` records, which stay together
     ("shards"), or all records ("records"). The last shard may be short, wherever it comes.
@@ -58,7 +58,7 @@ class Order:
             self._gap_slot = self._shuffle.inverse(self._shards - 1)
 
     def record(self, position: int) -> int:
-        """Return the record at a position."""
+        """Return the record at a `position`."""
         self._check_bounds(position, position)
         if self._shuffle is None:
             return position
@@ -68,7 +68,7 @@ class Order:
         return self._shuffle.forward(slot) * self._shard + within
 
     def position(self, record: int) -> int:
-        """Return the position of a record."""
+        """Return the position of a `record`."""
         self._check_bounds(record, record)
         if self._shuffle is None:
             return record
@@ -77,7 +77,7 @@ class Order:
         return slot * self._shard + within - (self._gap if slot > self._gap_slot else 0)
 
     def records(self, positions: Sequence[int]) -> list[int]:
-        """Return the records at many positions; a range costs least."""
+        """Return the records at many `positions`; a range costs least."""
         if not len(positions):
             return []
         self._check_bounds(min(positions), max(positions))

@@ -27,7 +27,7 @@ Seeding = Literal["batches", "records", "off"]
 Collate = Callable[[list[Any]], Any]
 
 
-class Request(NamedTuple):
+class BatchRequest(NamedTuple):
     """A batch to read."""
 
     epoch: int
@@ -40,7 +40,7 @@ class LoaderTraceback(Exception):
 
 
 @dataclass(frozen=True)
-class Unreadable:
+class UnreadBatch:
     """A batch that could not be read."""
 
     message: str
@@ -66,7 +66,7 @@ class BatchReader:
         self._collate, self._seeding, self._seed = collate, seeding, seed
         self._read_many = getattr(dataset, "__getitems__", None)
 
-    def __getitem__(self, request: Request) -> Any:
+    def __getitem__(self, request: BatchRequest) -> Any:
         in_loader_process = get_worker_info() is not None
         try:
             if not in_loader_process or self._seeding == "off":
@@ -80,7 +80,7 @@ class BatchReader:
             return _unreadable(found.message, found.error, in_loader_process)
         return self._collate(samples)
 
-    def _read(self, request: Request) -> Any:
+    def _read(self, request: BatchRequest) -> Any:
         dataset, records = self.dataset, request.records
         left = iter(records)
         try:
@@ -93,14 +93,14 @@ class BatchReader:
             at = len(records) - operator.length_hint(left) - 1
             raise _NotRead(self._said(request, slice(at, at + 1), error), error) from None
 
-    def _read_seeded(self, request: Request) -> list[Any]:
+    def _read_seeded(self, request: BatchRequest) -> list[Any]:
         samples: list[Any] = []
         for position, record in zip(request.positions, request.records, strict=True):
             seed_process(self._seed, request.epoch, position)
-            samples += self._read(Request(request.epoch, [position], [record]))
+            samples += self._read(BatchRequest(request.epoch, [position], [record]))
         return samples
 
-    def _said(self, request: Request, which: slice, error: Exception) -> str:
+    def _said(self, request: BatchRequest, which: slice, error: Exception) -> str:
         """Name what could not be read."""
         records, positions = request.records[which], request.positions[which]
         what = ", ".join(map(str, records))
@@ -129,20 +129,20 @@ class _NotRead(Exception):
         self.message, self.error = message, error
 
 
-def as_unreadable(message: str, error: Exception) -> Unreadable:
+def as_unreadable(message: str, error: Exception) -> UnreadBatch:
     """Pack an error of this process so that it survives the way out of a loader process."""
     return _unreadable(message, error, get_worker_info() is not None)
 
 
-def _unreadable(message: str, error: Exception, in_loader_process: bool) -> Unreadable:
+def _unreadable(message: str, error: Exception, in_loader_process: bool) -> UnreadBatch:
     if not in_loader_process:
-        return Unreadable(message, error, "")
+        return UnreadBatch(message, error, "")
     text = "".join(traceback.format_exception(error))
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # Whatever a user's exception does when it is pickled: its text is left.
         error = RuntimeError(f"{type(error).__name__}: {error}")
-    return Unreadable(message, error, text)
+    return UnreadBatch(message, error, text)
 
 
 def seed_process(seed: int, epoch: int, position: int) -> None:
@@ -161,15 +161,3 @@ def seed_process(seed: int, epoch: int, position: int) -> None:
 def derived_seed(seed: int, epoch: int, position: int) -> int:
     digest = blake2b(struct.pack("<QQQ", seed, epoch, position), digest_size=8)
     return int.from_bytes(digest.digest(), "little") >> 1
-
-
-def give_user_their_dataset(init: Callable[[int], None] | None, worker: int) -> None:
-    """Prepare a loader process: `get_worker_info().dataset` is the user's, as in torch's own loader."""
-    info = get_worker_info()
-    object.__setattr__(info, "dataset", info.dataset.dataset)  # torch made it read-only.
-    if init is not None:
-        init(worker)
-
-
-def as_it_is(batch: Any) -> Any:
-    return batch

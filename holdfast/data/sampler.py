@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 
 from torch.utils.data import Sampler
 
-from holdfast.data.lockstep import World
+from holdfast.data.lockstep import Replicas
 from holdfast.data.order import MAX_SIZE, Order
 from holdfast.data.state import VERSION, check_agreement, count_in
 from holdfast.errors import DataError, UsageError
@@ -66,13 +66,14 @@ class ElasticSampler(Sampler):  # type: ignore[misc]
         self._size, self._kind, self._seed = size, kind, seed
         self._drop_last, self._pad = drop_last, pad
         self._replicas = num_replicas, rank
-        World.of(*self._replicas)
+        Replicas.of(*self._replicas)
         self._epoch, self._position = 0, 0
         self._drawn: Literal["nothing", "known", "unknown"] = "nothing"
         """Whether records were drawn since the position was set, and whether `advance` followed."""
 
     @property
     def epoch(self) -> int:
+        """Number of the epoch, from 0."""
         return self._epoch
 
     @property
@@ -117,7 +118,7 @@ class ElasticSampler(Sampler):  # type: ignore[misc]
 
     def __len__(self) -> int:
         """Count the records that this replica has left of the epoch."""
-        world = World.of(*self._replicas)
+        world = Replicas.of(*self._replicas)
         left = self._size - self._position
         if self._drop_last:
             return left // world.size
@@ -130,11 +131,11 @@ class ElasticSampler(Sampler):  # type: ignore[misc]
             raise UsageError(
                 f"all records of epoch {self._epoch} are used: call set_epoch({self._epoch + 1}) first"
             )
-        world, start, count = World.of(*self._replicas), self._position, len(self)
+        world, start, count = Replicas.of(*self._replicas), self._position, len(self)
         order = Order(self._size, self._kind, self._seed, self._epoch)
         return self._records(order, world, start, count)
 
-    def _records(self, order: Order, world: World, start: int, count: int) -> Iterator[int]:
+    def _records(self, order: Order, world: Replicas, start: int, count: int) -> Iterator[int]:
         left = self._size - start
         positions = range(start + world.rank, self._size, world.size)[:count]
         for at in range(0, len(positions), _CHUNK):

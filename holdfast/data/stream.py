@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from holdfast.data.lockstep import World
-from holdfast.data.reading import Collate, Unreadable, as_unreadable
+from holdfast.data.lockstep import Replicas
+from holdfast.data.reading import Collate, UnreadBatch, as_unreadable
 from holdfast.data.state import VERSION, check_agreement
 from holdfast.errors import DataError, UsageError
 from holdfast.messages.data import Span
@@ -25,10 +25,10 @@ Taken = tuple[int, int, int]
 
 
 class StreamRecord(NamedTuple):
-    """A record whose successor does not have the next offset: yield it from `read` where offsets
-    have gaps."""
+    """A record whose successor may not have the next offset: for streams whose offsets have gaps."""
 
     value: Any
+    """The record."""
     next_offset: int
     """Offset to go on from after this record."""
 
@@ -130,8 +130,8 @@ class ElasticIterableDataset(IterableDataset):  # type: ignore[misc]
                 f"data set {self.name!r}: loader processes of torch's DataLoader would read ahead "
                 "without telling: use holdfast.data.ElasticDataLoader"
             )
-        for partition, start, stop, value in StreamReader(self, World.of(None, None)):
-            if isinstance(value, Unreadable):
+        for partition, start, stop, value in StreamReader(self, Replicas.of(None, None)):
+            if isinstance(value, UnreadBatch):
                 raise value.to_raise()
             self.delivered({partition: (start, stop, 1)})
             yield value
@@ -140,7 +140,7 @@ class ElasticIterableDataset(IterableDataset):  # type: ignore[misc]
 class StreamReader(IterableDataset):  # type: ignore[misc]
     """Reads this rank's partitions by turns, from the offsets of the moment."""
 
-    def __init__(self, stream: ElasticIterableDataset, world: World) -> None:
+    def __init__(self, stream: ElasticIterableDataset, world: Replicas) -> None:
         self.dataset = stream
         names = stream.partition_list()
         if len(names) < world.size:
@@ -190,7 +190,7 @@ class StreamReader(IterableDataset):  # type: ignore[misc]
         """Make a batch and say what it took from which partition."""
         taken: dict[str, Taken] = {}
         for partition, start, stop, value in records:
-            if isinstance(value, Unreadable):
+            if isinstance(value, UnreadBatch):
                 return {}, value
             first, _, count = taken.get(partition, (start, stop, 0))
             taken[partition] = first, stop, count + 1

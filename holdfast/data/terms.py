@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -12,20 +11,7 @@ from holdfast.data.stream import ElasticIterableDataset
 from holdfast.errors import UsageError
 from holdfast.messages.data import OrderKind
 
-
-@dataclass(frozen=True)
-class LoadTerms:
-    """What may change between two steps without touching the order of records."""
-
-    batch_size: int
-    num_workers: int
-    prefetch_factor: int | None
-
-    def __post_init__(self) -> None:
-        if type(self.batch_size) is not int or self.batch_size < 1:
-            raise UsageError(f"batch_size={self.batch_size!r} is no whole number from 1 on")
-        if type(self.num_workers) is not int or self.num_workers < 0:
-            raise UsageError(f"num_workers={self.num_workers!r} is no whole number from 0 on")
+MAX_NAME_CHARS = 128
 
 
 def stream_of(dataset: Any) -> ElasticIterableDataset | None:
@@ -47,19 +33,22 @@ def stream_of(dataset: Any) -> ElasticIterableDataset | None:
     return None
 
 
-def order_kind(shuffle: bool | str | None, dataset: Any) -> OrderKind:
-    """Return the order that was asked for, by the script or, if it says nothing, by the data set."""
-    if shuffle is None:
-        shuffle = getattr(dataset, "shuffle", False)
-        if not isinstance(
-            shuffle, bool | str
-        ):  # Hugging Face's data sets have a method of that name.
-            shuffle = False
+def checked_name(name: str | None) -> str:
+    """Return the name of a data set; "data" if it was given none."""
+    if name is None:
+        return "data"
+    if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME_CHARS:
+        raise UsageError(f"name={name!r} is no text of 1 to {MAX_NAME_CHARS} characters")
+    return name
+
+
+def order_kind(shuffle: bool | str | None) -> OrderKind:
+    """Return the order that was asked for."""
     if shuffle in (True, "records"):
         return "records"
     if shuffle == "shards":
         return "shards"
-    if shuffle in (False, "plain"):
+    if shuffle in (None, False):
         return "plain"
     raise UsageError(f'shuffle={shuffle!r} is none of False, True, "records" and "shards"')
 

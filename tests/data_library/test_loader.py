@@ -250,6 +250,15 @@ def test_a_data_set_says_its_own_number_of_epochs_name_and_order() -> None:
     assert [b.tolist() for b in loader] == [b.tolist() for b in told]
 
 
+def test_only_a_data_set_of_holdfast_says_anything_of_its_order() -> None:
+    class Own(Numbers):
+        seed, name, epochs, shuffle = None, 7, "all", print
+
+    loader = ElasticDataLoader(Own(4), 4)
+    assert [b.tolist() for b in loader] == [[0, 1, 2, 3]]
+    assert (loader.name, loader.state_dict()["seed"]) == ("data", 0)
+
+
 def test_a_script_that_leaves_an_epoch_goes_on_with_the_next() -> None:
     loader = ElasticDataLoader(Numbers(6), 2)
     found = []
@@ -495,6 +504,8 @@ def test_a_data_set_without_records_is_refused() -> None:
         ({"drop_last": True, "pad": True}, "drop_last and pad exclude"),
         ({"sub_epochs": 0}, "sub_epochs=0"),
         ({"seed": -1}, "seed=-1"),
+        ({"name": ""}, "name=''"),
+        ({"name": "x" * 129}, "name='x+'"),
         ({"shard": 0}, "shard=0"),
         ({"shuffle": "all"}, "shuffle='all'"),
         ({"seed_workers": "all"}, "seed_workers='all'"),

@@ -1,0 +1,134 @@
+"""Makes the torch loaders that read, in the training process or in loader processes.
+
+What `ElasticDataLoader` gives to torch are whole batches, as if each were a record: torch keeps their
+order, prefetches and pins them, and knows nothing of positions.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch.utils.data import DataLoader, get_worker_info
+
+from holdfast.data.lockstep import BatchPlan, Division
+from holdfast.data.order import Order
+from holdfast.data.reading import BatchReader, BatchRequest, Collate
+from holdfast.data.stream import StreamReader
+from holdfast.errors import UsageError
+
+_CHUNK: Final = 8192
+"""Positions that are translated into records at once."""
+
+
+@dataclass(frozen=True)
+class LoadTerms:
+    """How data is loaded: all of it may change between two steps without touching the order."""
+
+    batch_size: int
+    num_workers: int
+    prefetch_factor: int | None
+    persistent_workers: bool
+    multiprocessing_context: Any
+    worker_init_fn: Callable[[int], None] | None
+    pin_memory: bool
+    timeout: float
+    generator: torch.Generator
+
+    def __post_init__(self) -> None:
+        if type(self.batch_size) is not int or self.batch_size < 1:
+            raise UsageError(f"batch_size={self.batch_size!r} is no whole number from 1 on")
+        if type(self.num_workers) is not int or self.num_workers < 0:
+            raise UsageError(f"num_workers={self.num_workers!r} is no whole number from 0 on")
+
+    def for_torch(self) -> dict[str, Any]:
+        """Return arguments of a DataLoader; it refuses some of them without loader processes."""
+        always = {"pin_memory": self.pin_memory, "generator": self.generator}
+        if not self.num_workers:
+            return always
+        return {
+            **always,
+            "num_workers": self.num_workers,
+            "prefetch_factor": self.prefetch_factor,
+            "persistent_workers": self.persistent_workers,
+            "multiprocessing_context": self.multiprocessing_context,
+            "worker_init_fn": partial(_prepare_process, self.worker_init_fn),
+            "timeout": self.timeout,
+        }
+
+
+class RequestSource:
+    """Sampler of a loader of whole batches: iterates over what it was given last."""
+
+    requests: Iterator[BatchRequest] = iter(())
+
+    def __iter__(self) -> Iterator[BatchRequest]:
+        return self.requests
+
+
+def whole_batch_loader(reader: BatchReader, terms: LoadTerms) -> Any:
+    """Make a loader of batches of a map-style data set; its sampler is a `RequestSource`."""
+    return DataLoader(
+        reader, batch_size=None, sampler=RequestSource(), collate_fn=_as_it_is, **terms.for_torch()
+    )
+
+
+def stream_loader(reader: StreamReader, collate: Collate, drop_last: bool, terms: LoadTerms) -> Any:
+    """Make a loader of batches of a stream, each with what it took from which partition."""
+    arguments = terms.for_torch()
+    arguments.pop(
+        "persistent_workers", None
+    )  # Loader processes know from where they began to read.
+    return DataLoader(
+        reader,
+        batch_size=terms.batch_size,
+        drop_last=drop_last,
+        collate_fn=partial(reader.collate, collate),
+        **arguments,
+    )
+
+
+def batch_requests(
+    division: Division,
+    order: Order,
+    listed: list[list[Any]] | None,
+    ahead: deque[BatchPlan],
+) -> Iterator[BatchRequest]:
+    """Iterate over a rank's batches; note the plan of each in `ahead`.
+
+    `listed` are the batches of a batch sampler, if positions count these.
+    """
+    positions, records = division.positions, list[int]()
+    base = at = 0
+    for plan in division.plans():
+        end = at + plan.fresh
+        if end > base + len(records):
+            records = order.records(positions[at : max(end, at + _CHUNK)])
+            base = at
+        taken: list[Any] = records[at - base : end - base]
+        where: Any = positions[at:end]
+        at = end
+        if plan.filler is not None:
+            taken.append(order.record(plan.filler))
+            where = [*where, plan.filler]
+        if listed is not None:
+            where = [number for number in taken for _ in listed[number]]
+            taken = [record for number in taken for record in listed[number]]
+        ahead.append(plan)
+        yield BatchRequest(division.epoch, where, taken)
+
+
+def _prepare_process(init: Callable[[int], None] | None, worker: int) -> None:
+    """Make `get_worker_info().dataset` the user's, as in torch's own loader."""
+    info = get_worker_info()
+    object.__setattr__(info, "dataset", info.dataset.dataset)  # torch made it read-only.
+    if init is not None:
+        init(worker)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
