@@ -150,18 +150,19 @@ def _members(opened: OpenFile, progress: IndexProgress) -> Iterator[tuple[tarfil
     path = opened.file.path
     if not opened.file.size:
         raise DataError(f"{path} is empty, not a tar file. Write it again, or leave it out")
-    at = 0
+    at = begin = 0
     try:
         with opened.stream() as stream, tarfile.open(fileobj=stream, mode="r:") as archive:
             while (member := archive.next()) is not None:
                 # The list of all members would grow with the archive.
                 archive.members = []  # type: ignore[attr-defined]
                 progress.advance(archive.offset - at)
-                at = archive.offset
+                begin, at = member.offset, archive.offset
                 yield member, at
     except (tarfile.TarError, OSError) as error:
         raise DataError(
-            f"{path}, after byte {at}: {error}. Write the file again, or leave it out"
+            f"{path}, bytes {begin} to {opened.file.size}: {error}. Write the file again, or leave it"
+            f" out"
         ) from error
     _check_end(opened, at)
 
