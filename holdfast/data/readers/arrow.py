@@ -1,8 +1,9 @@
 """Reads Arrow IPC files and streams, a record batch at a time.
 
 Files on this machine are mapped into memory: of a batch that is not compressed, only the pages of the
-records that are read are touched. A mapped file that shrinks would end the process with SIGBUS, so its
-size is looked at before each use.
+records that are read are touched. Two things would crash the process, and are looked at before each
+use: a mapped file that shrank (SIGBUS), and offsets of corrupt text, which lead anywhere in memory.
+Arrow has no checksums, so a corrupt number stays unnoticed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from holdfast.data.readers.files import DataFile, OpenFile, Paths, is_remote, op
 from holdfast.data.readers.index import Block, FileBlocks
 from holdfast.data.readers.progress import IndexProgress
 from holdfast.data.readers.reader import IndexedReader
-from holdfast.data.readers.tables import import_pyarrow, rows_of, schema_words
+from holdfast.data.readers.tables import import_pyarrow, rows_of, runs, schema_words
 from holdfast.errors import DataError, UsageError
 
 FILE_MAGIC = b"ARROW1"
@@ -154,7 +155,10 @@ class ArrowReader(IndexedReader[ArrowFile, Any]):
     def _load(self, handle: ArrowFile, block: Block) -> Any:
         handle.opened.check()
         try:
-            return handle.batch(block.place)
+            batch = handle.batch(block.place)
+            if _is_deep(handle.pyarrow.types, batch.schema):
+                batch.validate(full=True)
+            return batch
         except (handle.pyarrow.ArrowException, OSError, EOFError) as error:
             handle.opened.check()
             raise self._corrupt(block, error) from error
@@ -166,12 +170,30 @@ class ArrowReader(IndexedReader[ArrowFile, Any]):
         import pyarrow
 
         try:
+            if not _is_deep(pyarrow.types, loaded.schema):
+                for first, count in runs(rows):
+                    loaded.slice(first, count).validate(full=True)
             return rows_of(loaded, rows)
         except (pyarrow.ArrowException, UnicodeDecodeError) as error:
             raise self._corrupt(block, error) from error
 
     def _place(self, block: Block) -> str:
         return f"record batch at {block.place}"
+
+
+def _is_deep(types: Any, schema: Any) -> bool:
+    """Say whether validating some rows of a batch costs as much as validating all of it.
+
+    So it is where lists hold what has offsets of its own: a list's values are validated all together.
+    """
+    return any(
+        types.is_nested(field.type)
+        and not all(
+            types.is_primitive(field.type.field(child).type)
+            for child in range(field.type.num_fields)
+        )
+        for field in schema
+    )
 
 
 def _cheapest(types: Any, schema: Any) -> int:

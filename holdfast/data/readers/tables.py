@@ -21,13 +21,24 @@ def rows_of(table: Any, rows: list[int]) -> list[dict[str, Any]]:
     if len(rows) == 1:
         row = rows[0]
         return [dict(zip(table.column_names, [c[row].as_py() for c in table.columns], strict=True))]
-    first, count = rows[0], len(rows)
-    if rows[-1] - first == count - 1 and all(map(int.__eq__, rows, range(first, first + count))):
-        chosen = table.slice(first, count)
-    else:
-        chosen = table.take(rows)
+    together = runs(rows)
+    chosen = table.slice(*together[0]) if len(together) == 1 else table.take(rows)
     records: list[dict[str, Any]] = chosen.to_pylist()
     return records
+
+
+def runs(rows: list[int]) -> list[tuple[int, int]]:
+    """Divide ascending rows into runs without a gap: the first row of each, and their number."""
+    if rows[-1] - rows[0] == len(rows) - 1 and len(set(rows)) == len(rows):
+        return [(rows[0], len(rows))]
+    found: list[tuple[int, int]] = []
+    for row in rows:
+        first, count = found[-1] if found else (-1, 0)
+        if row == first + count:
+            found[-1] = (first, count + 1)
+        else:
+            found.append((row, 1))
+    return found
 
 
 def schema_words(schema: Any) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import os
 import pickle
+import random
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -216,6 +218,27 @@ def test_a_corrupt_batch_of_arrow_is_named_by_batch_and_records(
     where = rf"{path}, record batch at \d+, records \d+ to \d+ of the file: "
     with pytest.raises(DataError, match=where):
         list(reader)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["file", "stream"])
+def test_no_corrupt_byte_of_arrow_crashes_the_process(tmp_path: Path, stream: bool) -> None:
+    """Arrow has no checksums: what is wrong is an error or another value, and never a crash."""
+    path = tmp_path / "a.arrow"
+    write_arrow(path, records_of(300, 1), stream)
+    reader = ArrowReader(path)
+    good = path.read_bytes()
+    status = path.stat()
+    chance = random.Random(1)
+    failures = 0
+    for _ in range(40):
+        path.write_bytes(good)
+        flip(path, chance.randrange(len(good)), chance.choice([1, 4, 64, 1000]))
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        with contextlib.suppress(DataError):
+            list(fresh(reader))
+            failures -= 1
+        failures += 1
+    assert failures > 5
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["file", "stream"])
