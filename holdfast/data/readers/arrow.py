@@ -21,6 +21,8 @@ from holdfast.data.readers.tables import import_pyarrow, rows_of, runs, schema_w
 from holdfast.errors import DataError, UsageError
 
 FILE_MAGIC = b"ARROW1"
+RUNS_VALIDATED = 8
+"""Most runs of rows of a batch that are validated one by one; for more, all of the batch is."""
 
 
 class ArrowFile:
@@ -38,6 +40,7 @@ class ArrowFile:
             self.is_stream = self.opened.read(0, len(FILE_MAGIC)) != FILE_MAGIC
             self.source = self._source()
             self.reader = self._reader()
+            self.is_deep = _is_deep(self.pyarrow.types, self.reader.schema)
         except BaseException:
             self.opened.close()
             raise
@@ -109,20 +112,51 @@ class ArrowFile:
         self.opened.close()
 
 
-class ArrowReader(IndexedReader[ArrowFile, Any]):
+class LoadedBatch:
+    """A record batch, and whether all of it was validated. If not, rows are when they are decoded."""
+
+    def __init__(self, batch: Any, is_valid: bool, is_deep: bool) -> None:
+        self.batch = batch
+        self.is_valid = is_valid
+        if is_deep and not is_valid:
+            self.validate()
+
+    def validate(self) -> None:
+        self.batch.validate(full=True)
+        self.is_valid = True
+
+    def decode(self, rows: list[int]) -> list[dict[str, Any]]:
+        if not self.is_valid:
+            together = runs(rows)
+            if len(together) > RUNS_VALIDATED:
+                self.validate()
+            else:
+                for first, count in together:
+                    self.batch.slice(first, count).validate(full=True)
+        return rows_of(self.batch, rows)
+
+
+class ArrowReader(IndexedReader[ArrowFile, LoadedBatch]):
     """Records of Arrow IPC files and streams: dicts of column names and Python values.
 
     `batches` is the number of record batches that each process keeps. Those of a compressed file are
-    kept decompressed.
+    kept decompressed. With `validate=False` records are read faster, and a corrupt file may crash the
+    process.
     """
 
     SUFFIXES = (".arrow", ".feather", ".ipc", ".arrows")
 
     def __init__(
-        self, paths: Paths, *, batches: int = 16, index: str | os.PathLike[str] | None = None
+        self,
+        paths: Paths,
+        *,
+        batches: int = 16,
+        validate: bool = True,
+        index: str | os.PathLike[str] | None = None,
     ) -> None:
         if batches < 1:
             raise UsageError(f"batches must be at least 1, not {batches}")
+        self._validate = validate
         super().__init__(paths, index=index, blocks=batches)
 
     def _open(self, file: DataFile) -> ArrowFile:
@@ -152,13 +186,10 @@ class ArrowReader(IndexedReader[ArrowFile, Any]):
             handle.close()
         return blocks
 
-    def _load(self, handle: ArrowFile, block: Block) -> Any:
+    def _load(self, handle: ArrowFile, block: Block) -> LoadedBatch:
         handle.opened.check()
         try:
-            batch = handle.batch(block.place)
-            if _is_deep(handle.pyarrow.types, batch.schema):
-                batch.validate(full=True)
-            return batch
+            return LoadedBatch(handle.batch(block.place), not self._validate, handle.is_deep)
         except (handle.pyarrow.ArrowException, OSError, EOFError) as error:
             handle.opened.check()
             raise self._corrupt(block, error) from error
@@ -166,15 +197,11 @@ class ArrowReader(IndexedReader[ArrowFile, Any]):
     def _still_valid(self, handle: ArrowFile) -> None:
         handle.opened.check()
 
-    def _decode(self, loaded: Any, block: Block, rows: list[int]) -> list[Any]:
-        import pyarrow
-
+    def _decode(self, loaded: LoadedBatch, block: Block, rows: list[int]) -> list[Any]:
         try:
-            if not _is_deep(pyarrow.types, loaded.schema):
-                for first, count in runs(rows):
-                    loaded.slice(first, count).validate(full=True)
-            return rows_of(loaded, rows)
-        except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+            return loaded.decode(rows)
+        except (ValueError, OSError, LookupError, NotImplementedError, MemoryError) as error:
+            # pyarrow's errors are among them; so is text that is not UTF-8.
             raise self._corrupt(block, error) from error
 
     def _place(self, block: Block) -> str:

@@ -38,6 +38,9 @@ from holdfast.data.readers.progress import IndexProgress
 from holdfast.data.readers.reader import IndexedReader
 from holdfast.errors import DataError, UsageError
 
+BROKEN = (csv.Error, ValueError, TypeError, ArithmeticError)
+"""What a record that is not text, or whose fields are not of their types, raises."""
+
 
 class CsvReader(IndexedReader[OpenFile, TextBlock]):
     """Records of CSV files in UTF-8: a dict of column names and fields, or a list of fields.
@@ -61,7 +64,7 @@ class CsvReader(IndexedReader[OpenFile, TextBlock]):
     ) -> None:
         self._dialect = CsvDialect(delimiter, quote)
         self._has_header = header is True
-        super().__init__(paths, index=index, blocks=16)
+        super().__init__(paths, index=index, blocks=4)
         self._names = self._column_names(header)
         self._types = self._types_by_column(types or {})
 
@@ -135,7 +138,26 @@ class CsvReader(IndexedReader[OpenFile, TextBlock]):
         return TextBlock(data, self._dialect.records(data))
 
     def _decode(self, loaded: TextBlock, block: Block, rows: list[int]) -> list[Any]:
-        return [self._record(loaded, block, row) for row in rows]
+        records = self._decode_together(loaded, rows) if len(rows) > 1 else None
+        if records is None:
+            return [self._record(loaded, block, row) for row in rows]
+        return records
+
+    def _decode_together(self, loaded: TextBlock, rows: list[int]) -> list[Any] | None:
+        """Decode records the fast way; None if one of them is broken, or of an unusual form."""
+        records, names = loaded.records, self._names
+        try:
+            fields = self._dialect.fields_of_all([records[row].decode() for row in rows])
+            if fields is None or names is None:
+                return fields
+            if any(len(each) != len(names) for each in fields):
+                return None
+            for column, convert in self._types:
+                for each in fields:
+                    each[column] = convert(each[column])
+        except BROKEN:
+            return None
+        return [dict(zip(names, each, strict=True)) for each in fields]
 
     def _record(self, loaded: TextBlock, block: Block, row: int) -> dict[str, Any] | list[Any]:
         try:
@@ -150,7 +172,7 @@ class CsvReader(IndexedReader[OpenFile, TextBlock]):
         for column, convert in self._types:
             try:
                 fields[column] = convert(fields[column])
-            except (ValueError, TypeError, ArithmeticError) as error:
+            except BROKEN as error:
                 raise self._broken(loaded, block, row, f"{names[column]}: {error}") from error
         return dict(zip(names, fields, strict=True))
 
@@ -212,6 +234,15 @@ class CsvDialect:
             at = len(data)
         ends = [*starts[1:], at]
         return [data[start:end].rstrip(b"\r\n") for start, end in zip(starts, ends, strict=True)]
+
+    def fields_of_all(self, texts: list[str]) -> list[list[Any]] | None:
+        """Divide records into fields; None if they are not one record each."""
+        if self.quote is None or not any(self.quote in text for text in texts):
+            delimiter = self.delimiter
+            return [(t[:-1] if t[-1:] == "\r" else t).split(delimiter) for t in texts]
+        marks: dict[str, Any] = {"delimiter": self.delimiter, "quotechar": self.quote}
+        parsed = list(csv.reader(texts, strict=True, **marks))
+        return parsed if len(parsed) == len(texts) else None
 
     def fields(self, text: str) -> list[str]:
         if text.endswith("\r"):

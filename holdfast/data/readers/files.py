@@ -160,12 +160,13 @@ class LocalFile:
         except OSError as error:
             state_of(file.path)
             raise DataError(f"{file.path} cannot be read: {error}") from error
+        self._changed_at = int(file.stamp)
         self.check()
 
     def check(self) -> None:
         """Raise if the file is no longer the one that was indexed."""
         status = os.fstat(self._fd)
-        if status.st_size != self.file.size or str(status.st_mtime_ns) != self.file.stamp:
+        if status.st_mtime_ns != self._changed_at or status.st_size != self.file.size:
             now = DataFile(self.file.path, status.st_size, str(status.st_mtime_ns))
             if error := self.file.changed(now):
                 raise error
@@ -174,6 +175,8 @@ class LocalFile:
         """Read the bytes from start to stop; shorter only if the file shrank meanwhile."""
         try:
             data = os.pread(self._fd, stop - start, start)
+            if len(data) == stop - start:
+                return data
             while len(data) < stop - start:
                 more = os.pread(self._fd, stop - start - len(data), start + len(data))
                 if not more:

@@ -72,23 +72,17 @@ class RecordIndex:
             base = self.records
             self._firsts.extend(each.firsts if not base else (base + f for f in each.firsts))
             self.records += each.records
+        self._firsts.append(self.records)
+        self._file_starts.append(len(self._places))
 
     def find(self, record: int) -> Block:
-        number = bisect_right(self._firsts, record) - 1
-        file = bisect_right(self._file_starts, number) - 1
-        following = number + 1
-        more = following < len(self._firsts)
-        same_file = more and (
-            file + 1 == len(self._file_starts) or following < self._file_starts[file + 1]
-        )
-        return Block(
-            number=number,
-            file=file,
-            place=self._places[number],
-            stop=self._places[following] if same_file else self._ends[file],
-            first=self._firsts[number],
-            last=(self._firsts[following] if more else self.records) - 1,
-        )
+        firsts, places, file_starts = self._firsts, self._places, self._file_starts
+        following = bisect_right(firsts, record)
+        number = following - 1
+        file = bisect_right(file_starts, number) - 1
+        # The last entries, of no block and no file, say where all ends.
+        stop = self._ends[file] if following == file_starts[file + 1] else places[following]
+        return Block(number, file, places[number], stop, firsts[number], firsts[following] - 1)
 
     def first_of_file(self, file: int) -> int:
         """Number of a file's first record, counted over all files."""

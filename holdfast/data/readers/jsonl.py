@@ -38,7 +38,7 @@ class JsonlReader(IndexedReader[OpenFile, TextBlock]):
     SUFFIXES = (".jsonl", ".ndjson", ".json")
 
     def __init__(self, paths: Paths, *, index: str | os.PathLike[str] | None = None) -> None:
-        super().__init__(paths, index=index, blocks=16)
+        super().__init__(paths, index=index, blocks=4)
 
     def _open(self, file: DataFile) -> OpenFile:
         return open_file(file)

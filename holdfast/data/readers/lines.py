@@ -1,7 +1,7 @@
 """Divides files of text records into blocks, in one pass.
 
-A block is all records that begin in the same 4 KiB of a file. So a record costs a fraction of a byte of
-index if it is short, and 16 bytes if it is long; to read one, at most 4 KiB before it are read as well.
+A block is all records that begin in the same 2 KiB of a file. So a record costs about a byte of index
+if it is short, and 16 bytes if it is long; to read one, at most 2 KiB before it are read as well.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from holdfast.data.readers.index import Block, FileBlocks
 from holdfast.data.readers.progress import IndexProgress
 from holdfast.errors import DataError
 
-CELL_BYTES = 4096
+CELL_BYTES = 2048
 CHUNK_BYTES = 8 << 20
 MAX_RECORD_BYTES = 256 << 20
 """Limit of one record. A quote that is not closed makes a record of the rest of the file."""
@@ -124,7 +124,12 @@ def split_lines(data: bytes, is_end: bool) -> tuple[Starts, int]:
 
 def lines_of(data: bytes) -> list[bytes]:
     """Split a block into lines, without their ends and without empty ones."""
-    return [line for line in data.split(b"\n") if line and line != b"\r"]
+    lines = data.split(b"\n")
+    if lines[-1] in (b"", b"\r"):
+        lines.pop()
+    if b"" in lines or b"\r" in lines:
+        return [line for line in lines if line and line != b"\r"]
+    return lines
 
 
 def byte_range(loaded: TextBlock, block: Block, row: int) -> tuple[int, int]:

@@ -12,6 +12,7 @@ import operator
 import os
 import threading
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, SupportsIndex, TypeVar
@@ -44,20 +45,21 @@ class RecentlyUsed(Generic[K, V]):
         self._close = close
         self._values: OrderedDict[K, V] = OrderedDict()
 
-    def get(self, key: K, make: Callable[[], V]) -> V:
-        if key in self._values:
+    def get(self, key: K) -> V | None:
+        value = self._values.get(key)
+        if value is not None:
             self._values.move_to_end(key)
-            return self._values[key]
-        value = make()
+        return value
+
+    def add(self, key: K, value: V) -> None:
         self._values[key] = value
         if len(self._values) > self._limit:
             _, oldest = self._values.popitem(last=False)
             if self._close is not None:
                 self._close(oldest)
-        return value
 
 
-class Opened(threading.local, Generic[Handle, Loaded]):
+class ThreadFiles(threading.local, Generic[Handle, Loaded]):
     """Open files and loaded blocks of one thread of one process."""
 
     def __init__(self, blocks: int, close: Callable[[Handle], None]) -> None:
@@ -92,7 +94,7 @@ class IndexedReader(ABC, Generic[Handle, Loaded]):
             )
         if index is not None and stored is None:
             store_index(os.fspath(index), kind, files, found)
-        self._opened = self._new_opened()
+        self._opened = self._new_files()
 
     # ---- what a format says ----
 
@@ -134,18 +136,28 @@ class IndexedReader(ABC, Generic[Handle, Loaded]):
 
     def __getitems__(self, indices: Iterable[SupportsIndex]) -> list[Any]:
         """Read several records. Each block is read once, whatever the order of the indices."""
-        wanted = [self._checked(index) for index in indices]
+        wanted = list(map(operator.index, indices))
+        if not wanted:
+            return []
+        if min(wanted) < 0 or max(wanted) >= self._index_of_records.records:
+            wanted = [self._checked(index) for index in wanted]
+        block, _, loaded = self._block_of(wanted[0])
+        if block.first <= min(wanted) and max(wanted) <= block.last:
+            first = block.first
+            return self._decode(loaded, block, [record - first for record in wanted])
+        return self._from_blocks(wanted)
+
+    def _from_blocks(self, wanted: list[int]) -> list[Any]:
         order = sorted(range(len(wanted)), key=wanted.__getitem__)
+        ascending = [wanted[place] for place in order]
         results: list[Any] = [None] * len(wanted)
         at = 0
         while at < len(order):
-            block, _, loaded = self._block_of(wanted[order[at]])
-            upto = at
-            while upto < len(order) and wanted[order[upto]] <= block.last:
-                upto += 1
-            places = order[at:upto]
-            rows = [wanted[place] - block.first for place in places]
-            for place, record in zip(places, self._decode(loaded, block, rows), strict=True):
+            block, _, loaded = self._block_of(ascending[at])
+            upto = bisect_right(ascending, block.last, at)
+            rows = [record - block.first for record in ascending[at:upto]]
+            decoded = self._decode(loaded, block, rows)
+            for place, record in zip(order[at:upto], decoded, strict=True):
                 results[place] = record
             at = upto
         return results
@@ -169,26 +181,33 @@ class IndexedReader(ABC, Generic[Handle, Loaded]):
     def _checked(self, index: SupportsIndex) -> int:
         record = operator.index(index)
         total = self._index_of_records.records
-        if not -total <= record < total:
+        if 0 <= record < total:
+            return record
+        if not -total <= record < 0:
             raise IndexError(f"record {record} of {total}")
-        return record + total if record < 0 else record
+        return record + total
 
     def _block_of(self, record: int) -> tuple[Block, Handle, Loaded]:
         opened = self._opened
         if opened.pid != os.getpid():
-            opened = self._opened = self._new_opened()
+            opened = self._opened = self._new_files()
         last = opened.last
         if last is None or not last[0].first <= record <= last[0].last:
             block = self._index_of_records.find(record)
-            file = self._index_of_records.files[block.file]
-            handle = opened.handles.get(block.file, lambda: self._open(file))
-            loaded = opened.blocks.get(block.number, lambda: self._load(handle, block))
+            handle = opened.handles.get(block.file)
+            if handle is None:
+                handle = self._open(self._index_of_records.files[block.file])
+                opened.handles.add(block.file, handle)
+            loaded = opened.blocks.get(block.number)
+            if loaded is None:
+                loaded = self._load(handle, block)
+                opened.blocks.add(block.number, loaded)
             last = opened.last = (block, handle, loaded)
         self._still_valid(last[1])
         return last
 
-    def _new_opened(self) -> Opened[Handle, Loaded]:
-        return Opened(self._blocks_cached, self._close)
+    def _new_files(self) -> ThreadFiles[Handle, Loaded]:
+        return ThreadFiles(self._blocks_cached, self._close)
 
     def _file_of(self, block: Block) -> DataFile:
         return self._index_of_records.files[block.file]
@@ -233,4 +252,4 @@ class IndexedReader(ABC, Generic[Handle, Loaded]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._opened = self._new_opened()
+        self._opened = self._new_files()

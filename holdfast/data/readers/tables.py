@@ -18,9 +18,6 @@ def import_pyarrow(of: str) -> Any:
 
 def rows_of(table: Any, rows: list[int]) -> list[dict[str, Any]]:
     """Decode some rows of a table or record batch."""
-    if len(rows) == 1:
-        row = rows[0]
-        return [dict(zip(table.column_names, [c[row].as_py() for c in table.columns], strict=True))]
     together = runs(rows)
     chosen = table.slice(*together[0]) if len(together) == 1 else table.take(rows)
     records: list[dict[str, Any]] = chosen.to_pylist()
@@ -28,8 +25,8 @@ def rows_of(table: Any, rows: list[int]) -> list[dict[str, Any]]:
 
 
 def runs(rows: list[int]) -> list[tuple[int, int]]:
-    """Divide ascending rows into runs without a gap: the first row of each, and their number."""
-    if rows[-1] - rows[0] == len(rows) - 1 and len(set(rows)) == len(rows):
+    """Divide rows into runs that follow each other: the first row of each, and their number."""
+    if rows == list(range(rows[0], rows[0] + len(rows))):
         return [(rows[0], len(rows))]
     found: list[tuple[int, int]] = []
     for row in rows:

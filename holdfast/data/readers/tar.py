@@ -31,6 +31,8 @@ from holdfast.errors import DataError
 
 _KEY_AND_FIELD = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)", re.DOTALL)
 
+BLOCK = tarfile.BLOCKSIZE
+
 Decoder = Callable[[bytes], Any]
 
 
@@ -84,7 +86,7 @@ class TarReader(IndexedReader[OpenFile, bytes]):
             end = 0
             for member, following in _members(opened, progress):
                 end = following
-                named = _key_and_field(member)
+                named = _key_and_field(member.name) if member.isreg() else None
                 if named is not None and named[0] != key:
                     key = named[0]
                     places.append(member.offset)
@@ -103,21 +105,27 @@ class TarReader(IndexedReader[OpenFile, bytes]):
 
     def _sample(self, loaded: bytes, block: Block) -> dict[str, Any]:
         sample: dict[str, Any] = {}
+        for name, start, stop in self._fields(loaded, block):
+            if named := _key_and_field(name):
+                sample.setdefault("__key__", named[0])
+                self._add(sample, named[1], loaded[start:stop], block)
+        return sample
+
+    def _fields(self, loaded: bytes, block: Block) -> list[tuple[str, int, int]]:
+        """Find the regular files of a sample: names, and where their bytes are in it."""
+        plain = _plain_files(loaded)
+        if plain is not None:
+            return plain
         try:
             with tarfile.open(fileobj=io.BytesIO(loaded), mode="r:") as archive:
-                for member in archive:
-                    named = _key_and_field(member)
-                    if named is not None:
-                        data = loaded[member.offset_data : member.offset_data + member.size]
-                        sample.setdefault("__key__", named[0])
-                        self._add(sample, named[1], data, block)
+                members = archive.getmembers()
                 whole = archive.offset == len(loaded)
         except (tarfile.TarError, OSError) as error:
             raise self._corrupt(block, error) from error
         if not whole:
             # `tarfile` takes a broken header for the end of the archive.
             raise self._corrupt(block, "a member's header is broken")
-        return sample
+        return [(m.name, m.offset_data, m.offset_data + m.size) for m in members if m.isreg()]
 
     def _add(self, sample: dict[str, Any], field: str, data: bytes, block: Block) -> None:
         if field in sample:
@@ -137,12 +145,39 @@ class TarReader(IndexedReader[OpenFile, bytes]):
         )
 
 
-def _key_and_field(member: tarfile.TarInfo) -> tuple[str, str] | None:
-    """Split a member's name; None for what is no part of a sample."""
-    if not member.isreg():
-        return None
-    match = _KEY_AND_FIELD.fullmatch(member.name)
+def _key_and_field(name: str) -> tuple[str, str] | None:
+    """Split a file's name; None if it is no part of a sample."""
+    match = _KEY_AND_FIELD.fullmatch(name)
     return (match[1], match[2].lower()) if match else None
+
+
+def _plain_files(data: bytes) -> list[tuple[str, int, int]] | None:
+    """Find regular files with short names, which need no more than their own header.
+
+    Several times as fast as `tarfile`, which has to be asked if the answer is None: there is a longer
+    name, a folder, a link, or something broken.
+    """
+    found = []
+    at = 0
+    try:
+        while at < len(data):
+            header = data[at : at + BLOCK]
+            checksum = sum(header) + 8 * ord(" ") - sum(header[148:156])
+            size = _octal(header[124:136])
+            if header[156:157] not in b"0\0" or checksum != _octal(header[148:156]) or size < 0:
+                return None
+            name = header[:100].partition(b"\0")[0]
+            prefix = header[345:500].partition(b"\0")[0] if header[257:263] == b"ustar\0" else b""
+            path = (prefix + b"/" + name if prefix else name).decode()
+            found.append((path, at + BLOCK, at + BLOCK + size))
+            at += BLOCK + (size + BLOCK - 1) // BLOCK * BLOCK
+    except ValueError:
+        return None
+    return found if at == len(data) else None
+
+
+def _octal(digits: bytes) -> int:
+    return int(digits.strip(b" \0"), 8)
 
 
 def _members(opened: OpenFile, progress: IndexProgress) -> Iterator[tuple[tarfile.TarInfo, int]]:
