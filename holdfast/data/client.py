@@ -231,9 +231,12 @@ class ShardClient:
             yield shard
             shard.finish()
 
-    def fetch(self, wait: bool = True) -> LeasedShard | None:
-        """Return the next shard, to be finished, failed or given back by the caller; None if there is
-        none any more, or, with `wait=False`, none now: then `finished` tells the two apart."""
+    def fetch(self, wait: bool | float = True) -> LeasedShard | None:
+        """Return the next shard, to be finished, failed or given back by the caller.
+
+        None if there is none any more; or, with `wait=False` or a number of seconds, none in that
+        time: then `finished` tells the two apart.
+        """
         lender = self._begun()
         span = lender.take(wait)
         if span is None:

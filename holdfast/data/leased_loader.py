@@ -6,21 +6,28 @@ handed out, and only then counted as used.
 
 Asking ahead never waits for other ranks: if no shard is free now, what was read is handed out first.
 It might be just these shards that the others, or the end of the data, wait for.
+
+Ranks that step together must not wait for shards either: a rank that waits for one of another rank's,
+while that one waits for it in a collective, waits for ever. They iterate over `or_none()`, which yields
+None where there is nothing now; `ElasticTrainer.batches` takes that.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch.utils.data as torch_data
 
 from holdfast.data.client import LeasedShard, ShardClient
 from holdfast.errors import UsageError
 
+_PAUSE_S: Final = 0.005
+"""How long ranks that step together wait for a shard before they take a step without one."""
 
-class _Piece(NamedTuple):
+
+class _Batched(NamedTuple):
     """Records of one shard that are in a batch."""
 
     shard: LeasedShard
@@ -35,18 +42,18 @@ class _Draws(torch_data.Sampler[list[int]]):  # type: ignore[misc]
         self._client, self._size = client, batch_size
         self._shard: LeasedShard | None = None
         self._rest: list[int] = []
-        self.drawn: deque[list[_Piece]] = deque()
+        self.drawn: deque[list[_Batched]] = deque()
         """Batches that were not handed out yet."""
 
-    def wait(self) -> bool:
-        """Wait for a shard; return whether there is one."""
+    def await_shard(self, wait: bool | float) -> bool:
+        """Wait for a shard, at most so many seconds; return whether there is one."""
         if self._shard is None:
-            self._begin(self._client.fetch())
+            self._begin(self._client.fetch(wait))
         return self._shard is not None
 
     def __iter__(self) -> Iterator[list[int]]:
         batch: list[int] = []
-        pieces: list[_Piece] = []
+        pieces: list[_Batched] = []
         while True:
             if self._shard is None:
                 self._begin(self._client.fetch(wait=False))
@@ -55,7 +62,7 @@ class _Draws(torch_data.Sampler[list[int]]):  # type: ignore[misc]
             taken = self._rest[: self._size - len(batch)]
             self._rest = self._rest[len(taken) :]
             batch += taken
-            pieces.append(_Piece(self._shard, len(taken), not self._rest))
+            pieces.append(_Batched(self._shard, len(taken), not self._rest))
             if not self._rest:
                 self._shard = None
             if len(batch) == self._size:
@@ -87,16 +94,30 @@ class LeasedLoader:
     ) -> None:
         if batch_size < 1:
             raise UsageError(f"LeasedLoader: batch_size is a positive number, not {batch_size}")
-        self._draws = _Draws(client, batch_size)
+        self._client, self._draws = client, _Draws(client, batch_size)
         self._loader: torch_data.DataLoader[Any] = torch_data.DataLoader(
             dataset, batch_sampler=self._draws, **arguments
         )
 
     def __iter__(self) -> Iterator[Any]:
-        while self._draws.wait():
-            for batch in self._loader:
-                for shard, records, last in self._draws.drawn.popleft():
-                    shard.advance(records)
-                    if last:
-                        shard.finish()
-                yield batch
+        """Yield batches until the data set is finished."""
+        while self._draws.await_shard(True):
+            yield from self._free()
+
+    def or_none(self) -> Iterator[Any]:
+        """Yield batches, and None where there is none now, until the data set is finished."""
+        while True:
+            yield from self._free()
+            if not self._draws.await_shard(_PAUSE_S):
+                if self._client.finished:
+                    return
+                yield None
+
+    def _free(self) -> Iterator[Any]:
+        """Yield batches of all shards that are free."""
+        for batch in self._loader:
+            for shard, records, last in self._draws.drawn.popleft():
+                shard.advance(records)
+                if last:
+                    shard.finish()
+            yield batch

@@ -26,8 +26,8 @@ _MOST: Final = 1024
 
 
 class Lender(Protocol):
-    def take(self, wait: bool) -> Span | None:
-        """Return the next shard; None if there is none now, or, having waited, none any more."""
+    def take(self, wait: bool | float) -> Span | None:
+        """Return the next shard; None if there is none within that time, or none any more."""
 
     @property
     def finished(self) -> bool:
@@ -55,13 +55,13 @@ class AgentShards:
         self._thread.start()
         self._room.release()
 
-    def take(self, wait: bool) -> Span | None:
+    def take(self, wait: bool | float) -> Span | None:
         if self._end is not None:
             raise self._end
         if self._finished:
             return None
         try:
-            found = self._ready.get(block=wait)
+            found = self._ready.get(bool(wait), None if wait is True else wait)
         except queue.Empty:
             return None
         self._taken_at.append(time.monotonic())
@@ -125,7 +125,7 @@ class OwnShards:
         self._finished = False
         self.skipped: list[Span] = []
 
-    def take(self, wait: bool) -> Span | None:
+    def take(self, wait: bool | float) -> Span | None:
         found = self._again.popleft() if self._again else next(self._rest, None)
         self._finished = found is None
         return found

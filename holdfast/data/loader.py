@@ -23,6 +23,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler, default_collate
 
 from holdfast.data.dataset import ElasticDataset
+from holdfast.data.link import JobLink
 from holdfast.data.link import current as current_link
 from holdfast.data.lockstep import BatchInfo, BatchPlan, Division, Replicas, bounds
 from holdfast.data.order import MAX_SIZE, Order
@@ -37,10 +38,12 @@ from holdfast.data.state import VERSION, check_agreement, count_in
 from holdfast.data.stream import ElasticIterableDataset, StreamReader
 from holdfast.data.terms import checked_name, order_kind, seeding_asked, stream_of
 from holdfast.data.torch_loaders import LoadTerms, batch_requests, stream_loader, whole_batch_loader
+from holdfast.data.tuning import Tuning
 from holdfast.data.use import UseReport, claim_name
 from holdfast.errors import DataError, UsageError
 from holdfast.messages.data import DataSpec, Span
 from holdfast.messages.spans import SpanSet
+from holdfast.messages.tuning import LoaderConfig
 
 _LINES_TOLD: Final = 1000
 """Epochs before this one that are told to the coordinator as used; the packed set is bounded."""
@@ -76,6 +79,9 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
       with any number of ranks and any batch size, too, at some 10 µs a record; False leaves them to
       torch. Data read in the training process (num_workers=0) draws from the training's own
       generators.
+    - `tune`: "auto" searches for the fastest batch size that fits in memory, if there is a
+      `global_batch`, so that results stay the same. In any case `holdfast tune` can change the
+      settings while the job runs, at the same step on all ranks.
     - `num_workers`, `collate_fn`, `pin_memory`, `timeout`, `worker_init_fn`,
       `multiprocessing_context`, `generator`, `prefetch_factor`, `persistent_workers`: as in torch.
       Without a `generator` the loader draws from one of its own, never from the training's.
@@ -112,6 +118,7 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
         num_replicas: int | None = None,
         rank: int | None = None,
         seed_workers: bool | Literal["batches", "records"] = True,
+        tune: Literal["auto"] | None = None,
     ) -> None:
         self._stream = stream_of(dataset)
         self._batches = batch_sampler
@@ -148,6 +155,10 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
         self._loads = 0
         self._current: BatchInfo | None = None
         self._report: UseReport | None = None
+        self._tune = tune
+        self._tuning: Tuning | None = None
+        self._steps = 0
+        """Steps of this process, over all epochs."""
         self._inner: Any = None
         super().__init__(
             dataset,
@@ -227,6 +238,11 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
     def current(self) -> BatchInfo | None:
         """The place of the batch last handed out; None before the first of an iteration."""
         return self._current
+
+    @property
+    def global_batch(self) -> int | None:
+        """Records of a step of all ranks; None if that follows from the number of ranks."""
+        return self._global_batch
 
     @property
     def left(self) -> int:
@@ -390,6 +406,7 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
         report, terms, records = self._report, self._terms, 0
         while True:
             self._check_iteration(iteration)
+            self._heed_tuning()
             if terms is not self._terms and not self._in_step:
                 terms = self._terms
                 batches, ahead = self._begin(stop)
@@ -403,7 +420,10 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
                 report.check()
             info = self._current = plan.info
             records += plan.fresh
+            if report is not None:
+                report.delivered(plan.fresh)
             if info.index + 1 == info.of:
+                self._steps += 1
                 if report is not None:
                     report.used(self._epoch, self._position, plan.stop, records)
                 self._position, records = plan.stop, 0
@@ -425,6 +445,7 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
                 raise batch.to_raise()
             if report is not None:
                 report.check()
+                report.delivered(sum(taken[2] for taken in read.values()))
                 for name, (start, stop, count) in read.items():
                     report.used(lines[name], start, stop, count)
             stream.delivered(read)
@@ -510,6 +531,35 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
             return
         claim_name(link, self.name, self)
         self._report = UseReport(link, self._spec(), self._used_before(), self._resumed)
+        if self._stream is None and self._batches is None:
+            self._open_tuning(link)
+
+    def _open_tuning(self, link: JobLink) -> None:
+        """Begin with the settings that are in force in the job."""
+        terms = self._terms
+        ahead = terms.prefetch_factor or 2
+        own = LoaderConfig(micro_batch=terms.batch_size, workers=terms.num_workers, prefetch=ahead)
+        share = -(-self._global_batch // self._world().size) if self._global_batch else 0
+        self._steps = 0
+        auto = self._tune == "auto"
+        self._tuning = Tuning(self.name, own, most=share, auto=auto, link=link)
+        if self._tuning.version:
+            self._apply(self._tuning.config)
+
+    def _heed_tuning(self) -> None:
+        """Take over other settings, if this is the step at which all ranks do."""
+        if self._tuning is not None and not self._in_step:
+            config = self._tuning.at_boundary(self._steps)
+            if config is not None:
+                self._apply(config)
+
+    def _apply(self, config: LoaderConfig) -> None:
+        workers = config.workers or 0
+        self.tune(
+            batch_size=config.micro_batch,
+            num_workers=workers,
+            prefetch_factor=config.prefetch if workers else None,
+        )
 
     def _spec(self) -> DataSpec:
         if self._stream is not None:

@@ -134,6 +134,10 @@ class UseReport:
         if self._refused is not None:
             raise self._refused
 
+    def delivered(self, records: int) -> None:
+        """Count records that the script is given, for the job's speed."""
+        self._link.delivered(records)
+
     def used(self, line: int, start: int, stop: int, records: int) -> None:
         """Note positions that are handed out now; tell of them if it is time."""
         self._segments.add(line, start, stop, records, self._link.step)
