@@ -70,7 +70,7 @@ class KeptLink:
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[KeptLink]:
     kept = KeptLink()
-    monkeypatch.setattr(link._Slot, "link", kept)
+    monkeypatch.setattr(link._Installed, "link", kept)
     monkeypatch.setattr(use._Names, "open", WeakValueDictionary())
     monkeypatch.setattr(use, "TELL_EVERY_S", 1e9)
     yield kept
