@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from holdfast.data.readers.files import DataFile, OpenFile, Paths, is_remote, open_file
@@ -115,17 +115,17 @@ class ArrowFile:
 class LoadedBatch:
     """A record batch, and whether all of it was validated. If not, rows are when they are decoded."""
 
-    def __init__(self, batch: Any, is_valid: bool, is_deep: bool) -> None:
+    def __init__(self, batch: Any, is_deep: bool) -> None:
         self.batch = batch
-        self.is_valid = is_valid
-        if is_deep and not is_valid:
+        self.is_valid = False
+        if is_deep:
             self.validate()
 
     def validate(self) -> None:
         self.batch.validate(full=True)
         self.is_valid = True
 
-    def decode(self, rows: list[int]) -> list[dict[str, Any]]:
+    def decode(self, rows: Sequence[int]) -> list[dict[str, Any]]:
         if not self.is_valid:
             together = runs(rows)
             if len(together) > RUNS_VALIDATED:
@@ -140,8 +140,7 @@ class ArrowReader(IndexedReader[ArrowFile, LoadedBatch]):
     """Records of Arrow IPC files and streams: dicts of column names and Python values.
 
     `batches` is the number of record batches that each process keeps. Those of a compressed file are
-    kept decompressed. With `validate=False` records are read faster, and a corrupt file may crash the
-    process.
+    kept decompressed.
     """
 
     SUFFIXES = (".arrow", ".feather", ".ipc", ".arrows")
@@ -151,12 +150,10 @@ class ArrowReader(IndexedReader[ArrowFile, LoadedBatch]):
         paths: Paths,
         *,
         batches: int = 16,
-        validate: bool = True,
         index: str | os.PathLike[str] | None = None,
     ) -> None:
         if batches < 1:
             raise UsageError(f"batches must be at least 1, not {batches}")
-        self._validate = validate
         super().__init__(paths, index=index, blocks=batches)
 
     def _open(self, file: DataFile) -> ArrowFile:
@@ -189,7 +186,7 @@ class ArrowReader(IndexedReader[ArrowFile, LoadedBatch]):
     def _load(self, handle: ArrowFile, block: Block) -> LoadedBatch:
         handle.opened.check()
         try:
-            return LoadedBatch(handle.batch(block.place), not self._validate, handle.is_deep)
+            return LoadedBatch(handle.batch(block.place), handle.is_deep)
         except (handle.pyarrow.ArrowException, OSError, EOFError) as error:
             handle.opened.check()
             raise self._corrupt(block, error) from error
@@ -197,7 +194,7 @@ class ArrowReader(IndexedReader[ArrowFile, LoadedBatch]):
     def _still_valid(self, handle: ArrowFile) -> None:
         handle.opened.check()
 
-    def _decode(self, loaded: LoadedBatch, block: Block, rows: list[int]) -> list[Any]:
+    def _decode(self, loaded: LoadedBatch, block: Block, rows: Sequence[int]) -> list[Any]:
         try:
             return loaded.decode(rows)
         except (ValueError, OSError, LookupError, NotImplementedError, MemoryError) as error:

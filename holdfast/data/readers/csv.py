@@ -64,7 +64,7 @@ class CsvReader(IndexedReader[OpenFile, TextBlock]):
     ) -> None:
         self._dialect = CsvDialect(delimiter, quote)
         self._has_header = header is True
-        super().__init__(paths, index=index, blocks=4)
+        super().__init__(paths, index=index, blocks=0)
         self._names = self._column_names(header)
         self._types = self._types_by_column(types or {})
 
@@ -137,13 +137,13 @@ class CsvReader(IndexedReader[OpenFile, TextBlock]):
         data = read_all_of(handle, block.place, block.stop)
         return TextBlock(data, self._dialect.records(data))
 
-    def _decode(self, loaded: TextBlock, block: Block, rows: list[int]) -> list[Any]:
+    def _decode(self, loaded: TextBlock, block: Block, rows: Sequence[int]) -> list[Any]:
         records = self._decode_together(loaded, rows) if len(rows) > 1 else None
         if records is None:
             return [self._record(loaded, block, row) for row in rows]
         return records
 
-    def _decode_together(self, loaded: TextBlock, rows: list[int]) -> list[Any] | None:
+    def _decode_together(self, loaded: TextBlock, rows: Sequence[int]) -> list[Any] | None:
         """Decode records the fast way; None if one of them is broken, or of an unusual form."""
         records, names = loaded.records, self._names
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -38,7 +39,7 @@ class JsonlReader(IndexedReader[OpenFile, TextBlock]):
     SUFFIXES = (".jsonl", ".ndjson", ".json")
 
     def __init__(self, paths: Paths, *, index: str | os.PathLike[str] | None = None) -> None:
-        super().__init__(paths, index=index, blocks=4)
+        super().__init__(paths, index=index, blocks=0)
 
     def _open(self, file: DataFile) -> OpenFile:
         return open_file(file)
@@ -59,7 +60,7 @@ class JsonlReader(IndexedReader[OpenFile, TextBlock]):
         data = read_all_of(handle, block.place, block.stop)
         return TextBlock(data, lines_of(data))
 
-    def _decode(self, loaded: TextBlock, block: Block, rows: list[int]) -> list[Any]:
+    def _decode(self, loaded: TextBlock, block: Block, rows: Sequence[int]) -> list[Any]:
         lines = loaded.records
         try:
             return [_decode_fast(lines[row]) for row in rows]

@@ -119,7 +119,7 @@ class ParquetReader(IndexedReader[ParquetFile, Any]):
             handle.opened.check()
             raise self._corrupt(block, error) from error
 
-    def _decode(self, loaded: Any, block: Block, rows: list[int]) -> list[Any]:
+    def _decode(self, loaded: Any, block: Block, rows: Sequence[int]) -> list[Any]:
         try:
             return rows_of(loaded, rows)
         except UnicodeDecodeError as error:

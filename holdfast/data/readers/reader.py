@@ -14,7 +14,7 @@ import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, SupportsIndex, TypeVar
 
 from holdfast.data.readers.files import DataFile, Paths, find_files
@@ -80,7 +80,11 @@ class IndexedReader(ABC, Generic[Handle, Loaded]):
     """Endings of names that are taken from a folder."""
 
     def __init__(self, paths: Paths, *, index: str | os.PathLike[str] | None, blocks: int) -> None:
-        """Find the files and index them; `index` names a file that keeps the index for next time."""
+        """Find the files and index them.
+
+        `index` names a file that keeps the index for next time; `blocks` is the number of blocks that
+        are kept, 0 if only the last one is.
+        """
         self._blocks_cached = blocks
         files = find_files(paths, self.SUFFIXES)
         kind = f"{type(self).__name__} {self._options()}"
@@ -121,8 +125,8 @@ class IndexedReader(ABC, Generic[Handle, Loaded]):
         """Raise if what is in memory of a block may be gone; called before each use of it."""
 
     @abstractmethod
-    def _decode(self, loaded: Loaded, block: Block, rows: list[int]) -> list[Any]:
-        """Decode the rows of a block, counted from its first record."""
+    def _decode(self, loaded: Loaded, block: Block, rows: Sequence[int]) -> list[Any]:
+        """Decode rows of a block, counted from its first record; a range if they follow each other."""
 
     # ---- a map-style data set ----
 
@@ -139,13 +143,16 @@ class IndexedReader(ABC, Generic[Handle, Loaded]):
         wanted = list(map(operator.index, indices))
         if not wanted:
             return []
-        if min(wanted) < 0 or max(wanted) >= self._index_of_records.records:
-            wanted = [self._checked(index) for index in wanted]
+        low, high = min(wanted), max(wanted)
+        if low < 0 or high >= self._index_of_records.records:
+            return self.__getitems__([self._checked(index) for index in wanted])
         block, _, loaded = self._block_of(wanted[0])
-        if block.first <= min(wanted) and max(wanted) <= block.last:
-            first = block.first
-            return self._decode(loaded, block, [record - first for record in wanted])
-        return self._from_blocks(wanted)
+        first = block.first
+        if low < first or high > block.last:
+            return self._from_blocks(wanted)
+        if wanted == list(range(low, low + len(wanted))):
+            return self._decode(loaded, block, range(low - first, high - first + 1))
+        return self._decode(loaded, block, [record - first for record in wanted])
 
     def _from_blocks(self, wanted: list[int]) -> list[Any]:
         order = sorted(range(len(wanted)), key=wanted.__getitem__)
@@ -198,10 +205,11 @@ class IndexedReader(ABC, Generic[Handle, Loaded]):
             if handle is None:
                 handle = self._open(self._index_of_records.files[block.file])
                 opened.handles.add(block.file, handle)
-            loaded = opened.blocks.get(block.number)
+            loaded = opened.blocks.get(block.number) if self._blocks_cached else None
             if loaded is None:
                 loaded = self._load(handle, block)
-                opened.blocks.add(block.number, loaded)
+                if self._blocks_cached:
+                    opened.blocks.add(block.number, loaded)
             last = opened.last = (block, handle, loaded)
         self._still_valid(last[1])
         return last

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from holdfast.errors import DataError
@@ -16,17 +17,17 @@ def import_pyarrow(of: str) -> Any:
     return pyarrow
 
 
-def rows_of(table: Any, rows: list[int]) -> list[dict[str, Any]]:
+def rows_of(table: Any, rows: Sequence[int]) -> list[dict[str, Any]]:
     """Decode some rows of a table or record batch."""
-    together = runs(rows)
-    chosen = table.slice(*together[0]) if len(together) == 1 else table.take(rows)
+    is_run = isinstance(rows, range) or len(rows) == 1
+    chosen = table.slice(rows[0], len(rows)) if is_run else table.take(rows)
     records: list[dict[str, Any]] = chosen.to_pylist()
     return records
 
 
-def runs(rows: list[int]) -> list[tuple[int, int]]:
+def runs(rows: Sequence[int]) -> list[tuple[int, int]]:
     """Divide rows into runs that follow each other: the first row of each, and their number."""
-    if rows == list(range(rows[0], rows[0] + len(rows))):
+    if isinstance(rows, range):
         return [(rows[0], len(rows))]
     found: list[tuple[int, int]] = []
     for row in rows:

@@ -13,7 +13,7 @@ import os
 import re
 import tarfile
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from holdfast.data.readers.files import (
@@ -69,7 +69,7 @@ class TarReader(IndexedReader[OpenFile, bytes]):
         index: str | os.PathLike[str] | None = None,
     ) -> None:
         self._decoders = dict(decoders or {})
-        super().__init__(paths, index=index, blocks=1)
+        super().__init__(paths, index=index, blocks=0)
 
     def _open(self, file: DataFile) -> OpenFile:
         return open_file(file)
@@ -99,7 +99,7 @@ class TarReader(IndexedReader[OpenFile, bytes]):
         handle.check()
         return read_all_of(handle, block.place, block.stop)
 
-    def _decode(self, loaded: bytes, block: Block, rows: list[int]) -> list[Any]:
+    def _decode(self, loaded: bytes, block: Block, rows: Sequence[int]) -> list[Any]:
         sample = self._sample(loaded, block)
         return [sample, *(self._sample(loaded, block) for _ in rows[1:])]
 
