@@ -63,10 +63,12 @@ class LeasedShard:
 
     @property
     def is_stream(self) -> bool:
+        """Whether it is of a stream."""
         return self._client.spec.size is None
 
     @property
     def epoch(self) -> int:
+        """Epoch that it belongs to, from 0; 0 for a stream."""
         return 0 if self.is_stream else self._span.line
 
     @property
@@ -89,13 +91,14 @@ class LeasedShard:
 
     @property
     def stop(self) -> int:
+        """The position, or offset, after its last one."""
         return self._span.stop
 
     @property
     def records(self) -> Sequence[int]:
         """Numbers of its records, in the order in which they are to be used. Reading this counts
         nothing as used: `advance` does, or `finish`."""
-        return self._client.records_of(self._span)
+        return self._client._records_of(self._span)
 
     def __iter__(self) -> Iterator[int]:
         for record in self.records[self._at - self._span.start :]:
@@ -103,7 +106,7 @@ class LeasedShard:
             yield record
 
     def advance(self, records: int) -> None:
-        """Count the next records as used."""
+        """Count the next `records` as used."""
         if not self._open:
             raise UsageError(f"{self!r} was finished, failed or given back before")
         if not 0 <= records <= self._span.stop - self._at:
@@ -126,8 +129,8 @@ class LeasedShard:
             self._close()
 
     def fail(self, error: BaseException | str) -> None:
-        """Report that this shard cannot be read or processed: it will be lent again, but for what
-        earlier steps have used of it."""
+        """Report that this shard cannot be read or processed, with the `error`: it will be lent again,
+        but for what earlier steps have used of it."""
         if self._open:
             self._at = self._safe
             self._close(_sentence(error))
@@ -135,7 +138,7 @@ class LeasedShard:
     def _close(self, error: str = "") -> None:
         self._open = False
         rest = Span(self._span.line, self._at, self._span.stop)
-        self._client.shard_closed(self, rest, error)
+        self._client._shard_closed(self, rest, error)
 
     @property
     def used(self) -> Used:
@@ -167,6 +170,7 @@ class ShardClient:
     - `shard`: records of a shard.
     - `epochs`: passes over the data; 0 for no end. `sub_epochs`: parts of an epoch.
     - `shuffle`: True shuffles all records of an epoch, "shards" only the shards, False nothing.
+      `seed`: the order of every epoch follows from it.
     - `task`: "training", "evaluation" or "prediction"; shown in reports.
     - `exact`: whether what was used is part of the model's state; by default for training.
     - `failures`, `skip`: failures of one shard at which it is given up; then the job stops, or, with
@@ -221,6 +225,7 @@ class ShardClient:
 
     @property
     def name(self) -> str:
+        """Name of the data set."""
         return self.spec.name
 
     # ---- taking shards ----
@@ -256,7 +261,7 @@ class ShardClient:
             yield from shard
 
     def batches(self, size: int) -> Iterator[list[int]]:
-        """Yield record numbers in lists of that size; the last one may be shorter."""
+        """Yield record numbers in lists of `size`; the last one may be shorter."""
         batch: list[int] = []
         for record in self.records():
             batch.append(record)
@@ -286,7 +291,7 @@ class ShardClient:
 
     # ---- for shards ----
 
-    def records_of(self, span: Span) -> Sequence[int]:
+    def _records_of(self, span: Span) -> Sequence[int]:
         if self.spec.size is None:
             return range(span.start, span.stop)
         order = self._orders.get(span.line)
@@ -297,7 +302,7 @@ class ShardClient:
             self._orders = {span.line: order}
         return order.records(range(span.start, span.stop))
 
-    def shard_closed(self, shard: LeasedShard, rest: Span, error: str) -> None:
+    def _shard_closed(self, shard: LeasedShard, rest: Span, error: str) -> None:
         """Report what was used of a shard, and what became of the rest."""
         self._open.remove(shard)
         lender, used = self._begun(), shard.used
@@ -332,7 +337,7 @@ class ShardClient:
         }
 
     def merge_state_dicts(self, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return the state of all ranks, of the state of each."""
+        """Return the state of all ranks; `parts` are the states of each of them."""
         used = SpanSet()
         for part in parts:
             used.update(self._checked_state(part))
@@ -345,7 +350,7 @@ class ShardClient:
         return {**parts[0], "rank": 0, "of": 1, "used": used.pack()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state: nothing that was used before is lent again."""
+        """Go on from a `state` of all ranks: nothing that was used before is lent again."""
         used = self._checked_state(state)
         if state["of"] > 1:
             raise DataError(
@@ -357,7 +362,7 @@ class ShardClient:
         self._used, self._restored = used, "whole"
 
     def load_part(self, state: dict[str, Any] | None) -> None:
-        """Go on from what another rank restores; None if this rank saved no part of it."""
+        """Go on from what rank 0 restores; the `state` is this rank's part of it, None without one."""
         if state is not None:
             self._checked_state(state)
         self._forget()

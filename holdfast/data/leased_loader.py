@@ -81,8 +81,10 @@ class _Draws(torch_data.Sampler[list[int]]):  # type: ignore[misc]
 class LeasedLoader:
     """Batches of a map-style data set, of the shards that this rank is lent.
 
-    The other arguments are those of torch's DataLoader. Batches before a wait for other ranks, and the
-    last one, may be smaller.
+    - `client`: the `ShardClient` that is lent the shards; it belongs into the checkpoint.
+    - `dataset`: anything that torch's DataLoader takes as a map-style data set.
+    - `batch_size`: records of a batch; the last one before a wait for other ranks may be smaller.
+    - `arguments`: as in torch's DataLoader: num_workers, collate_fn, pin_memory and so on.
     """
 
     def __init__(

@@ -20,8 +20,9 @@ from holdfast.messages.requests import OpenData
 from holdfast.messages.spans import SpanSet
 from holdfast.messages.units import StepNumber
 
-TELL_EVERY_S = 1.0
-TELL_AT_SAVE_AFTER_S = 0.2
+TELL_EVERY_S = 0.1
+"""The agent reports less often; but what a process has not told dies with it."""
+TELL_AT_SAVE_AFTER_S = 0.02
 
 
 class Segments:

@@ -72,7 +72,8 @@ def test_each_record_is_used_once_though_ranks_and_the_coordinator_die(
     assert used(run) == [0, 2 * RECORDS]
     proof = audit(run)
     assert proof.returncode == 0, proof.stdout + proof.stderr
-    assert "each position once" in proof.stdout
+    assert "exact" in proof.stdout
+    assert "epoch 1: 20,000 once" in proof.stdout
 
 
 @pytest.mark.parametrize("sharing", SHARINGS)
@@ -87,6 +88,7 @@ def test_each_record_is_used_once_when_nodes_come_and_go(
     for other in (second, third):
         other.job, other.job_home = first.job, first.job_home
     start(first, sharing, *meet, nproc=1)
+    first.until(lambda job: job.membership.count() == 1, "the first node, with the coordinator")
     start(second, sharing, *meet, nproc=1)
     first.until(lambda job: len(job.ranks) == 2 and not job.unstepped, "two nodes")
     reach(first, 30)
@@ -128,7 +130,7 @@ def test_a_script_that_does_not_save_its_position_is_found_out(run: Run) -> None
     assert run.code(90) == 0
     proof = audit(run)
     assert proof.returncode == 1
-    assert "twice" in proof.stdout
+    assert "used 2 times: positions 0 to" in proof.stdout
 
 
 PREDICTING = """
