@@ -35,6 +35,16 @@ class Cluster:
     port: int = field(default_factory=free_port)
     nodes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
+    def start_all(self, nodes: int) -> None:
+        """Start nodes, the first with the coordinator."""
+        self.start()
+        home = self.folder / "home" / "jobs" / self.job / "job.json"
+        deadline = time.monotonic() + LIMIT_S
+        while not home.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for _ in range(nodes - 1):
+            self.start()
+
     def start(self) -> None:
         """Start one more node."""
         flags = ["--nproc-per-node", "1", "--nnodes", "1:4", "--job", self.job]
@@ -104,9 +114,8 @@ def trial(folder: Path, sharing: str, seed: int, records: int, epochs: int) -> t
     words = [f"--records={records}", f"--epochs={epochs}", f"--batch={BATCH}"]
     words += [f"--sharing={sharing}", f"--folder={folder}", f"--workers={2 * (seed % 2)}"]
     cluster = Cluster(folder, f"count-{sharing}-{seed}", [str(SCRIPT), *words])
-    for _ in range(4):
-        cluster.start()
     try:
+        cluster.start_all(4)
         faults = _play(cluster, dice, records * epochs // BATCH)
         codes = cluster.codes()
     finally:

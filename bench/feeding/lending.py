@@ -37,7 +37,7 @@ from holdfast.messages.units import Rank, StepNumber, Time
 SPEC = DataSpec(name="bench", sharing="leases", size=1 << 40, shard=100, epochs=1, exact=False)
 AT_ONCE = 64
 """Shards that a worker takes at a time."""
-SCRIPT = Path(__file__).parent.parent / "scripts" / "leasing.py"
+SCRIPT = Path(__file__).parent.parent / "scripts" / "shard_each_step.py"
 
 
 class LeasingNode(scale.Node):

@@ -1,6 +1,6 @@
 """Takes a shard each step of ten milliseconds, and notes how long it waited for them.
 
-leasing.py STEPS FOLDER
+shard_each_step.py STEPS FOLDER
 """
 
 from __future__ import annotations
