@@ -210,7 +210,7 @@ def test_two_data_sets_of_one_name_are_refused(run: Run) -> None:
 
 
 def test_a_loader_is_tuned_at_the_same_step_on_all_ranks_and_stays_exact(run: Run) -> None:
-    start(run, "lockstep")
+    start(run, "lockstep", records=5 * RECORDS)
     reach(run, 20)
     command = [sys.executable, "-m", "holdfast", "tune", run.job, "--micro-batch", "20"]
     env = {key: value for key, value in run.env.items() if key != "HOLDFAST_TEST_ID"}
@@ -218,10 +218,10 @@ def test_a_loader_is_tuned_at_the_same_step_on_all_ranks_and_stays_exact(run: Ru
         [*command, "--workers", "1"], env=env, capture_output=True, text=True, timeout=60
     )
     assert tuned.returncode == 0, tuned.stderr
-    reach(run, 150)
+    reach(run, step(run) + 100)
     run.kill_rank(1)
     assert run.code(90) == 0
-    assert used(run) == [0, RECORDS]
+    assert used(run) == [0, 5 * RECORDS]
     steps = json.loads((run.folder / "result.json").read_text())["steps"]
-    assert steps > RECORDS // (2 * BATCH) * 2, "most steps had the smaller batches"
+    assert steps > 1.2 * 5 * RECORDS / (2 * BATCH), "some steps had the smaller batches"
     assert audit(run).returncode == 0
