@@ -252,6 +252,8 @@ class SimRank:
             self.agent.later(0.0, self.hear, local.ScriptFinished())
         elif self.stuck != AT_EXIT:
             self.agent.cluster.training.break_(self.round)
+            if code == 0:
+                self.round.left[self.rank] = None
         end = Exit(code, signal)
         self.gone(end, oom)
         self.agent.later(0.0, lambda: self.on_exit(end))

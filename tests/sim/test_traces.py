@@ -30,8 +30,8 @@ BY_CHANCE = {"CommitCheckpoint", "CheckpointWritten"}
 WHEN_SLOW = {"WorkersKilled"}
 SPACING_S = 45.0
 AWAY = Schedule(rates={}, away_s=(10.0, 10.0))
-"""A host is away for longer than it takes until its silence is noticed and the others have stopped: that
-the next round begins without it does not depend on timing."""
+"""A host is away until its silence was noticed and the others have stopped, however long that takes:
+the next round begins without it."""
 
 
 def a_rank(cluster, host):
