@@ -51,6 +51,7 @@ from holdfast.errors import JobUnknown
 from holdfast.kernel import keep_alive
 from holdfast.messages.actions import (
     Announce,
+    Answered,
     AnyAction,
     CloseJob,
     Diagnose,
@@ -138,7 +139,9 @@ class Coordinator:
     """Nodes that the core is about to lose: they get no lease any more."""
     _returning: Counter[NodeId] = field(default_factory=Counter)
     """Nodes that have a new stream, and the core has not yet heard so: what it orders meanwhile is as
-    lost as the old stream. It takes them to know nothing of it, and says again what still holds."""
+    lost as the old stream. It takes them to know nothing of it, and says again what still holds. Only
+    answers go out: the agent takes a request that was not acknowledged when it was welcomed to be on
+    its way, and does not ask again."""
     _raised_to_s: Seconds = 0.0
     """The silence that was last asked for."""
     _remembered: Memory | None = None
@@ -239,7 +242,8 @@ class Coordinator:
         elif isinstance(action, Announce):
             log.warning("%s", action.text)
         elif action.node:
-            if action.node in self._streams and self._returning[action.node] <= 0:
+            heard_of = self._returning[action.node] <= 0 or isinstance(action, Answered)
+            if action.node in self._streams and heard_of:
                 self._streams[action.node].send(action)
         else:  # A fault that befalls the coordinator.
             asyncio.get_running_loop().call_soon(_die)

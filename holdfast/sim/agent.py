@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.agent.processes import Exit
 from holdfast.agent.requests import ScriptRequests
+from holdfast.agent.shards import NodeShards
 from holdfast.clock import JobClock
 from holdfast.core.leases import lease_s
 from holdfast.messages import actions, local
-from holdfast.messages.actions import Finish, LendShards, NodeAction, StartWorkers, StopWorkers
+from holdfast.messages.actions import Finish, NodeAction, StartWorkers, StopWorkers
 from holdfast.messages.events import (
     AnyEvent,
     NodeJoined,
@@ -33,7 +34,7 @@ from holdfast.messages.events import (
 )
 from holdfast.messages.exits import EXIT_TRY_AGAIN
 from holdfast.messages.records import NodeSpec, Part, Raised, RankProgress
-from holdfast.messages.requests import FindState
+from holdfast.messages.requests import FindState, OpenData, TakeShards
 from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, Time
 from holdfast.messages.wire import (
     PROTOCOL,
@@ -46,7 +47,6 @@ from holdfast.messages.wire import (
     Welcome,
 )
 from holdfast.sim import look
-from holdfast.sim.data import SimShards
 from holdfast.sim.keeper import SimKeeper
 from holdfast.sim.network import BEAT_S, Downward, SimStream, Upward
 from holdfast.sim.nodecheck import SimTester
@@ -114,7 +114,6 @@ class SimAgent:
         self.port = cluster.next_port()
         self.keeper = SimKeeper(self)
         self.tester = SimTester(self)
-        self.shards = SimShards(self)
 
     # ---- what its kinds do in their own way ----
 
@@ -205,10 +204,7 @@ class SimAgent:
             self.finishing = order
         if isinstance(order, StartWorkers) and self.finishing is None:
             self.cluster.invariants.part_offered(self, order.part)
-        if isinstance(order, LendShards):
-            self.shards.lent(order)
-        else:
-            self.run(self.act, order)
+        self.run(self.act, order)
 
     def _welcomed(self, stream: SimStream, welcome: Welcome) -> None:
         self.acked(welcome.acked)
@@ -388,7 +384,9 @@ class LightAgent(SimAgent):
         self._slowest_stop_s: Seconds | None = None
         self._told_steps = 0
         self._raised: dict[Rank, Raised] = {}
-        self._requests = ScriptRequests(node, AgentClock(self), self.say, self._reply)
+        parts = (node, AgentClock(self), self.say, self._reply)
+        self._requests = ScriptRequests(*parts)
+        self._shards = NodeShards(*parts, now=lambda: self.clock.now)
 
     @property
     def round(self) -> RoundNumber:
@@ -407,6 +405,8 @@ class LightAgent(SimAgent):
             self._stop(order)
         elif isinstance(order, actions.Answered):
             self._requests.answered(order)
+        elif isinstance(order, actions.LendShards):
+            self._shards.lent(order)
         elif isinstance(order, actions.Examine):
             self.tell(EvidenceTaken(examination=order.examination, evidence=()))
         elif isinstance(order, actions.TestNode) and not isinstance(self._stopping, Finish):
@@ -418,6 +418,7 @@ class LightAgent(SimAgent):
 
     def resumed(self, sent: list[AnyEvent]) -> None:
         self._requests.ask_again(sent)
+        self._shards.ask_again()
 
     def _reply(self, rank: Rank, message: local.ScriptReply) -> None:
         if rank in self.ranks:
@@ -434,6 +435,7 @@ class LightAgent(SimAgent):
         self._starting = True
         self.tester.end()
         self.keeper.begin_round(part)
+        self._shards.begin_round(part)
         self.running = self.cluster.training.join(self, part)
         self.later(self.chance.start_s(self.warm), self._hand_over, part, self.running)
 
@@ -473,13 +475,23 @@ class LightAgent(SimAgent):
             self.keeper.whole(one.rank, message)
         elif isinstance(message, local.ImageMissed):
             self.keeper.missed(one.rank, message)
+        elif isinstance(message, local.DataUsed):
+            self._shards.heard(one.rank, message)
         elif isinstance(message, local.Ask):
-            round, rank, request = self._round, one.rank, message.request
-            if isinstance(request, FindState) and request.tried is None and rank == 0:
-                ask = lambda: self._requests.ask(round, rank, message)  # noqa: E731
-                self.keeper.look(round, request.checkpointer, ask)
-            else:
-                self._requests.ask(round, rank, message)
+            self._asked(one.rank, message)
+
+    def _asked(self, rank: Rank, message: local.Ask) -> None:
+        round, request = self._round, message.request
+        if isinstance(request, TakeShards):
+            self._shards.ask(rank, message)
+            return
+        if isinstance(request, OpenData):
+            self._shards.opened(request.spec)
+        if isinstance(request, FindState) and request.tried is None and rank == 0:
+            ask = lambda: self._requests.ask(round, rank, message)  # noqa: E731
+            self.keeper.look(round, request.checkpointer, ask)
+        else:
+            self._requests.ask(round, rank, message)
 
     # ---- progress ----
 
@@ -493,6 +505,7 @@ class LightAgent(SimAgent):
         """Tell how far its ranks have come, now and then."""
         if round is self.running and self.ranks:
             self._tell_progress()
+            self._shards.look()
             self.later(self.cluster.settings.report_s, self._sample, round)
 
     def _tell_progress(self) -> None:
@@ -514,6 +527,7 @@ class LightAgent(SimAgent):
         (progress,) = self._progress([one.rank], one.seen_until())
         self._ended.append(progress)
         self._requests.forget(one.rank)
+        self._shards.forget(one.rank)
         event = WorkerExited(
             at=self.at(),
             node=self.node,
@@ -554,6 +568,7 @@ class LightAgent(SimAgent):
         self._ended += self._progress(list(self.ranks))
         for one in list(self.ranks.values()):
             self._requests.forget(one.rank)
+            self._shards.forget(one.rank)
             one.gone(Exit(signal=15))
         self._stopped(self._stopping)
 

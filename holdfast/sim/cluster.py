@@ -48,7 +48,7 @@ SUPERVISED_UP_TO = 64
 LIVE_WITHIN_S: Seconds = 240.0
 """After everything is healed, training must advance within this time."""
 
-PROOFS: dict[str, Proof] = {"stopped": "stopped", "gil": "gil"}
+PROOFS: dict[str, Proof] = {"stopped": "stopped", "gil": "gil", "left": "left"}
 """What an examination can prove of a stuck rank, by how it is stuck."""
 GROUP_TIMEOUT_S: Seconds = 180.0
 """Process group timeout of the simulated script."""
@@ -242,6 +242,9 @@ class Cluster:
         ranks = {rank: one for agent in agents for rank, one in agent.ranks.items()}
         hung = {rank: one.stuck for rank, one in sorted(ranks.items()) if one.stuck}
         stuck = {rank: how for rank, how in hung.items() if how != AT_EXIT}
+        round = self.training.rounds.get(asked.round)
+        if not stuck and round is not None:
+            stuck = {rank: "left" for rank in asked.finished if rank in round.left}
         proofs: set[Proof | None] = {PROOFS.get(how) for how in stuck.values()}
         since = min((one.round.stands_since for one in ranks.values()), default=now)
         return VerdictReached(

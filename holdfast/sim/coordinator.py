@@ -25,6 +25,7 @@ from holdfast.core.job import Job
 from holdfast.core.leases import Leases
 from holdfast.core.replay import Entry, Intake, JobSnapshot, replay
 from holdfast.messages.actions import (
+    Answered,
     AnyAction,
     CloseJob,
     CoordinatorAction,
@@ -377,7 +378,8 @@ class SimCoordinator:
 
     def _send(self, action: NodeAction) -> None:
         stream = self.streams.get(action.node)
-        if stream is not None and self._returning[action.node] <= 0:
+        heard_of = self._returning[action.node] <= 0 or isinstance(action, Answered)
+        if stream is not None and heard_of:
             self.cluster.network.send_down(stream, action)
 
     def _acknowledge(self, fresh: list[tuple[AnyEvent, NodeId | None, int]]) -> None:

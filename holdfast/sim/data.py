@@ -1,12 +1,10 @@
 """Simulates how scripts use data sets, and checks that each record is used once.
 
-Two data sets are used in a job with checkpoints. Of the leased one, each rank uses some shards of its
-node just before a save, and some just after it: those are undone by a restore. The one in lockstep
-advances with each step. What a checkpoint would contain of either is kept by round and step, and given
-to the coordinator when a round has restored it.
-
-`SimShards` is a node's side of leasing: what it was lent, and which reports the coordinator may not
-have heard yet.
+Two data sets are used in a job with checkpoints. Of the leased one, each rank uses some of the shards
+that it took from its agent just before a save, and some just after it: those are undone by a restore.
+The one in lockstep advances with each step. What a checkpoint would contain of either is kept by round
+and step, and given to the coordinator when a round has restored it. Scripts are simulated; a node's
+stock of shards (`holdfast.agent.shards`) is the real one.
 """
 
 from __future__ import annotations
@@ -15,97 +13,37 @@ from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING
 
-from holdfast.core.shards import grid
-from holdfast.messages.actions import LendShards
-from holdfast.messages.data import DataSpec, Span, Used, UsedBy
-from holdfast.messages.events import ShardsReported
-from holdfast.messages.requests import AnyAnswer, DataOpened, Denied, OpenData
+from holdfast.messages.data import DataSpec, Span, Used
+from holdfast.messages.local import DataUsed
+from holdfast.messages.requests import (
+    AnyAnswer,
+    DataOpened,
+    Denied,
+    OpenData,
+    ShardsTaken,
+    TakeShards,
+)
 from holdfast.messages.spans import SpanSet
 from holdfast.messages.units import Rank, RoundNumber, StepNumber
 from holdfast.sim import look
 
 if TYPE_CHECKING:
-    from holdfast.sim.agent import SimAgent
     from holdfast.sim.cluster import Cluster
     from holdfast.sim.rank import SimRank
     from holdfast.sim.training import SimRound
 
-OPENING = 5
-"""Channel of the script's thread that opens the data sets."""
+OPENING, TAKING = 5, 6
+"""Channels of the script's threads that open the data sets, and take shards."""
 MICRO_BATCH = 3
 SHARDS = 300
 """Shards of an epoch, where the number of records is given."""
-AHEAD = 2
-"""Shards that a node wants for each of its ranks."""
+MOST_AT_ONCE = 4
+"""Shards that a rank takes at once."""
 
 Mark = tuple[int, int]
 """Epoch and position that a round in lockstep has come to."""
 Save = tuple[RoundNumber, int]
 """Round and step of a checkpoint."""
-
-
-class SimShards:
-    """The shards that one node has."""
-
-    def __init__(self, agent: SimAgent) -> None:
-        self.agent = agent
-        self._round = RoundNumber(0)
-        self._held = SpanSet()
-        self._unheard: list[ShardsReported] = []
-        self._number = 0
-        self.finished = False
-
-    def _renew(self) -> None:
-        if self._round != self.agent.round:
-            self._round, self._number = self.agent.round, 0
-            self._held, self._unheard, self.finished = SpanSet(), [], False
-
-    def lent(self, order: LendShards) -> None:
-        """Take what is new to the node: not what it has, nor what it has said to be used."""
-        self._renew()
-        if order.round != self._round:
-            return
-        self.finished = self.finished or order.finished
-        self._unheard = [one for one in self._unheard if one.number > order.heard]
-        known = self._held.copy()
-        for report in self._unheard:
-            for span in (*(one.used.span for one in report.used), *report.returned):
-                known.add(span)
-        for span in order.spans:
-            for part in known.without(span):
-                self._held.add(part)
-
-    def take(self, spec: DataSpec, shards: int) -> list[Span]:
-        """Take the lowest shards for a rank."""
-        self._renew()
-        found: list[Span] = []
-        while shards > 0 and self._held.lines:
-            line = min(self._held.lines)
-            start, stop = self._held.lines[line][:2]
-            reached, _ = grid.advance(spec, start, stop, 1)
-            found.append(Span(line, start, reached))
-            self._held.remove(found[-1])
-            shards -= 1
-        return found
-
-    def report(
-        self, spec: DataSpec, used: list[UsedBy], returned: list[Span], want: int = 0
-    ) -> None:
-        self._renew()
-        self._number += 1
-        event = ShardsReported(
-            at=self.agent.at(),
-            node=self.agent.node,
-            round=self._round,
-            dataset=spec.name,
-            number=self._number,
-            want=want,
-            used=tuple(used),
-            returned=tuple(returned),
-        )
-        if spec.sharing == "leases":
-            self._unheard.append(event)
-        self.agent.say(event)
 
 
 class SimData:
@@ -164,15 +102,22 @@ class SimData:
         def opened_lockstep(answer: AnyAnswer) -> None:
             if self._is_open(answer):
                 one.has_data = True
-                if one.rank == min(one.agent.ranks):
-                    one.agent.shards.report(self.leased, [], [], self._wanted)
+                self._take(one)
                 then()
 
         one.ask(OPENING, leased, opened_leased)
 
-    @property
-    def _wanted(self) -> int:
-        return AHEAD * self._cluster.settings.slots
+    def _take(self, one: SimRank) -> None:
+        """Have a rank take shards, for when it uses some."""
+
+        def taken(answer: AnyAnswer) -> None:
+            if isinstance(answer, ShardsTaken):
+                one.shards += answer.spans
+                if not answer.spans:
+                    self._check_finished(self._used[one.round.number])
+
+        count = Random(f"{one.agent.node} {one.rank} {len(one.shards)}").randint(1, MOST_AT_ONCE)
+        one.ask(TAKING, TakeShards(dataset=self.leased.name, count=count), taken)
 
     def _is_open(self, answer: AnyAnswer) -> bool:
         denied = isinstance(answer, Denied) and answer.reason == "data set"
@@ -208,19 +153,20 @@ class SimData:
         for one in list(round.ranks.values()):
             if not one.has_data:
                 continue
-            shards, rng = one.agent.shards, Random(f"{one.agent.node} {one.rank} {step}")
-            spans = shards.take(self.leased, rng.randrange(4))
+            rng = Random(f"{one.agent.node} {one.rank} {step}")
+            few = rng.randint(0, MOST_AT_ONCE)
+            spans, one.shards = one.shards[:few], one.shards[few:]
             back = spans[len(spans) - (rng.random() < 0.1) :]
             used = []
             for span in spans[: len(spans) - len(back)]:
                 again = truth.within(span)
                 demand(not again, f"{again} was used twice in round {round.number}")
                 truth.add(span)
-                records = span.stop - span.start
-                used.append(UsedBy(one.rank, Used(span, step, step, records)))
-            shards.report(self.leased, used, back, self._wanted)
-            if shards.finished:
-                self._check_finished(truth)
+                used.append(Used(span, step, step, span.stop - span.start))
+            if spans:
+                name = self.leased.name
+                one.tell(DataUsed(dataset=name, used=tuple(used), returned=tuple(back)))
+            self._take(one)
 
     def _check_finished(self, truth: SpanSet) -> None:
         self.finished += 1
@@ -240,8 +186,7 @@ class SimData:
                 since = self._told.get((round.number, one.rank), base)
                 used = self._stretches(round.number, since, step)
                 self._told[round.number, one.rank] = step
-                told = [UsedBy(one.rank, each) for each in used]
-                one.agent.shards.report(self.lockstep, told, [])
+                one.tell(DataUsed(dataset=self.lockstep.name, used=tuple(used)))
 
     def _mark_at(self, number: RoundNumber, step: int) -> Mark:
         base, (line, position) = self._begun[number]

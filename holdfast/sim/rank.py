@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from holdfast.agent.processes import Exit
 from holdfast.messages import local, requests
 from holdfast.messages.checkpoints import CheckpointerId, Tier, Tried
+from holdfast.messages.data import Span
 from holdfast.messages.local import FromWorker, ScriptReply
 from holdfast.messages.records import Raised
 from holdfast.messages.requests import (
@@ -74,6 +75,8 @@ class SimRank:
         """How the process does not move: "stopped", or by its script a "hang", "gil" or "loop"."""
         self.has_data = False
         """It knows what was used of its data sets."""
+        self.shards: list[Span] = []
+        """Shards that it has taken and not used."""
         self._stopping = False
         self._offer = (0, RoundNumber(0))
         """Step and round of the state that it was last told to load."""
@@ -252,6 +255,8 @@ class SimRank:
             self.agent.later(0.0, self.hear, local.ScriptFinished())
         elif self.stuck != AT_EXIT:
             self.agent.cluster.training.break_(self.round)
+            if code == 0:
+                self.round.left[self.rank] = None
         end = Exit(code, signal)
         self.gone(end, oom)
         self.agent.later(0.0, lambda: self.on_exit(end))

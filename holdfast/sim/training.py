@@ -50,6 +50,8 @@ class SimRound:
     """First ranks of the parts that agents took on."""
     ranks: dict[Rank, SimRank] = field(default_factory=dict)
     """Ranks that have a process now."""
+    left: dict[Rank, None] = field(default_factory=dict)
+    """Ranks that exited with 0 before their scripts had ended."""
     started: int = 0
     ready: int = 0
     """Ranks that have restored what there was to restore."""

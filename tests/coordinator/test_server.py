@@ -15,6 +15,7 @@ import pytest
 from serving import Peer, Served, hello, joined, run, served, stepped
 
 from holdfast import tasks
+from holdfast.clock import JobClock
 from holdfast.coordinator import stream as streams
 from holdfast.coordinator.journal import replay
 from holdfast.core import leases, report
@@ -22,11 +23,12 @@ from holdfast.core.job import Job
 from holdfast.core.leases import Leases
 from holdfast.core.ranks.events import RanksMachine
 from holdfast.core.replay import TRIES
-from holdfast.messages.actions import Finish, StartWorkers, StopWorkers
+from holdfast.messages.actions import Answered, Finish, StartWorkers, StopWorkers
 from holdfast.messages.chaos import Trap
 from holdfast.messages.checkpoints import ImageId, SnapshotId
 from holdfast.messages.events import (
     AnyEvent,
+    Asked,
     FaultTold,
     HealthFound,
     ImagesHeld,
@@ -41,6 +43,7 @@ from holdfast.messages.events import (
 )
 from holdfast.messages.health import HealthResult
 from holdfast.messages.records import RankProgress, Terms
+from holdfast.messages.requests import CountKeys
 from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber, Time
 from holdfast.messages.wire import Ack, Beat, Lease, Rejected, Sent, Welcome
 from holdfast.wire import framing
@@ -513,6 +516,30 @@ def test_an_agent_that_comes_back_takes_over_from_its_older_stream(tmp_path: Pat
             newer.send(Sent(number=2, event=stepped(5)))
             assert await newer.hear_a(Ack) == Ack(number=2)
             assert here.job.membership.absent == {}
+
+    run(scenario())
+
+
+def test_a_request_that_came_together_with_a_new_stream_is_answered(tmp_path: Path) -> None:
+    """The agent sends it again, which is no news, and does not ask again."""
+
+    async def scenario() -> None:
+        async with served(tmp_path / "journal.db") as here:
+            older, newer = await here.join(), await here.connect()
+            asked = Asked(
+                at=Time(JobClock().now()),
+                node=NodeId("good"),
+                round=RoundNumber(1),
+                rank=Rank(0),
+                channel=0,
+                number=1,
+                request=CountKeys(),
+            )
+            older.send(Sent(number=2, event=asked))
+            newer.send(hello(round=RoundNumber(1), busy=True, stream=2))
+            assert (await newer.hear_a(Welcome)).acked == 1
+            newer.send(Sent(number=2, event=asked))
+            assert (await newer.hear_a(Answered)).number == 1
 
     run(scenario())
 

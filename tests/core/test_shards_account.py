@@ -163,6 +163,23 @@ def test_a_checkpoint_from_before_the_epochs_that_are_only_counted_undoes_them_t
     assert job.account().whole_lines == 15
 
 
+def test_a_checkpoint_undoes_epochs_that_were_used_and_folded_in_the_step_after_it() -> None:
+    spec = replace(SPEC, size=1, epochs=0)
+    job = Lender("a")
+    job.open_all(spec)
+    for epoch in range(12):
+        assert job.lend("a") == [(epoch, 0, 1)]
+        job.use("a", (epoch, 0, 1), step=4 if epoch < 2 else 5)
+    assert job.account().whole_lines == 8
+    job.break_round()
+    job.open_all(spec, "whole", used=packed((0, 0, 1), (1, 0, 1)), step=5)
+    assert job.account().whole_lines == 2
+    for epoch in range(2, 12):
+        assert job.lend("a") == [(epoch, 0, 1)]
+        job.use("a", (epoch, 0, 1), step=5)
+    assert job.account().sound
+
+
 def test_folded_epochs_that_are_used_again_are_used_twice() -> None:
     spec = replace(LOCKSTEP, size=10, epochs=0)
     job = Lender("a")

@@ -2,10 +2,10 @@
 
 import pytest
 
+from holdfast.agent.shards import HeldShards
 from holdfast.messages.data import Span
 from holdfast.sim import look
 from holdfast.sim.cluster import Cluster
-from holdfast.sim.data import SimShards
 from holdfast.sim.invariants import Violated
 from holdfast.sim.shapes import sharing
 
@@ -40,13 +40,13 @@ def test_the_sweep_resizes_worlds_restarts_coordinators_and_uses_data_up():
 
 def test_an_agent_that_forgets_what_it_has_reported_is_found_out(monkeypatch):
     """What was lent is said again to an agent that comes back, before its last report is heard."""
-    lent = SimShards.lent
+    add = HeldShards.add
 
-    def forgetful(self, order):
-        self._unheard = []
-        lent(self, order)
+    def forgetful(self, spans, heard):
+        self.unheard.clear()
+        add(self, spans, heard)
 
-    monkeypatch.setattr(SimShards, "lent", forgetful)
+    monkeypatch.setattr(HeldShards, "add", forgetful)
     with pytest.raises(Violated, match="was used twice in round"):
         run_all(range(10))
 

@@ -36,7 +36,7 @@ from holdfast.messages.events import (
     WorkersKilled,
 )
 from holdfast.messages.records import NodeSpec, RankProgress, Terms
-from holdfast.sim.cluster import Cluster
+from holdfast.sim.cluster import Cluster, SimSettings
 from holdfast.sim.shapes import chaos
 
 SEEDS = {
@@ -301,3 +301,27 @@ def test_an_incident_does_not_keep_a_line_for_each_of_a_thousand_ranks_that_fell
         jobs.handle(job, died(number, 1, 2.0 + number / 1000), 3.0)
     assert len(job.incidents) == 1
     assert len(job.incidents[0].also) == ALSO_AT_MOST
+
+
+def test_others_that_wait_for_a_rank_which_exited_with_0_are_not_left_to_wait():
+    """As scripts do that end well on SIGTERM, whoever sent it."""
+    settings = SimSettings(
+        seed=1,
+        nodes=2,
+        spares=0,
+        min_nodes=2,
+        hours=40 / 3600,
+        slots=2,
+        faults="none",
+        liveness=True,
+    )
+    cluster = Cluster(settings)
+
+    def leave():
+        next(iter(cluster.hosts[0].agent.ranks.values())).die(code=0)
+
+    cluster.clock.after(25.0, leave)
+    cluster.run()
+    (incident,) = cluster.coordinator.job.incidents
+    assert incident.signature == "hang: a rank has left while others wait for it"
+    assert cluster.coordinator.job.result.reason == "finished"

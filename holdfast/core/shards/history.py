@@ -226,8 +226,8 @@ def _cut(history: UseHistory, step: StepNumber, used: SpanSet) -> SpanSet:
     if history.before_step is None or step < history.before_step:
         # A model that begins from nothing has used nothing, whatever its data's state says.
         history.before_step, history.before = step, used.copy() if step else SpanSet()
-    if step < history.folded_step:
-        _unfold(history, used)
+    if step <= history.folded_step:
+        _unfold(history, step, used)
     kept = []
     for use in history.rounds:
         if use.step < step:
@@ -239,8 +239,9 @@ def _cut(history: UseHistory, step: StepNumber, used: SpanSet) -> SpanSet:
     return undone
 
 
-def _unfold(history: UseHistory, used: SpanSet) -> None:
+def _unfold(history: UseHistory, step: StepNumber, used: SpanSet) -> None:
     history.folded = min(history.folded, used.below)
+    history.folded_step = StepNumber(max(0, step - 1))
     known = history.irregular
     history.irregular = [one for one in known if one.span.line < history.folded]
 
