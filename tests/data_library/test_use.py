@@ -20,17 +20,30 @@ from holdfast.data.use import Segments
 from holdfast.errors import DataError, UsageError, WireError
 from holdfast.messages.data import Span, Used
 from holdfast.messages.local import DataUsed
-from holdfast.messages.requests import DataOpened, OpenData
+from holdfast.messages.requests import (
+    AnyAnswer,
+    AwaitTuning,
+    DataOpened,
+    OpenData,
+    ScriptRequest,
+    TuningNotice,
+)
 from holdfast.messages.spans import SpanSet
+from holdfast.messages.tuning import MemoryRoom
+from holdfast.messages.units import StepNumber
 
 
 class KeptLink:
     """A link that keeps what it is told, and answers when it may."""
 
     rank, world_size, round = 0, 2, 1
+    news = 1
+    """Number of the only notice of settings."""
 
     def __init__(self) -> None:
         self.step = 0
+        self.records = 0
+        self.openings = 0
         self.opened: list[OpenData] = []
         self.told: list[DataUsed] = []
         self.refusal: Exception | None = None
@@ -51,6 +64,23 @@ class KeptLink:
 
     def take(self, dataset: str, count: int) -> tuple[Span, ...]:
         raise AssertionError("a loader in lockstep takes no shards")
+
+    def delivered(self, records: int) -> None:
+        self.records += records
+
+    def ask(self, request: ScriptRequest, timeout_s: float | None) -> AnyAnswer:
+        """Say that the script's own settings hold, and never anything else."""
+        assert isinstance(request, AwaitTuning)
+        if request.after == self.news:
+            raise WireError("the round is over")
+        return TuningNotice(number=self.news, at_step=StepNumber(0))
+
+    def count_opening(self, dataset: str) -> int:
+        self.openings += 1
+        return self.openings
+
+    def memory(self) -> MemoryRoom:
+        raise AssertionError("nothing is measured unless settings are searched for")
 
     def tell(self, message: DataUsed) -> None:
         self.told.append(msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=DataUsed))
