@@ -62,7 +62,7 @@ def test_a_lost_order_that_is_not_repeated_is_noticed(handler):
         return [] if self.has(event.node) else [_fence(event.node)]
 
     handler(MembershipMachine, "on_resumed", deaf)
-    noticed("no step beyond", seeds=200, light=True)
+    noticed("no step beyond|should have ended and did not", seeds=200, light=True)
 
 
 def test_word_from_an_older_round_that_is_believed_is_noticed(monkeypatch):
@@ -134,7 +134,7 @@ def test_a_rank_that_goes_on_although_it_could_not_load_is_noticed(monkeypatch):
         return handle(job, event, now)
 
     monkeypatch.setattr(jobs, "handle", trusting)
-    noticed("goes on without its state", first=120)
+    noticed("goes on without its state", first=50)
 
 
 @pytest.fixture
