@@ -418,11 +418,11 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
                 raise batch.to_raise()
             if report is not None:
                 report.check()
-            info = self._current = plan.info
+            self._current = plan.info
             records += plan.fresh
             if report is not None:
                 report.delivered(plan.fresh)
-            if info.index + 1 == info.of:
+            if plan.ends:
                 self._steps += 1
                 if report is not None:
                     report.used(self._epoch, self._position, plan.stop, records)
@@ -604,4 +604,4 @@ class LoaderSampler(Sampler):  # type: ignore[misc]
         for request in self._loader._requests(
             self._loader._division(self._loader._position), deque()
         ):
-            yield from request.records
+            yield from request[3]

@@ -71,7 +71,7 @@ class Replicas(NamedTuple):
         return found
 
 
-class BatchPlan(NamedTuple):
+class BatchPlan(msgspec.Struct, frozen=True):
     """A batch of one rank, in positions."""
 
     fresh: int
@@ -79,8 +79,20 @@ class BatchPlan(NamedTuple):
     filler: int | None
     """A position that another rank uses, too."""
     info: BatchInfo
+    ends: bool
+    """Whether the step is done with it."""
     stop: int
     """Position of the epoch once the step is done."""
+
+
+class _Part(NamedTuple):
+    """A micro-batch of one rank, the same in all steps that begin alike."""
+
+    fresh: int
+    counted: int
+    """Records that count, with those that padding repeats."""
+    filler: int | None
+    """Distance of the filler's position from where the step begins."""
 
 
 class Division(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,29 +140,40 @@ class Division(msgspec.Struct, frozen=True, kw_only=True):
 
     def plans(self) -> Iterator[BatchPlan]:
         """Iterate over the batches of this rank."""
-        at, last = self.start, self.last_size
-        for number in range(self.even_steps):
-            ends = self.drop_last and number + 1 == self.even_steps
-            stop = self.stop if ends else at + self.step_size
-            yield from self._step(at, self.step_size, stop)
-            at = stop
+        size, last = self.step_size, self.last_size
+        alike: dict[int, list[_Part]] = {}
+        """Parts of a step, by where it begins in the turns of the ranks: they recur."""
+        end = self.start + self.even_steps * size
+        for at in range(self.start, end, size):
+            turn = (at - self.start) % self.world.size
+            if turn not in alike:
+                alike[turn] = self._parts(at, size)
+            ends = self.drop_last and at + size == end
+            yield from self._step(at, size, alike[turn], self.stop if ends else at + size)
         if last:
-            yield from self._step(at, last, self.stop)
+            yield from self._step(end, last, self._parts(end, last), self.stop)
 
-    def _step(self, at: int, size: int, stop: int) -> Iterator[BatchPlan]:
-        share = self._share(at, size)
-        count = self._micro_batches(size)
+    def _step(self, at: int, size: int, parts: list[_Part], stop: int) -> Iterator[BatchPlan]:
+        # What padding repeats counts as records, as in torch: the ranks' mean stays a plain mean.
+        total = -(-size // self.world.size) * self.world.size if self.pad else size
+        count, epoch, left = len(parts), self.epoch, len(parts)
+        for fresh, counted, filler in parts:
+            info = BatchInfo(counted, total, count - left, count, epoch, at)
+            left -= 1
+            yield BatchPlan(fresh, None if filler is None else at + filler, info, not left, stop)
+
+    def _parts(self, at: int, size: int) -> list[_Part]:
+        """Divide this rank's share of a step into micro-batches."""
+        share, count = self._share(at, size), self._micro_batches(size)
         least, more = divmod(share, count)
         padded = self.pad and share * self.world.size < size
+        parts = []
         for index in range(count):
             fresh = least + (index < more)
-            missing = not fresh or (padded and index + 1 == count)
-            filler = at + self.world.rank % size if missing else None
-            counted = fresh + (padded and index + 1 == count)
-            # What padding repeats counts as records, as in torch: the ranks' mean stays a plain mean.
-            total = -(-size // self.world.size) * self.world.size if self.pad else size
-            info = BatchInfo(counted, total, index, count, self.epoch, at)
-            yield BatchPlan(fresh, filler, info, stop)
+            repeats = padded and index + 1 == count
+            filler = self.world.rank % size if repeats or not fresh else None
+            parts.append(_Part(fresh, fresh + repeats, filler))
+        return parts
 
     def _share(self, at: int, size: int) -> int:
         """Count the positions of a step that are this rank's."""

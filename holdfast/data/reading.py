@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch.utils.data import get_worker_info
@@ -27,12 +27,10 @@ Seeding = Literal["batches", "records", "off"]
 Collate = Callable[[list[Any]], Any]
 
 
-class BatchRequest(NamedTuple):
-    """A batch to read."""
-
-    epoch: int
-    positions: Sequence[int]
-    records: Sequence[Any]
+BatchRequest = tuple[int, int, int, list[Any], list[int] | None]
+"""A batch to read: its epoch, the position of its first record, the distance between positions, the
+records, and all their positions if these are not that far apart. A plain tuple of numbers, because a
+loader process is sent one for each batch, and pickling a class takes longer than all the rest."""
 
 
 class LoaderTraceback(Exception):
@@ -67,48 +65,49 @@ class BatchReader:
         self._read_many = getattr(dataset, "__getitems__", None)
 
     def __getitem__(self, request: BatchRequest) -> Any:
-        in_loader_process = get_worker_info() is not None
-        try:
-            if not in_loader_process or self._seeding == "off":
-                samples = self._read(request)
-            elif self._seeding == "batches":
-                seed_process(self._seed, request.epoch, request.positions[0])
-                samples = self._read(request)
-            else:
-                samples = self._read_seeded(request)
-        except _NotRead as found:
-            return _unreadable(found.message, found.error, in_loader_process)
-        return self._collate(samples)
-
-    def _read(self, request: BatchRequest) -> Any:
-        dataset, records = self.dataset, request.records
+        """Read a batch; an error is returned as an `UnreadBatch`."""
+        if self._seeding != "off" and get_worker_info() is not None:
+            if self._seeding == "records":
+                return self._read_seeded(request)
+            seed_process(self._seed, request[0], request[1])
+        dataset, records = self.dataset, request[3]
         left = iter(records)
         try:
             if self._read_many is not None:
-                return self._read_many(records)
-            return [dataset[record] for record in left]
+                samples = self._read_many(records)
+            else:
+                samples = [dataset[record] for record in left]
         except Exception as error:  # A user's code: the error goes on, with the record's name.
-            if self._read_many is not None:
-                raise _NotRead(self._said(request, slice(None), error), error) from None
             at = len(records) - operator.length_hint(left) - 1
-            raise _NotRead(self._said(request, slice(at, at + 1), error), error) from None
+            which = slice(at, at + 1) if self._read_many is None else slice(None)
+            return as_unreadable(self._said(request, which, error), error)
+        return self._collate(samples)
 
-    def _read_seeded(self, request: BatchRequest) -> list[Any]:
+    def _read_seeded(self, request: BatchRequest) -> Any:
+        """Read a batch with a seed for each record."""
         samples: list[Any] = []
-        for position, record in zip(request.positions, request.records, strict=True):
-            seed_process(self._seed, request.epoch, position)
-            samples += self._read(BatchRequest(request.epoch, [position], [record]))
-        return samples
+        for index, position in enumerate(_positions(request)):
+            seed_process(self._seed, request[0], position)
+            record = request[3][index]
+            try:
+                if self._read_many is not None:
+                    samples += self._read_many([record])
+                else:
+                    samples.append(self.dataset[record])
+            except Exception as error:  # A user's code: the error goes on, with the record's name.
+                said = self._said(request, slice(index, index + 1), error)
+                return as_unreadable(said, error)
+        return self._collate(samples)
 
     def _said(self, request: BatchRequest, which: slice, error: Exception) -> str:
         """Name what could not be read."""
-        records, positions = request.records[which], request.positions[which]
+        records, positions = request[3][which], _positions(request)[which]
         what = ", ".join(map(str, records))
         noun = "record" if len(records) == 1 else "one of the records"
         file = self._file(records[0], error) if len(records) == 1 else ""
         return (
             f"data set {self.name!r}: {noun} {what} cannot be read{file} "
-            f"(position {positions[0]} of epoch {request.epoch}): {type(error).__name__}: {error}"
+            f"(position {positions[0]} of epoch {request[0]}): {type(error).__name__}: {error}"
         )
 
     def _file(self, record: Any, error: Exception) -> str:
@@ -121,21 +120,17 @@ class BatchReader:
         return f" from {found}" if found else ""
 
 
-class _NotRead(Exception):
-    """An exception of the data set, and what it means."""
-
-    def __init__(self, message: str, error: Exception) -> None:
-        super().__init__(message)
-        self.message, self.error = message, error
+def _positions(request: BatchRequest) -> Sequence[int]:
+    """Return the position of each record of a batch."""
+    _, first, distance, records, listed = request
+    if listed is not None:
+        return listed
+    return range(first, first + distance * len(records), distance)
 
 
 def as_unreadable(message: str, error: Exception) -> UnreadBatch:
     """Pack an error of this process so that it survives the way out of a loader process."""
-    return _unreadable(message, error, get_worker_info() is not None)
-
-
-def _unreadable(message: str, error: Exception, in_loader_process: bool) -> UnreadBatch:
-    if not in_loader_process:
+    if get_worker_info() is None:
         return UnreadBatch(message, error, "")
     text = "".join(traceback.format_exception(error))
     try:

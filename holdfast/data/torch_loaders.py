@@ -103,6 +103,7 @@ def batch_requests(
     `listed` are the batches of a batch sampler, if positions count these.
     """
     positions, records = division.positions, list[int]()
+    start, distance, epoch = positions.start, positions.step, division.epoch
     base = at = 0
     for plan in division.plans():
         end = at + plan.fresh
@@ -110,16 +111,17 @@ def batch_requests(
             records = order.records(positions[at : max(end, at + _CHUNK)])
             base = at
         taken: list[Any] = records[at - base : end - base]
-        where: Any = positions[at:end]
-        at = end
+        first, listed_at = start + at * distance, None
         if plan.filler is not None:
+            listed_at = [*positions[at:end], plan.filler]
+            first = listed_at[0]
             taken.append(order.record(plan.filler))
-            where = [*where, plan.filler]
+        at = end
         if listed is not None:
-            where = [number for number in taken for _ in listed[number]]
+            listed_at = [number for number in taken for _ in listed[number]]
             taken = [record for number in taken for record in listed[number]]
         ahead.append(plan)
-        yield BatchRequest(division.epoch, where, taken)
+        yield epoch, first, distance, taken, listed_at
 
 
 def _prepare_process(init: Callable[[int], None] | None, worker: int) -> None:

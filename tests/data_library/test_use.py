@@ -255,7 +255,7 @@ def test_use_is_told_at_most_once_a_second(job: KeptLink, monkeypatch: pytest.Mo
     ]
 
 
-@pytest.mark.parametrize(("passed", "messages"), [(0.1, 0), (0.3, 1)])
+@pytest.mark.parametrize(("passed", "messages"), [(0.01, 0), (0.03, 1)])
 def test_use_is_told_when_the_state_is_saved(
     job: KeptLink, monkeypatch: pytest.MonkeyPatch, passed: float, messages: int
 ) -> None:
