@@ -85,6 +85,7 @@ class Phases:
     def install(self) -> None:
         when_imported("torch.optim.optimizer", self._on_optimizer)
         when_imported("torch.utils.data.dataloader", self._on_loader)
+        when_imported("holdfast.data.torch_loaders", self._on_own_loader)
         when_imported("torch.autograd", self._on_autograd)
         when_imported("torch.nn.modules.module", self._on_module)
         when_imported("torch._dynamo", self._on_compiler)
@@ -164,6 +165,10 @@ class Phases:
 
     def _on_loader(self, module: ModuleType) -> None:
         iterator = module._BaseDataLoaderIter
+        iterator.__next__ = self._marked(iterator.__next__, DATA)
+
+    def _on_own_loader(self, module: ModuleType) -> None:
+        iterator = module.InProcessBatches
         iterator.__next__ = self._marked(iterator.__next__, DATA)
 
     def _on_autograd(self, module: ModuleType) -> None:
