@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
+from holdfast.data.in_process import InProcessBatches
 from holdfast.data.lockstep import BatchPlan, Division
 from holdfast.data.order import Order
 from holdfast.data.reading import BatchReader, BatchRequest, Collate
@@ -23,7 +24,6 @@ from holdfast.data.stream import StreamReader
 from holdfast.errors import UsageError
 from holdfast.messages.tuning import LoaderConfig
 
-_PROFILED_AS: Final = "enumerate(DataLoader)#ElasticDataLoader.__next__"
 _CHUNK: Final = 8192
 """Positions that are translated into records at once."""
 
@@ -80,7 +80,7 @@ def batch_source(reader: BatchReader, terms: LoadTerms) -> BatchSource:
     """Make a source of batches of a map-style data set; its loader processes may persist in it."""
     if terms.num_workers or terms.pin_memory:
         return WholeBatchLoader(reader, terms)
-    return partial(InProcessBatches, reader)
+    return partial(InProcessBatches, reader.__getitem__)
 
 
 class WholeBatchLoader:
@@ -108,26 +108,6 @@ class _RequestSource:
 
     def __iter__(self) -> Iterator[BatchRequest]:
         return self.now
-
-
-class InProcessBatches:
-    """Iterates over batches that the training process reads itself.
-
-    There is no torch loader beneath: it would add its own time to each batch and nothing else. Like
-    torch's, an iteration is seen by torch's profiler, and `worker.torch_hooks.phases` times it.
-    """
-
-    def __init__(self, reader: BatchReader, requests: Iterator[BatchRequest]) -> None:
-        self._read, self._requests = reader.__getitem__, requests
-
-    def __iter__(self) -> InProcessBatches:
-        return self
-
-    def __next__(self) -> Any:
-        if torch.autograd._profiler_enabled():
-            with torch.autograd.profiler.record_function(_PROFILED_AS):
-                return self._read(next(self._requests))
-        return self._read(next(self._requests))
 
 
 def stream_loader(reader: StreamReader, collate: Collate, drop_last: bool, terms: LoadTerms) -> Any:

@@ -85,7 +85,6 @@ class Phases:
     def install(self) -> None:
         when_imported("torch.optim.optimizer", self._on_optimizer)
         when_imported("torch.utils.data.dataloader", self._on_loader)
-        when_imported("holdfast.data.torch_loaders", self._on_own_loader)
         when_imported("torch.autograd", self._on_autograd)
         when_imported("torch.nn.modules.module", self._on_module)
         when_imported("torch._dynamo", self._on_compiler)
@@ -164,12 +163,11 @@ class Phases:
             self._vitals.waiting = ALSO_IN_FORWARD if sharded else WITH_GRADIENTS
 
     def _on_loader(self, module: ModuleType) -> None:
-        iterator = module._BaseDataLoaderIter
-        iterator.__next__ = self._marked(iterator.__next__, DATA)
+        from holdfast.data.in_process import InProcessBatches  # It needs torch.
 
-    def _on_own_loader(self, module: ModuleType) -> None:
-        iterator = module.InProcessBatches
-        iterator.__next__ = self._marked(iterator.__next__, DATA)
+        iterators: tuple[Any, Any] = (module._BaseDataLoaderIter, InProcessBatches)
+        for iterator in iterators:
+            iterator.__next__ = self._marked(iterator.__next__, DATA)
 
     def _on_autograd(self, module: ModuleType) -> None:
         module.__dict__["backward"] = self._marked(module.backward, BACKWARD)
