@@ -17,36 +17,44 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Final, Literal
-from weakref import proxy
 
 import torch
-from torch.utils.data import DataLoader, Sampler, default_collate
+from torch.utils.data import DataLoader, default_collate
 
 from holdfast.data.dataset import ElasticDataset
-from holdfast.data.link import JobLink
+from holdfast.data.in_job import LoaderInJob
 from holdfast.data.link import current as current_link
-from holdfast.data.lockstep import BatchInfo, BatchPlan, Division, Replicas, bounds
+from holdfast.data.loader_sampler import LoaderSampler
+from holdfast.data.lockstep import BatchInfo, BatchPlan, Division, Replicas
 from holdfast.data.order import MAX_SIZE, Order
-from holdfast.data.reading import (
-    BatchReader,
-    BatchRequest,
-    Collate,
-    UnreadBatch,
-    derived_seed,
-)
+from holdfast.data.place import LoaderPlace
+from holdfast.data.reading import BatchReader, BatchRequest, Collate, UnreadBatch, derived_seed
+from holdfast.data.records import OrderedRecords
 from holdfast.data.state import VERSION, check_agreement, count_in
 from holdfast.data.stream import ElasticIterableDataset, StreamReader
-from holdfast.data.terms import checked_name, order_kind, seeding_asked, stream_of
-from holdfast.data.torch_loaders import LoadTerms, batch_requests, stream_loader, whole_batch_loader
-from holdfast.data.tuning import Tuning
+from holdfast.data.stream_delivery import deliver_stream, stream_spec
+from holdfast.data.terms import (
+    check_batching,
+    checked_name,
+    order_kind,
+    seeding_asked,
+    stream_of,
+)
+from holdfast.data.torch_loaders import (
+    BatchSource,
+    LoadTerms,
+    batch_requests,
+    batch_source,
+    stream_loader,
+)
 from holdfast.data.use import UseReport, claim_name
 from holdfast.errors import DataError, UsageError
-from holdfast.messages.data import DataSpec, Span
-from holdfast.messages.spans import SpanSet
 from holdfast.messages.tuning import LoaderConfig
 
-_LINES_TOLD: Final = 1000
-"""Epochs before this one that are told to the coordinator as used; the packed set is bounded."""
+Begun = tuple[Iterator[Any], deque[BatchPlan]]
+"""Batches that are being read, and what each of them is."""
+
+_END: Final = object()
 
 
 class ElasticDataLoader(DataLoader):  # type: ignore[misc]
@@ -137,29 +145,34 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
         )
         self._global_batch, self._pad = global_batch, pad
         told = dataset if isinstance(dataset, ElasticDataset) else None
-        self._seed = seed if seed is not None else (told.seed if told else 0)
-        self._order = order_kind(shuffle if shuffle is not None or not told else told.shuffle)
-        self._shard = shard
         source = told or self._stream
         self.name = checked_name(name if name is not None or source is None else source.name)
-        self._sub_epochs = sub_epochs
+        self._records = OrderedRecords(
+            dataset,
+            batch_sampler,
+            name=self.name,
+            kind=order_kind(shuffle if shuffle is not None or not told else told.shuffle),
+            seed=seed if seed is not None else (told.seed if told else 0),
+            shard=shard,
+            sub_epochs=sub_epochs,
+        )
         self._replicas = num_replicas, rank
         self._seeding = seeding_asked(seed_workers)
-        self._check_terms(drop_last)
-        self._epoch, self._position = 0, 0
-        self._finished = False
-        """Whether this process iterated to the end of the epoch, so that the next one comes next."""
-        self._resumed = False
-        self._iteration = 0
-        """Number of the iteration that may deliver; every other one is out of date."""
-        self._loads = 0
-        self._current: BatchInfo | None = None
-        self._report: UseReport | None = None
+        check_batching(
+            batch_size=batch_size,
+            global_batch=global_batch,
+            drop_last=drop_last,
+            pad=pad,
+            sub_epochs=sub_epochs,
+            order=self._records.kind,
+            seeding=self._seeding,
+            makes_batches=batch_sampler is not None,
+            stream=self._stream is not None,
+        )
+        self._place = LoaderPlace()
         self._tune = tune
-        self._tuning: Tuning | None = None
-        self._steps = 0
-        """Steps of this process, over all epochs."""
-        self._inner: Any = None
+        self._job: LoaderInJob | None = None
+        self._source: BatchSource | None = None
         super().__init__(
             dataset,
             **self._batching(batch_size, batch_sampler),
@@ -181,7 +194,7 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
             self._stream.name = self.name
             self.merge_state_dicts = self._stream.merge_state_dicts
         else:
-            self._order_of(0)  # Checks the size and the seed.
+            self._records.order(0)  # Checks the size and the seed.
 
     def _batching(self, batch_size: int, batch_sampler: Any) -> dict[str, Any]:
         """Return what torch's constructor is told of samplers; frameworks look at what it keeps."""
@@ -191,53 +204,22 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
             return {"batch_sampler": batch_sampler}
         return {"batch_size": batch_size, "sampler": LoaderSampler(self)}
 
-    def _check_terms(self, drop_last: bool) -> None:
-        if drop_last and self._pad:
-            raise UsageError(
-                "drop_last and pad exclude each other: leave out the rest, or fill it up"
-            )
-        if self._global_batch is not None:
-            if type(self._global_batch) is not int or self._global_batch < 1:
-                raise UsageError(
-                    f"global_batch={self._global_batch!r} is no whole number from 1 on"
-                )
-            if self._pad:
-                raise UsageError(
-                    "pad and global_batch exclude each other: a padded step has more records"
-                )
-        if type(self._sub_epochs) is not int or not 1 <= self._sub_epochs <= 1 << 20:
-            raise UsageError(
-                f"sub_epochs={self._sub_epochs!r} is no whole number from 1 to {1 << 20}"
-            )
-        taken = self._terms.batch_size != 1 or self._global_batch or self._pad
-        if self._batches is not None and (taken or self._order != "plain" or self._stream):
-            raise UsageError(
-                "batch_sampler makes the batches itself: it excludes batch_size, global_batch, "
-                "shuffle, pad, and data sets that are streams"
-            )
-        if self._batches is not None and self._seeding == "records":
-            raise UsageError(
-                'seed_workers="records" needs positions of records: it excludes batch_sampler'
-            )
-        if self._stream is not None and (self._global_batch or self._order != "plain" or self._pad):
-            raise UsageError("a stream has no size: it excludes global_batch, shuffle and pad")
-
     # ---- where it stands ----
 
     @property
     def epoch(self) -> int:
         """The epoch of the batch last handed out, or of the next one before the first."""
-        return self._epoch
+        return self._place.epoch
 
     @property
     def position(self) -> int:
         """Positions of the epoch that were handed out in whole steps, by all ranks."""
-        return self._position
+        return self._place.position
 
     @property
     def current(self) -> BatchInfo | None:
         """The place of the batch last handed out; None before the first of an iteration."""
-        return self._current
+        return self._place.current
 
     @property
     def global_batch(self) -> int | None:
@@ -247,17 +229,14 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
     @property
     def left(self) -> int:
         """Number of batches that this epoch (or sub-epoch) has left."""
-        return self._division(self._position).batches
+        return self._division(self._place.position).batches
 
     def __len__(self) -> int:
         if self._stream is not None:
             raise TypeError(f"the stream {self.name!r} has no length")
-        position = 0 if self._position >= self._size else self._position
-        return self._division(bounds(self._size, self._sub_epochs, position)[0]).batches
-
-    @property
-    def _size(self) -> int:
-        return len(self._batches if self._batches is not None else self.dataset)  # type: ignore[arg-type]
+        at = self._place.position
+        start, _ = self._records.part(0 if at >= self._records.size else at)
+        return self._division(start).batches
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch.
@@ -266,8 +245,8 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
         """
         self._no_stream("set_epoch")
         Order(1, "plain", 0, epoch)  # Checks the number.
-        if epoch != self._epoch or self._finished:
-            self._go_to(epoch, 0)
+        if epoch != self._place.epoch or self._place.finished:
+            self._place.go_to(epoch, 0)
 
     def epochs(self, n: int | None = None) -> Iterator[int]:
         """Iterate over the epochs that are left of `n`, or without end if `n` is 0.
@@ -281,21 +260,17 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
         self._no_stream("epochs")
         if n is None:
             n = self.dataset.epochs if isinstance(self.dataset, ElasticDataset) else 0
+        place = self._place
         while True:
-            if self._position >= self._size:
-                self._go_to(self._epoch + 1, 0)
-            if n and self._epoch >= n:
+            if place.position >= self._records.size:
+                place.go_to(place.epoch + 1, 0)
+            if n and place.epoch >= n:
                 return
-            epoch, loads = self._epoch, self._loads
-            stop = bounds(self._size, self._sub_epochs, self._position)[1]
+            epoch, loads = place.epoch, place.loads
+            _, stop = self._records.part(place.position)
             yield epoch
-            if (epoch, loads) == (self._epoch, self._loads) and self._position < stop:
-                self._go_to(epoch, stop)
-
-    def _go_to(self, epoch: int, position: int) -> None:
-        self._epoch, self._position, self._finished = epoch, position, False
-        self._iteration += 1
-        self._current = None
+            if (epoch, loads) == (place.epoch, place.loads) and place.position < stop:
+                place.go_to(epoch, stop)
 
     def _no_stream(self, what: str) -> None:
         if self._stream is not None:
@@ -305,16 +280,12 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the batch last handed out, as plain values."""
-        if self._report is not None:
-            self._report.saved()
+        if self._job is not None:
+            self._job.report.saved()
         if self._stream is not None:
             return self._stream.state_dict()
-        found = {
-            "version": VERSION,
-            **self._agreed(),
-            "epoch": self._epoch,
-            "position": self._position,
-        }
+        place = {"epoch": self._place.epoch, "position": self._place.position}
+        found = {"version": VERSION, **self._records.agreed(), **place}
         state_of = getattr(self.dataset, "state_dict", None)
         return {**found, "dataset": state_of()} if state_of is not None else found
 
@@ -322,30 +293,17 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
         """Go on from a `state`; a running iteration delivers nothing more."""
         if self._stream is not None:
             self._stream.load_state_dict(state)
-            self._go_to(0, 0)
-        else:
-            agreed = self._agreed()
-            check_agreement(self.name, state, agreed)
-            epoch = count_in(self.name, state, "epoch", MAX_SIZE)
-            position = count_in(self.name, state, "position", self._size)
-            load = getattr(self.dataset, "load_state_dict", None)
-            if load is not None and "dataset" in state:
-                load(state["dataset"])
-                self._inner = None  # Loader processes have a copy of the data set.
-            self._go_to(epoch, position)
-        self._loads += 1
-        self._resumed = True
-
-    def _agreed(self) -> dict[str, int | str]:
-        """What a state must have in common with this loader."""
-        return {
-            "name": self.name,
-            "unit": "records" if self._batches is None else "batches",
-            "size": self._size,
-            "order": self._order,
-            "seed": self._seed,
-            "shard": self._shard,
-        }
+            self._place.load(0, 0)
+            return
+        agreed = self._records.agreed()
+        check_agreement(self.name, state, agreed)
+        epoch = count_in(self.name, state, "epoch", MAX_SIZE)
+        position = count_in(self.name, state, "position", self._records.size)
+        load = getattr(self.dataset, "load_state_dict", None)
+        if load is not None and "dataset" in state:
+            load(state["dataset"])
+            self._source = None  # Loader processes have a copy of the data set.
+        self._place.load(epoch, position)
 
     # ---- tuning ----
 
@@ -375,127 +333,80 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
             self._terms.num_workers,
             self._terms.prefetch_factor,
         )
-        self._inner = None
+        self._source = None
 
     # ---- iterating ----
 
     def __iter__(self) -> Iterator[Any]:
-        if self._finished:
-            self._go_to(self._epoch + 1, 0)
-        self._iteration += 1
-        self._current = None
-        self._open_report()
+        iteration = self._place.begin()
+        self._open_in_job()
         if self._stream is not None:
-            return self._deliver_stream(self._stream, self._iteration)
-        stop = bounds(self._size, self._sub_epochs, self._position)[1]
-        return self._deliver(self._begin(stop), stop, self._iteration)
+            return self._iterate_stream(self._stream)
+        _, stop = self._records.part(self._place.position)
+        return self._deliver(self._begin(stop), stop, iteration)
 
-    def _begin(self, stop: int) -> tuple[Iterator[Any], deque[BatchPlan]]:
+    def _iterate_stream(self, stream: ElasticIterableDataset) -> Iterator[Any]:
+        self._seed_loader_processes()
+        world = self._world()
+        reader = StreamReader(stream, world)
+        batches = stream_loader(reader, self._user_collate, self.drop_last, self._terms)
+        return deliver_stream(batches, stream, world, self._place, self._job)
+
+    def _begin(self, stop: int) -> Begun:
         """Start reading at the position; return the batches and what each one is."""
         ahead: deque[BatchPlan] = deque()
-        if self._inner is None:
-            self._inner = whole_batch_loader(self._reader(), self._terms)
-        self._inner.sampler.requests = self._requests(self._division(self._position, stop), ahead)
+        if self._source is None:
+            self._source = batch_source(self._reader(), self._terms)
         self._seed_loader_processes()
-        return iter(self._inner), ahead
+        requests = self._requests(self._division(self._place.position, stop), ahead)
+        return self._source(requests), ahead
 
-    def _deliver(
-        self, begun: tuple[Iterator[Any], deque[BatchPlan]], stop: int, iteration: int
-    ) -> Iterator[Any]:
+    def _deliver(self, begun: Begun, stop: int, iteration: int) -> Iterator[Any]:
+        """Hand out batches; for small records the time that this loop takes is what counts."""
+        place, job, terms = self._place, self._job, self._terms
         batches, ahead = begun
-        report, terms, records = self._report, self._terms, 0
+        between_steps = True
         while True:
-            self._check_iteration(iteration)
-            self._heed_tuning()
-            if terms is not self._terms and not self._in_step:
-                terms = self._terms
-                batches, ahead = self._begin(stop)
+            if iteration != place.iteration:
+                place.refuse(self.name)
+            if between_steps:
+                if job is not None:
+                    self._apply(job.settings_from_here())
+                if terms is not self._terms:
+                    terms = self._terms
+                    batches, ahead = self._begin(stop)
             batch = next(batches, _END)
             if batch is _END:
                 break
             plan = ahead.popleft()
-            if isinstance(batch, UnreadBatch):
+            if type(batch) is UnreadBatch:
                 raise batch.to_raise()
-            if report is not None:
-                report.check()
-            self._current = plan.info
-            records += plan.fresh
-            if report is not None:
-                report.delivered(plan.fresh)
-            if plan.ends:
-                self._steps += 1
-                if report is not None:
-                    report.used(self._epoch, self._position, plan.stop, records)
-                self._position, records = plan.stop, 0
+            if job is not None:
+                job.hand_out(plan, place.position)
+            place.current, between_steps = plan.info, plan.ends
+            if between_steps:
+                place.position = plan.stop
             yield batch
-        self._position = stop
-        self._finished = stop >= self._size
-        if report is not None:
-            report.tell()
-
-    def _deliver_stream(self, stream: ElasticIterableDataset, iteration: int) -> Iterator[Any]:
-        world = self._world()
-        self._seed_loader_processes()
-        reader = StreamReader(stream, world)
-        inner = stream_loader(reader, self._user_collate, self.drop_last, self._terms)
-        report, lines = self._report, {name: i for i, name in enumerate(stream.partition_list())}
-        for read, batch in inner:
-            self._check_iteration(iteration)
-            if isinstance(batch, UnreadBatch):
-                raise batch.to_raise()
-            if report is not None:
-                report.check()
-                report.delivered(sum(taken[2] for taken in read.values()))
-                for name, (start, stop, count) in read.items():
-                    report.used(lines[name], start, stop, count)
-            stream.delivered(read)
-            count = sum(taken[2] for taken in read.values())
-            self._current = BatchInfo(count, count * world.size, 0, 1, 0, 0)
-            yield batch
-            self._check_iteration(iteration)
-        if report is not None:
-            report.tell()
-
-    @property
-    def _in_step(self) -> bool:
-        """Whether the step of the last batch has more of them."""
-        info = self._current
-        return info is not None and info.index + 1 < info.of
-
-    def _check_iteration(self, iteration: int) -> None:
-        if iteration != self._iteration:
-            raise UsageError(
-                f"data set {self.name!r}: this iteration is out of date, because a state was "
-                "loaded, the epoch set or another iteration begun since; what it has read ahead is "
-                "not delivered: iterate over the loader again"
+        if ahead:
+            raise DataError(
+                f"data set {self.name!r}: batches ended before the epoch did, because the data set "
+                "or collate_fn raised StopIteration"
             )
+        place.position = stop
+        place.finished = stop >= self._records.size
+        if job is not None:
+            job.report.tell()
 
     def _requests(self, division: Division, ahead: deque[BatchPlan]) -> Iterator[BatchRequest]:
         """Iterate over this rank's batches; note what each of them is in `ahead`."""
-        listed = self._listed(division.epoch) if self._batches is not None else None
-        return batch_requests(division, self._order_of(division.epoch), listed, ahead)
-
-    def _listed(self, epoch: int) -> list[list[Any]]:
-        """Return the batches of the user's batch sampler in an epoch."""
-        assert self._batches is not None
-        set_epoch = getattr(self._batches, "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(epoch)
-        listed = [list(batch) for batch in self._batches]
-        if len(listed) != self._size:
-            raise DataError(
-                f"data set {self.name!r}: the batch sampler has {len(listed)} batches in epoch "
-                f"{epoch} and says that it has {self._size}"
-            )
-        return listed
+        listed = self._records.listed(division.epoch)
+        return batch_requests(division, self._records.order(division.epoch), listed, ahead)
 
     def _division(self, start: int, stop: int | None = None) -> Division:
-        if stop is None:
-            stop = bounds(self._size, self._sub_epochs, start)[1]
         return Division(
             start=start,
-            stop=stop,
-            epoch=self._epoch,
+            stop=self._records.part(start)[1] if stop is None else stop,
+            epoch=self._place.epoch,
             world=self._world(),
             batch=self._terms.batch_size,
             global_batch=self._global_batch,
@@ -506,102 +417,45 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
     def _world(self) -> Replicas:
         return Replicas.of(*self._replicas)
 
-    def _order_of(self, epoch: int) -> Order:
-        if not self._size:
-            raise DataError(f"data set {self.name!r} has no records")
-        return Order(self._size, self._order, self._seed, epoch, self._shard)
-
     def _reader(self) -> BatchReader:
-        return BatchReader(self.dataset, self.name, self._user_collate, self._seeding, self._seed)
+        seed = self._records.seed
+        return BatchReader(self.dataset, self.name, self._user_collate, self._seeding, seed)
 
     def _seed_loader_processes(self) -> None:
         """Let torch's seeds of loader processes follow from where the iteration begins."""
         if self._user_generator is None:
-            drawn = derived_seed(self._seed, self._epoch, self._position)
+            place = self._place
+            drawn = derived_seed(self._records.seed, place.epoch, place.position)
             self._own_generator.manual_seed(drawn)
 
     # ---- the job ----
 
-    def _open_report(self) -> None:
+    def _open_in_job(self) -> None:
         """Tell the job from where this data set goes on, once a round."""
         link = current_link()
-        if self._report is not None:
-            self._report.tell()
-        if link is None or (self._report is not None and self._report.round == link.round):
+        if self._job is not None:
+            self._job.report.tell()
+        if link is None or (self._job is not None and self._job.round == link.round):
             return
         claim_name(link, self.name, self)
-        self._report = UseReport(link, self._spec(), self._used_before(), self._resumed)
+        if self._stream is not None:
+            spec, before = stream_spec(self._stream), self._stream.used()
+        else:
+            spec = self._records.spec()
+            before = self._records.used_before(self._place.epoch, self._place.position)
+        report = UseReport(link, spec, before, resumed=self._place.loads > 0)
+        self._job = LoaderInJob(link, report)
         if self._stream is None and self._batches is None:
-            self._open_tuning(link)
+            share = -(-self._global_batch // self._world().size) if self._global_batch else 0
+            own = self._terms.for_job()
+            self._apply(self._job.open_tuning(self.name, own, share, self._tune))
 
-    def _open_tuning(self, link: JobLink) -> None:
-        """Begin with the settings that are in force in the job."""
-        terms = self._terms
-        ahead = terms.prefetch_factor or 2
-        own = LoaderConfig(micro_batch=terms.batch_size, workers=terms.num_workers, prefetch=ahead)
-        share = -(-self._global_batch // self._world().size) if self._global_batch else 0
-        self._steps = 0
-        auto = self._tune == "auto"
-        self._tuning = Tuning(self.name, own, most=share, auto=auto, link=link)
-        if self._tuning.version:
-            self._apply(self._tuning.config)
-
-    def _heed_tuning(self) -> None:
-        """Take over other settings, if this is the step at which all ranks do."""
-        if self._tuning is not None and not self._in_step:
-            config = self._tuning.at_boundary(self._steps)
-            if config is not None:
-                self._apply(config)
-
-    def _apply(self, config: LoaderConfig) -> None:
-        workers = config.workers or 0
-        self.tune(
-            batch_size=config.micro_batch,
-            num_workers=workers,
-            prefetch_factor=config.prefetch if workers else None,
-        )
-
-    def _spec(self) -> DataSpec:
-        if self._stream is not None:
-            names = tuple(self._stream.partition_list())
-            return DataSpec(name=self.name, sharing="lockstep", partitions=names, epochs=0)
-        return DataSpec(
-            name=self.name,
-            sharing="lockstep",
-            size=self._size,
-            shard=self._shard,
-            epochs=0,
-            sub_epochs=self._sub_epochs,
-            order=self._order,
-            seed=self._seed,
-        )
-
-    def _used_before(self) -> SpanSet:
-        if self._stream is not None:
-            return self._stream.used()
-        whole = range(max(0, self._epoch - _LINES_TOLD), self._epoch)
-        spans = [Span(line, 0, self._size) for line in whole]
-        return SpanSet.of([*spans, Span(self._epoch, 0, self._position)])
-
-
-_END: Final = object()
-
-
-class LoaderSampler(Sampler):  # type: ignore[misc]
-    """What frameworks see as the sampler of a loader: they set its epoch."""
-
-    def __init__(self, loader: ElasticDataLoader) -> None:
-        self._loader = proxy(loader)
-
-    def set_epoch(self, epoch: int) -> None:
-        self._loader.set_epoch(epoch)
-
-    def __len__(self) -> int:
-        return len(self._loader._division(self._loader._position).positions)
-
-    def __iter__(self) -> Iterator[int]:
-        """Iterate over the records that this rank has left of the epoch."""
-        for request in self._loader._requests(
-            self._loader._division(self._loader._position), deque()
-        ):
-            yield from request[3]
+    def _apply(self, config: LoaderConfig | None) -> None:
+        """Take over settings of the job; None if there are none."""
+        if config is not None:
+            workers = config.workers or 0
+            self.tune(
+                batch_size=config.micro_batch,
+                num_workers=workers,
+                prefetch_factor=config.prefetch if workers else None,
+            )

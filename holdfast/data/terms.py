@@ -12,6 +12,7 @@ from holdfast.errors import UsageError
 from holdfast.messages.data import OrderKind
 
 MAX_NAME_CHARS = 128
+MAX_SUB_EPOCHS = 1 << 20
 
 
 def stream_of(dataset: Any) -> ElasticIterableDataset | None:
@@ -51,6 +52,44 @@ def order_kind(shuffle: bool | str | None) -> OrderKind:
     if shuffle in (None, False):
         return "plain"
     raise UsageError(f'shuffle={shuffle!r} is none of False, True, "records" and "shards"')
+
+
+def check_batching(
+    *,
+    batch_size: int,
+    global_batch: int | None,
+    drop_last: bool,
+    pad: bool,
+    sub_epochs: int,
+    order: OrderKind,
+    seeding: Seeding,
+    makes_batches: bool,
+    stream: bool,
+) -> None:
+    """Refuse what does not go together; `makes_batches` says whether there is a batch sampler."""
+    if drop_last and pad:
+        raise UsageError("drop_last and pad exclude each other: leave out the rest, or fill it up")
+    if global_batch is not None:
+        if type(global_batch) is not int or global_batch < 1:
+            raise UsageError(f"global_batch={global_batch!r} is no whole number from 1 on")
+        if pad:
+            raise UsageError(
+                "pad and global_batch exclude each other: a padded step has more records"
+            )
+    if type(sub_epochs) is not int or not 1 <= sub_epochs <= MAX_SUB_EPOCHS:
+        raise UsageError(f"sub_epochs={sub_epochs!r} is no whole number from 1 to {MAX_SUB_EPOCHS}")
+    arranged = bool(global_batch) or order != "plain" or pad
+    if makes_batches and (batch_size != 1 or arranged or stream):
+        raise UsageError(
+            "batch_sampler makes the batches itself: it excludes batch_size, global_batch, "
+            "shuffle, pad, and data sets that are streams"
+        )
+    if makes_batches and seeding == "records":
+        raise UsageError(
+            'seed_workers="records" needs positions of records: it excludes batch_sampler'
+        )
+    if stream and arranged:
+        raise UsageError("a stream has no size: it excludes global_batch, shuffle and pad")
 
 
 def seeding_asked(asked: bool | str) -> Seeding:

@@ -1,7 +1,8 @@
 """Makes the torch loaders that read, in the training process or in loader processes.
 
 What `ElasticDataLoader` gives to torch are whole batches, as if each were a record: torch keeps their
-order, prefetches and pins them, and knows nothing of positions.
+order, prefetches and pins them, and knows nothing of positions. Without loader processes there is
+nothing for torch to do, and batches are read directly.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from typing import Any, Final
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
+from holdfast.data.in_process import InProcessBatches
 from holdfast.data.lockstep import BatchPlan, Division
 from holdfast.data.order import Order
 from holdfast.data.reading import BatchReader, BatchRequest, Collate
 from holdfast.data.stream import StreamReader
 from holdfast.errors import UsageError
+from holdfast.messages.tuning import LoaderConfig
 
 _CHUNK: Final = 8192
 """Positions that are translated into records at once."""
@@ -45,6 +48,14 @@ class LoadTerms:
         if type(self.num_workers) is not int or self.num_workers < 0:
             raise UsageError(f"num_workers={self.num_workers!r} is no whole number from 0 on")
 
+    def for_job(self) -> LoaderConfig:
+        """Return what the job may change, as it is now."""
+        return LoaderConfig(
+            micro_batch=self.batch_size,
+            workers=self.num_workers,
+            prefetch=self.prefetch_factor or 2,
+        )
+
     def for_torch(self) -> dict[str, Any]:
         """Return arguments of a DataLoader; it refuses some of them without loader processes."""
         always = {"pin_memory": self.pin_memory, "generator": self.generator}
@@ -61,20 +72,42 @@ class LoadTerms:
         }
 
 
-class RequestSource:
-    """Sampler of a loader of whole batches: iterates over what it was given last."""
+BatchSource = Callable[[Iterator[BatchRequest]], Iterator[Any]]
+"""Reads the batches that it is asked for, in that order."""
 
-    requests: Iterator[BatchRequest] = iter(())
+
+def batch_source(reader: BatchReader, terms: LoadTerms) -> BatchSource:
+    """Make a source of batches of a map-style data set; its loader processes may persist in it."""
+    if terms.num_workers or terms.pin_memory:
+        return WholeBatchLoader(reader, terms)
+    return partial(InProcessBatches, reader.__getitem__)
+
+
+class WholeBatchLoader:
+    """A torch loader to which a batch is a record."""
+
+    def __init__(self, reader: BatchReader, terms: LoadTerms) -> None:
+        self._requests = _RequestSource()
+        self.loader = DataLoader(
+            reader,
+            batch_size=None,
+            sampler=self._requests,
+            collate_fn=_as_it_is,
+            **terms.for_torch(),
+        )
+
+    def __call__(self, requests: Iterator[BatchRequest]) -> Iterator[Any]:
+        self._requests.now = requests
+        return iter(self.loader)
+
+
+class _RequestSource:
+    """Sampler that iterates over what it was given last."""
+
+    now: Iterator[BatchRequest] = iter(())
 
     def __iter__(self) -> Iterator[BatchRequest]:
-        return self.requests
-
-
-def whole_batch_loader(reader: BatchReader, terms: LoadTerms) -> Any:
-    """Make a loader of batches of a map-style data set; its sampler is a `RequestSource`."""
-    return DataLoader(
-        reader, batch_size=None, sampler=RequestSource(), collate_fn=_as_it_is, **terms.for_torch()
-    )
+        return self.now
 
 
 def stream_loader(reader: StreamReader, collate: Collate, drop_last: bool, terms: LoadTerms) -> Any:

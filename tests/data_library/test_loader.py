@@ -458,6 +458,21 @@ def test_a_data_set_can_name_the_file_of_a_record() -> None:
         list(ElasticDataLoader(ElasticDataset(Filed(10)), 10))
 
 
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_stop_iteration_of_the_users_code_does_not_end_the_epoch(processes: int) -> None:
+    def collate(records: list[torch.Tensor]) -> torch.Tensor:
+        if records[0] == 4:
+            raise StopIteration
+        return torch.stack(records)
+
+    loader = ElasticDataLoader(Numbers(10), 4, collate_fn=collate, num_workers=processes)
+    batches = iter(loader)
+    next(batches)
+    with pytest.raises(DataError, match="batches ended before the epoch did"):
+        next(batches)
+    assert loader.position == 4
+
+
 def test_records_that_are_read_at_once_are_named_together() -> None:
     class AtOnce(Numbers):
         def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
@@ -560,6 +575,14 @@ def test_the_generators_of_the_training_are_left_alone() -> None:
     before = torch.get_rng_state()
     list(ElasticDataLoader(Numbers(8), shuffle=True))
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_torchs_profiler_sees_the_time_that_loading_takes() -> None:
+    loader = ElasticDataLoader(Numbers(8), 4)
+    with torch.profiler.profile() as profile:
+        list(loader)
+    seen = [event for event in profile.events() if event.name.startswith("enumerate(DataLoader)")]
+    assert len(seen) == 3  # Two batches and the end.
 
 
 def test_a_collate_function_makes_the_batches() -> None:

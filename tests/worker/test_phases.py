@@ -76,6 +76,12 @@ def test_the_phases_of_every_kind_of_step_are_seen_in_their_order(with_torch: Ru
             return next(iter(DataLoader([nn.Identity()(torch.ones(8))])))[0]
     assert without_between(train, DataLoader(Nests(), batch_size=4)) == STEP * 2 + ["data"]
 
+    # Our own loader, in the training process and with a loader process.
+    from holdfast.data import ElasticDataLoader
+    for processes in (0, 1):
+        elastic = ElasticDataLoader([ONES[0]] * 12, 4, num_workers=processes)
+        assert without_between(train, elastic) == STEP * 3 + ["data"], (processes, vitals.marked)
+
     # Without a loader.
     assert without_between(train, [ONES] * 2) == STEP[1:] * 2, vitals.marked
 

@@ -163,8 +163,11 @@ class Phases:
             self._vitals.waiting = ALSO_IN_FORWARD if sharded else WITH_GRADIENTS
 
     def _on_loader(self, module: ModuleType) -> None:
-        iterator = module._BaseDataLoaderIter
-        iterator.__next__ = self._marked(iterator.__next__, DATA)
+        from holdfast.data.in_process import InProcessBatches  # It needs torch.
+
+        iterators: tuple[Any, Any] = (module._BaseDataLoaderIter, InProcessBatches)
+        for iterator in iterators:
+            iterator.__next__ = self._marked(iterator.__next__, DATA)
 
     def _on_autograd(self, module: ModuleType) -> None:
         module.__dict__["backward"] = self._marked(module.backward, BACKWARD)
