@@ -23,7 +23,6 @@ import torch
 from torch.utils.data import DataLoader, Sampler, default_collate
 
 from holdfast.data.dataset import ElasticDataset
-from holdfast.data.link import JobLink
 from holdfast.data.link import current as current_link
 from holdfast.data.lockstep import BatchInfo, BatchPlan, Division, Replicas, bounds
 from holdfast.data.order import MAX_SIZE, Order
@@ -36,12 +35,12 @@ from holdfast.data.reading import (
 )
 from holdfast.data.state import VERSION, check_agreement, count_in
 from holdfast.data.stream import ElasticIterableDataset, StreamReader
-from holdfast.data.terms import checked_name, order_kind, seeding_asked, stream_of
+from holdfast.data.terms import checked_name, checked_task, order_kind, seeding_asked, stream_of
 from holdfast.data.torch_loaders import LoadTerms, batch_requests, stream_loader, whole_batch_loader
 from holdfast.data.tuning import Tuning
-from holdfast.data.use import UseReport, claim_name
+from holdfast.data.use import UseReport, claim_name, report_of
 from holdfast.errors import DataError, UsageError
-from holdfast.messages.data import DataSpec, Span
+from holdfast.messages.data import DataSpec, Span, Task
 from holdfast.messages.spans import SpanSet
 from holdfast.messages.tuning import LoaderConfig
 
@@ -62,7 +61,8 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
       on each rank (`current.index`, `current.of`).
     - `shuffle`: True or "records" shuffles all records, "shards" shuffles shards of `shard`
       records. `seed`: the order of every epoch follows from it.
-    - `name`: name of the data set in states, errors and reports; unique within a script.
+    - `name`: name of the data set in states, errors and reports; "data" if it is not given. Under
+      `holdfast run`, loaders of other data or another order need other names.
     - `sub_epochs`: number of parts of an epoch; each iteration is one of them.
     - `drop_last`: leave out what is left after the last full step. `pad`: repeat records so that
       the batches of the last step are of the same size on all ranks. By default neither: the last
@@ -82,6 +82,8 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
     - `tune`: "auto" searches for the fastest batch size that fits in memory, if there is a
       `global_batch`, so that results stay the same. In any case `holdfast tune` can change the
       settings while the job runs, at the same step on all ranks.
+    - `task`: "training", "evaluation" or "prediction"; shown in reports. Only what training uses is
+      expected to go back with the model: after a fault, other data may be used again.
     - `num_workers`, `collate_fn`, `pin_memory`, `timeout`, `worker_init_fn`,
       `multiprocessing_context`, `generator`, `prefetch_factor`, `persistent_workers`: as in torch.
       Without a `generator` the loader draws from one of its own, never from the training's.
@@ -119,6 +121,7 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
         rank: int | None = None,
         seed_workers: bool | Literal["batches", "records"] = True,
         tune: Literal["auto"] | None = None,
+        task: Task = "training",
     ) -> None:
         self._stream = stream_of(dataset)
         self._batches = batch_sampler
@@ -145,6 +148,7 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
         self._sub_epochs = sub_epochs
         self._replicas = num_replicas, rank
         self._seeding = seeding_asked(seed_workers)
+        self._task = checked_task(task)
         self._check_terms(drop_last)
         self._epoch, self._position = 0, 0
         self._finished = False
@@ -157,6 +161,7 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
         self._report: UseReport | None = None
         self._tune = tune
         self._tuning: Tuning | None = None
+        self._tuned_round: int | None = None
         self._steps = 0
         """Steps of this process, over all epochs."""
         self._inner: Any = None
@@ -182,6 +187,9 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
             self.merge_state_dicts = self._stream.merge_state_dicts
         else:
             self._order_of(0)  # Checks the size and the seed.
+        link = current_link()
+        if link is not None:
+            claim_name(link, self)
 
     def _batching(self, batch_size: int, batch_sampler: Any) -> dict[str, Any]:
         """Return what torch's constructor is told of samplers; frameworks look at what it keeps."""
@@ -285,6 +293,7 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
             if self._position >= self._size:
                 self._go_to(self._epoch + 1, 0)
             if n and self._epoch >= n:
+                self._open_report()  # A state may say that all is done: the audit is to know.
                 return
             epoch, loads = self._epoch, self._loads
             stop = bounds(self._size, self._sub_epochs, self._position)[1]
@@ -386,9 +395,18 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
         self._current = None
         self._open_report()
         if self._stream is not None:
-            return self._deliver_stream(self._stream, self._iteration)
+            return self._reported(self._deliver_stream(self._stream, self._iteration))
+        self._open_tuning()
         stop = bounds(self._size, self._sub_epochs, self._position)[1]
-        return self._deliver(self._begin(stop), stop, self._iteration)
+        return self._reported(self._deliver(self._begin(stop), stop, self._iteration))
+
+    def _reported(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Tell the job what was used when an iteration ends, also if the script leaves it."""
+        try:
+            yield from batches
+        finally:
+            if self._report is not None:
+                self._report.tell()
 
     def _begin(self, stop: int) -> tuple[Iterator[Any], deque[BatchPlan]]:
         """Start reading at the position; return the batches and what each one is."""
@@ -430,8 +448,6 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
             yield batch
         self._position = stop
         self._finished = stop >= self._size
-        if report is not None:
-            report.tell()
 
     def _deliver_stream(self, stream: ElasticIterableDataset, iteration: int) -> Iterator[Any]:
         world = self._world()
@@ -453,8 +469,6 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
             self._current = BatchInfo(count, count * world.size, 0, 1, 0, 0)
             yield batch
             self._check_iteration(iteration)
-        if report is not None:
-            report.tell()
 
     @property
     def _in_step(self) -> bool:
@@ -529,13 +543,21 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
             self._report.tell()
         if link is None or (self._report is not None and self._report.round == link.round):
             return
-        claim_name(link, self.name, self)
-        self._report = UseReport(link, self._spec(), self._used_before(), self._resumed)
-        if self._stream is None and self._batches is None:
-            self._open_tuning(link)
+        claim_name(link, self)
+        self._report = report_of(link, self._spec(), self._used_before(), self._resumed)
 
-    def _open_tuning(self, link: JobLink) -> None:
-        """Begin with the settings that are in force in the job."""
+    def terms_of_name(self) -> object:
+        """Return what loaders that read the same data set in the same order have in common."""
+        if self._stream is not None:
+            return type(self._stream)
+        return (*self._agreed().values(), self._sub_epochs, self._task)
+
+    def _open_tuning(self) -> None:
+        """Begin with the settings that are in force in the job, once a round."""
+        link = current_link()
+        if link is None or self._batches is not None or self._tuned_round == link.round:
+            return
+        self._tuned_round = link.round
         terms = self._terms
         ahead = terms.prefetch_factor or 2
         own = LoaderConfig(micro_batch=terms.batch_size, workers=terms.num_workers, prefetch=ahead)
@@ -562,9 +584,16 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
         )
 
     def _spec(self) -> DataSpec:
+        exact = self._task == "training"
         if self._stream is not None:
             names = tuple(self._stream.partition_list())
-            return DataSpec(name=self.name, sharing="lockstep", partitions=names, epochs=0)
+            return DataSpec(
+                name=self.name,
+                sharing="lockstep",
+                partitions=names,
+                task=self._task,
+                exact=exact,
+            )
         return DataSpec(
             name=self.name,
             sharing="lockstep",
@@ -574,6 +603,8 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
             sub_epochs=self._sub_epochs,
             order=self._order,
             seed=self._seed,
+            task=self._task,
+            exact=exact,
         )
 
     def _used_before(self) -> SpanSet:
