@@ -20,7 +20,7 @@ from typing import Any, Final, Literal
 from weakref import proxy
 
 import torch
-from torch.utils.data import DataLoader, Sampler, default_collate
+from torch.utils.data import DataLoader, DistributedSampler, default_collate
 
 from holdfast.data.dataset import ElasticDataset
 from holdfast.data.link import current as current_link
@@ -93,6 +93,9 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
 
     `len` is the number of batches of the whole epoch (or sub-epoch), wherever the loader is in it.
     """
+
+    _is_accelerate_prepared = True
+    """accelerate leaves it as it is: it would share among ranks once more what is shared already."""
 
     def __init__(
         self,
@@ -618,11 +621,22 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
 _END: Final = object()
 
 
-class LoaderSampler(Sampler):  # type: ignore[misc]
-    """What frameworks see as the sampler of a loader: they set its epoch."""
+class LoaderSampler(DistributedSampler):  # type: ignore[misc]
+    """What frameworks see as the sampler of a loader: they set its epoch.
+
+    It is a DistributedSampler, because frameworks (Lightning) replace any other by one of their own.
+    """
 
     def __init__(self, loader: ElasticDataLoader) -> None:
         self._loader = proxy(loader)
+
+    @property
+    def num_replicas(self) -> int:
+        return int(self._loader._world().size)
+
+    @property
+    def rank(self) -> int:
+        return int(self._loader._world().rank)
 
     def set_epoch(self, epoch: int) -> None:
         self._loader.set_epoch(epoch)
