@@ -23,6 +23,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, default_collate
 
 from holdfast.data.dataset import ElasticDataset
+from holdfast.data.link import JobLink
 from holdfast.data.link import current as current_link
 from holdfast.data.lockstep import BatchInfo, BatchPlan, Division, Replicas, bounds
 from holdfast.data.order import MAX_SIZE, Order
@@ -192,7 +193,7 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
             self._order_of(0)  # Checks the size and the seed.
         link = current_link()
         if link is not None:
-            claim_name(link, self)
+            self._claim_name(link)
 
     def _batching(self, batch_size: int, batch_sampler: Any) -> dict[str, Any]:
         """Return what torch's constructor is told of samplers; frameworks look at what it keeps."""
@@ -546,14 +547,14 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
             self._report.tell()
         if link is None or (self._report is not None and self._report.round == link.round):
             return
-        claim_name(link, self)
+        self._claim_name(link)
         self._report = report_of(link, self._spec(), self._used_before(), self._resumed)
 
-    def terms_of_name(self) -> object:
-        """Return what loaders that read the same data set in the same order have in common."""
-        if self._stream is not None:
-            return type(self._stream)
-        return (*self._agreed().values(), self._sub_epochs, self._task)
+    def _claim_name(self, link: JobLink) -> None:
+        same: object = type(self._stream)
+        if self._stream is None:
+            same = (*self._agreed().values(), self._sub_epochs, self._task)
+        claim_name(link, self, self.name, same)
 
     def _open_tuning(self) -> None:
         """Begin with the settings that are in force in the job, once a round."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import ClassVar, Protocol
-from weakref import WeakValueDictionary
+from typing import ClassVar
+from weakref import WeakKeyDictionary
 
 from holdfast.data.link import JobLink
 from holdfast.errors import DataError, HoldfastError, UsageError
@@ -162,33 +162,27 @@ class UseReport:
 class _ProcessLoaders:
     """What loaders of this process have open: they have no other way to find each other."""
 
-    loaders: ClassVar[WeakValueDictionary[tuple[int, str], NamedLoader]] = WeakValueDictionary()
-    """The newest loader of each name, by round."""
+    claims: ClassVar[WeakKeyDictionary[object, tuple[int, str, object]]] = WeakKeyDictionary()
+    """Round, name and terms of each loader that is alive."""
     reports: ClassVar[dict[tuple[int, str], UseReport]] = {}
     """By round and name."""
 
 
-class NamedLoader(Protocol):
-    name: str
+def claim_name(link: JobLink, loader: object, name: str, terms: object) -> None:
+    """Note that a loader has a name in this round; UsageError if another one uses it for other data.
 
-    def terms_of_name(self) -> object:
-        """Return what loaders that read the same data set in the same order have in common."""
-
-
-def claim_name(link: JobLink, loader: NamedLoader) -> None:
-    """Note that a loader has its name in this round; UsageError if another one uses it for other data.
-
-    A loader of the same terms is one that the script has made again, for another epoch.
+    `terms` is what loaders that read the same data set in the same order have in common: one of the
+    same terms was made again by the script, for another epoch.
     """
-    key = link.round, loader.name
-    other = _ProcessLoaders.loaders.get(key)
-    if other not in (None, loader) and other.terms_of_name() != loader.terms_of_name():
-        raise UsageError(
-            f"two data loaders of this script have the name {loader.name!r}, and their data sets or "
-            'orders differ: give each one its own name, as in ElasticDataLoader(..., name="train") '
-            'and ElasticDataLoader(..., name="validation", task="evaluation")'
-        )
-    _ProcessLoaders.loaders[key] = loader
+    mine = link.round, name, terms
+    for claim in list(_ProcessLoaders.claims.values()):
+        if claim[:2] == mine[:2] and claim != mine:
+            raise UsageError(
+                f"two data loaders of this script have the name {name!r}, and their data sets or "
+                'orders differ: give each one its own name, as in ElasticDataLoader(..., name="train") '
+                'and ElasticDataLoader(..., name="validation", task="evaluation")'
+            )
+    _ProcessLoaders.claims[loader] = mine
 
 
 def report_of(link: JobLink, spec: DataSpec, before: SpanSet, resumed: bool) -> UseReport:

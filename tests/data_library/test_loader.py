@@ -631,7 +631,7 @@ def test_a_batch_size_never_changes_within_a_step() -> None:
 
 
 def test_frameworks_do_not_share_among_ranks_again_what_is_shared() -> None:
-    """Lightning replaces samplers that are no DistributedSampler, accelerate all that are unprepared."""
+    """Lightning replaces samplers other than a DistributedSampler; accelerate prepares loaders once."""
     loader = ElasticDataLoader(Numbers(10), 2, num_replicas=3, rank=1)
     assert isinstance(loader.sampler, DistributedSampler)
     assert (loader.sampler.num_replicas, loader.sampler.rank) == (3, 1)

@@ -7,7 +7,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary
 
 import msgspec
 import pytest
@@ -102,7 +102,7 @@ class KeptLink:
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[KeptLink]:
     kept = KeptLink()
     monkeypatch.setattr(link._Installed, "link", kept)
-    monkeypatch.setattr(use._ProcessLoaders, "loaders", WeakValueDictionary())
+    monkeypatch.setattr(use._ProcessLoaders, "claims", WeakKeyDictionary())
     monkeypatch.setattr(use._ProcessLoaders, "reports", {})
     monkeypatch.setattr(use, "TELL_EVERY_S", 1e9)
     yield kept
