@@ -147,7 +147,7 @@ def test_a_package_that_reads_its_rank_is_imported_by_the_ranks_alone(run: Run) 
 
 def test_a_rank_that_comes_back_finds_what_it_uses_of_holdfast_imported(run: Run) -> None:
     script = """
-    import sys
+    import sys  # The word torch has the nursery import before it forks.
     before = "holdfast.data.order" in sys.modules, "holdfast.data.client" in sys.modules
     from holdfast.data import Order
     with open("before", "a") as file:
