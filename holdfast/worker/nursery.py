@@ -15,7 +15,8 @@ memory on them.
 
 The script must not notice: random generators, environment and warning filters are restored.
 
-What else the script is known to import is imported last: see `holdfast.worker.preloading`.
+What the script will import from Holdfast is imported next (`holdfast.worker.own_imports`), and what
+else it is known to import last (`holdfast.worker.preloading`).
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from holdfast.messages.local import (
 )
 from holdfast.worker.channel import Channel
 from holdfast.worker.loaded_modules import NAMES_PER_MESSAGE
+from holdfast.worker.own_imports import own_modules
 from holdfast.worker.preloading import preload as preload_plan
 from holdfast.worker.preloading import resident_bytes
 
@@ -126,6 +128,7 @@ def _warm_up(channel: Channel, preload: Sequence[str], plan: ImportPlan) -> froz
         except Exception:  # Any version of torch: a standby is only a head start.
             log.exception("torch cannot be rehearsed; standbys start without it")
     before = frozenset(sys.modules)
+    _import_own()
     for name in preload:
         try:
             importlib.import_module(name)
@@ -139,6 +142,15 @@ def _warm_up(channel: Channel, preload: Sequence[str], plan: ImportPlan) -> froz
     gc.freeze()
     channel.send(Warm(seconds=time.monotonic() - began, resident_bytes=resident_bytes()))
     return frozenset(sys.modules) - before
+
+
+def _import_own() -> None:
+    """Import what the script will import from Holdfast; its name is our first argument."""
+    for name in own_modules(sys.argv[1]) if len(sys.argv) > 1 else ():
+        try:
+            importlib.import_module(name)
+        except ImportError:  # Of torch, or of another package that is not installed.
+            log.debug("%s cannot be imported; standbys start without it", name, exc_info=True)
 
 
 def _preload(channel: Channel, plan: ImportPlan) -> None:

@@ -143,3 +143,21 @@ def test_a_package_that_reads_its_rank_is_imported_by_the_ranks_alone(run: Run) 
     assert known["refused"] == {"slow_package": "it reads RANK"}
     run.end()
     assert run.code() == 0
+
+
+def test_a_rank_that_comes_back_finds_what_it_uses_of_holdfast_imported(run: Run) -> None:
+    script = """
+    import sys  # The word torch has the nursery import before it forks.
+    before = "holdfast.data.order" in sys.modules, "holdfast.data.client" in sys.modules
+    from holdfast.data import Order
+    with open("before", "a") as file:
+        print(*before, file=file)
+    """
+    run.train("--standby", "2", script=script + TRAINER)
+    run.until_stepping()
+    run.until_standbys(2)
+    (run.folder / "before").unlink()
+    run.kill_rank(0)
+    run.until_stepping(round=2)
+    told = (run.folder / "before").read_text().split("\n")
+    assert set(told) - {""} == {"True False"}
