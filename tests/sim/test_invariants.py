@@ -134,7 +134,7 @@ def test_a_rank_that_goes_on_although_it_could_not_load_is_noticed(monkeypatch):
         return handle(job, event, now)
 
     monkeypatch.setattr(jobs, "handle", trusting)
-    noticed("goes on without its state", seeds=400)  # About one in eighty shows it.
+    noticed("goes on without its state", first=50)  # About one in eighty shows it.
 
 
 @pytest.fixture
