@@ -275,6 +275,7 @@ def test_ranks_agree_before_there_is_a_process_group(tmp_path: Path) -> None:
     def act(rank: int) -> None:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        dist.barrier()  # The other rank may still be connecting.
         dist.destroy_process_group()
         state = {"mine": torch.full((3,), rank)}
         checkpointer = Checkpointer(tmp_path, state)

@@ -92,6 +92,16 @@ def test_a_round_that_is_complete_without_it_does_not_wait() -> None:
     assert list(driver.job.membership.waiting) == ["b"]
 
 
+def test_a_node_that_says_that_it_has_workers_is_never_taken_for_one_without() -> None:
+    """Whatever round it names: the next world begins when it has said that they are gone."""
+    driver = Driver(min_nodes=1, max_nodes=2).running("a", "b", step=3)
+    driver.cut_off("a")
+    driver.exit(1, step=3, signal=9)
+    assert driver.ready("b") == []
+    assert started(driver.resume("a", 0, busy=True)) == []
+    assert started(driver.ready("a")) == ["a", "b"]
+
+
 def test_nobody_joins_a_first_round_without_a_stream() -> None:
     driver = Driver(min_nodes=2, max_nodes=2)
     driver.join("a")

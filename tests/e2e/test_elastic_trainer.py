@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint.worlds import run_world
 from elastic_cases import (
     CASES,
     EPOCHS,
@@ -39,6 +38,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
+from worlds import run_world
 
 import holdfast
 

@@ -351,7 +351,8 @@ def test_what_is_suspected_shows_before_anything_is_done_and_a_person_decides(ru
     hang(run, 1)
     place = f"train.py:{line_of(run, 'sleep')} (work)"
     found = wait_for(
-        lambda: s if (s := run.ask("status")["suspicion"]) and s["place"] else None, "a suspicion"
+        lambda: s if (s := run.ask("status")["suspicion"]) and s["place"] and s["rank"] else None,
+        "a suspicion of rank 1",
     )
     assert (found["rank"], found["place"], found["waiting"]) == (1, place, [0])
     assert found["proof"] is None

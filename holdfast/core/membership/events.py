@@ -181,7 +181,7 @@ class MembershipMachine(Membership, Machine):
         if event.round > self.round or lost:
             return self._relearn(job, event, now)
         held = self.busy.get(event.node)
-        if held is not None and event.round != held.round:
+        if held is not None and event.round != held.round and not event.busy:
             # It was never told to start the round that is being stopped: it has no workers of it.
             rounds.ready(self, event.node, held.round, held.store_port)
         elif event.node in self.waiting and job.world is not None:
