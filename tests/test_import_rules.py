@@ -135,6 +135,7 @@ OF_SHELLS = {
         "holdfast.agent.life",
         "holdfast.agent.processes",
         "holdfast.agent.requests",
+        "holdfast.agent.shards",
         "holdfast.agent.contention",
         "holdfast.agent.supervisor",
         "holdfast.agent.worker",

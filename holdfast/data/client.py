@@ -390,14 +390,14 @@ class ShardClient:
             **({"shard": spec.shard} if spec.order == "shards" else {}),
         }
         for what, value in here.items():
-            if state[what] != value:
+            if state.get(what) != value:
                 raise DataError(
-                    f"{name}: its {what} was {state[what]!r} when the state was saved, and is"
+                    f"{name}: its {what} was {state.get(what)!r} when the state was saved, and is"
                     f" {value!r} now; positions would stand for other records"
                 )
         try:
             return SpanSet.unpack(state["used"])
-        except (ValueError, TypeError) as error:
+        except (KeyError, ValueError, TypeError) as error:
             raise DataError(f"{name}: its saved state cannot be read: {error}") from None
 
 

@@ -28,6 +28,11 @@ class LoaderInJob:
         self._records = 0
         """Records of the step that is being handed out."""
 
+    @property
+    def is_tuned(self) -> bool:
+        """Whether it knows the job's settings."""
+        return self._tuning is not None
+
     def open_tuning(
         self, name: str, own: LoaderConfig, most: int, tune: Literal["auto"] | None
     ) -> LoaderConfig | None:

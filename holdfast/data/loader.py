@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from holdfast.data.dataset import ElasticDataset
 from holdfast.data.in_job import LoaderInJob
+from holdfast.data.link import JobLink
 from holdfast.data.link import current as current_link
 from holdfast.data.loader_sampler import LoaderSampler
 from holdfast.data.lockstep import BatchInfo, BatchPlan, Division, Replicas
@@ -36,6 +37,7 @@ from holdfast.data.stream_delivery import deliver_stream, stream_spec
 from holdfast.data.terms import (
     check_batching,
     checked_name,
+    checked_task,
     order_kind,
     seeding_asked,
     stream_of,
@@ -47,8 +49,9 @@ from holdfast.data.torch_loaders import (
     batch_source,
     stream_loader,
 )
-from holdfast.data.use import UseReport, claim_name
+from holdfast.data.use import claim_name, report_of
 from holdfast.errors import DataError, UsageError
+from holdfast.messages.data import Task
 from holdfast.messages.tuning import LoaderConfig
 
 Begun = tuple[Iterator[Any], deque[BatchPlan]]
@@ -70,7 +73,8 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
       on each rank (`current.index`, `current.of`).
     - `shuffle`: True or "records" shuffles all records, "shards" shuffles shards of `shard`
       records. `seed`: the order of every epoch follows from it.
-    - `name`: name of the data set in states, errors and reports; unique within a script.
+    - `name`: name of the data set in states, errors and reports; "data" if it is not given. Under
+      `holdfast run`, loaders of other data or another order need other names.
     - `sub_epochs`: number of parts of an epoch; each iteration is one of them.
     - `drop_last`: leave out what is left after the last full step. `pad`: repeat records so that
       the batches of the last step are of the same size on all ranks. By default neither: the last
@@ -90,6 +94,8 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
     - `tune`: "auto" searches for the fastest batch size that fits in memory, if there is a
       `global_batch`, so that results stay the same. In any case `holdfast tune` can change the
       settings while the job runs, at the same step on all ranks.
+    - `task`: "training", "evaluation" or "prediction"; shown in reports. Only what training uses is
+      expected to go back with the model: after a fault, other data may be used again.
     - `num_workers`, `collate_fn`, `pin_memory`, `timeout`, `worker_init_fn`,
       `multiprocessing_context`, `generator`, `prefetch_factor`, `persistent_workers`: as in torch.
       Without a `generator` the loader draws from one of its own, never from the training's.
@@ -99,6 +105,9 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
 
     `len` is the number of batches of the whole epoch (or sub-epoch), wherever the loader is in it.
     """
+
+    _is_accelerate_prepared = True
+    """accelerate leaves it as it is: it would share among ranks once more what is shared already."""
 
     def __init__(
         self,
@@ -127,6 +136,7 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
         rank: int | None = None,
         seed_workers: bool | Literal["batches", "records"] = True,
         tune: Literal["auto"] | None = None,
+        task: Task = "training",
     ) -> None:
         self._stream = stream_of(dataset)
         self._batches = batch_sampler
@@ -155,6 +165,7 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
             seed=seed if seed is not None else (told.seed if told else 0),
             shard=shard,
             sub_epochs=sub_epochs,
+            task=checked_task(task),
         )
         self._replicas = num_replicas, rank
         self._seeding = seeding_asked(seed_workers)
@@ -195,6 +206,9 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
             self.merge_state_dicts = self._stream.merge_state_dicts
         else:
             self._records.order(0)  # Checks the size and the seed.
+        link = current_link()
+        if link is not None:
+            self._claim_name(link)
 
     def _batching(self, batch_size: int, batch_sampler: Any) -> dict[str, Any]:
         """Return what torch's constructor is told of samplers; frameworks look at what it keeps."""
@@ -265,6 +279,7 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
             if place.position >= self._records.size:
                 place.go_to(place.epoch + 1, 0)
             if n and place.epoch >= n:
+                self._open_in_job()  # A state may say that all is done: the audit is to know.
                 return
             epoch, loads = place.epoch, place.loads
             _, stop = self._records.part(place.position)
@@ -341,9 +356,18 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
         iteration = self._place.begin()
         self._open_in_job()
         if self._stream is not None:
-            return self._iterate_stream(self._stream)
+            return self._reported(self._iterate_stream(self._stream))
+        self._open_tuning()
         _, stop = self._records.part(self._place.position)
-        return self._deliver(self._begin(stop), stop, iteration)
+        return self._reported(self._deliver(self._begin(stop), stop, iteration))
+
+    def _reported(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Tell the job what was used when an iteration ends, also if the script leaves it."""
+        try:
+            yield from batches
+        finally:
+            if self._job is not None:
+                self._job.report.tell()
 
     def _iterate_stream(self, stream: ElasticIterableDataset) -> Iterator[Any]:
         self._seed_loader_processes()
@@ -394,8 +418,6 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
             )
         place.position = stop
         place.finished = stop >= self._records.size
-        if job is not None:
-            job.report.tell()
 
     def _requests(self, division: Division, ahead: deque[BatchPlan]) -> Iterator[BatchRequest]:
         """Iterate over this rank's batches; note what each of them is in `ahead`."""
@@ -437,15 +459,22 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
             self._job.report.tell()
         if link is None or (self._job is not None and self._job.round == link.round):
             return
-        claim_name(link, self.name, self)
+        self._claim_name(link)
         if self._stream is not None:
-            spec, before = stream_spec(self._stream), self._stream.used()
+            spec, before = stream_spec(self._stream, self._records.task), self._stream.used()
         else:
             spec = self._records.spec()
             before = self._records.used_before(self._place.epoch, self._place.position)
-        report = UseReport(link, spec, before, resumed=self._place.loads > 0)
+        report = report_of(link, spec, before, resumed=self._place.loads > 0)
         self._job = LoaderInJob(link, report)
-        if self._stream is None and self._batches is None:
+
+    def _claim_name(self, link: JobLink) -> None:
+        same = type(self._stream) if self._stream is not None else self._records.spec()
+        claim_name(link, self, self.name, (same, self._batches is None))
+
+    def _open_tuning(self) -> None:
+        """Begin with the settings that are in force in the job, once a round."""
+        if self._job is not None and self._batches is None and not self._job.is_tuned:
             share = -(-self._global_batch // self._world().size) if self._global_batch else 0
             own = self._terms.for_job()
             self._apply(self._job.open_tuning(self.name, own, share, self._tune))

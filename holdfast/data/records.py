@@ -12,7 +12,7 @@ from typing import Any, Final
 from holdfast.data.lockstep import bounds
 from holdfast.data.order import Order
 from holdfast.errors import DataError
-from holdfast.messages.data import DataSpec, OrderKind, Span
+from holdfast.messages.data import DataSpec, OrderKind, Span, Task
 from holdfast.messages.spans import SpanSet
 
 _LINES_TOLD: Final = 1000
@@ -32,10 +32,12 @@ class OrderedRecords:
         seed: int,
         shard: int,
         sub_epochs: int,
+        task: Task,
     ) -> None:
         self._dataset, self._batches = dataset, batches
         self.name, self.kind, self.seed, self.shard = name, kind, seed, shard
         self._sub_epochs = sub_epochs
+        self.task = task
 
     @property
     def size(self) -> int:
@@ -88,6 +90,8 @@ class OrderedRecords:
             sub_epochs=self._sub_epochs,
             order=self.kind,
             seed=self.seed,
+            task=self.task,
+            exact=self.task == "training",
         )
 
     def used_before(self, epoch: int, position: int) -> SpanSet:

@@ -1,6 +1,6 @@
 """Samples records for torch's own DataLoader, at any number of replicas and from any position on.
 
-    sampler = ElasticSampler(dataset, seed=7)
+    sampler = ElasticSampler(dataset, seed=7, pad=True)
     loader = DataLoader(dataset, batch_size=32, sampler=sampler)
     for batch in loader:
         ...
@@ -32,15 +32,18 @@ _NAME: Final = "sampler"
 class ElasticSampler(Sampler):  # type: ignore[misc]
     """Sampler of this replica's records: those at every `num_replicas`-th position of what is left.
 
-    Each record of an epoch comes once over all replicas, without repeats; so some replicas may have
-    one record more than others.
+    Each record of an epoch comes once over all replicas. Where these do not divide the records, some
+    replicas have one more than others, and so maybe one batch more: ranks that step together would
+    wait for each other for ever. So in a process group of several ranks the script has to say what
+    is to be done, by `pad` or `drop_last`. `ElasticDataLoader` needs neither.
 
     - `data_or_size`: a data set with a length, or the number of its records.
     - `num_replicas`, `rank`: by default torch.distributed is asked when an iteration begins, else
       the launcher's RANK and WORLD_SIZE.
     - `shuffle`, `seed`: the order of each epoch follows from the seed.
-    - `drop_last`: leave out the last records, so that all replicas have the same number. `pad`:
-      repeat some instead.
+    - `drop_last`: leave out the last records, so that all replicas have the same number. `pad`: True
+      repeats some instead, as torch's DistributedSampler does; False lets numbers differ, for ranks
+      that do not wait for each other.
     """
 
     def __init__(
@@ -52,7 +55,7 @@ class ElasticSampler(Sampler):  # type: ignore[misc]
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
-        pad: bool = False,
+        pad: bool | None = None,
     ) -> None:
         if drop_last and pad:
             raise UsageError(
@@ -64,7 +67,8 @@ class ElasticSampler(Sampler):  # type: ignore[misc]
         kind: OrderKind = "records" if shuffle else "plain"
         Order(size, kind, seed, 0)  # Checks them.
         self._size, self._kind, self._seed = size, kind, seed
-        self._drop_last, self._pad = drop_last, pad
+        self._drop_last, self._pad = drop_last, bool(pad)
+        self._rest_decided = drop_last or pad is not None
         self._replicas = num_replicas, rank
         Replicas.of(*self._replicas)
         self._epoch, self._position = 0, 0
@@ -132,6 +136,14 @@ class ElasticSampler(Sampler):  # type: ignore[misc]
                 f"all records of epoch {self._epoch} are used: call set_epoch({self._epoch + 1}) first"
             )
         world, start, count = Replicas.of(*self._replicas), self._position, len(self)
+        if world.size > 1 and not self._rest_decided and _in_process_group():
+            raise UsageError(
+                f"ElasticSampler: where {world.size} ranks do not divide the records, some would have "
+                "a batch more, and wait for ever for those that have not. Pass pad=True (repeat "
+                "records), drop_last=True (leave records out) or pad=False (these ranks do not wait "
+                "for each other), or use holdfast.data.ElasticDataLoader: it is exact, and all ranks "
+                "have the same number of batches"
+            )
         order = Order(self._size, self._kind, self._seed, self._epoch)
         return self._records(order, world, start, count)
 
@@ -144,3 +156,9 @@ class ElasticSampler(Sampler):  # type: ignore[misc]
             yield from records
         if count > len(positions):
             yield order.record(start + world.rank % left)
+
+
+def _in_process_group() -> bool:
+    import torch.distributed as dist
+
+    return bool(dist.is_available() and dist.is_initialized())

@@ -10,13 +10,18 @@ from holdfast.data.lockstep import BatchInfo, Replicas
 from holdfast.data.place import LoaderPlace
 from holdfast.data.reading import UnreadBatch
 from holdfast.data.stream import ElasticIterableDataset, Taken
-from holdfast.messages.data import DataSpec
+from holdfast.messages.data import DataSpec, Task
 
 
-def stream_spec(stream: ElasticIterableDataset) -> DataSpec:
+def stream_spec(stream: ElasticIterableDataset, task: Task) -> DataSpec:
     """Return what the job is told of a stream."""
-    names = tuple(stream.partition_list())
-    return DataSpec(name=stream.name, sharing="lockstep", partitions=names, epochs=0)
+    return DataSpec(
+        name=stream.name,
+        sharing="lockstep",
+        partitions=tuple(stream.partition_list()),
+        task=task,
+        exact=task == "training",
+    )
 
 
 def deliver_stream(
@@ -42,8 +47,6 @@ def deliver_stream(
         yield batch
         if iteration != place.iteration:
             place.refuse(stream.name)
-    if job is not None:
-        job.report.tell()
 
 
 def _report(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 from torch.utils.data import IterableDataset
 
 from holdfast.data.reading import Seeding
 from holdfast.data.stream import ElasticIterableDataset
 from holdfast.errors import UsageError
-from holdfast.messages.data import OrderKind
+from holdfast.messages.data import OrderKind, Task
 
 MAX_NAME_CHARS = 128
 MAX_SUB_EPOCHS = 1 << 20
@@ -38,9 +38,16 @@ def checked_name(name: str | None) -> str:
     """Return the name of a data set; "data" if it was given none."""
     if name is None:
         return "data"
-    if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME_CHARS:
-        raise UsageError(f"name={name!r} is no text of 1 to {MAX_NAME_CHARS} characters")
+    fits = isinstance(name, str) and 1 <= len(name) <= MAX_NAME_CHARS
+    if not fits or not name.isprintable():
+        raise UsageError(f"name={name!r} is no text of 1 to {MAX_NAME_CHARS} printable characters")
     return name
+
+
+def checked_task(task: str) -> Task:
+    if task not in get_args(Task):
+        raise UsageError(f"task={task!r} is none of {', '.join(get_args(Task))}")
+    return task  # type: ignore[return-value]
 
 
 def order_kind(shuffle: bool | str | None) -> OrderKind:

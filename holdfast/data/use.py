@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from typing import ClassVar
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary
 
 from holdfast.data.link import JobLink
 from holdfast.errors import DataError, HoldfastError, UsageError
@@ -105,7 +105,7 @@ class UseReport:
     """What one loader tells of its data set in one round."""
 
     def __init__(self, link: JobLink, spec: DataSpec, before: SpanSet, resumed: bool) -> None:
-        self._link, self._name = link, spec.name
+        self._link, self.spec = link, spec
         self.round = link.round
         self._segments = Segments()
         self._told_at = time.monotonic()
@@ -157,20 +157,45 @@ class UseReport:
         self._told_at = time.monotonic()
         used = self._segments.drain()
         if used:
-            self._link.tell(DataUsed(dataset=self._name, used=used))
+            self._link.tell(DataUsed(dataset=self.spec.name, used=used))
 
 
-class _Names:
-    """Reports of this process, by round and name: two loaders of one name would be taken for one."""
+class _ProcessLoaders:
+    """What loaders of this process have open: they have no other way to find each other."""
 
-    open: ClassVar[WeakValueDictionary[tuple[int, str], object]] = WeakValueDictionary()
+    claims: ClassVar[WeakKeyDictionary[object, tuple[int, str, object]]] = WeakKeyDictionary()
+    """Round, name and terms of each loader that is alive."""
+    reports: ClassVar[dict[tuple[int, str], UseReport]] = {}
+    """By round and name."""
 
 
-def claim_name(link: JobLink, name: str, loader: object) -> None:
-    """Note which loader has a name in this round."""
-    other = _Names.open.setdefault((link.round, name), loader)
-    if other is not loader:
-        raise UsageError(
-            f"two data loaders of this script have the name {name!r}: give each one its own, "
-            f'as in ElasticDataLoader(..., name="train")'
-        )
+def claim_name(link: JobLink, loader: object, name: str, terms: object) -> None:
+    """Note that a loader has a name in this round; UsageError if another one uses it for other data.
+
+    `terms` is what loaders that read the same data set in the same order have in common: one of the
+    same terms was made again by the script, for another epoch.
+    """
+    mine = link.round, name, terms
+    for claim in list(_ProcessLoaders.claims.values()):
+        if claim[:2] == mine[:2] and claim != mine:
+            raise UsageError(
+                f"two data loaders of this script have the name {name!r}, and their data sets or "
+                'orders differ: give each one its own name, as in ElasticDataLoader(..., name="train") '
+                'and ElasticDataLoader(..., name="validation", task="evaluation")'
+            )
+    _ProcessLoaders.claims[loader] = mine
+
+
+def report_of(link: JobLink, spec: DataSpec, before: SpanSet, resumed: bool) -> UseReport:
+    """Return the report of a data set in this round; the first loader of it opens the data set.
+
+    Loaders that follow in the same process go on with that report: what they use was not used before
+    the round, whatever state they begin with.
+    """
+    key = link.round, spec.name
+    found = _ProcessLoaders.reports.get(key)
+    if found is None or found.spec != spec:
+        for old in [old for old in _ProcessLoaders.reports if old[0] != link.round]:
+            del _ProcessLoaders.reports[old]
+        found = _ProcessLoaders.reports[key] = UseReport(link, spec, before, resumed)
+    return found

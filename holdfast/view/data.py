@@ -53,8 +53,14 @@ def is_finished(account: DataAccount) -> bool:
     return bool(account.epochs) and account.size is not None and not _ahead(account)
 
 
+def is_as_promised(account: DataAccount) -> bool:
+    """Return whether each record was used once, or, if no more was promised, at least once."""
+    wrong = any(line.lost or line.skipped for line in account.lines)
+    return account.sound or not (account.exact or wrong)
+
+
 def verdict(account: DataAccount) -> str:
-    """Say whether each record was used once, so far or for good."""
+    """Say whether each record was used as promised, so far or for good."""
     wrong = [
         (sum(line.more for line in account.lines), "used more than once"),
         (sum(line.lost for line in account.lines), "never used"),
@@ -62,7 +68,8 @@ def verdict(account: DataAccount) -> str:
     ]
     if account.sound:
         return "exact" if is_finished(account) else "exact so far"
-    return "not exact: " + ", ".join(f"{count:,} {what}" for count, what in wrong if count)
+    found = "at least once" if is_as_promised(account) else "not exact"
+    return f"{found}: " + ", ".join(f"{count:,} {what}" for count, what in wrong if count)
 
 
 def _epochs(account: DataAccount) -> str:

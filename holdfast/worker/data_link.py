@@ -37,7 +37,7 @@ class AgentDataLink:
         try:
             answer = self._worker.requests.ask(request, None)
         except RequestDenied as denied:
-            raise DataError(str(denied)) from None
+            raise DataError(str(denied).removeprefix("data set: ")) from None
         assert isinstance(answer, DataOpened)
         return answer
 

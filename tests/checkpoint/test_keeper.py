@@ -483,7 +483,7 @@ def test_every_order_that_storage_can_hold_up_is_given_up(
             seal(keeper, Rank(shm), 5)
             action = committing(5, keeper.do(writing(5)).shards)
         keeper.hang(call)
-        assert "storage hangs: nothing moved for 0 s" in keeper.ask(action).error
+        assert "storage hangs: nothing moved for" in keeper.ask(action).error
 
 
 def test_any_number_of_orders_may_hang(shm: Path, tmp_path: Path) -> None:

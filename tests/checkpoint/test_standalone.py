@@ -675,10 +675,12 @@ def test_saves_leave_no_keys_in_the_store_nor_a_closed_checkpointer_a_keeper(
                     checkpointer.save(step + 10 * number).result()
                 dist.barrier()
                 counts.append(_settled(store.num_keys))
+                dist.barrier()  # The other rank may still count.
                 keeper = checkpointer._link.keeper_pid  # type: ignore[attr-defined]
             assert not os.path.exists(f"/proc/{keeper}")
             dist.barrier()
             counts.append(_settled(store.num_keys))
+            dist.barrier()
         assert counts[0] == counts[2], "each save has left some"
         assert counts[1] == counts[3] == counts[0] - 2, "the meeting itself has left some"
 

@@ -461,3 +461,11 @@ def test_gaps_in_all_epochs_of_a_restored_state_are_lent_first() -> None:
     job.open_all(spec, "whole", used=state, step=3)
     spans = [span for _ in range(9) for span in job.lend("a")]
     assert spans == [(0, 10, 20), (1, 0, 10), (2, 5, 10), (2, 10, 20)]
+
+
+def test_a_new_job_goes_on_from_a_restored_state_of_data_that_is_not_exact() -> None:
+    job = Lender("a")
+    job.open_all(replace(LEASES, exact=False), resumed="whole", used=packed((0, 0, 30)))
+    job.lend("a", 1)
+    (lease,) = job.data.leases.values()
+    assert [span.start for span in lease] == [30]

@@ -55,6 +55,25 @@ def test_reports_that_continue_each_other_are_one_stretch_whoever_makes_them() -
     assert job.account().sound
 
 
+def test_an_epoch_that_a_loop_begins_anew_in_the_same_round_is_used_twice() -> None:
+    job = Lender("a")
+    job.open_all(LOCKSTEP)
+    for rank in (0, 1):
+        job.report("a", used=[used_by(rank, (0, 0, 50), 0, 9)])
+    for rank in (0, 1):
+        job.report("a", used=[used_by(rank, (0, 0, 20), 10, 13)])
+        job.report("a", used=[used_by(rank, (0, 20, 60), 14, 21)])
+    assert spans(job.line()) == [
+        (0, 50, 2, [1, 1], "used"),
+        (50, 60, 1, [1], "used"),
+        (60, 100, 0, [], "ahead"),
+    ]
+    assert not job.account().sound
+    job.break_round()
+    job.open_all(LOCKSTEP, resumed="whole", used=packed((0, 0, 20)), step=12)
+    assert job.line().more == 10, "what was used again after the step does not count"
+
+
 def test_a_report_that_comes_late_fills_its_place() -> None:
     job = Lender("a")
     job.open_all(LOCKSTEP)

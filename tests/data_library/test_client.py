@@ -198,3 +198,12 @@ def test_more_records_than_a_shard_has_cannot_be_used() -> None:
     shard.finish()
     with pytest.raises(UsageError, match="finished, failed or given back before"):
         shard.advance(1)
+
+
+@pytest.mark.parametrize("lacking", ["name", "size", "seed", "used"])
+def test_a_state_that_lacks_something_is_an_error_of_the_data(lacking: str) -> None:
+    client = ShardClient("x", size=10, shard=3)
+    state = client.state_dict()
+    del state[lacking]
+    with pytest.raises(DataError, match=f"data set 'x'.*{lacking}"):
+        client.load_state_dict(state)

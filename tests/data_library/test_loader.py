@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from worlds_of_loaders import Numbers, counted, loaders, together
 
 from holdfast.data import ElasticDataLoader, ElasticDataset
@@ -648,3 +648,20 @@ def test_a_batch_size_never_changes_within_a_step() -> None:
             loader.tune(batch_size=8)
     assert sizes == [2, 2, 2, 2, 8, 8]
     assert found == list(range(24))
+
+
+# ---- frameworks ----------------------------------------------------------------------------------
+
+
+def test_frameworks_do_not_share_among_ranks_again_what_is_shared() -> None:
+    """Lightning replaces samplers other than a DistributedSampler; accelerate prepares loaders once."""
+    loader = ElasticDataLoader(Numbers(10), 2, num_replicas=3, rank=1)
+    assert isinstance(loader.sampler, DistributedSampler)
+    assert (loader.sampler.num_replicas, loader.sampler.rank) == (3, 1)
+    assert loader._is_accelerate_prepared
+
+
+def test_accelerate_hands_out_the_loader_itself() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    loader = ElasticDataLoader(Numbers(10), 2, num_replicas=3, rank=1)
+    assert accelerate.Accelerator(cpu=True).prepare(loader) is loader

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader
 from worlds_of_loaders import Numbers
 
@@ -161,3 +164,26 @@ def test_arguments_that_make_no_sense_are_refused(call: Any, said: str) -> None:
 def test_a_data_set_without_records_is_refused() -> None:
     with pytest.raises(DataError, match="has no records"):
         ElasticSampler([])
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    """A process group of two ranks, of which only this one exists."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+def test_ranks_that_step_together_must_say_what_happens_to_a_remainder(two_ranks: None) -> None:
+    """Rank 0 of DDP would wait for ever for the 6th record of rank 1."""
+    with pytest.raises(UsageError, match="wait for ever"):
+        iter(ElasticSampler(11))
+
+
+@pytest.mark.parametrize(
+    ("choice", "records"), [({"pad": True}, 6), ({"drop_last": True}, 5), ({"pad": False}, 6)]
+)
+def test_what_was_said_of_a_remainder_holds(
+    two_ranks: None, choice: dict[str, bool], records: int
+) -> None:
+    assert len(list(ElasticSampler(11, **choice))) == records

@@ -7,7 +7,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary
 
 import msgspec
 import pytest
@@ -15,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds_of_loaders import Numbers
 
+from holdfast.core.shards.opening import flaw
 from holdfast.data import ElasticDataLoader, ElasticIterableDataset, link, use
 from holdfast.data.use import Segments
 from holdfast.errors import DataError, UsageError, WireError
-from holdfast.messages.data import Span, Used
+from holdfast.messages.data import Span, Task, Used
 from holdfast.messages.local import DataUsed
 from holdfast.messages.requests import (
     AnyAnswer,
@@ -101,7 +102,8 @@ class KeptLink:
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[KeptLink]:
     kept = KeptLink()
     monkeypatch.setattr(link._Installed, "link", kept)
-    monkeypatch.setattr(use._Names, "open", WeakValueDictionary())
+    monkeypatch.setattr(use._ProcessLoaders, "claims", WeakKeyDictionary())
+    monkeypatch.setattr(use._ProcessLoaders, "reports", {})
     monkeypatch.setattr(use, "TELL_EVERY_S", 1e9)
     yield kept
     kept.may_answer.set()
@@ -262,7 +264,9 @@ def test_use_is_told_when_the_state_is_saved(
     now = [100.0]
     monkeypatch.setattr(use.time, "monotonic", lambda: now[0])
     loader = ElasticDataLoader(Numbers(100), 1)
-    train(loader, job, 3)
+    iterator = iter(loader)
+    job.wait_for_report(loader)
+    next(iterator)
     now[0] += passed
     loader.state_dict()
     assert len(job.told) == messages
@@ -275,7 +279,8 @@ def test_training_does_not_wait_for_the_coordinator(job: KeptLink) -> None:
     assert job.told == []
     job.may_answer.set()
     job.wait_for_report(loader)
-    next(iter(loader))
+    iterator = iter(loader)
+    next(iterator)
     assert [used.span for used in job.used] == [Span(0, 0, 8)]
 
 
@@ -307,21 +312,57 @@ def test_a_data_set_is_opened_again_in_another_round(
     assert [list(SpanSet.unpack(o.used)) for o in job.opened] == [[], [Span(0, 0, 4)]]
 
 
-def test_two_loaders_of_one_name_are_refused(job: KeptLink) -> None:
-    first, second = ElasticDataLoader(Numbers(8)), ElasticDataLoader(Numbers(9))
-    train(first, job)
+def test_loaders_of_one_name_and_other_data_are_refused_when_they_are_made(job: KeptLink) -> None:
+    """Not at the first evaluation, after hours of training."""
+    first = ElasticDataLoader(Numbers(8))
     with pytest.raises(UsageError, match="two data loaders of this script have the name 'data'"):
-        iter(second)
+        ElasticDataLoader(Numbers(9))
+    with pytest.raises(UsageError, match=r"name=.validation."):
+        ElasticDataLoader(Numbers(8), shuffle=True)
+    train(first, job)
     iter(ElasticDataLoader(Numbers(9), name="validation"))
 
 
-def test_a_loader_that_is_gone_leaves_its_name(job: KeptLink) -> None:
-    for _ in range(2):
-        loader = ElasticDataLoader(Numbers(8))
+def test_a_loader_that_is_made_again_for_each_epoch_goes_on_with_the_report(job: KeptLink) -> None:
+    """Progress bars keep old loaders alive, and a state that one goes on with is not the round's."""
+    kept = []
+    for epoch in range(3):
+        loader = ElasticDataLoader(Numbers(8), 4)
+        loader.load_state_dict({**loader.state_dict(), "epoch": epoch, "position": 0})
         train(loader, job)
-        del loader
-        gc.collect()
-    assert len(job.opened) == 2
+        kept.append(loader)
+    assert len(job.opened) == 1
+    assert [used.span for used in job.used] == [Span(epoch, 0, 8) for epoch in range(3)]
+
+
+def test_a_loader_that_is_gone_leaves_its_name(job: KeptLink) -> None:
+    loader = ElasticDataLoader(Numbers(8))
+    train(loader, job)
+    del loader
+    gc.collect()
+    train(ElasticDataLoader(Numbers(9)), job)
+    assert [opened.spec.size for opened in job.opened] == [8, 9]
+
+
+def test_what_was_used_is_told_when_the_script_leaves_the_loop(job: KeptLink) -> None:
+    loader = ElasticDataLoader(Numbers(8), 2)
+    train(loader, job, 2)
+    assert [used.span for used in job.used] == [Span(0, 0, 4)]
+
+
+def test_a_state_that_says_all_is_done_is_told(job: KeptLink) -> None:
+    loader = ElasticDataLoader(Numbers(8), 2)
+    loader.load_state_dict({**loader.state_dict(), "epoch": 1, "position": 8})
+    assert list(loader.epochs(2)) == []
+    job.wait_for_report(loader)
+    (opened,) = job.opened
+    assert list(SpanSet.unpack(opened.used)) == [Span(0, 0, 8), Span(1, 0, 8)]
+
+
+@pytest.mark.parametrize(("task", "exact"), [("training", True), ("evaluation", False)])
+def test_only_what_training_uses_is_to_be_exact(job: KeptLink, task: Task, exact: bool) -> None:
+    train(ElasticDataLoader(Numbers(8), task=task), job)
+    assert (job.opened[0].spec.task, job.opened[0].spec.exact) == (task, exact)
 
 
 def test_outside_a_job_names_may_repeat() -> None:
@@ -342,6 +383,7 @@ def test_a_stream_tells_the_offsets_of_its_partitions(job: KeptLink) -> None:
     loader.load_state_dict({"version": 1, "name": "data", "offsets": {"b": 2}})
     train(loader, job)
     (opened,) = job.opened
+    assert flaw(opened.spec) == ""
     assert (opened.spec.partitions, opened.spec.size) == (("a", "b"), None)
     assert list(SpanSet.unpack(opened.used)) == [Span(1, 0, 2)]
     assert SpanSet.of(used.span for used in job.used) == SpanSet.of([Span(0, 0, 6), Span(1, 2, 6)])

@@ -26,10 +26,10 @@ def sweep(seeds: range, light: bool) -> None:
         Cluster(dataclasses.replace(chaos(seed, liveness=True), light=light)).run()
 
 
-def noticed(what: str, seeds: int = 60, light: bool = False, first: int = 0) -> None:
+def noticed(what: str, seeds: int = 60, light: bool = False) -> None:
     """One of the seeds shows it; light agents have no stall detection that would repair it."""
     with pytest.raises(Violated, match=what):
-        sweep(range(first, first + seeds), light)
+        sweep(range(seeds), light)
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_a_lost_order_that_is_not_repeated_is_noticed(handler):
         return [] if self.has(event.node) else [_fence(event.node)]
 
     handler(MembershipMachine, "on_resumed", deaf)
-    noticed("no step beyond", seeds=200, light=True)
+    noticed("no step beyond|should have ended", seeds=200, light=True)
 
 
 def test_word_from_an_older_round_that_is_believed_is_noticed(monkeypatch):
@@ -134,7 +134,7 @@ def test_a_rank_that_goes_on_although_it_could_not_load_is_noticed(monkeypatch):
         return handle(job, event, now)
 
     monkeypatch.setattr(jobs, "handle", trusting)
-    noticed("goes on without its state", first=120)
+    noticed("goes on without its state", first=50)  # About one in eighty shows it.
 
 
 @pytest.fixture

@@ -17,7 +17,15 @@ from holdfast.messages.reports import (
     SpanUse,
 )
 from holdfast.messages.units import RoundNumber, StepNumber
-from holdfast.view.data import FAULTS_SHOWN, RECORDS_SHOWN, audit, is_finished, listed, used
+from holdfast.view.data import (
+    FAULTS_SHOWN,
+    RECORDS_SHOWN,
+    audit,
+    is_as_promised,
+    is_finished,
+    listed,
+    used,
+)
 from holdfast.view.summary import summary
 from holdfast.view.terminal import print_status
 
@@ -111,6 +119,27 @@ def test_what_was_used_twice_and_never_is_named_with_its_rounds() -> None:
         "  used 2 times: position 95 of epoch 0, in rounds an earlier job, 2",
         "  never used: positions 96 to 99 of epoch 0",
     ]
+
+
+def test_repeats_are_no_fault_where_at_least_once_was_promised() -> None:
+    repeated = line(0, span(0, 90, 1), span(90, 100, 1, 3))
+    one = account(repeated, epochs=1, exact=False, sharing="leases", task="prediction")
+    assert is_as_promised(one)
+    assert not is_as_promised(account(repeated, epochs=1))
+    assert audit(one) == [
+        "data set train (prediction, shared by leases, at least once):"
+        " at least once: 10 used more than once",
+        "  epoch 0: 90 once, 10 more than once",
+        "  used 2 times: positions 90 to 99 of epoch 0, in rounds 1, 3",
+    ]
+
+
+@pytest.mark.parametrize("fate", ["lost", "skipped"])
+def test_what_was_not_used_is_a_fault_of_any_data_set(fate: str) -> None:
+    repeated = (span(0, 80, 1), span(80, 90, 1, 3))
+    one = account(line(0, *repeated, span(90, 100, fate=fate)), epochs=1, exact=False)
+    assert not is_as_promised(one)
+    assert ": not exact: 10 used more than once, 10" in audit(one)[0]
 
 
 def test_shards_that_were_left_out_are_named_with_the_end_of_their_error() -> None:

@@ -184,7 +184,7 @@ def _decide(data: DataSet, event: Asked, request: OpenData, used: SpanSet) -> No
     if not data.is_coupled:
         history.begin(data.history, event.round, step)
         if not data.is_open:
-            lending.start(data, SpanSet())
+            lending.start(data, used)  # Of an earlier job, if a rank has restored that.
     else:
         skipped = SpanSet.of(one.span for one in data.skipped)
         history.resume(data.history, event.round, step, used, skipped, size)

@@ -11,6 +11,9 @@ data and not its model never uses some, and both are to be seen.
     leases      ranks use spans in any order; they are kept by ranges of steps, at most `MOST_RANGES` of
                 them, which grow with the round; a range that S lies in is decided by the state
 
+Every rank reports the same stretches. Positions that are reported with other steps were used again in
+the same round: a loop began the epoch anew.
+
 Lines that lie far behind fold: what was used once is only counted, the rest is listed.
 """
 
@@ -30,6 +33,8 @@ KEPT_LINES = 4
 MOST_LINES = 1000
 """Lines of which nothing was ever reported that are looked at one by one."""
 MOST_IRREGULAR = 1000
+STEPS_APART = 1
+"""Ranks of a step may report it as this many steps apart."""
 BEFORE = RoundNumber(0)
 """Stands for what was used before this job."""
 UNKNOWN = RoundNumber(-1)
@@ -88,21 +93,24 @@ class RoundUse(Struct):
     until: StepNumber | None = None
     """The step that the next round went on from."""
     stretches: list[Stretch] = field(default_factory=list)
+    again: list[Stretch] = field(default_factory=list)
+    """Positions that it used once more, at other steps."""
     width: int = 1
     """Steps of a range."""
     ranges: dict[int, StepRange] = field(default_factory=dict)
 
     def spans(self) -> Iterator[Span]:
-        for stretch in self.stretches:
+        for stretch in (*self.stretches, *self.again):
             yield stretch.span
         for one in self.ranges.values():
             yield from one.spans
 
     def drop_lines(self, below: Line) -> StepNumber:
         """Forget the lines before that one; the last step at which they were used."""
-        gone = [one for one in self.stretches if one.span.line < below]
+        gone = [one for one in (*self.stretches, *self.again) if one.span.line < below]
         last = max((one.last for one in gone), default=StepNumber(0))
         self.stretches = [one for one in self.stretches if one.span.line >= below]
+        self.again = [one for one in self.again if one.span.line >= below]
         for key, one in list(self.ranges.items()):
             lines = [line for line in one.spans.lines if line < below]
             for line in lines:
@@ -150,12 +158,34 @@ def note_stretch(history: UseHistory, used: Used) -> None:
             _append(use.stretches, new)
             return
     known = SpanSet.of(one.span for one in use.stretches if one.span.line == new.span.line)
+    for part in known.within(new.span):
+        repeated = new.part(part.start, part.stop)
+        if _is_repeated(use.stretches, repeated) and not _overlaps(use.again, part):
+            use.again.append(repeated)  # Another rank that says the same finds it there.
     fresh = [new.part(part.start, part.stop) for part in known.without(new.span)]
     if fresh:
         ordered = sorted([*use.stretches, *fresh], key=lambda one: one.span)
         use.stretches = []
         for one in ordered:
             _append(use.stretches, one)
+
+
+def _is_repeated(known: list[Stretch], new: Stretch) -> bool:
+    """Return whether positions are among those that were used at other steps than now."""
+    for one in known:
+        start, stop = max(one.span.start, new.span.start), min(one.span.stop, new.span.stop)
+        if one.span.line == new.span.line and start < stop:
+            apart = abs(new.step_at(start) - one.step_at(start))
+            if apart > STEPS_APART:
+                return True
+    return False
+
+
+def _overlaps(known: list[Stretch], span: Span) -> bool:
+    return any(
+        one.span.line == span.line and one.span.start < span.stop and span.start < one.span.stop
+        for one in known
+    )
 
 
 def _append(stretches: list[Stretch], new: Stretch) -> None:
@@ -262,6 +292,7 @@ def _cut_round(use: RoundUse, step: StepNumber, used: SpanSet, undone: SpanSet) 
         start = stretch.span.start if kept is None else kept.span.stop
         undone.add(Span(stretch.span.line, start, stretch.span.stop))
     use.stretches = stretches
+    use.again = [kept for one in use.again if (kept := one.before(step)) is not None]
     for key, one in list(use.ranges.items()):
         if one.last < step:
             continue
