@@ -13,6 +13,7 @@ import gc
 import pickle
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,12 +27,24 @@ import torch  # noqa: E402
 from harness.lines import Line  # noqa: E402
 from torch.utils.data import DataLoader, DistributedSampler  # noqa: E402
 
-from holdfast.data import ElasticDataLoader, Order  # noqa: E402
+from holdfast.data import ElasticDataLoader, Order, link  # noqa: E402
+from holdfast.messages.data import Span  # noqa: E402
+from holdfast.messages.local import DataUsed  # noqa: E402
+from holdfast.messages.requests import (  # noqa: E402
+    AwaitTuning,
+    DataOpened,
+    OpenData,
+    ScriptRequest,
+    TuningNotice,
+)
+from holdfast.messages.tuning import LoaderConfig, MemoryRoom  # noqa: E402
 
 MOST = 1.03
 TEN_BILLION = 10_000_000_000
 MB = 1 << 20
-BATCH, WORLD, RANK = 64, 4, 1
+WORLD, RANK = 4, 1
+MOST_IN_A_JOB_US = 5.0
+"""Goal for what a batch costs more under `holdfast run`: reports, counts and settings."""
 
 
 class Cheap:
@@ -60,26 +73,47 @@ class Case:
     what: str
     dataset: type[Cheap]
     processes: int
-    records: int
-    """Of all ranks in an epoch."""
+    batch: int
+    batches: int
+    """Of a rank in an epoch."""
+    seed_workers: bool = True
+
+    @property
+    def said(self) -> str:
+        where = f"{self.processes} loader processes" if self.processes else "training process"
+        seeds = "" if self.seed_workers else ", generators not seeded"
+        return f"{self.what}, batch of {self.batch}, {where}{seeds}"
 
 
 CASES = (
-    Case("cheap records, in the training process", Cheap, 0, 200_000),
-    Case("moderate records, in the training process", Moderate, 0, 20_000),
-    Case("cheap records, 2 loader processes", Cheap, 2, 60_000),
-    Case("moderate records, 2 loader processes", Moderate, 2, 40_000),
+    Case("cheap records", Cheap, 0, 1, 2000),
+    Case("cheap records", Cheap, 0, 8, 2000),
+    Case("cheap records", Cheap, 0, 64, 800),
+    Case("moderate records", Moderate, 0, 64, 80),
+    # Torch does not seed generators for each batch; the same without shows what that costs.
+    Case("cheap records", Cheap, 2, 1, 150),
+    Case("cheap records", Cheap, 2, 1, 150, seed_workers=False),
+    Case("cheap records", Cheap, 2, 8, 150),
+    Case("cheap records", Cheap, 2, 64, 150),
+    Case("moderate records", Moderate, 2, 64, 80),
 )
 
 
 def compare(case: Case, turns: int) -> Line:
     """Load epochs with both loaders by turns."""
-    dataset = case.dataset(case.records)
+    dataset = case.dataset(case.batch * case.batches * WORLD)
     persistent = {"num_workers": case.processes, "persistent_workers": case.processes > 0}
     sampler = DistributedSampler(dataset, num_replicas=WORLD, rank=RANK, seed=1)
-    plain = DataLoader(dataset, BATCH, sampler=sampler, **persistent)
+    plain = DataLoader(dataset, case.batch, sampler=sampler, **persistent)
     elastic = ElasticDataLoader(
-        dataset, BATCH, shuffle=True, seed=1, num_replicas=WORLD, rank=RANK, **persistent
+        dataset,
+        case.batch,
+        shuffle=True,
+        seed=1,
+        num_replicas=WORLD,
+        rank=RANK,
+        seed_workers=case.seed_workers,
+        **persistent,
     )
 
     def plain_epoch(epoch: int) -> int:
@@ -100,9 +134,9 @@ def compare(case: Case, turns: int) -> Line:
                 times[name].append(seconds)
     pairs = zip(times["elastic"], times["torch"], strict=True)
     ratios = [ours / theirs for ours, theirs in pairs]
-    share = case.records / WORLD
+    share = case.batch * case.batches
     return Line(
-        f"{case.what}: time of ElasticDataLoader / torch's",
+        f"{case.said}: time of ElasticDataLoader / torch's",
         statistics.median(ratios),
         "x",
         at_most=MOST,
@@ -119,6 +153,85 @@ def _took(epoch: Callable[[int], int], number: int) -> float:
     began = time.perf_counter()
     epoch(number)
     return time.perf_counter() - began
+
+
+class Counters:
+    """What `worker.runtime.Runtime` does for a link, in as many calls."""
+
+    def __init__(self) -> None:
+        self.steps, self.samples, self.evaluating = 0, 0, False
+
+    @property
+    def step(self) -> int:
+        return self.steps if self.steps > 0 else 0
+
+    def used(self, records: int) -> None:
+        if not self.evaluating:
+            self.samples += records
+
+
+class QuietJob:
+    """A job that is told everything and has nothing to say."""
+
+    rank, world_size, round = RANK, WORLD, 1
+
+    def __init__(self) -> None:
+        self.worker = Counters()
+
+    @property
+    def step(self) -> int:
+        return self.worker.step
+
+    def open(self, request: OpenData) -> DataOpened:
+        return DataOpened(used=b"")
+
+    def take(self, dataset: str, count: int) -> tuple[Span, ...]:
+        return ()
+
+    def delivered(self, records: int) -> None:
+        self.worker.used(records)
+
+    def tell(self, message: DataUsed) -> None:
+        """It goes into a socket otherwise, once a second."""
+
+    def ask(self, request: ScriptRequest, timeout_s: float | None) -> TuningNotice:
+        if isinstance(request, AwaitTuning) and request.after:
+            threading.Event().wait()  # Until there is something new: never.
+        return TuningNotice(number=1, version=0, config=LoaderConfig())
+
+    def count_opening(self, dataset: str) -> int:
+        return 1
+
+    def memory(self) -> MemoryRoom:
+        raise NotImplementedError("nothing is measured")
+
+
+def in_a_job() -> Line:
+    """What a batch costs more in a job than without one."""
+    alone, job = [], QuietJob()
+    inside = []
+    for turn in range(10):
+        for times, there in ((alone, None), (inside, job)):
+            link._Installed.link = there
+            data = ElasticDataLoader(
+                range(20_000), collate_fn=len, num_replicas=1, rank=0, name=f"{turn}"
+            )
+            times.append(_took(lambda _, data=data: _steps(data, job), 0) / len(data))
+    link._Installed.link = None
+    more = (min(inside) - min(alone)) * 1e6
+    return Line(
+        "a batch in a job takes longer by",
+        more,
+        "µs",
+        at_most=MOST_IN_A_JOB_US,
+        seen=f"{min(inside) * 1e6:.1f} against {min(alone) * 1e6:.1f} µs, shortest of 10 turns",
+    )
+
+
+def _steps(data: ElasticDataLoader, job: QuietJob) -> int:
+    for _ in data:
+        job.worker.steps += 1
+    return job.step
 
 
 def shuffle() -> list[Line]:
@@ -167,7 +280,7 @@ def _per_single_position(order: Order) -> float:
 
 def measure(quick: bool = False) -> list[Line]:
     """Measure all of it."""
-    return [*(compare(case, 15 if quick else 61) for case in CASES), *shuffle()]
+    return [*(compare(case, 15 if quick else 61) for case in CASES), in_a_job(), *shuffle()]
 
 
 def main(arguments: list[str] | None = None) -> int:
