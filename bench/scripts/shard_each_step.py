@@ -5,6 +5,7 @@ shard_each_step.py STEPS FOLDER
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -17,6 +18,14 @@ from holdfast.data import ShardClient
 STEP_S = 0.01
 SETTLING = 50
 """First steps that are not counted: a process starts, and the agent learns how much it needs."""
+
+
+def work(seconds: float) -> None:
+    """Compute for a time, as a step does: a process that sleeps wakes up slowly."""
+    until = time.perf_counter() + seconds
+    block = bytes(1 << 16)
+    while time.perf_counter() < until:
+        hashlib.sha256(block).digest()  # Without the GIL, like most of a training step.
 
 
 def main() -> None:
@@ -32,7 +41,7 @@ def main() -> None:
         took = time.perf_counter() - asked
         waited, longest = waited + took, max(longest, took)
         assert shard is not None
-        time.sleep(STEP_S)
+        work(STEP_S)
         shard.finish()
         holdfast.progress(step + 1)
     found = {

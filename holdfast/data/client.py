@@ -47,6 +47,8 @@ class LeasedShard:
     """A shard that is lent to this rank. Iterating over it yields record numbers, each counted as used
     when it is handed out; of a stream, offsets in its partition."""
 
+    __slots__ = ("_at", "_client", "_open", "_safe", "_span", "_step", "_stepped")
+
     def __init__(self, client: ShardClient, span: Span, step: int) -> None:
         self._client, self._span, self._step = client, span, step
         self._at = span.start

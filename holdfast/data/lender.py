@@ -6,6 +6,7 @@ the coordinator, which shares them among all ranks; the process's own are for on
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -47,13 +48,16 @@ class AgentShards:
     def __init__(self, link: JobLink, name: str) -> None:
         self._link, self._name = link, name
         self._ready: queue.SimpleQueue[Span | HoldfastError | None] = queue.SimpleQueue()
-        self._room = threading.Semaphore(0)
-        self._taken_at: deque[float] = deque(maxlen=_MOST)
+        self._wishes: queue.SimpleQueue[None] = queue.SimpleQueue()
+        """Asks the thread for more shards; at most one wish is open."""
+        self._wished = True
+        self._low = 0
+        """Number of shards at which more are asked for."""
         self._end: HoldfastError | None = None
         self._finished = False
         self._thread = threading.Thread(target=self._fetch, name=f"shards of {name}", daemon=True)
         self._thread.start()
-        self._room.release()
+        self._wishes.put(None)
 
     def take(self, wait: bool | float) -> Span | None:
         if self._end is not None:
@@ -64,13 +68,13 @@ class AgentShards:
             found = self._ready.get(bool(wait), None if wait is True else wait)
         except queue.Empty:
             return None
-        self._taken_at.append(time.monotonic())
+        if not self._wished and self._ready.qsize() <= self._low:
+            self._wished = True
+            self._wishes.put(None)
         if isinstance(found, HoldfastError):
             self._end = found
             raise found
         self._finished = found is None
-        if self._ready.qsize() <= self._ahead() // 2:
-            self._room.release()
         return found
 
     @property
@@ -87,25 +91,25 @@ class AgentShards:
     def returned(self, span: Span) -> None:
         self._link.tell(DataUsed(dataset=self._name, returned=(span,)))
 
-    def _ahead(self) -> int:
-        since = time.monotonic() - _AHEAD_S
-        return max(1, sum(at > since for at in self._taken_at))
-
     def _fetch(self) -> None:
-        spans: tuple[Span, ...] = ()
-        while self._room.acquire():
-            while self._room.acquire(blocking=False):
-                pass  # Several wishes are one.
-            missing = self._ahead() - self._ready.qsize()
-            if missing <= 0:
-                continue
+        put, at = 0, time.monotonic()
+        while True:
+            self._wishes.get()
+            # Between two wishes, all was taken that was put and is not there any more.
+            before, at = at, time.monotonic()
+            left = self._ready.qsize()
+            per_s = (put - left) / max(at - before, 1e-6)
+            ahead = max(1, min(_MOST, math.ceil(per_s * _AHEAD_S)))
+            self._low, put = ahead // 2, left
             try:
-                spans = self._link.take(self._name, min(missing, _MOST))
+                spans = self._link.take(self._name, max(1, ahead - left))
             except HoldfastError as error:
                 self._ready.put(error)
                 return
+            self._wished = False
             for span in spans:
                 self._ready.put(span)
+            put += len(spans)
             if not spans:
                 self._ready.put(None)
                 return
