@@ -24,6 +24,7 @@ from typing import Final
 
 from holdfast.clock import JobClock
 from holdfast.core.shards import grid
+from holdfast.core.shards.history import Stretch
 from holdfast.messages.actions import LendShards
 from holdfast.messages.data import DataSpec, ShardFailure, Span, Used, UsedBy
 from holdfast.messages.events import AnyEvent, ShardsReported
@@ -280,17 +281,15 @@ def _joined(before: Used, after: Used) -> Used | None:
     """Return two uses as one; None if the second does not go on as the first did."""
     follows = before.span.line == after.span.line and before.span.stop == after.span.start
     at_once = before.first_step == before.last_step == after.first_step == after.last_step
-    steps_before = before.last_step - before.first_step + 1
-    steps_after = after.last_step - after.first_step + 1
-    even = after.first_step == before.last_step + 1 and (
-        (before.span.stop - before.span.start) * steps_after
-        == (after.span.stop - after.span.start) * steps_before
-    )
-    if not follows or not (even or at_once):
+    if not _stretch(after).continues(_stretch(before)) and not (follows and at_once):
         return None
     span = Span(before.span.line, before.span.start, after.span.stop)
     records = before.records + after.records
     return Used(span, before.first_step, after.last_step, records)
+
+
+def _stretch(used: Used) -> Stretch:
+    return Stretch(used.span, used.first_step, used.last_step)
 
 
 def _wanted(message: Ask) -> int:

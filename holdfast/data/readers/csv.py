@@ -15,13 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from holdfast.data.readers.byte_reader import ByteReader
 from holdfast.data.readers.files import (
     DataFile,
     OpenFile,
     Paths,
-    open_file,
     read_all_of,
-    refuse_compressed,
 )
 from holdfast.data.readers.index import Block, FileBlocks
 from holdfast.data.readers.lines import (
@@ -35,14 +34,13 @@ from holdfast.data.readers.lines import (
     text_start,
 )
 from holdfast.data.readers.progress import IndexProgress
-from holdfast.data.readers.reader import IndexedReader
 from holdfast.errors import DataError, UsageError
 
 BROKEN = (csv.Error, ValueError, TypeError, ArithmeticError)
 """What a record that is not text, or whose fields are not of their types, raises."""
 
 
-class CsvReader(IndexedReader[OpenFile, TextBlock]):
+class CsvReader(ByteReader[TextBlock]):
     """Records of CSV files in UTF-8: a dict of column names and fields, or a list of fields.
 
     `header`: True if each file begins with the names of its columns; a list of names if files have none
@@ -92,20 +90,9 @@ class CsvReader(IndexedReader[OpenFile, TextBlock]):
     def _options(self) -> str:
         return f"{self._dialect.delimiter!r} {self._dialect.quote!r} {self._has_header}"
 
-    def _open(self, file: DataFile) -> OpenFile:
-        return open_file(file)
-
-    def _close(self, handle: OpenFile) -> None:
-        handle.close()
-
-    def _blocks(self, file: DataFile, progress: IndexProgress) -> FileBlocks:
-        opened = open_file(file)
-        try:
-            refuse_compressed(opened)
-            start, header = self._after_header(opened)
-            return index_records(opened, start, self._dialect.split, progress, header)
-        finally:
-            opened.close()
+    def _find_blocks(self, opened: OpenFile, progress: IndexProgress) -> FileBlocks:
+        start, header = self._after_header(opened)
+        return index_records(opened, start, self._dialect.split, progress, header)
 
     def _after_header(self, opened: OpenFile) -> tuple[int, str]:
         """Find where records begin, and the header before them; empty if the file has none."""

@@ -9,13 +9,11 @@ from typing import Any
 
 import msgspec
 
+from holdfast.data.readers.byte_reader import ByteReader
 from holdfast.data.readers.files import (
-    DataFile,
     OpenFile,
     Paths,
-    open_file,
     read_all_of,
-    refuse_compressed,
 )
 from holdfast.data.readers.index import Block, FileBlocks
 from holdfast.data.readers.lines import (
@@ -27,13 +25,12 @@ from holdfast.data.readers.lines import (
     text_start,
 )
 from holdfast.data.readers.progress import IndexProgress
-from holdfast.data.readers.reader import IndexedReader
 from holdfast.errors import DataError
 
 _decode_fast = msgspec.json.Decoder().decode
 
 
-class JsonlReader(IndexedReader[OpenFile, TextBlock]):
+class JsonlReader(ByteReader[TextBlock]):
     """Records of JSONL files: whatever JSON value a line has. Empty lines are no records."""
 
     SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -41,19 +38,8 @@ class JsonlReader(IndexedReader[OpenFile, TextBlock]):
     def __init__(self, paths: Paths, *, index: str | os.PathLike[str] | None = None) -> None:
         super().__init__(paths, index=index, blocks=0)
 
-    def _open(self, file: DataFile) -> OpenFile:
-        return open_file(file)
-
-    def _close(self, handle: OpenFile) -> None:
-        handle.close()
-
-    def _blocks(self, file: DataFile, progress: IndexProgress) -> FileBlocks:
-        opened = open_file(file)
-        try:
-            refuse_compressed(opened)
-            return index_records(opened, text_start(opened), split_lines, progress)
-        finally:
-            opened.close()
+    def _find_blocks(self, opened: OpenFile, progress: IndexProgress) -> FileBlocks:
+        return index_records(opened, text_start(opened), split_lines, progress)
 
     def _load(self, handle: OpenFile, block: Block) -> TextBlock:
         handle.check()

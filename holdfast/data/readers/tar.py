@@ -16,17 +16,14 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from holdfast.data.readers.byte_reader import ByteReader
 from holdfast.data.readers.files import (
-    DataFile,
     OpenFile,
     Paths,
-    open_file,
     read_all_of,
-    refuse_compressed,
 )
 from holdfast.data.readers.index import Block, FileBlocks
 from holdfast.data.readers.progress import IndexProgress
-from holdfast.data.readers.reader import IndexedReader
 from holdfast.errors import DataError
 
 _KEY_AND_FIELD = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)", re.DOTALL)
@@ -52,7 +49,7 @@ TAR_DECODERS: Mapping[str, Decoder] = {
 """Decoders for common extensions. None of them unpickles."""
 
 
-class TarReader(IndexedReader[OpenFile, bytes]):
+class TarReader(ByteReader[bytes]):
     """Samples of tar files: dicts of `__key__` and each field's bytes.
 
     `decoders` turns bytes into values by extension, the last part of a field's name: `TAR_DECODERS` has
@@ -71,28 +68,17 @@ class TarReader(IndexedReader[OpenFile, bytes]):
         self._decoders = dict(decoders or {})
         super().__init__(paths, index=index, blocks=0)
 
-    def _open(self, file: DataFile) -> OpenFile:
-        return open_file(file)
-
-    def _close(self, handle: OpenFile) -> None:
-        handle.close()
-
-    def _blocks(self, file: DataFile, progress: IndexProgress) -> FileBlocks:
-        opened = open_file(file)
-        try:
-            refuse_compressed(opened)
-            places = array("Q")
-            key = None
-            end = 0
-            for member, following in _members(opened, progress):
-                end = following
-                named = _key_and_field(member.name) if member.isreg() else None
-                if named is not None and named[0] != key:
-                    key = named[0]
-                    places.append(member.offset)
-            opened.check()
-        finally:
-            opened.close()
+    def _find_blocks(self, opened: OpenFile, progress: IndexProgress) -> FileBlocks:
+        places = array("Q")
+        key = None
+        end = 0
+        for member, following in _members(opened, progress):
+            end = following
+            named = _key_and_field(member.name) if member.isreg() else None
+            if named is not None and named[0] != key:
+                key = named[0]
+                places.append(member.offset)
+        opened.check()
         return FileBlocks(places, array("Q", range(len(places))), len(places), end)
 
     def _load(self, handle: OpenFile, block: Block) -> bytes:
