@@ -139,7 +139,8 @@ class TuningStateMachine(RuleBasedStateMachine):
         self.job.ask_again()
         for rank in set(range(RANKS)) - self.opened:
             self.job.open(rank)
-        for _ in range(1000):
+        steps = [one.step for one in self.job.all.values()]
+        for _ in range(max(steps) - min(steps) + 1000):  # The last rank comes up to the first.
             self.job.hear_all()
             behind = min(one.step for one in self.job.all.values())
             for rank, one in self.job.all.items():
