@@ -51,7 +51,11 @@ RULES: dict[str, set[str]] = {
         *LEAVES,
         *TOOLS,
     },
-    "worker": {"messages", "core", "checkpoint", "data", "diagnosis", *LEAVES, *TOOLS},
+    "worker": {
+        *("messages", "core", "checkpoint", "data", "diagnosis", "inprocess"),
+        *LEAVES,
+        *TOOLS,
+    },
     "launch": {
         *("coordinator", "agent", "checkpoint", "messages", "core", "platforms"),
         *LEAVES,
@@ -62,6 +66,7 @@ RULES: dict[str, set[str]] = {
     "checkpoint": {"messages", "core", *LEAVES, *TOOLS},
     # For scripts: the worker gives it a link to the agent.
     "data": {"messages", *LEAVES},
+    "inprocess": {"messages", "checkpoint", *LEAVES},
     "health": {"messages", *LEAVES, *TOOLS},
     "diagnosis": {"messages", "core", "cgroups", *LEAVES},
     # The simulated coordinator is restarted from the real journal, the agents' supervisor is real.
@@ -79,7 +84,7 @@ RULES: dict[str, set[str]] = {
     },
     "__main__": {"cli"},
     # The public API is the worker's, and imported only when it is used.
-    "__init__": {"worker", "checkpoint", "data", "messages", "errors"},
+    "__init__": {"worker", "checkpoint", "data", "inprocess", "messages", "errors"},
 }
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
