@@ -1,7 +1,8 @@
 """The way from a restartable function to whoever agrees on rounds: the agent, or torchrun's store.
 
-The worker's runtime installs its link before the script runs. Without one, `holdfast.inprocess.torchrun`
-is used. All calls but `leave` come from the function's thread, in this order:
+The runtime of a worker installs its link before the script runs. Without one, the link to torchrun
+(`holdfast.inprocess.torchrun`) is used. All calls but `leave` come from the function's thread, in this
+order:
 
     open ─▶ entry ─▶ function ─┬─ it returned: returned() ─┬─ all have: the end
                                │                           └─ the round broke: a departure
@@ -13,11 +14,10 @@ is used. All calls but `leave` come from the function's thread, in this order:
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from msgspec import Struct
-
-from holdfast.messages.records import Raised
 
 Leave = Callable[[str], None]
 """Makes the function's thread leave, for this reason; called from any thread, perhaps repeatedly."""
@@ -47,7 +47,7 @@ class RoundLink(Protocol):
     def returned(self) -> bool:
         """Wait until the function has returned on all ranks; False if the round breaks before."""
 
-    def raised(self, error: Raised) -> None:
+    def raised(self, error: Exception) -> None:
         """Report that the function raised here, by itself."""
 
     def postponed(self) -> None:
@@ -62,8 +62,24 @@ class RoundLink(Protocol):
     def gather(self, name: str, value: bytes) -> list[bytes]:
         """Exchange a value between all ranks of the round, in the order of ranks."""
 
+    def serve_store(self) -> None:
+        """Have the round's first rank serve the store of the process groups, whichever ranks are
+        active; called on all ranks before the function makes its groups."""
+
+    def resumed(self, step: int) -> None:
+        """Report the step that the function goes on from."""
+
+    def ping(self) -> None:
+        """Give a sign of life."""
+
+    def pause_watch(self) -> AbstractContextManager[None]:
+        """Enclose what is never taken for a hang."""
+
+    def stop(self, reason: str, code: int) -> None:
+        """End the whole job."""
+
     def close(self) -> None:
-        """The function will not be entered again."""
+        """Report that this process will not enter the function again."""
 
 
 class _Slot:
