@@ -21,6 +21,8 @@
     ├── DataError            1   data set or its saved state cannot be used, or a record not be read
     ├── FencedError          1   message from an older round, refused
     ├── InjectedFault        1   fault requested with `holdfast chaos` (also a RuntimeError)
+    ├── StopRestarting      93   restartable function shall not be entered again, on any rank; or 75
+    ├── UnfitProcess         1   process shall be replaced, not re-enter its restartable function
     └── RequestError         1   request of a script was not fulfilled
         ├── NotUnderHoldfast     process is not a worker of `holdfast run`
         ├── RequestDenied        coordinator refused it: too large, not a number, too many
@@ -108,6 +110,22 @@ class FencedError(HoldfastError):
 
 class InjectedFault(HoldfastError, RuntimeError):
     """A fault that `holdfast chaos` injected into a script."""
+
+
+class StopRestarting(HoldfastError):
+    """The end of a job: its restartable function is not entered again, for this reason."""
+
+    exit_code: ClassVar[int] = 93
+
+    def __init__(self, reason: str, *, code: int = 93) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.code = code
+        """The job's exit code: 93 if the same would happen again, 75 if it may work later."""
+
+
+class UnfitProcess(HoldfastError):
+    """A process that shall not enter its restartable function again; another takes its place."""
 
 
 class RequestError(HoldfastError):

@@ -20,7 +20,7 @@ from holdfast.messages.requests import MAX_LISTED, Ballot, CastVote, Granted, Jo
 from holdfast.messages.units import Rank
 
 
-class Member(Struct, frozen=True):
+class Attendee(Struct, frozen=True):
     """One rank's part in a meeting."""
 
     asker: Asker
@@ -31,8 +31,8 @@ class Member(Struct, frozen=True):
 class Meetings(Struct):
     """Open meetings, by name and rank."""
 
-    barriers: dict[str, dict[Rank, Member]] = field(default_factory=dict)
-    votes: dict[str, dict[Rank, Member]] = field(default_factory=dict)
+    barriers: dict[str, dict[Rank, Attendee]] = field(default_factory=dict)
+    votes: dict[str, dict[Rank, Attendee]] = field(default_factory=dict)
 
 
 class Attendance(Struct, frozen=True):
@@ -63,7 +63,7 @@ def join(
     of_kind = _of_kind(meetings, request)
     members = of_kind.setdefault(request.name, {})
     before = members.pop(rank, None)
-    members[rank] = Member(asker, ballot)
+    members[rank] = Attendee(asker, ballot)
     over = _over(of_kind, request.name, attendance)
     return (before.asker if before is not None else None), over
 
@@ -84,11 +84,11 @@ def ended(meetings: Meetings, attendance: Attendance) -> list[Over]:
     return [meeting for meeting in over if meeting is not None]
 
 
-def _of_kind(meetings: Meetings, request: JoinBarrier | CastVote) -> dict[str, dict[Rank, Member]]:
+def _of_kind(meetings: Meetings, request: JoinBarrier | CastVote) -> dict[str, dict[Rank, Attendee]]:
     return meetings.barriers if isinstance(request, JoinBarrier) else meetings.votes
 
 
-def _over(of_kind: dict[str, dict[Rank, Member]], name: str, attendance: Attendance) -> Over | None:
+def _over(of_kind: dict[str, dict[Rank, Attendee]], name: str, attendance: Attendance) -> Over | None:
     if len(of_kind[name]) < attendance.present:
         return None
     members = of_kind.pop(name).values()
