@@ -19,11 +19,13 @@ from typing import Protocol
 
 from msgspec import Struct
 
+from holdfast.messages.records import Raised
+
 Leave = Callable[[str], None]
 """Makes the function's thread leave, for this reason; called from any thread, perhaps repeatedly."""
 
 
-class Entry(Struct, frozen=True, kw_only=True):
+class RoundEntry(Struct, frozen=True, kw_only=True):
     """A place in a round; the environment variables say the same in torchrun's words."""
 
     round: int
@@ -41,13 +43,13 @@ class RoundLink(Protocol):
     def replaces(self) -> bool:
         """Whether a process that dies or hangs is replaced, and the others go on."""
 
-    def open(self, leave: Leave) -> Entry:
+    def open(self, leave: Leave) -> RoundEntry:
         """Register this process's restartable function; return its first entry."""
 
     def returned(self) -> bool:
         """Wait until the function has returned on all ranks; False if the round breaks before."""
 
-    def raised(self, error: Exception) -> None:
+    def raised(self, error: Raised) -> None:
         """Report that the function raised here, by itself."""
 
     def postponed(self) -> None:
@@ -56,7 +58,7 @@ class RoundLink(Protocol):
     def left(self) -> None:
         """Report that the function was left, its groups are gone and all hooks have run."""
 
-    def next(self) -> Entry | None:
+    def next(self) -> RoundEntry | None:
         """Wait for a place in another round, and set the environment for it."""
 
     def gather(self, name: str, value: bytes) -> list[bytes]:
@@ -82,16 +84,16 @@ class RoundLink(Protocol):
         """Report that this process will not enter the function again."""
 
 
-class _Slot:
+class _ProcessLink:
     """The link of this process."""
 
     link: RoundLink | None = None
 
 
 def install(link: RoundLink) -> None:
-    _Slot.link = link
+    _ProcessLink.link = link
 
 
 def current() -> RoundLink | None:
     """Return the link to this process's agent; None outside `holdfast run`."""
-    return _Slot.link
+    return _ProcessLink.link

@@ -19,12 +19,12 @@ from typing import Final
 import msgspec
 
 from holdfast import kernel
-from holdfast.inprocess.link import Entry, Leave
+from holdfast.inprocess.link import Leave, RoundEntry
 from holdfast.messages import local
 from holdfast.messages.local import PACKET_BYTES, Assign, Dismiss, Release, ToFunction
+from holdfast.messages.records import Raised
 from holdfast.messages.requests import StopJob
 from holdfast.shm.vital_signs import UNWATCHED
-from holdfast.worker import script
 from holdfast.worker.channel import move_up
 from holdfast.worker.runtime import Runtime
 from holdfast.worker.torch_hooks.patches import StoreSocket
@@ -60,7 +60,7 @@ class AgentRoundLink:
 
     # ---- the function's thread ----
 
-    def open(self, leave: Leave) -> Entry:
+    def open(self, leave: Leave) -> RoundEntry:
         self._leave = leave
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         orders = socket.socket(fileno=move_up(ours.detach()))
@@ -74,10 +74,10 @@ class AgentRoundLink:
         self._over.wait()
         return self._released
 
-    def raised(self, error: Exception) -> None:
-        at, raised = time.monotonic(), script.describe(error)
-        self._record(raised.where)
-        self._worker.channel.send(local.FunctionRaised(raised=raised, at=at))
+    def raised(self, error: Raised) -> None:
+        at = time.monotonic()
+        self._record(error.where)
+        self._worker.channel.send(local.FunctionRaised(raised=error, at=at))
 
     def postponed(self) -> None:
         self._worker.channel.send(local.LeavingPostponed())
@@ -89,7 +89,7 @@ class AgentRoundLink:
         self._retire()
         self._worker.channel.send(local.FunctionLeft())
 
-    def next(self) -> Entry | None:
+    def next(self) -> RoundEntry | None:
         found = self._orders.get()
         if found is None:
             return None
@@ -124,9 +124,9 @@ class AgentRoundLink:
     def close(self) -> None:
         self._worker.channel.send(local.FunctionClosed())
 
-    def _entry(self) -> Entry:
+    def _entry(self) -> RoundEntry:
         env = os.environ
-        return Entry(
+        return RoundEntry(
             round=self._worker.round,
             rank=int(env["RANK"]),
             world_size=int(env["WORLD_SIZE"]),
