@@ -15,7 +15,9 @@ from holdfast.inprocess.link import RoundEntry, RoundLink
 class Context:
     """The present entry into a restartable function."""
 
-    def __init__(self, iteration: int, entry: RoundEntry, call: InterruptibleCall, link: RoundLink) -> None:
+    def __init__(
+        self, iteration: int, entry: RoundEntry, call: InterruptibleCall, link: RoundLink
+    ) -> None:
         self.iteration = iteration
         """How often this process has entered the function before."""
         self.round = entry.round

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
+import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -26,11 +28,13 @@ from holdfast.inprocess import groups, link
 from holdfast.inprocess.assignment import Assignment, Member, assign_ranks, with_gone
 from holdfast.inprocess.context import Context, wants_context
 from holdfast.inprocess.hooks import Hook, Hooks, HookState, check_device
-from holdfast.inprocess.kept.registry import begin_entry
+from holdfast.inprocess.kept import registry
 from holdfast.inprocess.leaving import Departure, InterruptibleCall
 from holdfast.inprocess.link import RoundEntry, RoundLink
 from holdfast.inprocess.torchrun import TorchrunLink
+from holdfast.inprocess.zones import install_zones
 from holdfast.messages.exits import EXIT_TRY_AGAIN
+from holdfast.messages.records import Raised
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -97,6 +101,11 @@ class _Process:
     called = False
 
 
+def _has_groups() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and bool(distributed.is_initialized())
+
+
 class Restarts:
     """One call of a restartable function: all its entries in this process."""
 
@@ -122,14 +131,19 @@ class Restarts:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._refuse_misuse()
         groups.watch()
-        entry: RoundEntry | None = self._first = self._link.open(self._told_to_leave)
+        install_zones(self._call)
+        # What is there before the function outlives it: the collector need not look at it after each
+        # departure, which takes half a second in a process with torch.
+        gc.freeze()
+        self._first = self._link.open(self._told_to_leave)
+        entry: RoundEntry | None = self._first
         while entry is not None:
             self._begin(entry)
             try:
                 active = self._place(entry)
                 finished, result = self._enter(entry, active, args, kwargs)
                 if finished:
-                    self._link.close()
+                    self._end()
                     self._hooks.completed(self._state)
                     return result
                 self._depart()
@@ -155,7 +169,7 @@ class Restarts:
                 "a process calls one restartable function, once: put what comes after it into the"
                 " function too, or after its end"
             )
-        if groups.any_exists():
+        if _has_groups():
             raise UsageError(
                 f"{self._function.__qualname__} is restartable, so it makes its process groups itself,"
                 " each time it is entered: move init_process_group into it"
@@ -165,7 +179,6 @@ class Restarts:
     # ---- an entry ----
 
     def _begin(self, entry: RoundEntry) -> None:
-        begin_entry(self._call, self._link.resumed)
         self._state = HookState(
             iteration=self._iteration,
             rank=entry.rank,
@@ -192,7 +205,9 @@ class Restarts:
             previous=self._state.active_rank if self._iteration else None,
         )
         found = self._link.gather("members", msgspec.msgpack.encode((own, self._members)))
-        told = [msgspec.msgpack.decode(one, type=tuple[Member, tuple[Member, ...]]) for one in found]
+        told = [
+            msgspec.msgpack.decode(one, type=tuple[Member, tuple[Member, ...]]) for one in found
+        ]
         before = next((members for _, members in told if members), ())
         self._members = assign_ranks(with_gone((one for one, _ in told), before), self._assign)
         active = self._members[entry.rank].active
@@ -251,10 +266,18 @@ class Restarts:
 
     def _depart(self) -> None:
         self._abort()
+        registry.function_left()
         groups.forget_groups()
         self._hooks.left(self._state)
         check_device()(self._state)
 
-    def _terminate(self) -> None:
+    def _end(self) -> None:
+        """Let go of the function: it is not entered again."""
+        registry.forget()
+        install_zones(None)
+        gc.unfreeze()
         self._link.close()
+
+    def _terminate(self) -> None:
+        self._end()
         self._hooks.ended(self._state)

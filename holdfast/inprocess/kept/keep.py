@@ -24,13 +24,15 @@ from holdfast.checkpoint.checkpointer import Restored
 from holdfast.checkpoint.state.skeleton import dismantle
 from holdfast.checkpoint.state.spread import is_spread
 from holdfast.errors import CheckpointError, UsageError
+from holdfast.inprocess import link
 from holdfast.inprocess.kept.adoption import Adoption
 from holdfast.inprocess.kept.boundary import Boundary, Recorder
 from holdfast.inprocess.kept.choice import Choice, Refusal, Standing, choose, diverged
 from holdfast.inprocess.kept.exchange import Exchange
 from holdfast.inprocess.kept.parts import Part, fingerprint, take_part
 from holdfast.inprocess.kept.registry import Survivor, register
-from holdfast.inprocess.kept.zones import await_device, before_steps, current_zones
+from holdfast.inprocess.kept.zones import await_device, before_steps
+from holdfast.inprocess.zones import current_zones
 
 _TROUBLE_BYTES = 192
 """Longest reason that ranks tell each other."""
@@ -165,6 +167,9 @@ class Kept:
         # From here on, what was there before is not needed: all ranks have said that they are done.
         self._boundary = self._recorder.record(found.step)
         self._before = None
+        rounds = link.current()
+        if rounds is not None:
+            rounds.resumed(found.step)
         if found.where == "living" and exchange.rank == 0:
             text = f"step {found.step} goes on from living state"
             print(f"[holdfast] {text}", file=sys.stderr, flush=True)

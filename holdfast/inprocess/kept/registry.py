@@ -9,10 +9,12 @@ survivor stays, unless it was being overwritten.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from holdfast.errors import UsageError
-from holdfast.inprocess.kept.boundary import Boundary, BufferCopies
+
+if TYPE_CHECKING:
+    from holdfast.inprocess.kept.boundary import Boundary, BufferCopies
 
 
 @dataclass(frozen=True)

@@ -18,41 +18,10 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
-
-
-class Zones(Protocol):
-    """What decides when a function may be left."""
-
-    def begin_zone(self) -> None:
-        """Postpone leaving until `end_zone`; raise the departure if leaving was asked for already."""
-
-    def end_zone(self) -> None:
-        """Allow leaving again; raise the departure if one was postponed."""
-
-
-class _NeverLeft:
-    """Zones of a function that nobody makes leave."""
-
-    def begin_zone(self) -> None: ...
-
-    def end_zone(self) -> None: ...
-
-
-class _Installed:
-    zones: Zones = _NeverLeft()
-
-
-def install_zones(zones: Zones | None) -> None:
-    """Have zones reported there; None: to nobody."""
-    _Installed.zones = zones if zones is not None else _NeverLeft()
-
-
-def current_zones() -> Zones:
-    return _Installed.zones
 
 
 def before_steps(

@@ -235,15 +235,11 @@ class StoreSocket:
     def _patch(self, module: ModuleType) -> None:
         make: Callable[..., Any] = module.TCPStore
 
-        def make_store(**arguments: Any) -> Any:
+        def make_store(host_name: str, port: int, *args: Any, **more: Any) -> Any:
             offered = self._offered
-            if (
-                offered is not None
-                and arguments.get("is_master")
-                and arguments["port"] == offered[0]
-            ):
+            if offered is not None and more.get("is_master") and port == offered[0]:
                 self._offered = None
-                arguments["master_listen_fd"] = offered[1]
-            return make(**arguments)
+                more["master_listen_fd"] = offered[1]
+            return make(host_name, port, *args, **more)
 
         module.__dict__["TCPStore"] = make_store
