@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from holdfast.inprocess.kept.checksums import bytes_of
-from holdfast.inprocess.kept.parts import StatePart, PartContents, decode_contents
+from holdfast.inprocess.kept.parts import PartContents, StatePart, decode_contents
 
 BUCKET_BYTES = 64 << 20
 _ON_HOST = frozenset({"gloo", "mpi", "ucc"})

@@ -21,6 +21,7 @@ import torch
 from msgspec import Struct
 
 from holdfast.checkpoint.checkpointer import Restored
+from holdfast.checkpoint.state.capture import flattened
 from holdfast.checkpoint.state.skeleton import dismantle
 from holdfast.checkpoint.state.spread import is_spread
 from holdfast.errors import CheckpointError, UsageError
@@ -128,8 +129,12 @@ class KeptState:
         if self._between or self._boundary is None or self._over:
             return
         await_device()
-        current_zones().begin_zone()
         self._between = True
+        try:
+            current_zones().begin_zone()
+        except BaseException:  # The step does not begin.
+            self._between = False
+            raise
 
     def survivor(self) -> Survivor | None:
         """End this kept state; return what is left of it for the next entry."""
@@ -179,6 +184,7 @@ class KeptState:
     def _restore_saved(self, refusal: LivingRefusal) -> KeptRestored:
         step, where = 0, None
         if self._checkpointer is not None:
+            self._give_up_shared()
             step = self._checkpointer.restore()
             where = self._checkpointer.restored.where
         if where is None and not refusal.nothing_lost:
@@ -253,14 +259,17 @@ class KeptState:
             adoption.finish(exchange.rank)
 
     def _receive(self, exchange: RankExchange, source: int) -> None:
-        before = self._before
-        if before is not None and _shared(before, self._state):
-            # Once overwritten in part, it is of no use to another entry.
-            self._before = Survivor(before.state, before.step, None, None)
+        self._give_up_shared()
         contents = exchange.receive_contents(source)
         adoption = Adoption(self._state, contents)
         exchange.receive(contents, adoption.targets, source)
         adoption.finish(exchange.rank)
+
+    def _give_up_shared(self) -> None:
+        """Trust the state of the entry before no more, if what is to be written now is that state."""
+        before = self._before
+        if before is not None and _shared(before, self._state):
+            self._before = Survivor(before.state, before.step, None, None)
 
 
 def _check(state: dict[str, Any]) -> None:
@@ -296,10 +305,21 @@ def _check_taken(taken: list[int], expected: list[int]) -> None:
 
 
 def _shared(before: Survivor, state: dict[str, Any]) -> bool:
-    """Return whether both have objects in common that hold tensors."""
-    kinds = torch.nn.Module, torch.optim.Optimizer, torch.Tensor
-    theirs = {id(entry) for entry in before.state.values() if isinstance(entry, kinds)}
-    return any(id(entry) in theirs for entry in state.values())
+    """Return whether both have tensors in common, perhaps in different wrappers."""
+    return not _tensors(before.state).isdisjoint(_tensors(state))
+
+
+def _tensors(state: dict[str, Any]) -> set[int]:
+    """Return the identities of all tensors of a state that are not in objects of the script's own."""
+    found: list[Any] = []
+    for entry in state.values():
+        if isinstance(entry, torch.nn.Module):
+            found += [*entry.parameters(), *entry.buffers()]
+        elif isinstance(entry, torch.optim.Optimizer):
+            found += [p for group in entry.param_groups for p in group["params"]]
+        elif not hasattr(entry, "state_dict"):
+            found += [value for _, value in flattened(entry) if isinstance(value, torch.Tensor)]
+    return set(map(id, found))
 
 
 def _drop_gradients(state: dict[str, Any]) -> None:
