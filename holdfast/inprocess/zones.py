@@ -23,14 +23,14 @@ class _NeverLeft:
     def end_zone(self) -> None: ...
 
 
-class _Installed:
+class _InstalledZones:
     zones: Zones = _NeverLeft()
 
 
 def install_zones(zones: Zones | None) -> None:
     """Have zones reported there; None: to nobody."""
-    _Installed.zones = zones if zones is not None else _NeverLeft()
+    _InstalledZones.zones = zones if zones is not None else _NeverLeft()
 
 
 def current_zones() -> Zones:
-    return _Installed.zones
+    return _InstalledZones.zones

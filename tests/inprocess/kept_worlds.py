@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from worlds import _warm, free_port
 
 from holdfast.inprocess.kept.registry import function_left
@@ -27,13 +28,19 @@ class Fault(BaseException):
 
 
 def _process(
-    rank: int, size: int, ports: dict[int, int], make: Callable[[], Body], results: Path
+    first: int,
+    shift: int,
+    size: int,
+    ports: dict[int, int],
+    make: Callable[[], Body],
+    results: Path,
 ) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
         body = make()
         for entry, port in ports.items():
+            rank = (first + shift * entry) % size
             address = f"tcp://127.0.0.1:{port}"
             dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
             try:
@@ -44,11 +51,19 @@ def _process(
                 pass
             finally:
                 dist.destroy_process_group()
+                _forget_meshes()
             function_left()
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
         raise
+
+
+def _forget_meshes() -> None:
+    """Clear what torch remembers of DTensors: it takes meshes that look alike for the same one, though
+    this rank may have another place in the new one."""
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 def enter(
@@ -58,11 +73,12 @@ def enter(
     *,
     entries: int = 2,
     replaced: Collection[int] = (),
+    shift: int = 0,
 ) -> list[list[Any]]:
     """Have all ranks enter that often; return what they returned, by entry and rank.
 
     `make` is called once in each process and returns the function; the ranks in `replaced` are a fresh
-    process in each entry."""
+    process in each entry. Each rank grows by `shift` from entry to entry."""
     _warm()
     results.mkdir(parents=True, exist_ok=True)
     ports = {entry: free_port() for entry in range(entries)}
@@ -71,7 +87,7 @@ def enter(
     for rank in range(size):
         lives = [{e: p} for e, p in ports.items()] if rank in replaced else [ports]
         for life in lives:
-            arguments = (rank, size, life, make, results)
+            arguments = (rank, shift, size, life, make, results)
             processes.append(context.Process(target=_process, args=arguments))
     for process in processes:
         process.start()

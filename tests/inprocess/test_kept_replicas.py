@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from holdfast.checkpoint.checkpointer import Restored
 from holdfast.data import ElasticDataLoader
 from holdfast.errors import CheckpointError
-from holdfast.inprocess.kept.keep import Kept, keep
+from holdfast.inprocess.kept import exchange
+from holdfast.inprocess.kept.keep import KeptState, keep
 
 STEPS = 6
 DATA = torch.arange(200, dtype=torch.float32).reshape(50, 4).sin()
@@ -55,13 +56,13 @@ class Script:
             "note": 0,
         }
 
-    def enter(self) -> Kept:
+    def enter(self) -> KeptState:
         kept = keep(self.state, self.checkpointer)
         kept.restore()
         return kept
 
     def train(
-        self, kept: Kept, to: int = STEPS, fault: Callable[[str, int], None] | None = None
+        self, kept: KeptState, to: int = STEPS, fault: Callable[[str, int], None] | None = None
     ) -> None:
         """Train; `fault` is called at each place of a step, and may raise."""
         at = fault or (lambda place, step: None)
@@ -83,7 +84,7 @@ class Script:
             if step == to:
                 return
 
-    def report(self, kept: Kept, buffers: bool = True) -> dict[str, Any]:
+    def report(self, kept: KeptState, buffers: bool = True) -> dict[str, Any]:
         model = self.model.state_dict() if buffers else dict(self.model.named_parameters())
         return {
             "step": kept.step,
@@ -361,3 +362,46 @@ def test_generators_of_a_survivor_go_on_where_the_step_left_them(tmp_path: Path)
         return body
 
     assert enter(2, make, tmp_path / "results")[1] == [True, True]
+
+
+def odd_tensors() -> dict[str, Any]:
+    """Tensors of many forms, more of them than fit in a bucket of the test."""
+    torch.manual_seed(4)
+    model = torch.nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+    model.register_buffer("empty", torch.empty(0, 3))
+    half = torch.nn.Linear(33, 17, dtype=torch.bfloat16)
+    values = {"complex": torch.randn(7, dtype=torch.complex64), "scalar": torch.tensor(True)}
+    return {"model": model, "half": half, "values": values, "list": [1, torch.randn(3, 4).t()]}
+
+
+def test_tensors_of_any_form_come_over_whole(tmp_path: Path) -> None:
+    def make() -> Body:
+        exchange.BUCKET_BYTES = 100
+        state = odd_tensors()
+        optims = [torch.optim.Adam(state[name].parameters()) for name in ("model", "half")]
+        state |= {"optim": optims[0], "half_optim": optims[1]}
+
+        def body(rank: int, entry: int) -> Any:
+            kept = keep(state)
+            kept.restore()
+            if entry == 0:
+                state["model"](torch.ones(1, 3, 4, 4)).sum().backward()
+                state["half"](torch.ones(2, 33, dtype=torch.bfloat16)).sum().backward()
+                for optim in optims:
+                    optim.step()
+                state["values"]["complex"] *= 2
+                state["list"][0] = 8
+                kept.commit(1)
+            found = {name: one.state_dict() for name, one in state.items() if name in LOADED}
+            return found | {"values": state["values"], "list": state["list"]}
+
+        return body
+
+    before, after = enter(2, make, tmp_path, replaced=(0,))
+    assert same(after[0], before[0])
+    assert same(after[1], before[1])
+    weight = after[0]["model"]["weight"]
+    assert weight.is_contiguous(memory_format=torch.channels_last)
+
+
+LOADED = ("model", "half", "optim", "half_optim")

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import CheckpointError
-from holdfast.inprocess.kept.keep import Kept, keep
+from holdfast.inprocess.kept.keep import KeptState, keep
 from holdfast.worker.checkpointer import Checkpointer
 
 STEPS = 5
@@ -36,7 +36,7 @@ class Sharded:
         self.optim = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.state = {"model": self.model, "optim": self.optim}
 
-    def train(self, kept: Kept, to: int, broken: bool = False) -> None:
+    def train(self, kept: KeptState, to: int, broken: bool = False) -> None:
         step = kept.step
         while step < to:
             torch.manual_seed(step * 8 + dist.get_rank())
@@ -49,7 +49,7 @@ class Sharded:
             self.model[2].register_forward_hook(lambda *_: _leave())
             self.model(torch.ones(2, 4))
 
-    def report(self, kept: Kept) -> dict[str, Any]:
+    def report(self, kept: KeptState) -> dict[str, Any]:
         tensors = {name: _whole(value) for name, value in self.model.state_dict().items()}
         for number, state in self.optim.state_dict()["state"].items():
             tensors |= {f"{number}.{key}": _whole(value) for key, value in state.items()}
@@ -72,6 +72,7 @@ def run(
     replaced: tuple[int, ...] = (),
     saves: bool = False,
     entries: int = 2,
+    shift: int = 0,
 ) -> list[Any]:
     """Train three steps in the first entry, and the rest in the last."""
     size = torch.Size(mesh).numel()
@@ -95,7 +96,7 @@ def run(
 
         return body
 
-    return enter(size, make, where / "results", entries=entries, replaced=replaced)[-1]
+    return enter(size, make, where / "results", entries=entries, replaced=replaced, shift=shift)[-1]
 
 
 @pytest.fixture(scope="module")
@@ -147,3 +148,12 @@ def test_a_replaced_rank_gets_its_shard_from_the_replica_of_it(
 def test_both_replicas_of_a_shard_may_not_die(tmp_path: Path) -> None:
     for found in run(tmp_path, (2, 2), replaced=(1, 3)):
         assert "no rank has a whole copy of what ranks 1, 3 need" in found
+
+
+@pytest.mark.parametrize("mesh", [(2,), (2, 2)], ids=["FSDP", "HSDP"])
+def test_ranks_that_change_places_exchange_their_shards(
+    tmp_path: Path, mesh: tuple[int, ...], undisturbed: Any
+) -> None:
+    for found in run(tmp_path, mesh, shift=1):
+        assert found["restored"].where == "living"
+        check(found, undisturbed[mesh])

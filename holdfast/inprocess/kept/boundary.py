@@ -63,7 +63,7 @@ class Boundary:
     generators: Generators
 
 
-class Recorder:
+class BoundaryRecorder:
     """Records the boundaries of a state."""
 
     def __init__(self, state: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 
-class Standing(Struct, frozen=True):
+class RankStanding(Struct, frozen=True):
     """Where one rank stands."""
 
     step: int = -1
@@ -31,7 +31,7 @@ class Standing(Struct, frozen=True):
     """Why the rank cannot take part."""
 
 
-class Choice(Struct, frozen=True):
+class LivingChoice(Struct, frozen=True):
     """The step to go on from."""
 
     step: int
@@ -39,7 +39,7 @@ class Choice(Struct, frozen=True):
     """The rank that each rank gets its state from; its own if it has it."""
 
 
-class Refusal(Struct, frozen=True):
+class LivingRefusal(Struct, frozen=True):
     """Why no living state can be used."""
 
     reasons: tuple[str, ...]
@@ -47,7 +47,7 @@ class Refusal(Struct, frozen=True):
     """Whether no step was ever finished, so that training can begin with what there is."""
 
 
-def choose(standings: Sequence[Standing]) -> Choice | Refusal:
+def choose(standings: Sequence[RankStanding]) -> LivingChoice | LivingRefusal:
     """Choose the newest step of which every part is held somewhere."""
     holders: defaultdict[int, defaultdict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, one in enumerate(standings):
@@ -58,10 +58,10 @@ def choose(standings: Sequence[Standing]) -> Choice | Refusal:
     if not common:
         return _refusal(standings, {part: set(steps) for part, steps in holders.items()})
     step = max(common)
-    return Choice(step, _sources(standings, {p: holders[p][step] for p in needed}))
+    return LivingChoice(step, _sources(standings, {p: holders[p][step] for p in needed}))
 
 
-def _sources(standings: Sequence[Standing], holders: dict[int, list[int]]) -> dict[int, int]:
+def _sources(standings: Sequence[RankStanding], holders: dict[int, list[int]]) -> dict[int, int]:
     """Assign the ranks that lack their part to those that hold it, in turn."""
     found = {}
     served: defaultdict[int, int] = defaultdict(int)
@@ -75,7 +75,7 @@ def _sources(standings: Sequence[Standing], holders: dict[int, list[int]]) -> di
     return found
 
 
-def _refusal(standings: Sequence[Standing], steps: dict[int, set[int]]) -> Refusal:
+def _refusal(standings: Sequence[RankStanding], steps: dict[int, set[int]]) -> LivingRefusal:
     reasons = [f"rank {r}: {one.trouble}" for r, one in enumerate(standings) if one.trouble]
     lacking = [r for r, one in enumerate(standings) if not steps.get(one.needs)]
     began = any(one.step >= 0 for one in standings)
@@ -86,10 +86,12 @@ def _refusal(standings: Sequence[Standing], steps: dict[int, set[int]]) -> Refus
         reasons.append(f"no step is held of every part of the state; ranks stand at {standing}")
     spoilt = any(one.spoilt for one in standings)
     nothing_lost = not spoilt and all(one.step <= 0 for one in standings)
-    return Refusal(tuple(reasons), nothing_lost)
+    return LivingRefusal(tuple(reasons), nothing_lost)
 
 
-def diverged(choice: Choice, standings: Sequence[Standing], sums: Sequence[int]) -> str | None:
+def diverged(
+    choice: LivingChoice, standings: Sequence[RankStanding], sums: Sequence[int]
+) -> str | None:
     """Say which ranks hold different states of the same part at the same step; None if none do.
 
     Before the first step they may: ranks need not begin with the same parameters."""

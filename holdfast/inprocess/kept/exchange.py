@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from holdfast.inprocess.kept.checksums import bytes_of
-from holdfast.inprocess.kept.parts import Part, PartContents, decode_contents
+from holdfast.inprocess.kept.parts import PartContents, StatePart, decode_contents
 
 BUCKET_BYTES = 64 << 20
 _ON_HOST = frozenset({"gloo", "mpi", "ucc"})
@@ -21,7 +21,7 @@ Cut = tuple[int, int, int]
 """A tensor's number, and the range of its bytes."""
 
 
-class Exchange:
+class RankExchange:
     """The ranks of the default process group; this one alone where there is none."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Exchange:
 
     # ---- parts ----
 
-    def send(self, part: Part, to: list[int]) -> None:
+    def send(self, part: StatePart, to: list[int]) -> None:
         data = part.contents.encoded()
         self._send(torch.tensor([len(data)], dtype=torch.int64), to)
         self._send(torch.frombuffer(bytearray(data), dtype=torch.uint8), to)

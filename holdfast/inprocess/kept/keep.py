@@ -21,15 +21,22 @@ import torch
 from msgspec import Struct
 
 from holdfast.checkpoint.checkpointer import Restored
+from holdfast.checkpoint.state.capture import flattened
 from holdfast.checkpoint.state.skeleton import dismantle
 from holdfast.checkpoint.state.spread import is_spread
 from holdfast.errors import CheckpointError, UsageError
 from holdfast.inprocess import link
 from holdfast.inprocess.kept.adoption import Adoption
-from holdfast.inprocess.kept.boundary import Boundary, Recorder
-from holdfast.inprocess.kept.choice import Choice, Refusal, Standing, choose, diverged
-from holdfast.inprocess.kept.exchange import Exchange
-from holdfast.inprocess.kept.parts import Part, fingerprint, take_part
+from holdfast.inprocess.kept.boundary import Boundary, BoundaryRecorder
+from holdfast.inprocess.kept.choice import (
+    LivingChoice,
+    LivingRefusal,
+    RankStanding,
+    choose,
+    diverged,
+)
+from holdfast.inprocess.kept.exchange import RankExchange
+from holdfast.inprocess.kept.parts import StatePart, fingerprint, take_part
 from holdfast.inprocess.kept.registry import Survivor, register
 from holdfast.inprocess.kept.zones import await_device, before_steps
 from holdfast.inprocess.zones import current_zones
@@ -58,7 +65,7 @@ class KeptRestored(Struct, frozen=True):
     """Why living state was not taken."""
 
 
-def keep(state: dict[str, Any], checkpointer: RestoresState | None = None) -> Kept:
+def keep(state: dict[str, Any], checkpointer: RestoresState | None = None) -> KeptState:
     """Name the state that survives when the function is left and entered again in this process.
 
     - `state`: names and what they stand for, as for `holdfast.Checkpointer`: objects with
@@ -78,10 +85,10 @@ def keep(state: dict[str, Any], checkpointer: RestoresState | None = None) -> Ke
     An object with merge_state_dicts cannot be kept, because a rank that is gone takes its part
     along.
     """
-    return Kept(state, checkpointer)
+    return KeptState(state, checkpointer)
 
 
-class Kept:
+class KeptState:
     """A state that survives; made by `keep`."""
 
     def __init__(self, state: dict[str, Any], checkpointer: RestoresState | None = None) -> None:
@@ -89,7 +96,7 @@ class Kept:
         self.restored = KeptRestored(0, None)
         self._state = state
         self._checkpointer = checkpointer
-        self._recorder = Recorder(state)
+        self._recorder = BoundaryRecorder(state)
         self._boundary: Boundary | None = None
         """What was recorded at the last commit; None before `restore` is done."""
         self._between = False
@@ -124,8 +131,12 @@ class Kept:
         if self._between or self._boundary is None or self._over:
             return
         await_device()
-        current_zones().begin_zone()
         self._between = True
+        try:
+            current_zones().begin_zone()
+        except BaseException:  # The step does not begin.
+            self._between = False
+            raise
 
     def survivor(self) -> Survivor | None:
         """End this kept state; return what is left of it for the next entry."""
@@ -158,9 +169,9 @@ class Kept:
         """
         if self._over or self._boundary is not None:
             raise UsageError(_not_usable("restore", self._over, restored=not self._over))
-        exchange = Exchange()
+        exchange = RankExchange()
         found = self._restore_living(exchange)
-        if isinstance(found, Refusal):
+        if isinstance(found, LivingRefusal):
             found = self._restore_saved(found)
         _drop_gradients(self._state)
         self.restored = found
@@ -175,9 +186,10 @@ class Kept:
             print(f"[holdfast] {text}", file=sys.stderr, flush=True)
         return found.step
 
-    def _restore_saved(self, refusal: Refusal) -> KeptRestored:
+    def _restore_saved(self, refusal: LivingRefusal) -> KeptRestored:
         step, where = 0, None
         if self._checkpointer is not None:
+            self._give_up_shared()
             step = self._checkpointer.restore()
             where = self._checkpointer.restored.where
         if where is None and not refusal.nothing_lost:
@@ -191,11 +203,11 @@ class Kept:
             )
         return KeptRestored(step, where, refused=refusal.reasons)
 
-    def _restore_living(self, exchange: Exchange) -> KeptRestored | Refusal:
+    def _restore_living(self, exchange: RankExchange) -> KeptRestored | LivingRefusal:
         part, mine = self._stand()
         standings = [_decoded(row) for row in exchange.gather(_encoded(mine))]
         choice = choose(standings)
-        if isinstance(choice, Refusal):
+        if isinstance(choice, LivingRefusal):
             return choice
         rank = exchange.rank
         holds = part is not None and mine.step == choice.step
@@ -203,7 +215,7 @@ class Kept:
         rows = exchange.gather(sums)
         apart = diverged(choice, standings, [row[1] for row in rows])
         if apart is not None:
-            return Refusal((apart,), nothing_lost=False)
+            return LivingRefusal((apart,), nothing_lost=False)
         self._take(exchange, choice, part if holds else None)
         taken = [row[0] for row in exchange.gather([take_part(self._state).checksum()])]
         _check_taken(taken, [rows[choice.sources[r]][0] for r in range(len(rows))])
@@ -213,7 +225,7 @@ class Kept:
             choice.step, "living", tuple(choice.sources[r] for r in range(len(rows)))
         )
 
-    def _stand(self) -> tuple[Part | None, Standing]:
+    def _stand(self) -> tuple[StatePart | None, RankStanding]:
         """Say where this rank stands, with the part that it holds."""
         before = self._before
         if torch.cuda.is_initialized():
@@ -224,17 +236,17 @@ class Kept:
             needs = fingerprint(self._state)
             if before is None or before.boundary is None:
                 torn = "" if before is None else f"it was left between steps {step} and {step + 1}"
-                return None, Standing(step, False, spoilt, needs, trouble=torn)
+                return None, RankStanding(step, False, spoilt, needs, trouble=torn)
             if before.state.keys() != self._state.keys():
                 names = "the entry before kept other names: " + ", ".join(before.state)
-                return None, Standing(step, False, spoilt, needs, trouble=names)
+                return None, RankStanding(step, False, spoilt, needs, trouble=names)
             part = take_part(before.state, before.boundary, before.buffers)
-            return part, Standing(step, True, False, needs, fingerprint(before.state))
+            return part, RankStanding(step, True, False, needs, fingerprint(before.state))
         except Exception as error:
             # The edge of the script's own state_dict: other ranks must not wait for this one.
-            return None, Standing(step, trouble=f"{type(error).__name__}: {error}")
+            return None, RankStanding(step, trouble=f"{type(error).__name__}: {error}")
 
-    def _take(self, exchange: Exchange, choice: Choice, part: Part | None) -> None:
+    def _take(self, exchange: RankExchange, choice: LivingChoice, part: StatePart | None) -> None:
         """Send and receive what ranks lack, lower sources first, so that no two wait for each other."""
         receivers: dict[int, list[int]] = {}
         for rank, source in choice.sources.items():
@@ -251,15 +263,18 @@ class Kept:
             adoption.copy_from(part.locals)
             adoption.finish(exchange.rank)
 
-    def _receive(self, exchange: Exchange, source: int) -> None:
-        before = self._before
-        if before is not None and _shared(before, self._state):
-            # Once overwritten in part, it is of no use to another entry.
-            self._before = Survivor(before.state, before.step, None, None)
+    def _receive(self, exchange: RankExchange, source: int) -> None:
+        self._give_up_shared()
         contents = exchange.receive_contents(source)
         adoption = Adoption(self._state, contents)
         exchange.receive(contents, adoption.targets, source)
         adoption.finish(exchange.rank)
+
+    def _give_up_shared(self) -> None:
+        """Trust the state of the entry before no more, if what is to be written now is that state."""
+        before = self._before
+        if before is not None and _shared(before, self._state):
+            self._before = Survivor(before.state, before.step, None, None)
 
 
 def _check(state: dict[str, Any]) -> None:
@@ -295,10 +310,21 @@ def _check_taken(taken: list[int], expected: list[int]) -> None:
 
 
 def _shared(before: Survivor, state: dict[str, Any]) -> bool:
-    """Return whether both have objects in common that hold tensors."""
-    kinds = torch.nn.Module, torch.optim.Optimizer, torch.Tensor
-    theirs = {id(entry) for entry in before.state.values() if isinstance(entry, kinds)}
-    return any(id(entry) in theirs for entry in state.values())
+    """Return whether both have tensors in common, perhaps in different wrappers."""
+    return not _tensors(before.state).isdisjoint(_tensors(state))
+
+
+def _tensors(state: dict[str, Any]) -> set[int]:
+    """Return the identities of all tensors of a state that are not in objects of the script's own."""
+    found: list[Any] = []
+    for entry in state.values():
+        if isinstance(entry, torch.nn.Module):
+            found += [*entry.parameters(), *entry.buffers()]
+        elif isinstance(entry, torch.optim.Optimizer):
+            found += [p for group in entry.param_groups for p in group["params"]]
+        elif not hasattr(entry, "state_dict"):
+            found += [value for _, value in flattened(entry) if isinstance(value, torch.Tensor)]
+    return set(map(id, found))
 
 
 def _drop_gradients(state: dict[str, Any]) -> None:
@@ -319,7 +345,7 @@ def _not_usable(call: str, over: bool, restored: bool = False) -> str:
 # ---- rows ---------------------------------------------------------------------------------------
 
 
-def _encoded(one: Standing) -> list[int]:
+def _encoded(one: RankStanding) -> list[int]:
     text = one.trouble.encode()[:_TROUBLE_BYTES].ljust(_TROUBLE_BYTES, b"\0")
     words = [
         int.from_bytes(text[at : at + 8], "little", signed=True)
@@ -328,8 +354,8 @@ def _encoded(one: Standing) -> list[int]:
     return [one.step, one.whole, one.spoilt, one.needs, one.holds, *words]
 
 
-def _decoded(row: list[int]) -> Standing:
+def _decoded(row: list[int]) -> RankStanding:
     step, whole, spoilt, needs, holds, *words = row
     text = b"".join(word.to_bytes(8, "little", signed=True) for word in words)
     trouble = text.rstrip(b"\0").decode(errors="ignore")
-    return Standing(step, bool(whole), bool(spoilt), needs, holds, trouble)
+    return RankStanding(step, bool(whole), bool(spoilt), needs, holds, trouble)

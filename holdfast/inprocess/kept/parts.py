@@ -67,7 +67,7 @@ def decode_contents(data: bytes) -> PartContents:
 
 
 @dataclass(frozen=True)
-class Part:
+class StatePart:
     """A rank's part of a state."""
 
     contents: PartContents
@@ -93,7 +93,7 @@ class Part:
 
 def take_part(
     state: dict[str, Any], boundary: Boundary | None = None, buffers: BufferCopies | None = None
-) -> Part:
+) -> StatePart:
     """Describe a state: as it was at a boundary, or as it is now."""
     modules = {n: module_tensors(e, n) for n, e in state.items() if _is_module(e)}
     tree = {n: modules[n] if n in modules else _entry(n, e, boundary) for n, e in state.items()}
@@ -110,7 +110,7 @@ def take_part(
     own = _buffer_addresses(state)
     compared = [n for n in lasting if locals_[n].data_ptr() not in own]
     locals_ = [kept.get(one.data_ptr(), one) for one in locals_]
-    return Part(PartContents(found.skeleton, items, order), locals_, lasting, compared)
+    return StatePart(PartContents(found.skeleton, items, order), locals_, lasting, compared)
 
 
 def fingerprint(state: dict[str, Any]) -> int:
