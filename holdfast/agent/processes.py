@@ -20,8 +20,17 @@ from dataclasses import dataclass
 import msgspec
 
 from holdfast import kernel, proc
+from holdfast.agent.devices import Device
 from holdfast.agent.outbox import Outbox
-from holdfast.messages.local import PACKET_BYTES, Assign, FromWorker, ScriptReply, Standing, Test
+from holdfast.messages.local import (
+    PACKET_BYTES,
+    Assign,
+    FromWorker,
+    ScriptReply,
+    Standing,
+    TakeDevice,
+    Test,
+)
 from holdfast.shm.rank_page import RankPage, create_page
 from holdfast.wire.packets import Joiner, packets_of
 
@@ -193,6 +202,12 @@ class WorkerProcess:
         self.rehearsed = False
         self.outdated = False
         """Whether newer standbys have imported more."""
+        self.local_rank: int | None = None
+        """The rank that it was given."""
+        self.device: Device | None = None
+        """The GPU that it holds, or takes now."""
+        self.device_bytes = 0
+        self.taking_device = False
         self.on_rehearsed: Callable[[], None] = lambda: None
         self.process: Process | None = None
         self.hear: Callable[[FromWorker], None] = self._hear_standby
@@ -205,8 +220,9 @@ class WorkerProcess:
     def pid(self) -> int:
         return self.process.pid if self.process is not None else 0
 
-    def order(self, message: Assign | Test, fds: Sequence[int]) -> None:
-        """Make it a rank, or have it test the node: it is no standby after that."""
+    def order(self, message: Assign | Test | TakeDevice, fds: Sequence[int] = ()) -> None:
+        """Make it a rank, or have it test the node: it is no standby after that. Or have it take a
+        GPU."""
         try:
             socket.send_fds(self.control, [_encoder.encode(message)], list(fds))
         except OSError:  # Its pidfd tells that it died.
@@ -255,8 +271,9 @@ class WorkerProcess:
             self.control.close()
 
     def _hear_standby(self, message: FromWorker) -> None:
-        self.rehearsed = isinstance(message, Standing)
-        if self.rehearsed:
+        if isinstance(message, Standing):
+            self.rehearsed, self.taking_device = True, False
+            self.device_bytes = message.device_bytes or 0
             self.on_rehearsed()
 
 

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from holdfast.agent.devices import visible_device
 from holdfast.agent.orders import AgentOrders
 from holdfast.agent.output import Console, Output, StreamFolder, rank_output
 from holdfast.agent.processes import Process, ProcessTable, WorkerProcess, spawn
@@ -104,7 +105,9 @@ class Starter:
         attempt = self._streams.attempt(part.restarts)
         is_command = self.settings.entry == "command"
         try:
-            standbys = [None] * part.slots if is_command else await self.pool.take(part.slots)
+            standbys = (
+                [None] * part.slots if is_command else await self.pool.take(range(part.slots))
+            )
             for local_rank, standby in enumerate(standbys):
                 self._start_rank(part, local_rank, standby, folder, attempt, monitor)
         finally:
@@ -169,6 +172,7 @@ class Starter:
             flight=str(worker.flight),
             opened_at=opened_at,
             tell_imports=local_rank == 0 and self.pool.want > 0,
+            tell_device=self.settings.standby_gpu and self.pool.want > 0,
         )
         store = [self.port.fileno()] if worker.rank == 0 else []
         standby.order(assign, [STDIN, *output.writers(), worker.stacks_fd, *store])
@@ -215,9 +219,5 @@ def rank_environment(
     }
     if settings.virtual_local_rank:
         env["LOCAL_RANK"] = "0"
-        visible = environ.get("CUDA_VISIBLE_DEVICES")
-        devices = None if visible is None else visible.split(",")
-        env["CUDA_VISIBLE_DEVICES"] = (
-            str(local_rank) if devices is None else devices[local_rank].strip()
-        )
+        env["CUDA_VISIBLE_DEVICES"] = visible_device(settings, local_rank, environ) or ""
     return env

@@ -60,7 +60,8 @@ class Runtime:
         self.resumption = Resumption(registry, round, opened_at)
         self.traps: Traps | None = None
         """Injected faults, once there are any."""
-        self.at_first_step: Callable[[], None] = lambda: None
+        self.at_first_step: list[Callable[[], None]] = []
+        """Called once the first step is finished."""
         self._page = page
         self._sections: dict[str, int] = {}
         """Index of each section name."""
@@ -154,7 +155,8 @@ class Runtime:
         self._publish()
         if first:
             self.channel.send(Stepped())
-            self.at_first_step()
+            for act in self.at_first_step:
+                act()
         if self.traps is not None:
             self.traps.passed(before, step)
 
