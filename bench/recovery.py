@@ -37,6 +37,7 @@ modes (default: one kill a job, --tries jobs a launcher):
   recovery.py --kills 100              one job, 100 kills in a row: times, and what is left behind
   recovery.py --kills 100 --settle 5   the same with 5 s of training before each kill
   recovery.py --nodes 2                2 nodes of 2 ranks: a worker, a node, the coordinator dies
+  recovery.py --cuda gloo              the model on GPUs; also nccl, which needs a GPU for each rank
   recovery.py --frameworks             transformers' Trainer, accelerate and Lightning, a kill each
   recovery.py --steady                 nothing killed: the cost of being watched on a 5 ms step
 
@@ -86,6 +87,12 @@ def arguments() -> argparse.Namespace:
     add("--tries", type=int, metavar="N", help="for each launcher (5; --steady 10; --every 1)")
     add("--ranks", type=int, default=2, metavar="N", help="processes to train with (2)")
     add(
+        "--cuda",
+        choices=("gloo", "nccl"),
+        metavar="BACKEND",
+        help="train on GPUs, with gloo or nccl between the ranks",
+    )
+    add(
         "--settle",
         type=float,
         metavar="S",
@@ -124,8 +131,9 @@ def _checked(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argpa
         value = getattr(args, name)
         if value is not None and value <= 0:
             parser.error(f"--{'for' if name == 'length' else name} must be more than 0")
-    if args.ranks < 2:
-        parser.error("--ranks must be at least 2")
+    fewest = 1 if args.cuda else 2
+    if args.ranks < fewest:
+        parser.error(f"--ranks must be at least {fewest}")
     if args.keep and args.keep.exists() and any(args.keep.iterdir()):
         parser.error(f"--keep {args.keep} is not empty")
     if args.tries is None:
@@ -157,6 +165,12 @@ def _launcher(name: str, args: argparse.Namespace) -> launchers.Launcher:
     return OWN[name]() if name in OWN else peers.peer(name, args.cache, say)
 
 
+def _script(args: argparse.Namespace) -> list[str]:
+    """Arguments of scripts/ddp.py for this mode."""
+    device = ["--device=cuda", f"--backend={args.cuda}"] if args.cuda else []
+    return [*(SHORT_STEP if args.steady else ()), *device]
+
+
 def _report(args: argparse.Namespace, folder: Path) -> Report:
     setting = Setting(
         launchers=[_launcher(name, args) for name in args.names],
@@ -164,7 +178,7 @@ def _report(args: argparse.Namespace, folder: Path) -> Report:
         tries=args.tries,
         limit=args.limit,
         settle=args.settle,
-        script=[*(SHORT_STEP if args.steady else ()), *args.script_args.split()],
+        script=[*_script(args), *args.script_args.split()],
         folder=folder,
         keep_logs=args.keep is not None,
     )

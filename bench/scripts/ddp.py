@@ -1,9 +1,10 @@
 """A plain data-parallel training script, as one would write it for torchrun.
 
 It is what every launcher in the bench has to start and to bring back, so it knows none of them: it
-reads the environment torchrun gives and trains a small model with DDP over gloo. The one thing it
-does for the bench is to write down each finished step, with a clock that all processes of the
-machine share; a step counts as finished once its checkpoint, if one was due, is in place.
+reads the environment torchrun gives and trains a small model with DDP, over gloo and on the CPU unless
+it is told otherwise. The one thing it does for the bench is to write down each finished step, with a
+clock that all processes of the machine share; a step counts as finished once its checkpoint, if one was
+due, is in place.
 
 The batches depend only on step and rank, so a resumed run trains on what it would have seen.
 """
@@ -48,6 +49,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=16, help="rows in a rank's batch")
     parser.add_argument("--width", type=int, default=128, help="hidden units")
     parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
     parser.add_argument("--checkpoint", type=Path, help="save to this file and resume from it")
     parser.add_argument("--checkpoint-every", type=int, default=10, metavar="STEPS")
     parser.add_argument("--stop-at", type=Path, help="a file that may come to name the last step")
@@ -74,7 +77,7 @@ def resume(path: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer
     """Load the checkpoint if there is one; the step to go on from."""
     if path is None or not path.exists():
         return 0
-    state = torch.load(path, weights_only=True)
+    state = torch.load(path, weights_only=True, map_location="cpu")
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     return int(state["step"])
@@ -86,25 +89,37 @@ def batch(step: int, rank: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, inputs.sum(dim=1, keepdim=True)
 
 
+def own_device(kind: str) -> torch.device:
+    """The rank's own GPU, or a share of one where there are fewer GPUs than ranks."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    index = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
 def main() -> None:
     args = arguments()
     rank = int(os.environ["RANK"])
     marks = StepMarks(Path(os.environ["BENCH_MARKS"]), rank)
-    dist.init_process_group("gloo")
+    device = own_device(args.device)
+    dist.init_process_group(args.backend)
     torch.manual_seed(0)
     width = args.width
     layers = (nn.Linear(FEATURES, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU())
-    model = nn.Sequential(*layers, nn.Linear(width, 1))
+    model = nn.Sequential(*layers, nn.Linear(width, 1)).to(device)
     kind = torch.optim.AdamW if args.optimizer == "adamw" else torch.optim.SGD
     optimizer = kind(model.parameters(), lr=1e-3)
     step = resume(args.checkpoint, model, optimizer)
     parallel = DistributedDataParallel(model)
 
     while step < last_step(args):
-        inputs, targets = batch(step, rank, args.batch)
+        inputs, targets = (part.to(device) for part in batch(step, rank, args.batch))
         optimizer.zero_grad()
         torch.autograd.backward(nn.functional.mse_loss(parallel(inputs), targets))
         optimizer.step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
         step += 1
         if args.pause_ms:
             time.sleep(args.pause_ms / 1000)

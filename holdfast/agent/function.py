@@ -19,7 +19,7 @@ from typing import Final, Literal
 import msgspec
 
 from holdfast.messages.local import Assign, Dismiss, Leave, Release, ToFunction
-from holdfast.messages.units import Seconds
+from holdfast.messages.units import RoundNumber, Seconds
 
 log = logging.getLogger("holdfast.agent")
 
@@ -50,14 +50,16 @@ class RestartableFunction:
         """Whether its process can be kept when the round breaks."""
         return self.stage != "released"
 
-    def leave(self, why: str, limit_s: Seconds, give_up: Callable[[], None]) -> None:
+    def leave(
+        self, round: RoundNumber, why: str, limit_s: Seconds, give_up: Callable[[], None]
+    ) -> None:
         """Have the function left; call `give_up` if that takes longer than the limit."""
         if self.stage in ("left", "released"):
             return
         loop = asyncio.get_running_loop()
         if self.stage != "leaving":
             self._left_from = loop.time()
-            self._order(Leave(why=why))
+            self._order(Leave(round=round, why=why))
         self.stage = "leaving"
         self._give_up = give_up
         self._set_timer(limit_s)

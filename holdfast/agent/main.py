@@ -94,6 +94,7 @@ class _Agent:
         self.orders = orders
         self.pool = pool
         self.console = Console()
+        pool.tell = self._tell
         self.clock = JobClock()
         self.tasks = BackgroundTasks(self._task_failed)
         self.node = orders.node

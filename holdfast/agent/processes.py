@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import msgspec
 
 from holdfast import kernel, proc
+from holdfast.agent.devices import Device
 from holdfast.agent.function import RestartableFunction
 from holdfast.agent.outbox import Outbox
 from holdfast.messages.local import (
@@ -29,6 +30,7 @@ from holdfast.messages.local import (
     Restartable,
     ScriptReply,
     Standing,
+    TakeDevice,
     Test,
 )
 from holdfast.shm.rank_page import RankPage, create_page
@@ -202,6 +204,12 @@ class WorkerProcess:
         self.rehearsed = False
         self.outdated = False
         """Whether newer standbys have imported more."""
+        self.local_rank: int | None = None
+        """The rank that it was given."""
+        self.device: Device | None = None
+        """The GPU that it holds, or takes now."""
+        self.device_bytes = 0
+        self.taking_device = False
         self.on_rehearsed: Callable[[], None] = lambda: None
         self.process: Process | None = None
         self.function: RestartableFunction | None = None
@@ -215,8 +223,9 @@ class WorkerProcess:
     def pid(self) -> int:
         return self.process.pid if self.process is not None else 0
 
-    def order(self, message: Assign | Test, fds: Sequence[int]) -> None:
-        """Make it a rank, or have it test the node: it is no standby after that."""
+    def order(self, message: Assign | Test | TakeDevice, fds: Sequence[int] = ()) -> None:
+        """Make it a rank, or have it test the node: it is no standby after that. Or have it take a
+        GPU."""
         try:
             socket.send_fds(self.control, [_encoder.encode(message)], list(fds))
         except OSError:  # Its pidfd tells that it died.
@@ -272,8 +281,9 @@ class WorkerProcess:
             self.control.close()
 
     def _hear_standby(self, message: FromWorker) -> None:
-        self.rehearsed = isinstance(message, Standing)
-        if self.rehearsed:
+        if isinstance(message, Standing):
+            self.rehearsed, self.taking_device = True, False
+            self.device_bytes = message.device_bytes or 0
             self.on_rehearsed()
 
 

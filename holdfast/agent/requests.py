@@ -22,6 +22,7 @@ from holdfast.messages.local import Ask, ScriptReply
 from holdfast.messages.requests import (
     LARGE_AT_ONCE,
     AnyAnswer,
+    Denied,
     ExcludeNode,
     Granted,
     LocateImage,
@@ -95,6 +96,14 @@ class ScriptRequests:
         for asked in list(self._open.values()):
             if id(asked) not in in_flight:
                 self.report(asked)
+
+    def fence(self, rank: Rank) -> None:
+        """Refuse what a worker asked for whose round is over, and which lives on."""
+        for (asker, channel), asked in list(self._open.items()):
+            if asker == rank:
+                denied = Denied(reason="fenced", detail=f"round {asked.round} is over")
+                self._reply(rank, channel, asked.number, denied)
+        self.forget(rank)
 
     def forget(self, rank: Rank) -> None:
         """Drop the requests of a worker that is gone."""

@@ -9,6 +9,8 @@ When the script is seen to import more than the nursery has (see `holdfast.worke
 nursery is started with that, its *successor*. Only when that is ready does it take the first one's
 place. Standbys of the first one are outdated then, but each stays until a new one has rehearsed, so a
 node is never without.
+
+Standbys may also hold the GPUs of the ranks that they would replace: see `holdfast.agent.devices`.
 """
 
 from __future__ import annotations
@@ -18,23 +20,35 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from holdfast import proc
+from holdfast.agent import devices
+from holdfast.agent.devices import Device, Devices
 from holdfast.agent.known_imports import KnownImports
 from holdfast.agent.nursery_process import Nursery, NurseryDied, NurseryTerms, set_priority
 from holdfast.agent.orders import AgentOrders
 from holdfast.agent.processes import Exit, ProcessTable, WorkerProcess, both_ends, spawn
 from holdfast.config.settings import RunSettings
-from holdfast.messages.local import NOT_FORKABLE, ImportPlan, Loaded, Warm
+from holdfast.messages.local import (
+    GAVE_DEVICE_UP,
+    NOT_FORKABLE,
+    DeviceUsed,
+    ImportPlan,
+    Loaded,
+    Warm,
+)
+from holdfast.messages.records import Raised
 
 log = logging.getLogger("holdfast.agent")
 
 NURSERY_TRIES = 3
 STANDBY_FLOOR_BYTES = 64 << 20
 MEMORY_SHARE = 0.25
+LEAVING_LIMIT_S = 5.0
+"""How long a rank waits for standbys to leave its GPU; a process that holds one exits in 0.1 s."""
 
 
 @dataclass
@@ -45,6 +59,8 @@ class Pool:
     table: ProcessTable
     env: Mapping[str, str]
     on_warm: Callable[[], None] = lambda: None
+    tell: Callable[[str], None] = lambda text: None
+    """Tells the user."""
     waiting: list[WorkerProcess] = field(default_factory=list)
     _adding: set[asyncio.Future[None]] = field(default_factory=set)
     _nursery: Nursery | None = None
@@ -52,6 +68,8 @@ class Pool:
     _warm: Warm | None = None
     _failures: int = 0
     _closed: bool = False
+    _leaving: set[asyncio.Future[None]] = field(default_factory=set)
+    """Done once standbys that were told to leave their GPUs are gone."""
 
     def __post_init__(self) -> None:
         settings = self.orders.settings
@@ -61,6 +79,7 @@ class Pool:
         """Whether the first ranks wait for the nursery's imports, because they need them anyway."""
         self._log_path = self.orders.logs / f"nursery-{os.getpid()}.log"
         self._known = KnownImports(self.orders.home.imports, settings, _python())
+        self._devices = Devices(settings, self.env)
 
     @property
     def warm(self) -> bool:
@@ -72,10 +91,14 @@ class Pool:
         if self.want > 0:
             self._nursery = self._start_nursery(self._plan())
 
-    async def take(self, count: int) -> list[WorkerProcess]:
-        """Return a process for each of `count` ranks. If the round ends before all are there, those
-        that are become standbys again."""
-        taking = [asyncio.ensure_future(self._take()) for _ in range(count)]
+    async def take(self, local_ranks: Iterable[int]) -> list[WorkerProcess]:
+        """Return a process for each of these ranks. If the round ends before all are there, those that
+        are become standbys again."""
+        local_ranks = list(local_ranks)
+        self._devices.begin_round(local_ranks)
+        if self._leaving:
+            await asyncio.wait(self._leaving, timeout=LEAVING_LIMIT_S)
+        taking = [asyncio.ensure_future(self._take(rank)) for rank in local_ranks]
         try:
             return await asyncio.gather(*taking)
         except BaseException:
@@ -87,17 +110,23 @@ class Pool:
         if not taking.cancelled() and taking.exception() is None:
             self._keep(taking.result())
 
-    async def _take(self) -> WorkerProcess:
+    async def _take(self, local_rank: int) -> WorkerProcess:
         """Return the best standby if there is one, else the process that is quickest to get."""
-        self.waiting.sort(key=lambda standby: (standby.outdated, not standby.rehearsed))
-        while self.waiting:
-            standby = self.waiting.pop(0)
+        taken = self._take_standby(self._devices.of(local_rank))
+        if taken is None and (self.want == 0 or self._failures >= NURSERY_TRIES):
+            taken = self._spawn_fresh()
+        elif taken is None:
+            taken = await self._fork(rehearse=False)
+        taken.local_rank = local_rank
+        return taken
+
+    def _take_standby(self, device: Device | None) -> WorkerProcess | None:
+        while (standby := devices.choice(self.waiting, device)) is not None:
+            self.waiting.remove(standby)
             if standby.process is not None and standby.process.exit is None:
                 set_priority(standby.pid, low=False)
                 return standby
-        if self.want == 0 or self._failures >= NURSERY_TRIES:
-            return self._spawn_fresh()
-        return await self._fork(rehearse=False)
+        return None
 
     async def extra(self) -> WorkerProcess:
         """Return a process for another use than a rank; standbys are left to the ranks."""
@@ -113,6 +142,7 @@ class Pool:
             adding = asyncio.ensure_future(self._add_standby())
             self._adding.add(adding)
             adding.add_done_callback(self._adding.discard)
+        self._take_devices()
 
     async def _add_standby(self) -> None:
         standby = await self._fork(rehearse=True)
@@ -123,9 +153,15 @@ class Pool:
         assert standby.process is not None
         standby.process.on_exit = lambda _: self._lose(standby)
         self.waiting.append(standby)
-        standby.on_rehearsed = self._end_outdated
+        standby.on_rehearsed = lambda: self._rehearsed(standby)
         if standby.rehearsed:
             self._end_outdated()
+
+    def _rehearsed(self, standby: WorkerProcess) -> None:
+        self._end_outdated()
+        if standby.device is not None:
+            self._measured(standby.device_bytes)
+        self._take_devices()
 
     def _end_outdated(self) -> None:
         """End as many outdated standbys as there are new ones that can do better."""
@@ -139,6 +175,9 @@ class Pool:
         if standby in self.waiting:
             self.waiting.remove(standby)
             standby.close()
+            end = standby.process.exit if standby.process is not None else None
+            if end is not None and end.code == GAVE_DEVICE_UP:
+                self._leave_devices(f"one had to leave its GPU; {self._log_path} says why")
             if not standby.outdated:
                 self.refill()
 
@@ -160,6 +199,60 @@ class Pool:
         for nursery in (self._nursery, self._successor):
             if nursery is not None:
                 nursery.close()
+
+    # ---- GPUs ----
+
+    def note_device(self, process: WorkerProcess, report: DeviceUsed) -> None:
+        """Note which GPU a rank uses, once it has finished its first step."""
+        if process.local_rank is not None:
+            self._devices.used(process.local_rank, report)
+            if report.own_settings:
+                log.info("standbys take no GPU: the script sets %s", ", ".join(report.own_settings))
+            self._take_devices()
+
+    def note_failure(self, raised: Raised) -> None:
+        """Give the GPUs back to a rank that ran out of their memory."""
+        if devices.ran_out_of_memory(raised):
+            self._leave_devices("a rank ran out of GPU memory")
+
+    def _take_devices(self) -> None:
+        """Have one more standby take a GPU, if one may."""
+        found = None if self._closed else self._devices.next_order(self.waiting)
+        if found is not None:
+            standby, device, order = found
+            standby.device, standby.taking_device = device, True
+            standby.order(order)
+
+    def _measured(self, held_bytes: int) -> None:
+        if self._devices.bytes_each is None:
+            self.tell(devices.held_text(held_bytes))
+        self._devices.bytes_each = max(held_bytes, self._devices.bytes_each or 0)
+
+    def _leave_devices(self, why: str) -> None:
+        """End the standbys that hold GPUs, and let no other take one."""
+        if not self._devices.allowed:
+            return
+        self._devices.allowed = False
+        holders = [standby for standby in self.waiting if standby.device is not None]
+        for standby in holders:
+            assert standby.process is not None
+            self._leaving.add(self._gone(standby))
+            standby.process.send(signal.SIGKILL)
+        if holders:
+            self.tell(f"standbys hold no GPU any more: {why}")
+
+    def _gone(self, standby: WorkerProcess) -> asyncio.Future[None]:
+        """Return a future that is done once a standby has ended."""
+        assert standby.process is not None
+        gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        gone.add_done_callback(self._leaving.discard)
+
+        def ended(_: Exit) -> None:
+            self._lose(standby)
+            gone.set_result(None)
+
+        standby.process.on_exit = ended
+        return gone
 
     # ---- the nursery ----
 

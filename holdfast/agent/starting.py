@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from holdfast.agent.devices import visible_device
 from holdfast.agent.orders import AgentOrders
 from holdfast.agent.output import Console, Output, StreamFolder, rank_output
 from holdfast.agent.processes import Process, ProcessTable, WorkerProcess, spawn
@@ -113,8 +114,7 @@ class Starter:
                     self._start_rank(
                         part, local_rank, parked.runtime, folder, attempt, monitor, parked
                     )
-            count = len(vacant)
-            standbys = [None] * count if is_command else await self.pool.take(count)
+            standbys = [None] * len(vacant) if is_command else await self.pool.take(vacant)
             for local_rank, standby in zip(vacant, standbys, strict=True):
                 self._start_rank(part, local_rank, standby, folder, attempt, monitor)
         finally:
@@ -184,6 +184,7 @@ class Starter:
             flight=str(worker.flight),
             opened_at=opened_at,
             tell_imports=local_rank == 0 and self.pool.want > 0,
+            tell_device=self.settings.standby_gpu and self.pool.want > 0,
         )
         store = [self.port.fileno()] if worker.rank == 0 else []
         fds = [STDIN, *output.writers(), worker.stacks_fd, *store]
@@ -234,9 +235,5 @@ def rank_environment(
     }
     if settings.virtual_local_rank:
         env["LOCAL_RANK"] = "0"
-        visible = environ.get("CUDA_VISIBLE_DEVICES")
-        devices = None if visible is None else visible.split(",")
-        env["CUDA_VISIBLE_DEVICES"] = (
-            str(local_rank) if devices is None else devices[local_rank].strip()
-        )
+        env["CUDA_VISIBLE_DEVICES"] = visible_device(settings, local_rank, environ) or ""
     return env

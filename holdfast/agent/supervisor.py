@@ -266,6 +266,8 @@ class Supervisor:
         among = None
         if isinstance(order, StopWorkers) and order.leave_s > 0:
             among = self._workers.leave(order)
+            for rank in self._workers.running:
+                self.requests.fence(rank)
         else:
             self._workers.dismiss(_why(order), order.grace_s)
         self._workers.ask_to_stop(order.grace_s, self.stop_signal, among)

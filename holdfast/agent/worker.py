@@ -190,7 +190,7 @@ class Worker:
         function = self.function
         if function is None or not function.stays or self.process.exit is not None:
             return False
-        function.leave(why, limit_s, self._cannot_leave)
+        function.leave(self.round, why, limit_s, self._cannot_leave)
         return True
 
     def postponed(self) -> None:

@@ -4,6 +4,7 @@ What a worker says is passed on to the part that it concerns:
 
     it began, it took its first step    the reporter and the stall detector
     what its script has imported        the pool of standbys
+    which GPU it uses                   the same
     a fault was triggered               the fault injector
     its script ended                    the stall detector: its process may still work, or hang
     its script raised                   it is not watched any more, it has only to exit
@@ -30,7 +31,7 @@ from typing import Any, Protocol
 
 from holdfast.agent.evidence import last_collectives
 from holdfast.agent.fault_injector import Injector
-from holdfast.agent.processes import Exit
+from holdfast.agent.processes import Exit, WorkerProcess
 from holdfast.agent.requests import ScriptRequests
 from holdfast.agent.shards import NodeShards
 from holdfast.agent.stall_detector import StallDetector
@@ -51,6 +52,7 @@ from holdfast.messages.local import (
     Ask,
     Began,
     DataUsed,
+    DeviceUsed,
     Died,
     FromWorker,
     FunctionClosed,
@@ -84,6 +86,8 @@ NEWS_PER_S = 50.0
 class StandbyPool(Protocol):
     def refill(self) -> None: ...
     def learn(self, loaded: Loaded) -> None: ...
+    def note_device(self, process: WorkerProcess, report: DeviceUsed) -> None: ...
+    def note_failure(self, raised: Raised) -> None: ...
 
 
 class WorkerSnapshots(Protocol):
@@ -316,10 +320,15 @@ class WorkerMonitor:
         if self.workers.all_stepped():
             self.pool.refill()
 
+    def _used_device(self, worker: Worker, message: DeviceUsed) -> None:
+        if worker.runtime is not None:
+            self.pool.note_device(worker.runtime, message)
+
     def _died(self, worker: Worker, message: Died) -> None:
         self.detector.remove(worker.rank)
         worker.raised_at = message.at
         worker.script_raised(message.raised)
+        self.pool.note_failure(message.raised)
 
     def _done(self, worker: Worker, message: ScriptFinished) -> None:
         self.detector.script_ended(worker.rank)
@@ -423,6 +432,7 @@ class WorkerMonitor:
 _HANDLERS: dict[type[Any], Callable[[WorkerMonitor, Worker, Any], None]] = {
     Began: WorkerMonitor._began,
     Stepped: WorkerMonitor._stepped,
+    DeviceUsed: WorkerMonitor._used_device,
     Loaded: lambda monitor, worker, message: monitor.pool.learn(message),
     TrapSprung: lambda monitor, worker, message: monitor.injector.look(worker.target()),
     Died: WorkerMonitor._died,

@@ -127,6 +127,10 @@ class MostUsed:
     standby = Setting(values.standby_count, None, "auto|N",
         "processes that have imported torch and wait to replace a dead rank; auto: one per rank, "
         "fewer if memory is short, 0 with --no-python", otherwise="auto")
+    standby_gpu = Setting(values.auto_or_off, True, "auto|off",
+        "whether standbys also hold the GPU of the rank they would replace, with CUDA started, "
+        "libraries loaded and a step rehearsed; auto: where enough of its memory is free",
+        otherwise="auto")
     preload: Setting[tuple[str, ...]] = Setting(values.comma_list, (), "MODULE",
         "also import this module in standbys; repeat the flag or use commas",
         otherwise="none", separator=",")

@@ -59,6 +59,7 @@ class RunSettings(Struct, frozen=True, kw_only=True):
     image_dir: str | None  # None: in shared memory
     role: str
     standby: int | None  # None: as many as fit
+    standby_gpu: bool  # whether standbys may hold the GPUs of their ranks
     preload: tuple[str, ...]
     signals_to_handle: tuple[str, ...]
     virtual_local_rank: bool
@@ -99,6 +100,7 @@ def run_settings(given: Settings, command: Sequence[str]) -> RunSettings:
         image_dir=given.image_dir,
         role=given.role,
         standby=_standby(given, entry),
+        standby_gpu=given.standby_gpu,
         preload=_preload(given, entry, script, warnings),
         signals_to_handle=given.signals_to_handle,
         virtual_local_rank=_virtual_local_rank(given, nproc),

@@ -173,6 +173,13 @@ def standby_count(text: str, flag: str) -> int | None:
     return _at_most(int(text), MOST_RANKS, flag)
 
 
+def auto_or_off(text: str, flag: str) -> bool:
+    """Read auto (True) or off."""
+    if text not in ("auto", "off"):
+        raise UsageError(f"{flag} {text}: auto or off is needed")
+    return text == "auto"
+
+
 def stream_masks(text: str, flag: str) -> int | dict[int, int]:
     """Read torchrun's stream masks: "3" for all local ranks, or "0:1,1:2" by local rank."""
     if re.fullmatch(r"[0-3]", text):

@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from holdfast.inprocess.hooks import RetryLimits as RetryLimits
     from holdfast.inprocess.hooks import check_device as check_device
     from holdfast.inprocess.hooks import on_thread as on_thread
-    from holdfast.inprocess.kept.keep import Kept as Kept
+    from holdfast.inprocess.kept.keep import KeptState as KeptState
     from holdfast.inprocess.kept.keep import keep as keep
     from holdfast.inprocess.leaving import Departure as Departure
-    from holdfast.inprocess.restartable import restartable as restartable
+    from holdfast.inprocess.restarts import restartable as restartable
 
 _HOMES = {
     "Context": "holdfast.inprocess.context",
     "Departure": "holdfast.inprocess.leaving",
     "FaultCounter": "holdfast.inprocess.hooks",
     "HookState": "holdfast.inprocess.hooks",
-    "Kept": "holdfast.inprocess.kept.keep",
+    "KeptState": "holdfast.inprocess.kept.keep",
     "RetryLimits": "holdfast.inprocess.hooks",
     "StopRestarting": "holdfast.errors",
     "UnfitProcess": "holdfast.errors",
@@ -34,7 +34,7 @@ _HOMES = {
     "compose": "holdfast.inprocess.composition",
     "keep": "holdfast.inprocess.kept.keep",
     "on_thread": "holdfast.inprocess.hooks",
-    "restartable": "holdfast.inprocess.restartable",
+    "restartable": "holdfast.inprocess.restarts",
 }
 """The module of each name."""
 

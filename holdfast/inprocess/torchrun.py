@@ -22,7 +22,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Final, Literal
 
@@ -31,7 +31,7 @@ from msgspec import Struct
 
 from holdfast.errors import FencedError, StopRestarting, UsageError, WireError
 from holdfast.inprocess.group_fence import GroupFence
-from holdfast.inprocess.link import Entry, Leave
+from holdfast.inprocess.link import Leave, RoundEntry
 from holdfast.messages.exits import EXIT_FAILED
 from holdfast.messages.records import Raised
 
@@ -107,7 +107,7 @@ class TorchrunLink:
     def replaces(self) -> bool:
         return False
 
-    def open(self, leave: Leave) -> Entry:
+    def open(self, leave: Leave) -> RoundEntry:
         """Take part in the next restartable function of all ranks."""
         self._leave = leave
         with _reaching("connected to"):
@@ -148,7 +148,7 @@ class TorchrunLink:
     def left(self) -> None:
         self._step_out()
 
-    def next(self) -> Entry | None:
+    def next(self) -> RoundEntry | None:
         """Wait until all have left; return the place in the next round, which is the same one."""
         end = self._wait_for_end()
         self._require(end, "broken")
@@ -181,6 +181,21 @@ class TorchrunLink:
         self._forget_exchanges(before)  # All have come here, so all have read those before.
         return values
 
+    def serve_store(self) -> None:
+        """Do nothing: torchrun serves the store, whichever ranks are active."""
+
+    def resumed(self, step: int) -> None:
+        """Do nothing: nobody counts steps."""
+
+    def ping(self) -> None:
+        """Do nothing: nobody looks for hangs."""
+
+    def pause_watch(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def stop(self, reason: str, code: int) -> None:
+        """Do nothing: once this rank does not enter again, nobody can."""
+
     def close(self) -> None:
         """Leave the round for good. If it is not done, no rank can enter another one."""
         with self._changed:
@@ -199,8 +214,8 @@ class TorchrunLink:
 
     # ---- the function's thread ----
 
-    def _entry(self, why: str) -> Entry:
-        return Entry(
+    def _entry(self, why: str) -> RoundEntry:
+        return RoundEntry(
             round=self._round,
             rank=self._me.rank,
             world_size=self._me.world_size,

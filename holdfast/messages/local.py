@@ -14,6 +14,7 @@ from holdfast.messages.checkpoints import Attempt, CheckpointerId, Missed, Wish
 from holdfast.messages.data import DataName, Span, Used
 from holdfast.messages.records import Raised
 from holdfast.messages.requests import AnyAnswer, ChannelNumber, Number, ScriptRequest
+from holdfast.messages.units import Count
 
 Entry = Literal["script", "module", "path", "command"]
 """How to start the user's code: as a file, with `-m`, `--run-path` or `--no-python`."""
@@ -25,6 +26,8 @@ NOT_FORKABLE = 3
 """Exit code of a nursery whose children could not use accelerators."""
 UNFIT = 4
 """Exit code of a nursery that has said `UnfitImports`."""
+GAVE_DEVICE_UP = 5
+"""Exit code of a standby that could not take its GPU, or left it to the ranks."""
 
 
 class Local(Struct, frozen=True, kw_only=True, tag=True):
@@ -80,6 +83,22 @@ class UnfitImports(Local, frozen=True, kw_only=True):
 class Standing(Local, frozen=True, kw_only=True):
     """Standby to agent: rehearsed and waiting."""
 
+    device_bytes: Count | None = None
+    """Memory that it holds on the GPU that it was told to take; None if it was not."""
+
+
+class TakeDevice(Local, frozen=True, kw_only=True):
+    """Agent to standby: take this GPU, rehearse a step on it, and hold it."""
+
+    index: Count
+    """As torch counts the GPUs that the rank sees."""
+    variables: dict[str, str]
+    """Environment variables that choose which GPUs those are."""
+    nccl: bool
+    """Whether to rehearse NCCL as well."""
+    leave_bytes: Count
+    """Free memory of the GPU below which the standby gives it up, by exiting."""
+
 
 class Assign(Local, frozen=True, kw_only=True):
     """Agent to standby or fresh process: become this rank.
@@ -101,6 +120,8 @@ class Assign(Local, frozen=True, kw_only=True):
     """When the job began, by the wall clock."""
     tell_imports: bool = False
     """Whether to send `Loaded`."""
+    tell_device: bool = False
+    """Whether to send `DeviceUsed`."""
 
 
 class Test(Local, frozen=True, kw_only=True):
@@ -136,6 +157,18 @@ class Began(Local, frozen=True, kw_only=True):
 
 class Stepped(Local, frozen=True, kw_only=True):
     """Worker to agent: the first step is finished; the rank page says when."""
+
+
+class DeviceUsed(Local, frozen=True, kw_only=True):
+    """Worker to agent: the GPU that it trains on, told after its first step."""
+
+    index: Count
+    free_bytes: Count
+    total_bytes: Count
+    nccl: bool = False
+    """Whether it has a process group with NCCL."""
+    own_settings: tuple[str, ...] = ()
+    """What the script set that only counts if no GPU was touched before: variables, an allocator."""
 
 
 class Loaded(Local, frozen=True, kw_only=True):
@@ -193,8 +226,10 @@ class FunctionClosed(Local, frozen=True, kw_only=True):
 
 
 class Leave(Local, frozen=True, kw_only=True):
-    """Agent to worker: leave the function, then say FunctionLeft."""
+    """Agent to worker: leave the function, then say FunctionLeft. If that was done by itself in this
+    round, nothing is to be done."""
 
+    round: int
     why: str
 
 
@@ -282,11 +317,12 @@ class Piece(Local, frozen=True, kw_only=True):
 
 ToNursery = Fork
 FromNursery = Forked | Warm | Importing | UnfitImports
-ToWorker = Assign | Test
+ToWorker = Assign | Test | TakeDevice
 FromWorker = (
     Standing
     | Began
     | Stepped
+    | DeviceUsed
     | Loaded
     | TrapSprung
     | Died

@@ -18,13 +18,14 @@ import msgspec
 from holdfast.agent.contention import Reading
 from holdfast.agent.function import RestartableFunction
 from holdfast.agent.life import Counters
+from holdfast.agent.processes import WorkerProcess
 from holdfast.agent.supervisor import Supervisor
 from holdfast.agent.worker import Worker
 from holdfast.agent.worker_monitor import WorkerMonitor
 from holdfast.messages.actions import Finish, NodeAction, StopWorkers
 from holdfast.messages.chaos import FAULTS, Sprung, Trap
 from holdfast.messages.events import AnyEvent
-from holdfast.messages.local import Loaded, TrapSprung
+from holdfast.messages.local import DeviceUsed, Loaded, TrapSprung
 from holdfast.messages.records import Part, Raised
 from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, StepNumber
 from holdfast.shm.rank_page import PageState
@@ -118,6 +119,12 @@ class Idle:
         pass
 
     def learn(self, loaded: Loaded) -> None:
+        pass
+
+    def note_device(self, process: WorkerProcess, report: DeviceUsed) -> None:
+        pass
+
+    def note_failure(self, raised: Raised) -> None:
         pass
 
 

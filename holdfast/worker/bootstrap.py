@@ -17,8 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Collection
 
-import msgspec
-
 from holdfast.config.values import with_local_rank
 from holdfast.data import link
 from holdfast.diagnosis import faulthandling, flight
@@ -29,9 +27,10 @@ from holdfast.messages.local import Assign
 from holdfast.messages.records import Raised
 from holdfast.shm.rank_page import RankPage
 from holdfast.shm.vital_signs import Times, Vitals
-from holdfast.worker import node_test, nursery, runtime, script
+from holdfast.worker import node_test, rehearsal, runtime, script, standing
 from holdfast.worker.channel import Channel, move_up
 from holdfast.worker.data_link import AgentDataLink
+from holdfast.worker.device_use import DeviceReport
 from holdfast.worker.heartbeat import Heartbeat
 from holdfast.worker.loaded_modules import LoadedModules
 from holdfast.worker.round_link import AgentRoundLink
@@ -41,7 +40,6 @@ from holdfast.worker.torch_hooks.imports import replacing_captured, when_importe
 from holdfast.worker.torch_hooks.pairs import PairCalls
 from holdfast.worker.torch_hooks.phases import Phases
 
-_decoder = msgspec.msgpack.Decoder(local.ToWorker)
 _NEVER = Times(0, 0.0, ())
 
 
@@ -53,12 +51,9 @@ def become_worker(
     page = RankPage(page_fd)
     os.close(page_fd)
     if rehearse:
-        nursery.rehearse()
+        rehearsal.rehearse()
         channel.send(local.Standing())
-    packet, fds = channel.receive(max_fds=5)
-    if not packet:
-        os._exit(0)
-    assign = _decoder.decode(packet)
+    assign, fds = standing.await_order(channel)
     if isinstance(assign, local.Test):
         channel.send(node_test.run(assign, fds, channel.send))
         os._exit(0)
@@ -117,7 +112,9 @@ def _install(
     link.install(AgentDataLink(worker))
     loaded = LoadedModules(channel, page.vitals) if assign.tell_imports else None
     if loaded is not None:
-        worker.at_first_step = loaded.stepped
+        worker.at_first_step.append(loaded.stepped)
+    if assign.tell_device:
+        worker.at_first_step.append(DeviceReport(channel).stepped)
     os.register_at_fork(after_in_child=page.detach)
     phases = Phases(page.vitals)
     phases.install()
@@ -171,7 +168,7 @@ def _take_over(assign: Assign, fds: list[int]) -> None:
     _take_place(assign, fds)
     faulthandling.allow_tracing(assign.agent_pid)
     _open_streams()
-    nursery.reseed()
+    rehearsal.reseed()
     gc.unfreeze()
 
 

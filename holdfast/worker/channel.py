@@ -69,6 +69,12 @@ class Channel:
         except OSError:
             return b""
 
+    def has_packet(self, limit_s: float) -> bool:
+        """Wait for a packet, or for the agent's end; return False if neither came in time."""
+        waiting = select.poll()
+        waiting.register(self._socket.fileno(), select.POLLIN)
+        return bool(waiting.poll(limit_s * 1000))
+
     def receive(self, max_fds: int) -> tuple[bytes, list[int]]:
         """Wait for one packet with its descriptors; it is empty if the agent is gone."""
         packet, fds, _, _ = socket.recv_fds(

@@ -20,7 +20,7 @@ from holdfast.checkpoint.restore.stored import StoredState
 from holdfast.checkpoint.standalone.link import ScriptLink
 from holdfast.checkpoint.storage import retention
 from holdfast.checkpoint.tickets import SaveId
-from holdfast.errors import CheckpointError
+from holdfast.errors import CheckpointError, UsageError
 from holdfast.messages.checkpoints import Holder, ImageId, Missed, Tier, Tried, Wish
 from holdfast.messages.local import REASON_MOST, ImageMissed, ImageWhole, OpenCheckpointer
 from holdfast.messages.requests import (
@@ -41,6 +41,12 @@ class AgentLink:
     """Connects a checkpointer with the agent."""
 
     def __init__(self, worker: Runtime) -> None:
+        if worker.renumbered:
+            raise UsageError(
+                "Checkpointer: snapshots belong to the ranks of a round, and assign= gave them other"
+                " numbers or left some in reserve; save with torch, or let `holdfast run --spares` keep"
+                " nodes in reserve"
+            )
         self.rank = int(os.environ["RANK"])
         self.world_size = int(os.environ["WORLD_SIZE"])
         self.round = worker.round

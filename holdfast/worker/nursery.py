@@ -6,14 +6,10 @@ child must be the agent's and not the nursery's, so that the agent can wait for 
 nursery that dies. So each is forked twice, and the agent, a subreaper, becomes its parent. `serve`
 returns in the child: nothing of the nursery is on the stack when the user's script runs.
 
-Importing torch is not enough: the first optimizer step imports as much again. So the nursery runs a
-forward pass and optimizer steps with handmade gradients, which imports every module but starts no
-thread and touches no accelerator: a process forked from one that has as much as counted its GPUs cannot
-use them. Torch is shown none while it rehearses, and `_can_fork` verifies it afterwards. A standby then
-takes a whole step with a backward pass, or without one where there are GPUs, as that would allocate
-memory on them.
-
-The script must not notice: random generators, environment and warning filters are restored.
+Importing torch is not enough: the first optimizer step imports more. So the nursery rehearses one, see
+`holdfast.worker.rehearsal`. No accelerator may be touched: a process forked from one that has as much
+as counted its GPUs cannot use them, which `_can_fork` verifies. Only standbys touch them, and only when
+they are told to (`holdfast.worker.standing`).
 
 What the script will import from Holdfast is imported next (`holdfast.worker.own_imports`), and what
 else it is known to import last (`holdfast.worker.preloading`).
@@ -22,17 +18,14 @@ else it is known to import last (`holdfast.worker.preloading`).
 from __future__ import annotations
 
 import gc
-import glob
 import importlib
 import importlib.util
 import logging
 import os
 import sys
 import time
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -45,7 +38,9 @@ from holdfast.messages.local import (
     UnfitImports,
     Warm,
 )
+from holdfast.worker import rehearsal
 from holdfast.worker.channel import Channel
+from holdfast.worker.deferred_compiler import COMPILER
 from holdfast.worker.loaded_modules import NAMES_PER_MESSAGE
 from holdfast.worker.own_imports import own_modules
 from holdfast.worker.preloading import preload as preload_plan
@@ -124,7 +119,7 @@ def _warm_up(channel: Channel, preload: Sequence[str], plan: ImportPlan) -> froz
     began = time.monotonic()
     if importlib.util.find_spec("torch") is not None:
         try:
-            _import_and_rehearse()
+            rehearsal.import_and_rehearse(_script(), compiles=COMPILER in plan.modules)
         except Exception:  # Any version of torch: a standby is only a head start.
             log.exception("torch cannot be rehearsed; standbys start without it")
     before = frozenset(sys.modules)
@@ -144,9 +139,14 @@ def _warm_up(channel: Channel, preload: Sequence[str], plan: ImportPlan) -> froz
     return frozenset(sys.modules) - before
 
 
+def _script() -> str:
+    """Return the script's name, which is our first argument."""
+    return sys.argv[1] if len(sys.argv) > 1 else ""
+
+
 def _import_own() -> None:
-    """Import what the script will import from Holdfast; its name is our first argument."""
-    for name in own_modules(sys.argv[1]) if len(sys.argv) > 1 else ():
+    """Import what the script will import from Holdfast."""
+    for name in own_modules(_script()) if _script() else ():
         try:
             importlib.import_module(name)
         except ImportError:  # Of torch, or of another package that is not installed.
@@ -176,60 +176,3 @@ def _can_fork() -> bool:
         os._exit(1 if torch.cuda._is_in_bad_fork() else 0)
     _, status = os.waitpid(pid, 0)
     return os.waitstatus_to_exitcode(status) == 0
-
-
-def _import_and_rehearse() -> None:
-    import torch
-    import torch.distributed
-    import torch.nn.parallel
-    import torch.utils.data
-
-    _train(torch, backward=False)
-
-
-def rehearse() -> None:
-    """Take tiny training steps in this process, a standby."""
-    if "torch" in sys.modules:
-        _train(sys.modules["torch"], backward=not glob.glob("/dev/nvidia[0-9]*"))
-
-
-def _train(torch: Any, backward: bool) -> None:
-    with _unnoticed(torch):
-        model = torch.nn.Linear(4, 4)
-        for kind in (torch.optim.SGD, torch.optim.AdamW):
-            optimizer = kind(model.parameters(), lr=0.0)
-            loss = model(torch.zeros(2, 4)).sum()
-            if backward:
-                loss.backward()
-            for parameter in model.parameters():
-                parameter.grad = torch.zeros_like(parameter)
-            optimizer.step()
-
-
-def reseed() -> None:
-    """Give a forked process the fresh random state that a new process would have had.
-
-    Python's own generator reseeds itself. Of torch's generators only the CPU's starts from a random
-    seed; those of accelerators start the same in every process.
-    """
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()
-    if "torch" in sys.modules:
-        sys.modules["torch"].default_generator.seed()
-
-
-@contextmanager
-def _unnoticed(torch: Any) -> Iterator[None]:
-    """Hide accelerators from torch, and restore everything that a script could notice."""
-    cuda, state, environ = torch.cuda, torch.get_rng_state(), dict(os.environ)
-    asked = cuda.is_available, cuda.device_count
-    cuda.is_available, cuda.device_count = (lambda: False), (lambda: 0)
-    try:
-        with warnings.catch_warnings():
-            yield
-    finally:
-        cuda.is_available, cuda.device_count = asked
-        for name in os.environ.keys() - environ.keys():
-            del os.environ[name]
-        os.environ.update(environ)
-        torch.set_rng_state(state)

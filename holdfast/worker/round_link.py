@@ -53,6 +53,11 @@ class AgentRoundLink:
         self._renew = renew
         self._leave: Leave = lambda why: None
         self._why = ""
+        self._hearing = threading.Lock()
+        self._inside = 0
+        """Round of the entry that may be told to leave; 0 if there is none."""
+        self._told: local.Leave | None = None
+        """The newest order to leave: it may come before its round is entered, or after."""
         self._orders: queue.SimpleQueue[tuple[Assign, list[int]] | None] = queue.SimpleQueue()
         self._over = threading.Event()
         """Set when the wait for the other ranks is over: they have all returned, or the round broke."""
@@ -62,6 +67,7 @@ class AgentRoundLink:
 
     def open(self, leave: Leave) -> RoundEntry:
         self._leave = leave
+        self._inside = self._worker.round
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         orders = socket.socket(fileno=move_up(ours.detach()))
         with theirs:
@@ -83,6 +89,8 @@ class AgentRoundLink:
         self._worker.channel.send(local.LeavingPostponed())
 
     def left(self) -> None:
+        with self._hearing:  # Whoever tells it to leave has done so.
+            self._inside = 0
         for copies in self._worker.copies.values():
             for copy in copies:
                 copy.end()
@@ -95,6 +103,9 @@ class AgentRoundLink:
             return None
         self._over.clear()
         self._renew(*found)
+        with self._hearing:
+            self._inside = self._worker.round
+            self._heed()
         return self._entry()
 
     def gather(self, name: str, value: bytes) -> list[bytes]:
@@ -108,6 +119,7 @@ class AgentRoundLink:
 
     def serve_store(self) -> None:
         self._store.serve()
+        self._worker.renumbered = True
 
     def resumed(self, step: int) -> None:
         self._worker.resumed(step)
@@ -157,6 +169,13 @@ class AgentRoundLink:
             self._released = True
             self._over.set()
         else:
-            self._why = order.why
+            with self._hearing:
+                self._told = order
+                self._heed()
+
+    def _heed(self) -> None:
+        """Have the function left, if it runs in the round that is to be left."""
+        if self._told is not None and self._told.round == self._inside:
+            self._why = self._told.why
             self._over.set()
-            self._leave(order.why)
+            self._leave(self._told.why)

@@ -57,7 +57,8 @@ class Runtime:
         self.resumption = Resumption(registry, round, opened_at)
         self.traps: Traps | None = None
         """Injected faults, once there are any."""
-        self.at_first_step: Callable[[], None] = lambda: None
+        self.at_first_step: list[Callable[[], None]] = []
+        """Called once the first step is finished."""
         self.parked = False
         """Whether the process has left its restartable function, and has no place."""
         self.when_renewed: list[Callable[[], None]] = []
@@ -79,6 +80,8 @@ class Runtime:
 
     def _forget(self, round: int) -> None:
         self.round = round
+        self.renumbered = False
+        """Whether the script gave the ranks of the round other numbers, or left some in reserve."""
         self.store: CoordinatorStore | None = None
         """Created on first use, and held here because torch does not hold it."""
         self._sections: dict[str, int] = {}
@@ -173,7 +176,8 @@ class Runtime:
         self._publish()
         if first:
             self.channel.send(Stepped())
-            self.at_first_step()
+            while self.at_first_step:
+                self.at_first_step.pop(0)()
         if self.traps is not None:
             self.traps.passed(before, step)
 

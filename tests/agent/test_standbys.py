@@ -27,7 +27,7 @@ def test_when_a_start_is_given_up_whoever_was_got_for_it_stands_by(turns: int) -
     async def scenario() -> None:
         pool = Pool(orders, MagicMock(), {})
         pool._spawn_fresh = get  # type: ignore[method-assign]
-        taking = asyncio.ensure_future(pool.take(3))
+        taking = asyncio.ensure_future(pool.take(range(3)))
         for _ in range(turns):
             await asyncio.sleep(0)
         taking.cancel()

@@ -17,7 +17,7 @@ from holdfast.errors import CheckpointError, UsageError
 from holdfast.inprocess.kept.boundary import BufferCopies, detached
 from holdfast.inprocess.kept.keep import KeptState, keep
 from holdfast.inprocess.kept.registry import forget, function_left
-from holdfast.inprocess.kept.zones import install_zones
+from holdfast.inprocess.zones import install_zones
 
 
 @pytest.fixture(autouse=True)

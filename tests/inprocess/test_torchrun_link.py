@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import FencedError, StopRestarting, UsageError, WireError
-from holdfast.inprocess.link import Entry, RoundLink
+from holdfast.inprocess.link import RoundEntry, RoundLink
 from holdfast.inprocess.torchrun import TorchrunLink, launched_as
 from holdfast.messages.records import Raised
 
@@ -55,14 +55,14 @@ class Rank:
     def do(self, call: Callable[..., Any], *arguments: object) -> Any:
         return self.begin(call, *arguments).result(LIMIT_S)
 
-    def open(self) -> Entry:
-        entry: Entry = self.do(self.link.open, self.told.put)
+    def open(self) -> RoundEntry:
+        entry: RoundEntry = self.do(self.link.open, self.told.put)
         return entry
 
     def is_told(self) -> str:
         return self.told.get(timeout=LIMIT_S)
 
-    def begin_next(self) -> Future[Entry]:
+    def begin_next(self) -> Future[RoundEntry]:
         self.do(self.link.left)
         return self.begin(self.link.next)
 
@@ -90,11 +90,11 @@ def ranks(store: Any) -> Iterator[list[Rank]]:
             rank.link.close()
 
 
-def opened(ranks: list[Rank]) -> list[Entry]:
+def opened(ranks: list[Rank]) -> list[RoundEntry]:
     return [rank.open() for rank in ranks]
 
 
-def all_next(ranks: list[Rank]) -> list[Entry]:
+def all_next(ranks: list[Rank]) -> list[RoundEntry]:
     waiting = [rank.begin_next() for rank in ranks]
     return [entry.result(LIMIT_S) for entry in waiting]
 

@@ -21,9 +21,10 @@ from collections.abc import Callable
 from typing import Any, Final, ParamSpec, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from holdfast.diagnosis.exceptions import describe
-from holdfast.errors import StopRestarting, UnfitProcess, UsageError
+from holdfast.errors import FencedError, StopRestarting, UnfitProcess, UsageError
 from holdfast.inprocess import groups, link
 from holdfast.inprocess.assignment import Assignment, Member, assign_ranks, with_gone
 from holdfast.inprocess.context import Context, wants_context
@@ -125,6 +126,8 @@ class Restarts:
         """What the function raised here in the entry before."""
         self._members: tuple[Member, ...] = ()
         """All of the round before."""
+        self._active: int | None = None
+        """The number that this rank had in the entry before, if it was active."""
         self._state: HookState
         self._first: RoundEntry
 
@@ -135,28 +138,30 @@ class Restarts:
         # What is there before the function outlives it: the collector need not look at it after each
         # departure, which takes half a second in a process with torch.
         gc.freeze()
+        try:
+            return self._enter_until_returned(args, kwargs)
+        except StopRestarting as stop:
+            self._terminate()
+            self._link.stop(stop.reason, stop.code)
+            raise SystemExit(stop.code) from None
+        except UnfitProcess:
+            self._terminate()
+            raise
+
+    def _enter_until_returned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._first = self._link.open(self._told_to_leave)
         entry: RoundEntry | None = self._first
         while entry is not None:
             self._begin(entry)
-            try:
-                active = self._place(entry)
-                finished, result = self._enter(entry, active, args, kwargs)
-                if finished:
-                    self._end()
-                    self._hooks.completed(self._state)
-                    return result
-                self._depart()
-            except StopRestarting as stop:
-                self._terminate()
-                self._link.stop(stop.reason, stop.code)
-                raise SystemExit(stop.code) from None
-            except UnfitProcess:
-                self._terminate()
-                raise
-            self._call.renew()  # From here on it may be told to leave the next entry.
-            self._aborted = False
+            returned, result = self._enter(entry, args, kwargs)
+            if returned:
+                self._end()
+                self._hooks.completed(self._state)
+                return result
+            self._depart()
             self._link.left()
+            self._call.renew()
+            self._aborted = False
             gc.collect()  # While the next round is agreed on: models and groups are in cycles.
             entry = self._link.next()
             self._iteration += 1
@@ -202,7 +207,7 @@ class Restarts:
             host=socket.gethostname(),
             node_rank=entry.node_rank,
             local_rank=entry.local_rank,
-            previous=self._state.active_rank if self._iteration else None,
+            previous=self._active,
         )
         found = self._link.gather("members", msgspec.msgpack.encode((own, self._members)))
         told = [
@@ -212,6 +217,8 @@ class Restarts:
         self._members = assign_ranks(with_gone((one for one, _ in told), before), self._assign)
         active = self._members[entry.rank].active
         size = sum(one.active is not None for one in self._members)
+        self._state = replace(self._state, active_rank=active, active_world_size=size)
+        self._active = active
         if any(one.active != one.rank for one in self._members):
             os.environ["WORLD_SIZE"] = str(size)
             os.environ["RANK"] = str(entry.rank if active is None else active)
@@ -219,9 +226,13 @@ class Restarts:
         return active
 
     def _enter(
-        self, entry: RoundEntry, active: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, entry: RoundEntry, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[bool, Any]:
         """Run the function; return whether it has returned on all ranks, and what it returned."""
+        try:
+            active = self._place(entry)
+        except FencedError:  # The round broke before all had come.
+            return False, None
         self._hooks.enter(self._state)
         if self._context_name is not None:
             context = Context(self._iteration, entry, self._call, self._link)
