@@ -18,10 +18,11 @@ import logging
 import os
 import sys
 import threading
+import time
 import traceback
 import weakref
 from importlib import import_module
-from typing import Any
+from typing import Any, ClassVar
 
 from holdfast.inprocess.groups import gloo, records
 from holdfast.inprocess.groups.stores import Stores
@@ -29,6 +30,7 @@ from holdfast.inprocess.groups.stores import Stores
 _log = logging.getLogger(__name__)
 
 ABORT_LIMIT_S = 5.0
+_LOOKS, _LOOK_EVERY_S = 5, 0.001
 
 
 class _Watched:
@@ -36,6 +38,8 @@ class _Watched:
 
     stores = Stores()
     aborted = False
+    kept: ClassVar[set[int]] = set()
+    """Threads of groups that the script holds on to."""
 
 
 def watch() -> None:
@@ -72,8 +76,9 @@ def forget_groups() -> None:
         abort_groups()
     gloo.abort(0)  # Of groups that were made since.
     alive = _destroy()
-    if any(group() is not None for group in alive) or gloo.threads():
-        gc.collect()  # Some are held by cycles of references.
+    if not _gone_soon(alive):
+        gc.collect()  # Held by a cycle of references, perhaps. That costs tenths of a second.
+        _Watched.kept = set(gloo.threads())
     _Watched.stores.forget()
     _Watched.aborted = False
 
@@ -110,6 +115,18 @@ def _destroy() -> list[weakref.ref[Any]]:
     alive = [weakref.ref(group) for group in known]
     records.clear()
     return alive
+
+
+def _gone_soon(groups: list[weakref.ref[Any]]) -> bool:
+    """Return whether nothing is left of the groups. The kernel shows a thread a little longer than it
+    runs."""
+    for _ in range(_LOOKS):
+        if any(group() is not None for group in groups):
+            return False
+        if not set(gloo.threads()) - _Watched.kept:
+            return True
+        time.sleep(_LOOK_EVERY_S)
+    return False
 
 
 def _abortable(group: Any) -> bool:

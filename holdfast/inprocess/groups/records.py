@@ -38,6 +38,13 @@ _REFERENCES = (
     ("torch.nn.parallel.distributed", "DistributedDataParallel._active_ddp_module"),
 )
 """What is None as long as no group was made."""
+_WORLD_DEFAULTS = (
+    ("torch.distributed.nn.functional", ""),
+    ("torch.distributed.optim.zero_redundancy_optimizer", ""),
+    ("torch.distributed.fsdp.sharded_grad_scaler", "ShardedGradScaler"),
+)
+"""Places of functions whose default group was looked up when they were defined. Where that was before
+`init_process_group` it is None, as it should be; torch imports some of them later."""
 _HOOK = "init_process_group.<locals>._distributed_excepthook"
 
 
@@ -61,6 +68,8 @@ def clear() -> None:
     c10d._unregister_all_process_groups()
     for clear_one in _derived():
         clear_one()
+    for module, path in _WORLD_DEFAULTS:
+        _drop_defaults(_find(module, path), c10d.ProcessGroup)
     _unwrap_excepthook()
 
 
@@ -86,6 +95,16 @@ def _derived() -> Iterator[Callable[[], object]]:
     native = _find("torch._C", "_clear_DTensor_sharding_propagator_cache")
     if native is not None and "torch.distributed.tensor._api" in sys.modules:
         yield native
+
+
+def _drop_defaults(owner: object, group: type) -> None:
+    """Have functions use the default group of the time of their call."""
+    for function in list(getattr(owner, "__dict__", {}).values()):
+        defaults = getattr(function, "__defaults__", None) or ()
+        if any(isinstance(value, group) for value in defaults):
+            function.__defaults__ = tuple(
+                None if isinstance(value, group) else value for value in defaults
+            )
 
 
 def _find(module: str, path: str) -> Any:
