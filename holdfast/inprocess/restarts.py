@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any, Final, ParamSpec, TypeVar
 
 import msgspec
@@ -26,7 +27,7 @@ from msgspec.structs import replace
 from holdfast.diagnosis.exceptions import describe
 from holdfast.errors import FencedError, StopRestarting, UnfitProcess, UsageError
 from holdfast.inprocess import groups, link
-from holdfast.inprocess.assignment import Assignment, Member, assign_ranks, with_gone
+from holdfast.inprocess.assignment.members import Assignment, Member, assign_ranks, with_gone
 from holdfast.inprocess.context import Context, wants_context
 from holdfast.inprocess.hooks import Hook, Hooks, HookState, check_device
 from holdfast.inprocess.kept import registry
@@ -121,6 +122,8 @@ class Restarts:
         self._link: RoundLink = link.current() or TorchrunLink()
         self._aborting = threading.Lock()
         self._aborted = False
+        self._unfit: StopRestarting | UnfitProcess | None = None
+        """What the hook `abort` raised."""
         self._iteration = 0
         self._error: Raised | None = None
         """What the function raised here in the entry before."""
@@ -133,7 +136,8 @@ class Restarts:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._refuse_misuse()
-        groups.watch()
+        if find_spec("torch") is not None:
+            groups.watch()
         install_zones(self._call)
         # What is there before the function outlives it: the collector need not look at it after each
         # departure, which takes half a second in a process with torch.
@@ -273,10 +277,15 @@ class Restarts:
             if not self._aborted:
                 self._aborted = True
                 groups.abort_groups()
-                self._hooks.aborted(self._state)
+                try:
+                    self._hooks.aborted(self._state)
+                except (StopRestarting, UnfitProcess) as error:
+                    self._unfit = error  # For the function's thread, which acts on it.
 
     def _depart(self) -> None:
         self._abort()
+        if self._unfit is not None:
+            raise self._unfit
         registry.function_left()
         groups.forget_groups()
         self._hooks.left(self._state)

@@ -44,14 +44,14 @@ WATCHER_ENDS_S: Final = 5.0
 _encode = msgspec.msgpack.encode
 
 
-class Mark(Struct, frozen=True):
+class RoundMark(Struct, frozen=True):
     """The value of a round's `end` or `go`."""
 
     how: Literal["go", "done", "broken", "closed"]
     why: str = ""
 
 
-_decoder = msgspec.msgpack.Decoder(Mark)
+_decoder = msgspec.msgpack.Decoder(RoundMark)
 
 
 class LaunchedAs(Struct, frozen=True):
@@ -96,11 +96,11 @@ class TorchrunLink:
         self._changed = threading.Condition()
         """Guards what the watcher thread tells the function's thread, from here on."""
         self._round = 0
-        self._end: Mark | None = None
+        self._end: RoundMark | None = None
         """How this round ended; set when `leave` has been called for it, if it had to be."""
         self._inside = False
         """Whether the function has been entered, and has neither returned nor been left."""
-        self._refused: Mark | None = None
+        self._refused: RoundMark | None = None
         self._lost: BaseException | None = None
 
     @property
@@ -133,14 +133,14 @@ class TorchrunLink:
         round_number = self._step_out()
         with _reaching("written to"):
             if self._store.add(self._key(round_number, "returned"), 1) == self._me.world_size:
-                self._mark(self._key(round_number, "end"), Mark("done"))
+                self._mark(self._key(round_number, "end"), RoundMark("done"))
         return self._wait_for_end().how == "done"
 
     def raised(self, error: Raised) -> None:
         """Break the round, unless it is broken already. `leave` is called here too."""
         why = f"rank {self._me.rank} raised {error.type}: {error.message}"
         with _reaching("written to"):
-            self._mark(self._key(self._round, "end"), Mark("broken", why))
+            self._mark(self._key(self._round, "end"), RoundMark("broken", why))
 
     def postponed(self) -> None:
         """Nobody limits the time that leaving takes."""
@@ -157,7 +157,7 @@ class TorchrunLink:
             if self._store.add(self._key(over, "left"), 1) == self._me.world_size:
                 for name in ("end", "go", "returned", "left"):
                     self._store.delete_key(self._key(over, name))
-                self._mark(self._key(over + 1, "go"), Mark("go"))
+                self._mark(self._key(over + 1, "go"), RoundMark("go"))
         self._wait_until(lambda: self._round > over or self._refused is not None)
         if self._refused is not None:
             self._require(self._refused, "go")
@@ -201,7 +201,7 @@ class TorchrunLink:
         with self._changed:
             self._inside = False
             over, end = self._round, self._end
-        closed = Mark("closed", f"rank {self._me.rank} does not enter the function again")
+        closed = RoundMark("closed", f"rank {self._me.rank} does not enter the function again")
         keys = [] if end is not None else [self._key(over, "end")]
         keys += [self._key(over + 1, "go"), self._key(over + 1, "end")]
         if self._lost is None and (end is None or end.how == "broken"):
@@ -227,7 +227,7 @@ class TorchrunLink:
     def _key(self, round_number: int, name: str) -> str:
         return f"{self._prefix}/{round_number}/{name}"
 
-    def _mark(self, key: str, mark: Mark) -> Mark:
+    def _mark(self, key: str, mark: RoundMark) -> RoundMark:
         """Set a key that nobody has set; return what it is now."""
         return _decoder.decode(self._store.compare_set(key, "", _encode(mark)))
 
@@ -242,12 +242,12 @@ class TorchrunLink:
             if not happened() and self._lost is not None:
                 raise WireError(_unreachable("listened to", self._lost)) from self._lost
 
-    def _wait_for_end(self) -> Mark:
+    def _wait_for_end(self) -> RoundMark:
         self._wait_until(lambda: self._end is not None)
         assert self._end is not None
         return self._end
 
-    def _require(self, mark: Mark, how: str) -> None:
+    def _require(self, mark: RoundMark, how: str) -> None:
         if mark.how != how:
             raise StopRestarting(mark.why or f"the round is {mark.how}", code=EXIT_FAILED)
 
@@ -296,7 +296,7 @@ class TorchrunLink:
             if inside:
                 self._leave(_unreachable("listened to", error))
 
-    def _hear_end(self, end: Mark) -> bool:
+    def _hear_end(self, end: RoundMark) -> bool:
         """Make the function's thread leave where it has to; return whether a round may follow."""
         with self._changed:
             inside = self._inside
@@ -309,7 +309,7 @@ class TorchrunLink:
                 self._changed.notify_all()
         return end.how == "broken"
 
-    def _hear_go(self, go: Mark) -> bool:
+    def _hear_go(self, go: RoundMark) -> bool:
         with self._changed:
             if go.how == "go":
                 self._round += 1
@@ -333,7 +333,7 @@ def _connections(address: tuple[str, int] | None) -> Callable[[], Any]:
     return lambda: TCPStore(host, port, is_master=False, wait_for_workers=False)
 
 
-def _read(store: Any, key: str) -> Mark:
+def _read(store: Any, key: str) -> RoundMark:
     """Wait for a key; return its value."""
     store.wait([key], UNLIMITED)
     return _decoder.decode(store.get(key))
