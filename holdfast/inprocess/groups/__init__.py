@@ -5,10 +5,14 @@ making of a group. `abort_groups`, called by another thread, ends all such waits
 abort, gloo's and the stores' by shutting down their connections, and no others'. When the function is
 gone, `forget_groups` destroys what it made.
 
-A group lives as long as something holds it: DDP modules, meshes, tensors. The caller drops what the
-function's frames hold with `drop_frames`, before it calls `forget_groups`. What the script keeps in
+A group lives as long as something holds it: DDP modules, meshes, tensors. The frames of the exception
+with which the function ended hold all of it, so `forget_groups` clears them. What the script keeps in
 objects that outlive the function stays: its connections are shut down, but its thread and descriptors
 remain until the script lets go of it.
+
+DDP's modules go with their last reference, those of FSDP2 hold themselves in cycles and wait for the
+garbage collector. With all of torch imported a collection takes some 0.3 s, so that what exists before
+the function is first called is taken out of it (`gc.freeze`).
 """
 
 from __future__ import annotations
@@ -37,18 +41,30 @@ class _Watched:
     """What is known of this process's groups beyond what torch knows."""
 
     stores = Stores()
+    frozen = False
     aborted = False
     kept: ClassVar[set[int]] = set()
     """Threads of groups that the script holds on to."""
 
 
 def watch() -> None:
-    """Prepare, before the function makes its first group: torch's rendezvous is to be watched."""
+    """Prepare, before the function is first called."""
     import torch.distributed as dist
 
     if dist.is_available():
         # The attribute of this name is a function.
         _Watched.stores.watch(import_module("torch.distributed.rendezvous"))
+    if not gc.get_freeze_count():  # The script may freeze and unfreeze by itself.
+        gc.freeze()
+        _Watched.frozen = True
+
+
+def unwatch() -> None:
+    """Put all as it was, once the function will not be called again."""
+    _Watched.stores.unwatch()
+    if _Watched.frozen:
+        gc.unfreeze()
+        _Watched.frozen = False
 
 
 def abort_groups(limit_s: float = ABORT_LIMIT_S) -> bool:
@@ -70,11 +86,17 @@ def abort_groups(limit_s: float = ABORT_LIMIT_S) -> bool:
     return not aborting.is_alive()
 
 
-def forget_groups() -> None:
-    """Destroy all groups, in the thread that ran the function, once this is gone."""
+def forget_groups(*errors: BaseException | None) -> None:
+    """Destroy all groups, in the thread that ran the function, once this is gone.
+
+    The frames of the exceptions are cleared (see `drop_frames`).
+    """
     if not _Watched.aborted:
         abort_groups()
     gloo.abort(0)  # Of groups that were made since.
+    records.release_works()  # While the frames hold their tensors.
+    for error in errors:
+        drop_frames(error)
     alive = _destroy()
     if not _gone_soon(alive):
         gc.collect()  # Held by a cycle of references, perhaps. That costs tenths of a second.
