@@ -34,6 +34,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from holdfast import data as data
     from holdfast import errors as errors
+    from holdfast import inprocess as inprocess
     from holdfast.checkpoint.storage.retention import KeepAll as KeepAll
     from holdfast.checkpoint.storage.retention import KeepEvery as KeepEvery
     from holdfast.checkpoint.storage.retention import KeepLatest as KeepLatest
@@ -90,6 +91,7 @@ __all__ = [
     "evaluating",
     "exclude_this_node",
     "heartbeat",
+    "inprocess",
     "is_active",
     "on_straggler",
     "progress",
@@ -104,7 +106,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("data", "errors"):
+    if name in ("data", "errors", "inprocess"):
         return importlib.import_module(f"holdfast.{name}")
     if name not in __all__:
         raise AttributeError(f"module 'holdfast' has no attribute {name!r}")

@@ -66,7 +66,7 @@ RULES: dict[str, set[str]] = {
     "checkpoint": {"messages", "core", *LEAVES, *TOOLS},
     # For scripts: the worker gives it a link to the agent.
     "data": {"messages", *LEAVES},
-    "inprocess": {"messages", "checkpoint", *LEAVES},
+    "inprocess": {"messages", "checkpoint", "diagnosis", *LEAVES},
     "health": {"messages", *LEAVES, *TOOLS},
     "diagnosis": {"messages", "core", "cgroups", *LEAVES},
     # The simulated coordinator is restarted from the real journal, the agents' supervisor is real.
@@ -137,6 +137,7 @@ OF_SHELLS = {
     "sim": {
         "holdfast.coordinator.admission",
         "holdfast.coordinator.journal",
+        "holdfast.agent.function",
         "holdfast.agent.life",
         "holdfast.agent.processes",
         "holdfast.agent.requests",

@@ -20,8 +20,17 @@ from dataclasses import dataclass
 import msgspec
 
 from holdfast import kernel, proc
+from holdfast.agent.function import RestartableFunction
 from holdfast.agent.outbox import Outbox
-from holdfast.messages.local import PACKET_BYTES, Assign, FromWorker, ScriptReply, Standing, Test
+from holdfast.messages.local import (
+    PACKET_BYTES,
+    Assign,
+    FromWorker,
+    Restartable,
+    ScriptReply,
+    Standing,
+    Test,
+)
 from holdfast.shm.rank_page import RankPage, create_page
 from holdfast.wire.packets import Joiner, packets_of
 
@@ -195,6 +204,7 @@ class WorkerProcess:
         """Whether newer standbys have imported more."""
         self.on_rehearsed: Callable[[], None] = lambda: None
         self.process: Process | None = None
+        self.function: RestartableFunction | None = None
         self.hear: Callable[[FromWorker], None] = self._hear_standby
         self._outbox = Outbox(control)
         self._joiner = Joiner()
@@ -227,10 +237,13 @@ class WorkerProcess:
         self.read_all()
         self._stop_reading()
         self.page.close()
+        if self.function is not None:
+            self.function.close()
 
     def _read(self) -> bool:
+        fds: list[int] = []
         try:
-            packet = self.control.recv(PACKET_BYTES)
+            packet, fds, _, _ = socket.recv_fds(self.control, PACKET_BYTES, 1)
         except BlockingIOError:
             return False
         except OSError:
@@ -240,10 +253,14 @@ class WorkerProcess:
             return False
         try:
             message = self._joiner.message(packet, _from_worker.decode)
+            if isinstance(message, Restartable) and fds and self.function is None:
+                self.function = RestartableFunction(fds.pop())
             if message is not None:
                 self.hear(message)
         except msgspec.DecodeError as error:
             log.warning("process %d sent an invalid message: %s", self.pid, error)
+        for fd in fds:
+            os.close(fd)
         return True
 
     def _stop_reading(self) -> None:

@@ -21,6 +21,7 @@ says anything about its ranks: they have their time again.
 from __future__ import annotations
 
 import asyncio
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -46,6 +47,7 @@ from holdfast.messages.records import Part
 from holdfast.messages.units import Rank, Seconds
 from holdfast.shm.vital_signs import (
     PHASES,
+    UNWATCHED,
     OpenSection,
     Signs,
     Times,
@@ -400,6 +402,9 @@ class StallDetector:
         """Return that of everything the rank is in which it is late in first."""
         if one.ended_at is not None:
             return self._at(AFTER_END, one.ended_at, ENDED_LATE_S)
+        unwatched = next((s for s in signs.sections if s.own and s.name == UNWATCHED), None)
+        if unwatched is not None:
+            return self._at(UNWATCHED, unwatched.entered_at, math.inf)
         return min(self._dues(one, signs), key=lambda due: due.late_at)
 
     def _dues(self, one: WatchedRank, signs: Signs) -> Iterator[Due]:

@@ -103,9 +103,19 @@ class Starter:
             log.error("%s: no logs of round %d (%s)", folder.parent, part.round, error.strerror)
         attempt = self._streams.attempt(part.restarts)
         is_command = self.settings.entry == "command"
+        vacant: list[int] = []
         try:
-            standbys = [None] * part.slots if is_command else await self.pool.take(part.slots)
-            for local_rank, standby in enumerate(standbys):
+            for local_rank in range(part.slots):
+                parked = monitor.workers.take_parked(local_rank)
+                if parked is None:
+                    vacant.append(local_rank)
+                else:
+                    self._start_rank(
+                        part, local_rank, parked.runtime, folder, attempt, monitor, parked
+                    )
+            count = len(vacant)
+            standbys = [None] * count if is_command else await self.pool.take(count)
+            for local_rank, standby in zip(vacant, standbys, strict=True):
                 self._start_rank(part, local_rank, standby, folder, attempt, monitor)
         finally:
             self.port.close()
@@ -118,8 +128,9 @@ class Starter:
         folder: Path,
         attempt: Path | None,
         monitor: WorkerMonitor,
+        parked: Worker | None = None,
     ) -> None:
-        """Give a rank to a standby, or to the user's command if there is none."""
+        """Give a rank to a standby or a parked worker, or to the user's command if there is none."""
         rank = Rank(part.first_rank + local_rank)
         path = folder / f"rank_{rank}"
         error_file = path.with_suffix(".error.json")
@@ -137,6 +148,10 @@ class Starter:
         assert process is not None
         flight = path.with_suffix(".flight")
         worker = Worker(part.round, rank, process, standby, output, error_file, flight)
+        worker.local_rank = local_rank
+        if parked is not None:
+            worker.again, worker.before = True, parked.output
+            parked.reset_page()
         monitor.expect(worker)
         if standby is not None:
             self._assign(worker, standby, env, output, local_rank, part.opened_at)
@@ -171,7 +186,11 @@ class Starter:
             tell_imports=local_rank == 0 and self.pool.want > 0,
         )
         store = [self.port.fileno()] if worker.rank == 0 else []
-        standby.order(assign, [STDIN, *output.writers(), worker.stacks_fd, *store])
+        fds = [STDIN, *output.writers(), worker.stacks_fd, *store]
+        if worker.again and standby.function is not None:
+            standby.function.enter(assign, fds)
+        else:
+            standby.order(assign, fds)
 
 
 def node_environment(settings: RunSettings, environ: Mapping[str, str]) -> dict[str, str]:

@@ -4,7 +4,7 @@ It reports when that is done and decides nothing. Orders carry their round, so o
 or late, does no harm. Other orders go to the part of the agent that they concern.
 
     StartWorkers ──▶ the starter assigns the ranks, the monitor follows their workers
-    StopWorkers  ──▶ the workers are stopped ──▶ NodeReady
+    StopWorkers  ──▶ the workers are stopped, or leave their function ──▶ NodeReady
     Finish       ──▶ they are stopped, and what was saved reaches storage ──▶ NodeLeft
 
 After the last worker, all processes that scripts left behind on the node are ended too, so that the
@@ -42,6 +42,7 @@ from holdfast.messages.actions import (
     LendShards,
     NodeAction,
     Prepare,
+    ReleaseRanks,
     StartWorkers,
     StopWorkers,
     TestNode,
@@ -262,7 +263,12 @@ class Supervisor:
                 self._stop_workers(order)
 
     def _stop_workers(self, order: StopWorkers | Finish) -> None:
-        self._workers.ask_to_stop(order.grace_s, self.stop_signal)
+        among = None
+        if isinstance(order, StopWorkers) and order.leave_s > 0:
+            among = self._workers.leave(order)
+        else:
+            self._workers.dismiss(_why(order), order.grace_s)
+        self._workers.ask_to_stop(order.grace_s, self.stop_signal, among)
         if not self._workers.running:
             self._stopped(order)
 
@@ -294,6 +300,8 @@ class Supervisor:
                 slowest_stop_s=self._workers.slowest_stop_s,
                 ranks=ranks,
                 last=self._last,
+                parked=len(self._workers.parked),
+                slowest_leave_s=self._workers.slowest_leave_s,
             )
         )
 
@@ -312,6 +320,10 @@ class Supervisor:
 
     def _look(self, order: Examine) -> None:
         self._spawn(self._examine(order))
+
+    def _release(self, order: ReleaseRanks) -> None:
+        if order.round == self.round:
+            self._workers.release()
 
     def _end_process(self, order: EndProcess) -> None:
         if order.round == self.round:
@@ -339,6 +351,10 @@ class Supervisor:
         task.add_done_callback(self._tasks.discard)
 
 
+def _why(order: StopWorkers | Finish) -> str:
+    return order.why if isinstance(order, StopWorkers) else order.reason
+
+
 _ORDERS: dict[type[NodeAction], Callable[[Supervisor, Any], None]] = {
     StartWorkers: Supervisor._start,
     StopWorkers: Supervisor._stop,
@@ -346,6 +362,7 @@ _ORDERS: dict[type[NodeAction], Callable[[Supervisor, Any], None]] = {
     TestNode: Supervisor._test,
     Examine: Supervisor._look,
     EndProcess: Supervisor._end_process,
+    ReleaseRanks: Supervisor._release,
     Prepare: lambda agent, order: agent.pool.refill(),
     Answered: lambda agent, order: agent.requests.answered(order),
     WriteRankFiles: lambda agent, order: agent.snapshots.act(order),

@@ -31,12 +31,14 @@ from holdfast import cgroups
 from holdfast.agent import launcher_error
 from holdfast.agent.evidence import Departed, Examined
 from holdfast.agent.fault_injector import FaultTarget
+from holdfast.agent.function import RestartableFunction
 from holdfast.agent.output import Output
 from holdfast.agent.processes import Exit, Process, WorkerProcess
 from holdfast.agent.teardown import Teardown
 from holdfast.clock import JobClock
 from holdfast.diagnosis import faulthandling
 from holdfast.diagnosis.frames import user_frame
+from holdfast.messages.actions import StopWorkers
 from holdfast.messages.local import ScriptReply
 from holdfast.messages.records import RESUMED, Raised, RankProgress
 from holdfast.messages.units import Rank, RoundNumber, Seconds, StepNumber
@@ -73,6 +75,11 @@ class Worker:
     """Memory file that it writes its stacks to where py-spy may not read them."""
     stepped: bool = False
     """Whether it has finished its first step."""
+    local_rank: int = 0
+    again: bool = False
+    """Whether its process was parked before, and had another place."""
+    before: Output | None = None
+    """What it writes to until it has entered its function again."""
     _oom_kills: int = field(default_factory=cgroups.kill_count)
     """The kernel's count of OOM kills when it began."""
     raised_at: float | None = None
@@ -90,6 +97,15 @@ class Worker:
     """Kills it when it does not end after its script raised."""
 
     # ---- what is known of it ----
+
+    @property
+    def function(self) -> RestartableFunction | None:
+        """Its restartable function, if its script has entered one."""
+        return self.runtime.function if self.runtime is not None else None
+
+    @property
+    def parked(self) -> bool:
+        return self.function is not None and self.function.stage == "left"
 
     @property
     def warm(self) -> bool:
@@ -169,6 +185,24 @@ class Worker:
             log.warning("rank %d hangs after its script has ended; killing it", self.rank)
             self.kill()
 
+    def leave(self, why: str, limit_s: Seconds) -> bool:
+        """Have it leave its restartable function; False if it is in none."""
+        function = self.function
+        if function is None or not function.stays or self.process.exit is not None:
+            return False
+        function.leave(why, limit_s, self._cannot_leave)
+        return True
+
+    def postponed(self) -> None:
+        """Note that an atomic section comes before it leaves its function."""
+        if self.function is not None:
+            self.function.postponed()
+
+    def _cannot_leave(self) -> None:
+        log.warning("rank %d does not leave its function; its process is replaced", self.rank)
+        self._stop_sent = asyncio.get_running_loop().time()
+        self.kill()
+
     def ask_to_stop(self, grace_s: Seconds, number: signal.Signals = signal.SIGTERM) -> None:
         """Stop it by this signal, with SIGKILL after the grace period."""
         if self._stop_sent is not None:
@@ -182,6 +216,11 @@ class Worker:
         send(number)
         send(signal.SIGCONT)
         self._timer = loop.call_later(grace_s, self.kill)
+
+    def end_within(self, grace_s: Seconds) -> None:
+        """Kill it if it does not end by itself."""
+        self._stop_sent = asyncio.get_running_loop().time()
+        self._timer = asyncio.get_running_loop().call_later(grace_s, self.kill)
 
     def kill(self) -> None:
         self.process.send(signal.SIGKILL)
@@ -249,8 +288,28 @@ class Worker:
         """Return whether the kernel has killed a process for memory since this one began."""
         return cgroups.kill_count() > self._oom_kills
 
+    def park(self) -> None:
+        """Let go of what belonged to its round; its process keeps its streams until it has others."""
+        self.output.drain()
+        self.close_before()
+        if self.stacks_fd is not None:
+            os.close(self.stacks_fd)
+            self.stacks_fd = None
+
+    def reset_page(self) -> None:
+        """Empty its page: what it did in its last place is told, and the next one starts at nothing."""
+        if self.runtime is not None:
+            self.runtime.page.reset()
+
+    def close_before(self) -> None:
+        """Close the output of its last place."""
+        if self.before is not None:
+            self.before.close()
+            self.before = None
+
     def close(self) -> None:
         self.output.close()
+        self.close_before()
         with suppress(OSError):  # Only a script that failed has one; torch follows its umask.
             self.error_file.chmod(0o600)
         if self.stacks_fd is not None:
@@ -289,10 +348,14 @@ class Workers:
     ended: list[RankProgress] = field(default_factory=list)
     departed: list[Departed] = field(default_factory=list)
     """Those that are gone and whose scripts had ended."""
+    parked: dict[int, Worker] = field(default_factory=dict)
+    """Those that wait to enter their function again, by local rank."""
     failure: launcher_error.Failure | None = None
     """How the first rank of the round that failed by itself did so."""
     slowest_stop_s: Seconds | None = None
     """Longest time that a worker of the round took to exit after it was asked to stop."""
+    slowest_leave_s: Seconds | None = None
+    """Longest time that a worker took to leave its function when it was told to."""
     _paused: bool = False
     _lent_until: float = math.inf
 
@@ -307,6 +370,50 @@ class Workers:
         self.departed = []
         self.failure = None
         self.slowest_stop_s = None
+        self.slowest_leave_s = None
+
+    def park(self, worker: Worker, progress: RankProgress) -> None:
+        """Set a worker aside that has left its function."""
+        del self.running[worker.rank]
+        self.parked[worker.local_rank] = worker
+        self.ended.append(progress)
+        took_s = worker.function.took_s if worker.function is not None else None
+        if took_s is not None:
+            self.slowest_leave_s = max(took_s, self.slowest_leave_s or 0.0)
+        worker.park()
+
+    def take_parked(self, local_rank: int) -> Worker | None:
+        """Return the worker that had this local rank, if it waits to enter its function again."""
+        return self.parked.pop(local_rank, None)
+
+    def dismiss(self, why: str, grace_s: Seconds) -> None:
+        """End all that wait to enter their function again; they are running once more, until they
+        are gone."""
+        for worker in self.parked.values():
+            self.running[worker.rank] = worker
+            if worker.function is not None:
+                worker.function.dismiss(why)
+            worker.end_within(grace_s)
+        self.parked.clear()
+
+    def release(self) -> None:
+        """Let all scripts go on that wait for the function to return on all ranks."""
+        for worker in self.running.values():
+            if worker.function is not None:
+                worker.function.release()
+
+    def all_returned(self) -> bool:
+        """Return whether the function has returned on all of them."""
+        functions = [worker.function for worker in self.running.values()]
+        return bool(functions) and all(f is not None and f.stage == "returned" for f in functions)
+
+    def leave(self, order: StopWorkers) -> list[Worker]:
+        """Have all leave their functions; return those that have to be ended instead."""
+        return [
+            worker
+            for worker in self.running.values()
+            if worker.rank in order.replace or not worker.leave(order.why, order.leave_s)
+        ]
 
     def note_end(self, progress: RankProgress, stop_took_s: Seconds | None) -> None:
         self.ended.append(progress)
@@ -329,12 +436,15 @@ class Workers:
         if worker is not None and worker.runtime is not None:
             worker.runtime.reply(message)
 
-    def ask_to_stop(self, grace_s: Seconds, number: signal.Signals) -> None:
-        """Stop all of them. Paused ones go on first: the order says that nobody has their places."""
+    def ask_to_stop(
+        self, grace_s: Seconds, number: signal.Signals, among: list[Worker] | None = None
+    ) -> None:
+        """Stop all of them, or those given. Paused ones go on first: the order says that nobody has
+        their places."""
         if self._paused and grace_s > 0:
             self.lent_until(math.inf)
             self.go_on()
-        for worker in self.running.values():
+        for worker in self.running.values() if among is None else among:
             worker.ask_to_stop(grace_s, number)
 
     def end_process(self, rank: Rank) -> None:

@@ -7,6 +7,8 @@ What a worker says is passed on to the part that it concerns:
     a fault was triggered               the fault injector
     its script ended                    the stall detector: its process may still work, or hang
     its script raised                   it is not watched any more, it has only to exit
+    its restartable function raised,    the coordinator; a worker that has left its function is parked
+    returned or was left
     a request                           the coordinator; the keeper answers what is about images,
                                         and shards are taken from those that the node has
     what it used of a data set          the node's shards
@@ -35,7 +37,15 @@ from holdfast.agent.stall_detector import StallDetector
 from holdfast.agent.timings import StepTimings, TrainingProcess
 from holdfast.agent.worker import RankEnding, Worker, Workers
 from holdfast.clock import JobClock
-from holdfast.messages.events import AnyEvent, Progress, RanksStalled, WorkerExited, WorkerStarted
+from holdfast.messages.events import (
+    AnyEvent,
+    Progress,
+    RankRaised,
+    RanksReturned,
+    RanksStalled,
+    WorkerExited,
+    WorkerStarted,
+)
 from holdfast.messages.hangs import Pause, Stall
 from holdfast.messages.local import (
     Ask,
@@ -43,8 +53,13 @@ from holdfast.messages.local import (
     DataUsed,
     Died,
     FromWorker,
+    FunctionClosed,
+    FunctionLeft,
+    FunctionRaised,
+    FunctionReturned,
     ImageMissed,
     ImageWhole,
+    LeavingPostponed,
     Loaded,
     OpenCheckpointer,
     ScriptFinished,
@@ -122,7 +137,8 @@ class Reporter:
                 round=worker.round,
                 rank=worker.rank,
                 pid=worker.process.pid,
-                warm=worker.warm,
+                warm=worker.warm or worker.again,
+                again=worker.again,
             )
         )
 
@@ -183,6 +199,25 @@ class Reporter:
             )
         )
 
+    def raised(self, worker: Worker, message: FunctionRaised) -> None:
+        """Report that a restartable function raised, after what it saved."""
+        event = RankRaised(
+            at=self.clock.at(message.at),
+            cause=self._cause,
+            node=self.node,
+            round=worker.round,
+            rank=worker.rank,
+            progress=worker.progress(self.clock),
+            raised=message.raised,
+            last=last_collectives(worker.flight),
+            log_tail=worker.output.tail(),
+        )
+        self.after_seals(worker.rank, False, lambda: self.report(event))
+
+    def all_returned(self, round: RoundNumber) -> None:
+        returned = RanksReturned(at=self.clock.now(), node=self.node, round=round)
+        self.report(returned)
+
     def exited(self, worker: Worker, ending: RankEnding, progress: RankProgress) -> None:
         killed, raised_at = ending.exit.signal == signal.SIGKILL, worker.raised_at
         event = WorkerExited(
@@ -224,10 +259,13 @@ class WorkerMonitor:
     injector: Injector
     gone: Callable[[], None]
     """Called after a worker's end was reported and it is no longer among the workers."""
+    slots: int = 0
+    """Ranks that the node has in the round."""
     _timer: asyncio.TimerHandle | None = None
 
     def begin_round(self, part: Part, cause: CauseId) -> None:
         """Prepare for the workers of a round, which an order starts."""
+        self.slots = part.slots
         self.workers.begin_round()
         self.snapshots.begin_round(part)
         self.detector.begin_round(part)
@@ -265,6 +303,7 @@ class WorkerMonitor:
             handle(self, worker, message)
 
     def _began(self, worker: Worker, message: Began) -> None:
+        worker.close_before()
         self.reporter.began(worker, message.at)
         self._watch(worker)
         if self._timer is None:
@@ -290,9 +329,10 @@ class WorkerMonitor:
         rank, round, request = worker.rank, worker.round, message.request
 
         def reply(answer: AnyAnswer) -> None:
-            self.workers.reply(
-                rank, ScriptReply(channel=message.channel, number=message.number, answer=answer)
-            )
+            if self.workers.running.get(rank) is worker:  # Else another one has its rank now.
+                self.workers.reply(
+                    rank, ScriptReply(channel=message.channel, number=message.number, answer=answer)
+                )
 
         def forward() -> None:
             self.requests.ask(round, rank, message)
@@ -308,6 +348,38 @@ class WorkerMonitor:
             self.snapshots.look(round, request.checkpointer, forward)
         else:
             forward()
+
+    # ---- its restartable function ----
+
+    def _function_raised(self, worker: Worker, message: FunctionRaised) -> None:
+        self.detector.remove(worker.rank)
+        if worker.function is not None and worker.function.stage != "leaving":
+            worker.function.raised()
+            self.reporter.raised(worker, message)
+
+    def _function_returned(self, worker: Worker, message: FunctionReturned) -> None:
+        self.detector.remove(worker.rank)  # It waits for the others: who is late is seen there.
+        if worker.function is not None and worker.function.stage == "inside":
+            worker.function.stage = "returned"
+            if len(self.workers.running) == self.slots and self.workers.all_returned():
+                self.reporter.all_returned(worker.round)
+
+    def _function_left(self, worker: Worker, message: FunctionLeft) -> None:
+        """Park a worker: its place in the round is empty, as if its process had ended."""
+        if worker.function is None or worker.function.stage != "leaving":
+            return
+        worker.function.left()
+        self.detector.remove(worker.rank)
+        self.injector.look(worker.target())
+        self.requests.forget(worker.rank)
+        self.shards.forget(worker.rank)
+        self.workers.park(worker, worker.progress(self.clock))
+        self.gone()
+
+    def _function_closed(self, worker: Worker, message: FunctionClosed) -> None:
+        if worker.function is not None:
+            worker.function.stage = "released"
+            self._watch(worker)
 
     # ---- its progress ----
 
@@ -325,6 +397,10 @@ class WorkerMonitor:
     # ---- its end ----
 
     def _exited(self, worker: Worker, end: Exit) -> None:
+        if self.workers.parked.get(worker.local_rank) is worker:
+            del self.workers.parked[worker.local_rank]
+            worker.close()
+            return
         del self.workers.running[worker.rank]
         self.detector.remove(worker.rank)
         worker.hear_last_words()
@@ -351,6 +427,11 @@ _HANDLERS: dict[type[Any], Callable[[WorkerMonitor, Worker, Any], None]] = {
     TrapSprung: lambda monitor, worker, message: monitor.injector.look(worker.target()),
     Died: WorkerMonitor._died,
     ScriptFinished: WorkerMonitor._done,
+    FunctionRaised: WorkerMonitor._function_raised,
+    FunctionReturned: WorkerMonitor._function_returned,
+    FunctionLeft: WorkerMonitor._function_left,
+    FunctionClosed: WorkerMonitor._function_closed,
+    LeavingPostponed: lambda monitor, worker, message: worker.postponed(),
     Ask: WorkerMonitor._asked,
     DataUsed: lambda monitor, worker, message: monitor.shards.heard(worker.rank, message),
     OpenCheckpointer: lambda monitor, worker, message: monitor.snapshots.opened(message),

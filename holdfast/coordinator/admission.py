@@ -58,6 +58,8 @@ AGENT_EVENTS: tuple[type, ...] = (
     events.Asked,
     events.WorkerStarted,
     events.WorkerExited,
+    events.RankRaised,
+    events.RanksReturned,
     events.Progress,
     events.RanksStalled,
     events.NodeTested,
@@ -200,6 +202,7 @@ _PROGRESS: dict[type, Callable[[Any], Iterable[RankProgress]]] = {
     events.NodeLeft: lambda event: event.ranks,
     events.Progress: lambda event: event.ranks,
     events.WorkerExited: lambda event: (event.progress,),
+    events.RankRaised: lambda event: (event.progress,),
 }
 
 _RANKS: dict[type, Callable[[Any], Iterable[Rank]]] = {
@@ -209,6 +212,8 @@ _RANKS: dict[type, Callable[[Any], Iterable[Rank]]] = {
     events.Asked: _own_rank,
     events.WorkerStarted: _own_rank,
     events.WorkerExited: _own_rank,
+    events.RankRaised: _own_rank,
+    events.RanksReturned: lambda event: (),
     events.Progress: lambda event: [one.rank for one in (*event.ranks, *event.timings)],
     events.RanksStalled: lambda event: [one.rank for one in event.stalls],
     events.SnapshotsSealed: _listed_ranks,
@@ -259,6 +264,7 @@ def _sound_spans(job: Job, event: events.ShardsReported) -> bool:
 _CHECKS: dict[type, Callable[[Job, Any], bool]] = {
     events.NodeJoined: _replaces_its_own,
     events.WorkerExited: _one_end,
+    events.RankRaised: lambda job, event: event.progress.rank == event.rank,
     events.ImagesHeld: _fitting_images,
     events.SnapshotsSealed: _fitting_seals,
     events.FaultTold: _known_fault,

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from holdfast.core.collectives import Difference, told
 from holdfast.core.view import RankState
-from holdfast.messages.events import WorkerExited
+from holdfast.messages.events import RankRaised, WorkerExited
 from holdfast.messages.records import FaultKind, Incident, Raised
 from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber, Time
 
@@ -50,6 +50,8 @@ class Fault(Struct, frozen=True, kw_only=True):
     """Looks like the consequence of another rank's end."""
     victim: str = ""
     """The failure that showed the fault, where another rank's early end was blamed for it."""
+    stuck: bool = False
+    """The rank cannot even leave its function: its process is stopped, or keeps the GIL."""
     doubtful: bool = False
     """May be no fault at all: a script that is only slow."""
     examination: int = 0
@@ -77,10 +79,8 @@ def death(event: WorkerExited, step: StepNumber) -> Fault:
         outside = event.signal in _OUTSIDE and not event.oom
         wake = event.signal == signal.SIGABRT
     elif event.raised is not None:
-        raised = event.raised
-        kind, detail = "exception", raised.traceback
-        signature = f"{raised.type} at {raised.where}"
-        wake = _is_broken_collective(raised)
+        kind, detail = "exception", event.raised.traceback
+        signature, wake = _exception(event.raised)
         if event.raised_at is not None:
             at, gone_at = min(event.raised_at, event.at), event.at
     return Fault(
@@ -96,6 +96,27 @@ def death(event: WorkerExited, step: StepNumber) -> Fault:
         outside=outside,
         wake=wake,
     )
+
+
+def raised(event: RankRaised, step: StepNumber) -> Fault:
+    """Read the end of a restartable function whose process lives."""
+    signature, wake = _exception(event.raised)
+    return Fault(
+        kind="exception",
+        node=event.node,
+        rank=event.rank,
+        round=event.round,
+        step=step,
+        signature=signature,
+        detail=event.raised.traceback or event.log_tail,
+        at=event.at,
+        wake=wake,
+    )
+
+
+def _exception(raised: Raised) -> tuple[str, bool]:
+    """Return an exception's signature, and whether it may be the consequence of another rank's end."""
+    return f"{raised.type} at {raised.where}", _is_broken_collective(raised)
 
 
 def _is_broken_collective(raised: Raised) -> bool:

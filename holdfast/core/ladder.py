@@ -1,6 +1,6 @@
 """The ladder: the kinds of repair, cheapest first.
 
-    re-enter the function   a living process starts the user's function again
+    re-enter the function   the same processes; all leave the user's function and enter it again
     standby                 the same nodes; warm processes take the ranks
     spare                   a node that waits takes the place of a lost one
     fewer nodes             the world shrinks to the nodes that are left
@@ -31,7 +31,7 @@ RungName = Literal[
     "stop",
 ]
 
-NOT_BUILT: frozenset[RungName] = frozenset({"re-enter the function", "ask the platform"})
+NOT_BUILT: frozenset[RungName] = frozenset({"ask the platform"})
 
 
 class Resources(Struct, frozen=True, kw_only=True):
@@ -45,6 +45,10 @@ class Resources(Struct, frozen=True, kw_only=True):
     """Nodes of the largest world that all members could form."""
     needed: int
     """The fewest nodes the job may train with."""
+    ranks: int = 0
+    """Ranks that the broken world had."""
+    parked: int = 0
+    """Processes that wait to enter their function again."""
 
 
 class Again(Struct, frozen=True):
@@ -66,12 +70,22 @@ class Stop(Struct, frozen=True):
 Rung = Again | Stop
 
 DONE: dict[RungName, str] = {
+    "re-enter the function": "left the function on all ranks and entered it again",
     "standby": "gave the ranks to standbys",
     "spare": "gave the ranks to standbys; a spare took the lost node's place",
     "fewer nodes": "gave the ranks to standbys on fewer nodes",
     "await nodes": "waited for nodes to join, then gave the ranks to standbys",
 }
 """What an incident says was done."""
+
+
+def done(rung: RungName, there: Resources) -> str:
+    """Say what was done about a fault."""
+    said = DONE[rung]
+    if there.parked and rung != "re-enter the function":
+        stay = "1 rank entered its" if there.parked == 1 else f"{there.parked} ranks entered their"
+        said += f"; {stay} function again"
+    return said
 
 
 def cheapest(fault: Fault, there: Resources) -> Again:
@@ -88,7 +102,7 @@ def _able(fault: Fault, there: Resources) -> list[RungName]:
     """All rungs that could repair it, cheapest first."""
     rungs: list[RungName] = []
     if there.formable >= there.needed:
-        if fault.rank is not None and there.survivors >= there.seats:
+        if 0 < there.ranks <= there.parked and there.survivors >= there.seats:
             rungs.append("re-enter the function")
         if there.survivors >= there.seats:
             rungs.append("standby")

@@ -23,6 +23,8 @@ JOIN_LIMIT_S: Seconds = 600.0
 STOP_FACTOR = 3.0
 STOP_FLOOR_S: Seconds = 3.0
 STOP_UNKNOWN_S: Seconds = 30.0
+LEAVE_FLOOR_S: Seconds = 1.0
+LEAVE_UNKNOWN_S: Seconds = 2.0
 PATIENCE_FACTOR = 5.0
 PATIENCE_FLOOR_S: Seconds = 1.0
 
@@ -67,6 +69,23 @@ class StopPatience(Struct):
         if self.longest_s is None:
             return STOP_UNKNOWN_S
         return max(PATIENCE_FLOOR_S, PATIENCE_FACTOR * self.longest_s)
+
+
+class LeaveGrace(Struct):
+    """How long a worker may take to leave its restartable function before its process is ended.
+
+    What cannot leave costs a standby and no more, so the limit is short.
+    """
+
+    longest_s: Seconds | None = None
+
+    def observe(self, took_s: Seconds) -> None:
+        self.longest_s = max(took_s, self.longest_s or 0.0)
+
+    def limit_s(self) -> Seconds:
+        if self.longest_s is None:
+            return LEAVE_UNKNOWN_S
+        return max(LEAVE_FLOOR_S, STOP_FACTOR * self.longest_s)
 
 
 class StopGrace(Struct):

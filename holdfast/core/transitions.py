@@ -36,6 +36,7 @@ from holdfast.core.machine import Effects, Machine
 from holdfast.core.membership import rounds
 from holdfast.core.membership.events import shortage
 from holdfast.core.patience import JOIN_LIMIT_S
+from holdfast.core.recovery import rules as recovery_rules
 from holdfast.core.states import (
     FOLLOWS,
     OVER,
@@ -61,6 +62,8 @@ from holdfast.messages.units import NodeId, RoundNumber, Time
 
 if TYPE_CHECKING:
     from holdfast.core.job import Job
+
+NO_PROCESS = recovery_rules.Keeping(any=False)
 
 
 def carry_out(job: Job, effects: Iterable[Effect], now: Time) -> list[AnyAction]:
@@ -117,13 +120,18 @@ def _stop_node(job: Job, node: NodeId, round: RoundNumber) -> StopWorkers:
     incident = job.recovery.last_fault
     assert incident is not None
     hurries = incident.kind == "hang" or job.membership.hurries
+    fault = job.state.fault if isinstance(job.state, Stopping) else None
+    keeping = recovery_rules.keeping(job.recovery.history, fault) if fault else NO_PROCESS
+    stays = keeping.any and not job.membership.hurries
     return StopWorkers(
         node=node,
         round=round,
         # A rank that hangs does not end by itself, and the others wait for it.
         grace_s=0.0 if hurries else job.membership.grace.limit_s(),
         why=f"{faults.subject(incident)} {incident.signature}",
-        look=isinstance(job.state, Stopping) and job.state.fault.unexplained,
+        look=fault is not None and fault.unexplained,
+        leave_s=job.membership.leave.limit_s() if stays else 0.0,
+        replace=keeping.without,
     )
 
 
@@ -150,6 +158,8 @@ def _judge(job: Job, fault: Fault, now: Time) -> list[AnyAction]:
         survivors=sum(one.round == m.round for one in [*m.waiting.values(), *m.busy.values()]),
         formable=m.formable({**m.waiting, **m.busy}),
         needed=max(1, job.terms.min_nodes),
+        ranks=len(job.ranks),
+        parked=sum(one.parked for one in m.waiting.values()),
     )
     rung = job.recovery.judge(job, fault, there, now)
     actions = announce(job, Machine.round_stopped, fault, now=now)

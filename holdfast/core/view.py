@@ -33,6 +33,8 @@ class Candidate(Struct):
     """The node's standbys are ready: it could start a rank at once."""
     killed: bool = False
     """Its workers of the round that is being stopped were killed, though not all are gone."""
+    parked: int = 0
+    """Its workers that wait to enter their function again."""
 
 
 class RankState(Struct):

@@ -45,12 +45,21 @@ _CRASH = "Fatal Python error: "
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?+) in (?P<function>.*)$')
 
 
+class _Armed:
+    """The file that this process writes its stacks to."""
+
+    fd = -1
+
+
 def arm(fd: int) -> None:
     """In a worker: write all stacks to this file when the signal comes, and when the process crashes.
-    The file stays open."""
+    The file stays open until another takes its place."""
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_APPEND)
     faulthandler.register(SIGNAL, file=fd, all_threads=True, chain=False)
     faulthandler.enable(file=fd, all_threads=True)
+    before, _Armed.fd = _Armed.fd, fd
+    if before >= 0:
+        os.close(before)
 
 
 def allow_tracing(tracer: int) -> None:

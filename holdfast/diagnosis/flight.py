@@ -184,6 +184,8 @@ class FlightDump(Struct):
     traces: list[msgspec.Raw] = []
     at_ns: int = 0
     """When it was written, by the clock that the recorders use."""
+    since_ns: int = 0
+    """Operations before this belong to an earlier entry into the script's function."""
     call: str = ""
     """The function of torch's that the training thread waited in all the while; empty if none."""
     pair: RecordedOperation | None = None
@@ -256,6 +258,22 @@ def count_worlds(c10d: ModuleType) -> None:
     c10d.__dict__["_update_default_pg"] = update
 
 
+def begin_again(c10d: ModuleType | None) -> None:
+    """Forget the worlds that were created so far: the script's function is entered again, and other
+    ranks may do so in fresh processes."""
+    update = getattr(c10d, "_update_default_pg", None)
+    if hasattr(update, "worlds"):
+        vars(update)["worlds"] = 0
+        vars(update)["since_ns"] = time.time_ns()
+
+
+def _since_ns() -> int:
+    """Return when the script began to create its groups anew; 0 if it did not."""
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    since_ns: int = getattr(getattr(c10d, "_update_default_pg", None), "since_ns", 0)
+    return since_ns
+
+
 def world() -> int:
     """Return how often the script has created its groups, or 1."""
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
@@ -302,6 +320,7 @@ def _dump_of(
         pairs=pairs,
         at_ns=at_ns,
         world=world(),
+        since_ns=_since_ns(),
     )
     if before is not None and _is_same(before, _wait_of(trainer)):
         found.call = before.call
@@ -413,6 +432,7 @@ def read(data: bytes) -> Recorded:
         (one.group, one.pg_id, one.number, one.op_id, one.record_id, one.op): one
         for trace in traces
         for one in trace.entries
+        if one.time_created_ns >= found.since_ns
     }
     living = found.groups or {}
     if not seen and found.pair is None and any(group.used for group in living.values()):
@@ -421,7 +441,7 @@ def read(data: bytes) -> Recorded:
     if found.pair is not None:
         by_age.insert(0, found.pair)
     collectives = _selected(_of_newest_groups(by_age, living), found)
-    evicted = any(_first(trace) != 0 for trace in traces if trace.entries)
+    evicted = any(_is_cut(trace, found.since_ns) for trace in traces if trace.entries)
     blocked = _is_blocked(found, collectives)
     return Recorded(collectives, blocked, _pairs(found), evicted, found.world, found.place)
 
@@ -458,9 +478,10 @@ def _label(process_group: tuple[str, str], dump: FlightDump) -> str:
     return (name if description in _UNNAMED else f"{name} ({description})") + world
 
 
-def _first(trace: FlightTrace) -> int:
-    """Return the number of a ring's first operation; torch counts from 0."""
-    return min(one.record_id for one in trace.entries)
+def _is_cut(trace: FlightTrace, since_ns: int) -> bool:
+    """Return whether a ring has lost operations that matter; torch counts from 0."""
+    first = min(trace.entries, key=lambda one: one.record_id)
+    return first.record_id != 0 and first.time_created_ns >= since_ns
 
 
 def _decode(data: bytes, kind: type[T]) -> T:

@@ -32,7 +32,7 @@ class Prepare(Action, frozen=True, kw_only=True):
 
 
 class StopWorkers(Action, frozen=True, kw_only=True):
-    """End the node's workers of that round, then say NodeReady."""
+    """End the node's workers of that round, or have them leave their function, then say NodeReady."""
 
     node: NodeId
     round: RoundNumber
@@ -40,6 +40,10 @@ class StopWorkers(Action, frozen=True, kw_only=True):
     why: str
     look: bool = False
     """Whether to note first which collectives the workers are in: one of them broke."""
+    leave_s: Seconds = 0.0
+    """How long a worker may take to leave a restartable function; 0: all processes are ended."""
+    replace: tuple[Rank, ...] = ()
+    """Ranks whose processes are ended at once, whatever they run."""
 
 
 class Finish(Action, frozen=True, kw_only=True):
@@ -72,6 +76,13 @@ class Examine(Action, frozen=True, kw_only=True):
     limit_s: Seconds
     native: bool = True
     """Whether native stacks are taken where Python's are unclear, which pauses a rank for a moment."""
+
+
+class ReleaseRanks(Action, frozen=True, kw_only=True):
+    """The restartable function has returned on all ranks of the round: their scripts go on."""
+
+    node: NodeId
+    round: RoundNumber
 
 
 class EndProcess(Action, frozen=True, kw_only=True):
@@ -193,6 +204,7 @@ NodeAction = (
     | Finish
     | Answered
     | Examine
+    | ReleaseRanks
     | EndProcess
     | TestNode
     | WriteRankFiles

@@ -92,6 +92,10 @@ class NodeReady(Event, frozen=True, kw_only=True):
     ranks: Listed[RankProgress] = ()
     last: Listed[RankCollectives] = ()
     """The newest collectives of the workers that lived when they were to stop, if that was asked."""
+    parked: Count = 0
+    """Workers that have left their function and wait to enter it again."""
+    slowest_leave_s: Seconds | None = None
+    """Longest time a worker took to leave its function; None when none had to."""
 
 
 class WorkersKilled(Event, frozen=True, kw_only=True):
@@ -197,6 +201,8 @@ class WorkerStarted(Event, frozen=True, kw_only=True):
     pid: ProcessId
     warm: bool
     """Whether the process was a standby that had rehearsed."""
+    again: bool = False
+    """Whether it was parked, and has entered its function again."""
 
 
 class WorkerExited(Event, frozen=True, kw_only=True):
@@ -216,6 +222,26 @@ class WorkerExited(Event, frozen=True, kw_only=True):
     raised_at: Time | None = None
     """When the exception left the script; the process ended later, by the time of its teardown."""
     log_tail: Text = ""
+
+
+class RankRaised(Event, frozen=True, kw_only=True):
+    """A restartable function raised; its process lives, and will be parked."""
+
+    node: NodeId
+    round: RoundNumber
+    rank: Rank
+    progress: RankProgress
+    raised: Raised
+    last: Listed[Collective] = ()
+    """The newest collectives that it had entered, newest first, as far as it said so."""
+    log_tail: Text = ""
+
+
+class RanksReturned(Event, frozen=True, kw_only=True):
+    """The restartable function has returned on all ranks of the node."""
+
+    node: NodeId
+    round: RoundNumber
 
 
 class Progress(Event, frozen=True, kw_only=True):
@@ -451,6 +477,8 @@ AnyEvent = (
     | CoordinatorRestarted
     | WorkerStarted
     | WorkerExited
+    | RankRaised
+    | RanksReturned
     | Progress
     | RanksStalled
     | VerdictReached

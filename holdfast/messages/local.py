@@ -162,6 +162,52 @@ class ScriptFinished(Local, frozen=True, kw_only=True):
     """Worker to agent: the script ran to its end; only interpreter shutdown is left."""
 
 
+class Restartable(Local, frozen=True, kw_only=True):
+    """Worker to agent: its script is about to enter a function that can be left and entered again.
+
+    Descriptor: the agent's end of a socket for `ToFunction`.
+    """
+
+
+class FunctionRaised(Local, frozen=True, kw_only=True):
+    """Worker to agent: its restartable function raised, and is left."""
+
+    raised: Raised
+    at: float
+
+
+class FunctionReturned(Local, frozen=True, kw_only=True):
+    """Worker to agent: its restartable function returned; it waits for those of the other ranks."""
+
+
+class LeavingPostponed(Local, frozen=True, kw_only=True):
+    """Worker to agent: it will leave its function at the end of an atomic section."""
+
+
+class FunctionLeft(Local, frozen=True, kw_only=True):
+    """Worker to agent: it has left its function and can enter it again."""
+
+
+class FunctionClosed(Local, frozen=True, kw_only=True):
+    """Worker to agent: its function will not be entered again by this process."""
+
+
+class Leave(Local, frozen=True, kw_only=True):
+    """Agent to worker: leave the function, then say FunctionLeft."""
+
+    why: str
+
+
+class Release(Local, frozen=True, kw_only=True):
+    """Agent to worker: the function has returned on all ranks."""
+
+
+class Dismiss(Local, frozen=True, kw_only=True):
+    """Agent to a parked worker: there is no place for it any more, it shall end."""
+
+    why: str
+
+
 class OpenCheckpointer(Local, frozen=True, kw_only=True):
     """Worker to agent to keeper: the script has this checkpointer."""
 
@@ -245,6 +291,12 @@ FromWorker = (
     | TrapSprung
     | Died
     | ScriptFinished
+    | Restartable
+    | FunctionRaised
+    | FunctionReturned
+    | LeavingPostponed
+    | FunctionLeft
+    | FunctionClosed
     | Ask
     | OpenCheckpointer
     | ImageWhole
@@ -253,5 +305,7 @@ FromWorker = (
     | Tested
     | Piece
 )
+ToFunction = Leave | Release | Dismiss | Assign
+"""Messages to a restartable function. Assign: enter it again, as this rank; descriptors as always."""
 ToScript = ScriptReply | Piece
 """Messages to a worker whose script runs."""

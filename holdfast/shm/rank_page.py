@@ -126,6 +126,16 @@ class RankPage:
             if self._ints[0] - sequence < _SLOTS - 1:
                 return state
 
+    def reset(self) -> None:
+        """Forget everything, while the worker does not write: another rank begins with it."""
+        sequence = self._ints[0] + 1
+        for word in range(_FIRST_SLOT, _FIRST_SLOT + _SLOT_WORDS * _SLOTS):
+            self._ints[word] = 0
+        self._ints[0] = sequence
+        self.vitals.reset()
+        self.traps.reset()
+        self.sprung.reset()
+
     def detach(self) -> None:
         """Stop writing, in a process forked from the worker."""
         own = memoryview(bytearray(PROGRESS_BYTES))

@@ -50,6 +50,15 @@ class TrapLog:
             self._read += _SIZE.size + size
         return entries
 
+    def reset(self) -> None:
+        """Forget all entries; the other side has to `rewind` before it reads again."""
+        self._written[0] = 0
+        self._read = 0
+
+    def rewind(self) -> None:
+        """Read from the beginning again, after the other side has forgotten all entries."""
+        self._read = 0
+
     def close(self) -> None:
         self._written.release()
         self._view.release()

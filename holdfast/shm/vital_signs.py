@@ -43,6 +43,8 @@ NO, IN_COLLECTIVE, IN_BACKWARD, IN_LOADER = range(4)
 WITH_GRADIENTS, ALSO_IN_FORWARD, LEFT_OUT = range(3)
 """Which times of own work include invisible waits: those where gradients are reduced; the forward
 pass as well, because the model is sharded; or none."""
+UNWATCHED: Final = "unwatched"
+"""Name of the section in which a rank is never late."""
 MOST_SECTIONS: Final = 24
 """Different section names; further ones are not watched."""
 MOST_OPEN: Final = 16
@@ -149,6 +151,10 @@ class Vitals:
         self._ints.release()
         self._floats.release()
         self._view.release()
+
+    def reset(self) -> None:
+        """Forget everything, while nobody writes but the heartbeat."""
+        self._view[:] = bytes(VITALS_BYTES)
 
     def detach(self) -> None:
         """Stop writing, in a process forked from the worker."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from holdfast.agent.contention import Reading
+from holdfast.agent.function import RestartableFunction
 from holdfast.agent.life import Counters
 from holdfast.agent.supervisor import Supervisor
 from holdfast.agent.worker import Worker
@@ -215,6 +216,7 @@ class SupervisedRank(SimRank):
     def __init__(self, agent: SimAgent, round: SimRound, rank: Rank) -> None:
         super().__init__(agent, round, rank)
         self.warm = agent.warm
+        self.function: RestartableFunction | None = None
         self.page = SimPage(self)
 
     def tail(self) -> str:

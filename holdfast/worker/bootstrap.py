@@ -22,6 +22,7 @@ import msgspec
 from holdfast.config.values import with_local_rank
 from holdfast.data import link
 from holdfast.diagnosis import faulthandling, flight
+from holdfast.inprocess import link as rounds
 from holdfast.kernel import PR_SET_PDEATHSIG, prctl
 from holdfast.messages import local
 from holdfast.messages.local import Assign
@@ -33,6 +34,7 @@ from holdfast.worker.channel import Channel, move_up
 from holdfast.worker.data_link import AgentDataLink
 from holdfast.worker.heartbeat import Heartbeat
 from holdfast.worker.loaded_modules import LoadedModules
+from holdfast.worker.round_link import AgentRoundLink
 from holdfast.worker.runtime import Runtime
 from holdfast.worker.torch_hooks import patches
 from holdfast.worker.torch_hooks.imports import replacing_captured, when_imported
@@ -61,12 +63,29 @@ def become_worker(
         channel.send(node_test.run(assign, fds, channel.send))
         os._exit(0)
     _take_over(assign, fds)
-    calls = PairCalls()
+    calls, store = PairCalls(), patches.StoreSocket()
     recorder = FlightFile(assign, page.vitals, calls)
     with replacing_captured(preloaded):
         worker = _install(assign, channel, page, calls, recorder)
-    if len(fds) > 4:
-        patches.host_store(move_up(fds[4]), int(assign.env["MASTER_PORT"]))
+    _offer(store, assign, fds)
+
+    def renew(assign: Assign, fds: list[int]) -> None:
+        """Take another place, in a process whose script goes on."""
+        _take_place(assign, fds)
+        recorder.rename(assign)
+        worker.renew(assign.round)
+        flight.begin_again(sys.modules.get("torch.distributed.distributed_c10d"))
+        link.install(AgentDataLink(worker))
+        _offer(store, assign, fds)
+        worker.parked = False
+        channel.send(local.Began(at=time.monotonic()))
+
+    def retire() -> None:
+        """Let go of the place before."""
+        worker.parked = True
+        store.withdraw()
+
+    rounds.install(AgentRoundLink(worker, store, recorder.write, retire, renew))
     channel.send(local.Began(at=time.monotonic()))
 
     def died(raised: Raised) -> None:
@@ -112,9 +131,12 @@ def _install(
     look_for_traps = _trap_finder(worker, page, phases)
     look_for_traps()
 
+    worker.when_renewed.append(look_for_traps)
+
     def each_beat() -> None:
         phases.wake()
-        look_for_traps()
+        if not worker.parked:
+            look_for_traps()
         if loaded is not None:
             loaded.beat()
 
@@ -135,21 +157,31 @@ def _finish(worker: Runtime, recorder: FlightFile) -> None:
     worker.channel.send(local.ScriptFinished())
 
 
+def _offer(store: patches.StoreSocket, assign: Assign, fds: list[int]) -> None:
+    if len(fds) > 4:
+        store.offer(move_up(fds[4]), int(assign.env["MASTER_PORT"]))
+
+
 def _take_over(assign: Assign, fds: list[int]) -> None:
     if os.getpgrp() != os.getpid():  # A fresh process has its own session already.
         os.setsid()
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != assign.agent_pid:
         os._exit(0)
+    _take_place(assign, fds)
+    faulthandling.allow_tracing(assign.agent_pid)
+    _open_streams()
+    nursery.reseed()
+    gc.unfreeze()
+
+
+def _take_place(assign: Assign, fds: list[int]) -> None:
+    """Take over a rank's streams and environment."""
     for target, fd in enumerate(fds[:3]):
         os.dup2(fd, target)
         os.close(fd)
     faulthandling.arm(move_up(fds[3]))
-    faulthandling.allow_tracing(assign.agent_pid)
-    _open_streams()
     os.environ.update(assign.env)
-    nursery.reseed()
-    gc.unfreeze()
 
 
 def _trap_finder(worker: Runtime, page: RankPage, phases: Phases) -> Callable[[], None]:
@@ -177,9 +209,13 @@ class FlightFile:
     when its script ends, so that it is known which collectives a rank that is gone had entered."""
 
     def __init__(self, assign: Assign, vitals: Vitals, calls: PairCalls) -> None:
-        self._path = assign.flight
         self._calls = calls
         self._vitals = vitals
+        self.rename(assign)
+
+    def rename(self, assign: Assign) -> None:
+        """Write another file, for another rank."""
+        self._path = assign.flight
         self._rank_and_size = int(assign.env["RANK"]), int(assign.env["WORLD_SIZE"])
 
     def write(self, failed_at: str = "") -> None:

@@ -35,6 +35,16 @@ class Channel:
         """Send a message; return False if the agent cannot be reached any more."""
         return self.send_packet(_encoder.encode(message))
 
+    def send_with(self, message: Local, fd: int) -> bool:
+        """Send a message with a descriptor."""
+        if os.getpid() != self._pid or not self._is_open():
+            return False
+        try:
+            socket.send_fds(self._socket, [_encoder.encode(message)], [fd])
+        except OSError:
+            return False
+        return True
+
     def send_packet(self, packet: bytes) -> bool:
         if os.getpid() != self._pid or not self._is_open():
             return False

@@ -48,6 +48,10 @@ class Traps:
         """Set further traps; any thread may call this."""
         self._set.extend([_decoder.decode(entry) for entry in entries])
 
+    def clear(self) -> None:
+        """Forget the traps of the place that this process had before."""
+        self._set.clear()
+
     def passed(self, before: int, step: int) -> None:
         """Spring the traps between two steps, in the calling thread, which has finished the second."""
         if os.getpid() != self._pid:

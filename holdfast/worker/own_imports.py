@@ -12,11 +12,12 @@ from pathlib import Path
 
 import holdfast
 import holdfast.data
+import holdfast.inprocess
 
 
 def own_modules(script: str) -> list[str]:
     """Return modules that the script imports from Holdfast; all of them if it cannot be read."""
-    homes = {**holdfast._HOMES, **holdfast.data._HOMES}
+    homes = {**holdfast._HOMES, **holdfast.data._HOMES, **holdfast.inprocess._HOMES}
     try:
         text = Path(script).read_bytes()
     except OSError:  # A module, or a command that is no file.

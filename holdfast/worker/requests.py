@@ -6,6 +6,10 @@ request occupies one channel, which is used again only after its answer has arri
 answer can be requested again (see `holdfast.messages.requests`). An interrupted call leaves its channel
 occupied until the answer comes.
 
+When the process gets a place in another round (`fence`), nobody answers what was asked in the one
+before. Whoever still waits is told so, and all channels are free again; their numbers go on, so that a
+late answer is not taken for another.
+
 Values may be large and their reader slow, so only a few large requests are in flight at a time. That
 bounds what the agent must buffer for a script, however many threads it has.
 
@@ -20,6 +24,7 @@ import os
 import threading
 import time
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -47,24 +52,43 @@ _request_decoder: msgspec.msgpack.Decoder[ScriptRequest] = msgspec.msgpack.Decod
 _reply_decoder: msgspec.msgpack.Decoder[ToScript] = msgspec.msgpack.Decoder(ToScript)
 
 
+@dataclass
+class _Waits:
+    """The requests of one round."""
+
+    free: list[int]
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    reading: bool = False
+    lost: bool = False
+    fenced: bool = False
+    waited_for: set[int] = field(default_factory=set)
+    """Channels with a thread that waits for the answer."""
+    answers: dict[int, AnyAnswer] = field(default_factory=dict)
+
+
 class RequestClient:
     """The worker's end of its script's requests."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._pid = os.getpid()
-        self._sending = threading.Lock()
-        self._large = threading.Semaphore(LARGE_AT_ONCE)
-        self._changed = threading.Condition()
-        self._reading = False
-        self._lost = False
-        self._joiner = Joiner()
         self._numbers: list[int] = []
         """Number of the newest request on each channel."""
-        self._free: list[int] = []
-        self._waited_for: set[int] = set()
-        """Lanes with a thread that waits for the answer."""
-        self._answers: dict[int, AnyAnswer] = {}
+        self._begin()
+
+    def fence(self) -> None:
+        """End all waits: what was asked in the round before is never answered."""
+        before = self._round
+        self._begin()
+        with before.changed:
+            before.fenced = True
+            before.changed.notify_all()
+
+    def _begin(self) -> None:
+        self._round = _Waits(free=list(range(len(self._numbers))))
+        self._sending = threading.Lock()
+        self._large = threading.Semaphore(LARGE_AT_ONCE)
+        self._joiner = Joiner()
 
     def ask(self, request: ScriptRequest, patience_s: float | None = PATIENCE_S) -> AnyAnswer:
         """Return the answer; raise if it is a denial or does not come in time."""
@@ -82,27 +106,28 @@ class RequestClient:
         return answer
 
     def _exchange(self, request: ScriptRequest, deadline: float | None) -> AnyAnswer:
-        channel, number = self._take_channel()
+        waits = self._round
+        channel, number = self._take_channel(waits)
         try:
             self._send(Ask(channel=channel, number=number, request=request))
-            return self._await(channel, deadline)
+            return self._await(waits, channel, deadline)
         finally:
-            with self._changed:
-                self._waited_for.discard(channel)
-                if self._answers.pop(channel, None) is not None:
-                    heapq.heappush(self._free, channel)
+            with waits.changed:
+                waits.waited_for.discard(channel)
+                if waits.answers.pop(channel, None) is not None:
+                    heapq.heappush(waits.free, channel)
 
-    def _take_channel(self) -> tuple[int, int]:
-        with self._changed:
-            if self._free:
-                channel = heapq.heappop(self._free)
+    def _take_channel(self, waits: _Waits) -> tuple[int, int]:
+        with waits.changed:
+            if waits.free:
+                channel = heapq.heappop(waits.free)
             elif len(self._numbers) < MAX_CHANNELS:
                 channel = len(self._numbers)
                 self._numbers.append(0)
             else:
                 raise errors.RequestDenied(f"this process already has {MAX_CHANNELS} open requests")
             self._numbers[channel] += 1
-            self._waited_for.add(channel)
+            waits.waited_for.add(channel)
             return channel, self._numbers[channel]
 
     def _send(self, message: Ask) -> None:
@@ -112,48 +137,55 @@ class RequestClient:
 
     # ---- waiting ----
 
-    def _await(self, channel: int, deadline: float | None) -> AnyAnswer:
-        with self._changed:
-            while channel not in self._answers:
-                if self._lost:
+    def _await(self, waits: _Waits, channel: int, deadline: float | None) -> AnyAnswer:
+        with waits.changed:
+            while channel not in waits.answers:
+                if waits.fenced:
+                    raise errors.FencedError("the round in which this was asked is over")
+                if waits.lost:
                     raise errors.RequestError("the agent of this worker does not answer any more")
                 left_s = None if deadline is None else deadline - time.monotonic()
                 if left_s is not None and left_s <= 0:
                     raise errors.RequestTimeout("the coordinator did not answer in time")
-                if self._reading:
-                    self._changed.wait(left_s)
+                if waits.reading:
+                    waits.changed.wait(left_s)
                 else:
-                    self._read(left_s)
-            return self._answers[channel]
+                    self._read(waits, left_s)
+            return waits.answers[channel]
 
-    def _read(self, limit_s: float | None) -> None:
+    def _read(self, waits: _Waits, limit_s: float | None) -> None:
         """Read one packet without holding the lock, which is held on entry and on return."""
-        self._reading = True
-        self._changed.release()
+        waits.reading = True
+        waits.changed.release()
         packet: bytes | None = None
         try:
             packet = self._channel.receive_within(limit_s)
         finally:
-            self._changed.acquire()
-            self._reading = False
-            if packet is not None:
-                self._take(packet)
-            self._changed.notify_all()
+            if packet is not None and waits is not self._round:
+                with self._round.changed:  # This thread has outlived its round.
+                    self._take(self._round, packet)
+                    self._round.changed.notify_all()
+            waits.changed.acquire()
+            waits.reading = False
+            if packet is not None and waits is self._round:
+                self._take(waits, packet)
+            waits.changed.notify_all()
 
-    def _take(self, packet: bytes) -> None:
+    def _take(self, waits: _Waits, packet: bytes) -> None:
         if not packet:
-            self._lost = True
+            waits.lost = True
             return
         message = self._joiner.message(packet, _reply_decoder.decode)
         if message is None:
             return
         assert isinstance(message, ScriptReply)
-        if message.number != self._numbers[message.channel]:
+        known = message.channel < len(self._numbers)
+        if not known or message.number != self._numbers[message.channel]:
             return
-        if message.channel in self._waited_for:
-            self._answers[message.channel] = message.answer
-        else:
-            heapq.heappush(self._free, message.channel)
+        if message.channel in waits.waited_for:
+            waits.answers[message.channel] = message.answer
+        elif message.channel not in waits.free:
+            heapq.heappush(waits.free, message.channel)
 
 
 def _check(request: ScriptRequest) -> None:

@@ -134,6 +134,17 @@ class Resumption:
             os.register_at_fork(after_in_child=self._stop)
             sys.addaudithook(self._audit)
 
+    def begin_again(self, round: int) -> None:
+        """Note what is read from now on: the script's function is entered again."""
+        hooked = self._later
+        self._later = round > 1
+        self._read.clear()
+        self._unknown = False
+        if hooked:
+            self._observes = True
+        else:
+            self.observe()
+
     def read(self, path: Any) -> None:
         """Note that the script reads a file."""
         if not self._observes or isinstance(path, int):

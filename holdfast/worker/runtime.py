@@ -47,12 +47,9 @@ class Runtime:
         opened_at: float = 0.0,
     ) -> None:
         self.channel = channel
-        self.round = round
         self.images = images
         self.pid = os.getpid()
         self.requests = RequestClient(channel)
-        self.store: CoordinatorStore | None = None
-        """Created on first use, and held here because torch does not hold it."""
         self.copies: dict[str, list[Copy]] = {}
         """Copies in progress of the newest checkpointer of each name."""
         self.vitals = page.vitals
@@ -61,7 +58,29 @@ class Runtime:
         self.traps: Traps | None = None
         """Injected faults, once there are any."""
         self.at_first_step: Callable[[], None] = lambda: None
+        self.parked = False
+        """Whether the process has left its restartable function, and has no place."""
+        self.when_renewed: list[Callable[[], None]] = []
+        """What else forgets the round before when the process gets another place."""
         self._page = page
+        self._forget(round)
+
+    def renew(self, round: int) -> None:
+        """Forget everything of the round before: the process enters its function in another one."""
+        self._forget(round)
+        self.vitals.trainer = threading.get_ident()
+        self.requests.fence()
+        self.resumption.begin_again(round)
+        self._page.traps.rewind()
+        if self.traps is not None:
+            self.traps.clear()
+        for forget in self.when_renewed:
+            forget()
+
+    def _forget(self, round: int) -> None:
+        self.round = round
+        self.store: CoordinatorStore | None = None
+        """Created on first use, and held here because torch does not hold it."""
         self._sections: dict[str, int] = {}
         """Index of each section name."""
         self._entering = threading.Lock()

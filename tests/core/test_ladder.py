@@ -8,6 +8,7 @@ import pytest
 from driver import Driver, raised
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from holdfast.core import ladder
 from holdfast.core.faults import Fault
@@ -57,10 +58,11 @@ def test_what_is_not_built_is_refused_here_and_never_chosen(
     assert all(order.index(cheaper) < order.index(again.rung) for cheaper in again.refused)
 
 
-def test_re_entering_the_function_is_for_a_rank_whose_nodes_are_all_there() -> None:
-    there = Resources(seats=2, survivors=2, formable=2, needed=2)
-    assert cheapest(fault(), there).refused == ("re-enter the function",)
-    assert cheapest(fault(None), there).refused == ()
+def test_the_function_is_re_entered_if_every_process_waits_to_do_so() -> None:
+    there = Resources(seats=2, survivors=2, formable=2, needed=2, ranks=4, parked=4)
+    assert cheapest(fault(), there).rung == "re-enter the function"
+    assert cheapest(fault(), replace(there, parked=3)).rung == "standby"
+    assert cheapest(fault(), replace(there, survivors=1)).rung == "spare"
 
 
 # ---- what a job does ---------------------------------------------------------------------------

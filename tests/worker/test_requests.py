@@ -289,7 +289,7 @@ def test_an_agent_that_is_gone_is_an_error_for_everybody(agent: FakeAgent) -> No
 
 
 def test_a_forked_process_is_told_that_it_cannot_ask(agent: FakeAgent) -> None:
-    agent.requests._changed.acquire()  # As if a thread were just asking.
+    agent.requests._round.changed.acquire()  # As if a thread were just asking.
     pid = os.fork()
     if pid == 0:
         try:
@@ -298,7 +298,7 @@ def test_a_forked_process_is_told_that_it_cannot_ask(agent: FakeAgent) -> None:
             os._exit(0 if "forked from worker" in str(error) else 2)
         finally:
             os._exit(1)
-    agent.requests._changed.release()
+    agent.requests._round.changed.release()
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert agent.requests.ask(Add(key="k", amount=1)) == Granted()
 

@@ -272,6 +272,7 @@ class HangsMachine(Hangs, Machine):
             detail=rules.sentence(self, ahead),
             at=standing.marked_at if standing is not None else self.suspicion.since,
             outside=ahead.proof == "stopped",
+            stuck=ahead.proof in ("stopped", "gil"),
             doubtful=ahead.proof is None,
             examination=self.suspicion.examination,
         )

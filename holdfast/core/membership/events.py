@@ -91,8 +91,11 @@ class MembershipMachine(Membership, Machine):
     def on_ready(self, job: View, event: NodeReady, now: Time) -> Effects | Refused:
         if not rounds.ready(self, event.node, event.round, event.store_port):
             return Refused(reason="the node was not asked to stop that round")
+        self.waiting[event.node].parked = event.parked
         if event.slowest_stop_s is not None:
             self.grace.observe(event.slowest_stop_s)
+        if event.slowest_leave_s is not None:
+            self.leave.observe(event.slowest_leave_s)
         if self.dissolved_at is not None:
             self.patience.observe(max(0.0, now - self.dissolved_at))
         # The next round may have begun without it: then the world can grow.

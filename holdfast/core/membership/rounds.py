@@ -182,6 +182,7 @@ def _freeze(m: Membership, now: Time) -> World:
     for group_rank, (node, candidate) in enumerate(m.placed.items()):
         candidate.round = m.round
         candidate.seat = group_rank
+        candidate.parked = 0
         slots, role = candidate.spec.slots, candidate.spec.role
         place = Place(
             node=node,

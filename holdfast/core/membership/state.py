@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct, field
 
-from holdfast.core.patience import SILENCE_FLOOR_S, StopGrace, StopPatience
+from holdfast.core.patience import SILENCE_FLOOR_S, LeaveGrace, StopGrace, StopPatience
 from holdfast.core.view import Candidate
 from holdfast.messages.records import Terms
 from holdfast.messages.units import NodeId, RoundNumber, Seconds, Time
@@ -39,6 +39,7 @@ class Membership(Struct):
     saves_at_wish: int | None = None
     """While the world could grow: how many checkpoints there were when that became so."""
     grace: StopGrace = field(default_factory=lambda: StopGrace(None))
+    leave: LeaveGrace = field(default_factory=LeaveGrace)
     patience: StopPatience = field(default_factory=StopPatience)
 
     def nodes(self) -> list[NodeId]:

@@ -20,7 +20,17 @@ from holdfast.core.machine import Effects, Machine, on, tell
 from holdfast.core.ranks.state import Pace, Ranks
 from holdfast.core.states import ALWAYS, LIVE, Running
 from holdfast.core.view import RankState, View, rank_in_force
-from holdfast.messages.events import NodeLeft, NodeReady, Progress, WorkerExited, WorkerStarted
+from holdfast.messages.actions import ReleaseRanks
+from holdfast.messages.events import (
+    NodeLeft,
+    NodeReady,
+    NodeResumed,
+    Progress,
+    RankRaised,
+    RanksReturned,
+    WorkerExited,
+    WorkerStarted,
+)
 from holdfast.messages.records import Place, RankProgress, Terms, World
 from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber, Time
 
@@ -68,7 +78,32 @@ class RanksMachine(Ranks, Machine):
             self.unfinished -= 1
         return [*effects, tell(Machine.rank_exited, event)]
 
+    @on(RankRaised, *LIVE, refusal="the job is ending")
+    def on_raised(self, job: View, event: RankRaised, now: Time) -> Effects | Refused:
+        if rank_in_force(job, event.node, event.round, event.rank) is None:
+            return NOT_IN_FORCE
+        return self._all_progressed(job, event.node, event.round, [event.progress])
+
+    @on(RanksReturned, Running, refusal="no round is in force")
+    def on_returned(self, job: View, event: RanksReturned, now: Time) -> Effects | Refused:
+        """Let the scripts go on once the restartable function has returned on all ranks."""
+        assert job.world is not None
+        if event.round != job.world.round or event.node not in job.membership.placed:
+            return NOT_IN_FORCE
+        self.returned[event.node] = event.round
+        if not self._all_returned(job):
+            return ()
+        return [ReleaseRanks(node=node, round=event.round) for node in job.membership.placed]
+
+    def _all_returned(self, job: View) -> bool:
+        return job.world is not None and len(self.returned) == len(job.world.places)
+
     # ---- moments ----
+
+    def node_resumed(self, job: View, event: NodeResumed, now: Time) -> Effects:
+        if self._all_returned(job) and event.node in self.returned:
+            return [ReleaseRanks(node=event.node, round=job.membership.round)]
+        return ()
 
     def round_began(self, job: View, world: World, now: Time) -> Effects:
         self.all = {
@@ -79,6 +114,7 @@ class RanksMachine(Ranks, Machine):
         self.unstarted = self.unstepped = self.unfinished = world.size
         self.known_at = self.pace = self.stepped_at = None
         self.saves = self.unsure = 0
+        self.returned.clear()
         return ()
 
     def part_of(self, job: View, world: World, place: Place) -> Mapping[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import Struct, field
 
 from holdfast.core.view import RankState
-from holdfast.messages.units import Rank, Seconds, StepNumber, Time
+from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, StepNumber, Time
 
 
 class Pace(Struct):
@@ -37,6 +37,8 @@ class Ranks(Struct):
     """When a rank last finished a step of this round."""
     saves: int = 0
     """Checkpoints that rank 0 has finished in this round."""
+    returned: dict[NodeId, RoundNumber] = field(default_factory=dict)
+    """Nodes on all of whose ranks the restartable function has returned."""
 
     @property
     def comparable(self) -> bool:

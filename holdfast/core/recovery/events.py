@@ -11,7 +11,7 @@ from msgspec import Struct, field
 
 from holdfast.core import faults, ladder
 from holdfast.core.collectives import odd_dead
-from holdfast.core.decisions import BreakRound, Note
+from holdfast.core.decisions import BreakRound, Note, Refused
 from holdfast.core.faults import Fault
 from holdfast.core.ladder import Resources, Rung, Stop
 from holdfast.core.machine import NONE, Effects, Machine, on
@@ -25,6 +25,7 @@ from holdfast.messages.events import (
     EventSetAside,
     EventsRefused,
     NodeReady,
+    RankRaised,
     TaskFailed,
     Tick,
     WorkerExited,
@@ -92,7 +93,7 @@ class RecoveryMachine(Recovery, Machine):
             incident.action = f"stopped the job: {rung.reason}"
             incident.closed_at = now
         else:
-            incident.action = ladder.DONE[rung.rung]
+            incident.action = ladder.done(rung.rung, there)
             finished = len(job.ranks) - job.unfinished
             if finished:
                 incident.action += f"; {finished} that had finished began again"
@@ -218,6 +219,19 @@ class RecoveryMachine(Recovery, Machine):
                 detail=event.traceback,
             )
         ]
+
+    @on(RankRaised, *LIVE, refusal="the job is ending")
+    def on_raised(self, job: View, event: RankRaised, now: Time) -> Effects | Refused:
+        rank = rank_in_force(job, event.node, event.round, event.rank)
+        if rank is None or isinstance(job.state, Gathering):
+            return Refused(reason="the rank's round is broken and judged already")
+        self.places[event.rank] = event.raised.where
+        if event.last:
+            self.last[event.rank] = event.last
+        fault = faults.raised(event, rank.step if rank.stepped else job.highest)
+        if fault.wake:
+            fault = faults.blame_early_exit(fault, job.ranks)
+        return [BreakRound(fault=fault)]
 
     # ---- moments ----
 

@@ -25,6 +25,10 @@ a much larger limit for it.
 Steps say nothing if no rank knows where the script resumed, because each process then counts its own:
 a job that advances by 50 steps each time would seem to fail at step 50 again and again. Rule 3 does not
 count such a fault, and rule 4 has the larger limit for it.
+
+Where processes stay (restartable functions), the same failure in the same rank is met by entering the
+function again REENTER_LIMIT times, at whatever steps; then that rank's process is replaced, as often;
+then all processes are. A rank that is stopped or keeps the GIL is replaced at once.
 """
 
 from __future__ import annotations
@@ -35,11 +39,14 @@ from holdfast.core import ladder
 from holdfast.core.faults import Fault, subject
 from holdfast.core.ladder import Resources, Rung, Stop
 from holdfast.messages.exits import EXIT_DO_NOT_REQUEUE, EXIT_FAILED
-from holdfast.messages.units import StepNumber
+from holdfast.messages.units import Rank, StepNumber
 
 SAME_LIMIT = 3
 STUCK_LIMIT = 30
 STUCK_LIMIT_OUTSIDE = 300
+REENTER_LIMIT = 3
+"""Faults in a row with the same signature in the same rank after which its process is replaced, and as
+many again after which all processes are."""
 
 
 class FaultHistory(Struct):
@@ -55,6 +62,34 @@ class FaultHistory(Struct):
     """Faults of the job's own in a row without a new highest step."""
     stuck_outside: int = 0
     """The same for faults that came from outside, or at unknown steps."""
+    rank: Rank | None = None
+    storm: int = 0
+    """How often in a row the signature above was seen in this rank, at any step."""
+
+
+class Keeping(Struct, frozen=True):
+    """Which processes stay when a round with restartable functions breaks."""
+
+    any: bool = True
+    without: tuple[Rank, ...] = ()
+    """Ranks whose processes are replaced."""
+
+
+def keeping(history: FaultHistory, fault: Fault) -> Keeping:
+    """Choose the processes that stay: fewer and fewer while the same failure comes again."""
+    again = history.storm if _same_rank(history, fault) else 0
+    if again >= 2 * REENTER_LIMIT:
+        return Keeping(any=False)
+    unfit = fault.rank is not None and (fault.stuck or again >= REENTER_LIMIT)
+    return Keeping(without=(fault.rank,) if unfit and fault.rank is not None else ())
+
+
+def _same_rank(history: FaultHistory, fault: Fault) -> bool:
+    return (_signature(fault), fault.rank) == (history.signature, history.rank)
+
+
+def _signature(fault: Fault) -> str:
+    return "hangs" if fault.kind == "hang" else fault.signature
 
 
 def judge(
@@ -120,10 +155,11 @@ def _remember(
     # Before the job's first step, torchrun's number decides if there is one.
     unsaid = highest == 0 and (max_restarts is not None or fault.unexplained)
     countable = comparable and not fault.outside and not unsaid
-    signature = "hangs" if fault.kind == "hang" else fault.signature
+    history.storm = history.storm + 1 if _same_rank(history, fault) else 1
+    signature = _signature(fault)
     repeated = signature == history.signature and fault.step == history.step
     history.same = (history.same + 1 if repeated else 1) if countable else 0
-    history.signature, history.step = signature, fault.step
+    history.signature, history.step, history.rank = signature, fault.step, fault.rank
 
 
 def validate(history: FaultHistory, max_restarts: int | None) -> None:

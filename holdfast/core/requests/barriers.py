@@ -84,11 +84,15 @@ def ended(meetings: Meetings, attendance: Attendance) -> list[Over]:
     return [meeting for meeting in over if meeting is not None]
 
 
-def _of_kind(meetings: Meetings, request: JoinBarrier | CastVote) -> dict[str, dict[Rank, Attendee]]:
+def _of_kind(
+    meetings: Meetings, request: JoinBarrier | CastVote
+) -> dict[str, dict[Rank, Attendee]]:
     return meetings.barriers if isinstance(request, JoinBarrier) else meetings.votes
 
 
-def _over(of_kind: dict[str, dict[Rank, Attendee]], name: str, attendance: Attendance) -> Over | None:
+def _over(
+    of_kind: dict[str, dict[Rank, Attendee]], name: str, attendance: Attendance
+) -> Over | None:
     if len(of_kind[name]) < attendance.present:
         return None
     members = of_kind.pop(name).values()

@@ -39,6 +39,7 @@ Call = Callable[..., Any]
 def count_steps(runtime: Runtime) -> None:
     """Register hooks that count optimizer steps."""
     counter = StepCounter(runtime)
+    runtime.when_renewed.append(counter.forget)
 
     def register(module: ModuleType) -> None:
         module.register_optimizer_step_pre_hook(counter.before)
@@ -55,6 +56,10 @@ class StepCounter:
         self._counted: weakref.ref[Any] | None = None
         self._outermost: FrameType | None = None
         """Frame of the outermost step in progress, or of one that failed."""
+
+    def forget(self) -> None:
+        """Count any optimizer from now on."""
+        self._counted = self._outermost = None
 
     def before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._outermost is None:
@@ -191,18 +196,50 @@ def _is_file(source: Any) -> bool:
         return False
 
 
-def host_store(listener_fd: int, port: int) -> None:
-    """Make the store that rank 0 creates at that port use the socket that already listens there."""
-    unused = [listener_fd]
+class StoreSocket:
+    """Makes the store that rank 0 creates use the socket that already listens at its port."""
 
-    def patch(module: ModuleType) -> None:
+    def __init__(self) -> None:
+        self._offered: tuple[int, int] | None = None
+        self._served: Any = None
+        self._patched = False
+
+    def offer(self, listener_fd: int, port: int) -> None:
+        """Offer a socket for the next store at that port."""
+        self.withdraw()
+        self._offered = port, listener_fd
+        if not self._patched:
+            self._patched = True
+            when_imported("torch.distributed.rendezvous", self._patch)
+
+    def serve(self) -> None:
+        """Serve the store in this process, if it has the socket, and have no rank do so."""
+        offered, self._offered = self._offered, None
+        if offered is not None:
+            import torch.distributed as dist
+
+            port, listener_fd = offered
+            address = os.environ["MASTER_ADDR"]
+            self._served = dist.TCPStore(
+                address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener_fd
+            )
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+
+    def withdraw(self) -> None:
+        """Close a socket that no store was made for, and end the store that this process serves."""
+        self._served = None
+        if self._offered is not None:
+            os.close(self._offered[1])
+            self._offered = None
+
+    def _patch(self, module: ModuleType) -> None:
         make: Callable[..., Any] = module.TCPStore
 
-        def make_store(**arguments: Any) -> Any:
-            if unused and arguments.get("is_master") and arguments.get("port") == port:
-                arguments["master_listen_fd"] = unused.pop()
-            return make(**arguments)
+        def make_store(host_name: str, port: int, *args: Any, **more: Any) -> Any:
+            offered = self._offered
+            if offered is not None and more.get("is_master") and port == offered[0]:
+                self._offered = None
+                more["master_listen_fd"] = offered[1]
+            return make(host_name, port, *args, **more)
 
         module.__dict__["TCPStore"] = make_store
-
-    when_imported("torch.distributed.rendezvous", patch)

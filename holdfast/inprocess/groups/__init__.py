@@ -1,0 +1,156 @@
+"""Ends the waits of process groups, and clears them away so that they can be made anew.
+
+When a function must be left, its thread may wait in a collective for a peer that is gone, or in the
+making of a group. `abort_groups`, called by another thread, ends all such waits: NCCL's with its own
+abort, gloo's and the stores' by shutting down their connections, and no others'. When the function is
+gone, `forget_groups` destroys what it made.
+
+A group lives as long as something holds it: DDP modules, meshes, tensors. The caller drops what the
+function's frames hold with `drop_frames`, before it calls `forget_groups`. What the script keeps in
+objects that outlive the function stays: its connections are shut down, but its thread and descriptors
+remain until the script lets go of it.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import sys
+import threading
+import traceback
+import weakref
+from importlib import import_module
+from typing import Any
+
+from holdfast.inprocess.groups import gloo, records
+from holdfast.inprocess.groups.stores import Stores
+
+_log = logging.getLogger(__name__)
+
+ABORT_LIMIT_S = 5.0
+
+
+class _Watched:
+    """What is known of this process's groups beyond what torch knows."""
+
+    stores = Stores()
+    aborted = False
+
+
+def watch() -> None:
+    """Prepare, before the function makes its first group: torch's rendezvous is to be watched."""
+    import torch.distributed as dist
+
+    if dist.is_available():
+        # The attribute of this name is a function.
+        _Watched.stores.watch(import_module("torch.distributed.rendezvous"))
+
+
+def abort_groups(limit_s: float = ABORT_LIMIT_S) -> bool:
+    """End all waits for other ranks in this process; return whether that was done within the limit.
+
+    The groups are unusable afterwards. May be called again: a function that has not been left may have
+    made others.
+    """
+    _Watched.aborted = True
+    gloo.abort(_pairs())
+    _Watched.stores.abort()
+    others = [group for group in records.groups() if _abortable(group)]
+    if not others:
+        return True
+    # In a thread of its own: it waits for the device, which may be stuck.
+    aborting = threading.Thread(target=_abort, args=(others,), name="holdfast-abort", daemon=True)
+    aborting.start()
+    aborting.join(limit_s)
+    return not aborting.is_alive()
+
+
+def forget_groups() -> None:
+    """Destroy all groups, in the thread that ran the function, once this is gone."""
+    if not _Watched.aborted:
+        abort_groups()
+    gloo.abort(0)  # Of groups that were made since.
+    alive = _destroy()
+    if any(group() is not None for group in alive) or gloo.threads():
+        gc.collect()  # Some are held by cycles of references.
+    _Watched.stores.forget()
+    _Watched.aborted = False
+
+
+def drop_frames(error: BaseException | None) -> None:
+    """Let go of all that the frames of an exception hold, and of those that it was raised from.
+
+    Its text remains; a traceback must be formatted before.
+    """
+    waiting, seen = [error], set()
+    while waiting:
+        one = waiting.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        waiting += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
+        traceback.clear_frames(one.__traceback__)
+        one.__traceback__ = None
+
+
+def _pairs() -> int:
+    """Return how many peers a rank has at most."""
+    sizes: list[int] = [group.size() for group in records.groups()]
+    world = os.environ.get("WORLD_SIZE", "")
+    return max([*sizes, int(world) if world.isdigit() else 1]) - 1
+
+
+def _destroy() -> list[weakref.ref[Any]]:
+    """Shut down the groups and make torch forget them; return references to them."""
+    known = records.groups()
+    for group in known:
+        if _abortable(group):
+            _try(group, "shutdown")
+    alive = [weakref.ref(group) for group in known]
+    records.clear()
+    return alive
+
+
+def _abortable(group: Any) -> bool:
+    """Return whether a group has a backend with an abort of its own: gloo's frees nobody."""
+    return any(_backend_name(group, device) not in ("gloo", "") for device in group._device_types)
+
+
+def _backend_name(group: Any, device: Any) -> str:
+    try:
+        name: str = group._get_backend(device).name()
+    except RuntimeError:
+        return ""  # Made by the first collective, which has not come.
+    return name
+
+
+def _abort(groups: list[Any]) -> None:
+    """Abort all together: NCCL's communicators may wait for each other otherwise."""
+    together = _nccl_backend(groups)
+    if together is not None:
+        together._group_start()
+    try:
+        for group in sorted(groups, key=lambda group: str(group.group_name), reverse=True):
+            _try(group, "abort")
+    finally:
+        if together is not None:
+            together._group_end()
+
+
+def _nccl_backend(groups: list[Any]) -> Any:
+    kind = getattr(sys.modules["torch.distributed"], "ProcessGroupNCCL", None)
+    for group in groups:
+        for device in group._device_types:
+            if kind is not None and _backend_name(group, device) == "nccl":
+                backend = group._get_backend(device)
+                return backend if isinstance(backend, kind) else None
+    return None
+
+
+def _try(group: Any, action: str) -> None:
+    # Whatever a backend raises when its peers are gone: the others must be dealt with all the same.
+    try:
+        getattr(group, action)()
+    except Exception as error:
+        _log.warning("process group %s: %s failed: %s", group.group_name, action, error)

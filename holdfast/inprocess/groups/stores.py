@@ -1,0 +1,142 @@
+"""Watches the stores through which torch's process groups are made, so that these waits can be ended.
+
+`init_process_group` makes a TCPStore: rank 0 serves it at MASTER_PORT, every rank connects to it. A
+rank whose peer never comes waits there in C++, where no exception of Python reaches it: it is freed by
+shutting down its connection to the store, which belongs to the round that is over. A connection to the
+same port that existed before (several clients share the store of torchrun) is not touched, nor is any
+store that the script made itself.
+
+Two of torch's own waits are replaced because a restart cannot afford them. A rank that comes before
+rank 0 serves would retry after a second or more, without listening to anybody: here it tries again
+within milliseconds, in Python, where it can be made to leave. And rank 0 would look every 10 ms whether
+all have connected, although every group waits for the ranks that it needs when it is made.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.001, 0.02
+_CONNECT_S = 3.0
+"""Longer than the first retransmission of a SYN."""
+_LAST_TRY_S = 1.0
+
+
+class Stores:
+    """The stores that torch's rendezvous has made since the last `forget`."""
+
+    def __init__(self) -> None:
+        self._made: list[_StoreSockets] = []
+
+    def watch(self, rendezvous: Any) -> None:
+        """Have the module make its stores through here."""
+        if not isinstance(rendezvous.TCPStore, _StoreMaker):
+            rendezvous.TCPStore = _StoreMaker(rendezvous.TCPStore, self)
+
+    def abort(self) -> None:
+        """End all waits for these stores."""
+        for made in list(self._made):
+            made.shut_down()
+
+    def forget(self) -> None:
+        self._made.clear()
+
+    @contextmanager
+    def connecting(self, port: int) -> Iterator[None]:
+        """Take the connections to this port that appear within the context for a store's."""
+        made = _StoreSockets(port)
+        self._made.append(made)
+        yield
+        made.complete()
+
+
+class _StoreMaker:
+    """Stands for the class TCPStore in torch's rendezvous, which only calls it."""
+
+    def __init__(self, make: Callable[..., object], stores: Stores) -> None:
+        self._make = make
+        self._stores = stores
+
+    def __call__(
+        self, host_name: str, port: int, *args: Any, is_master: bool = False, **settings: Any
+    ) -> object:
+        settings.setdefault("wait_for_workers", False)
+        timeout = settings.get("timeout")
+        if not is_master and isinstance(timeout, timedelta):
+            left_s = _await_server(host_name, port, timeout.total_seconds())
+            settings["timeout"] = timedelta(seconds=left_s)
+        with self._stores.connecting(port):
+            return self._make(host_name, port, *args, is_master=is_master, **settings)
+
+
+def _await_server(host: str, port: int, timeout_s: float) -> float:
+    """Wait until a server accepts connections; return how much of the time is left, if little."""
+    deadline = time.monotonic() + timeout_s
+    pause_s = _FIRST_RETRY_S
+    while True:
+        left_s = max(_LAST_TRY_S, deadline - time.monotonic())
+        try:
+            socket.create_connection((host, port), min(_CONNECT_S, left_s)).close()
+        except OSError:
+            if time.monotonic() + pause_s >= deadline:
+                return left_s  # Torch's own attempt says what is wrong.
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_RETRY_S)
+        else:
+            return left_s
+
+
+class _StoreSockets:
+    """The sockets of one store's clients, by inode: numbers are reused."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._others = set(_connected_to(port))
+        self._own: set[int] | None = None
+        """None while the store is being made."""
+
+    def complete(self) -> None:
+        self._own = set(_connected_to(self._port)) - self._others
+
+    def shut_down(self) -> None:
+        for inode, fd in _connected_to(self._port).items():
+            if inode in self._others or (self._own is not None and inode not in self._own):
+                continue
+            try:
+                _shut_down(fd, inode)
+            except OSError:
+                pass  # Closed meanwhile.
+
+
+def _connected_to(port: int) -> dict[int, int]:
+    """Return this process's TCP connections to servers at a port: inodes, with the descriptors."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            status = os.stat(int(name))
+            if stat.S_ISSOCK(status.st_mode) and _peer_port(int(name)) == port:
+                found[status.st_ino] = int(name)
+        except OSError:
+            pass  # Closed meanwhile, or not connected.
+    return found
+
+
+def _peer_port(fd: int) -> int | None:
+    with socket.socket(fileno=os.dup(fd)) as one:
+        if one.family in (socket.AF_INET, socket.AF_INET6):
+            port: int = one.getpeername()[1]
+            return port
+        return None
+
+
+def _shut_down(fd: int, inode: int) -> None:
+    with socket.socket(fileno=os.dup(fd)) as one:
+        if os.fstat(one.fileno()).st_ino == inode:
+            one.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,283 @@
+"""The decorator that makes a function restartable, and the loop that enters and leaves it.
+
+    entry ─▶ initialize, health_check ─▶ the function ─┬─ returned on all ranks ─▶ completion
+                                                       │
+    next() ◀─ left() ◀─ health_check ◀─ finalize ◀─ abort (raised, or told to leave)
+
+Two threads take part: the one that called the function, and the link's, which calls `_told_to_leave`
+when the round breaks. Either may be the first to abort the process groups; the other waits for it.
+See `docs/inprocess.md`.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, Final, ParamSpec, TypeVar
+
+import msgspec
+
+from holdfast.diagnosis.exceptions import describe
+from holdfast.errors import StopRestarting, UnfitProcess, UsageError
+from holdfast.inprocess import groups, link
+from holdfast.inprocess.assignment import Assignment, Member, assign_ranks, with_gone
+from holdfast.inprocess.context import Context, wants_context
+from holdfast.inprocess.hooks import Hook, Hooks, HookState, check_device
+from holdfast.inprocess.kept import registry
+from holdfast.inprocess.leaving import Departure, InterruptibleCall
+from holdfast.inprocess.link import RoundEntry, RoundLink
+from holdfast.inprocess.torchrun import TorchrunLink
+from holdfast.inprocess.zones import install_zones
+from holdfast.messages.exits import EXIT_TRY_AGAIN
+from holdfast.messages.records import Raised
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+SETTLE_S: Final = 24 * 3600.0
+"""How long process groups are left alone for an atomic section; the agent's limit is shorter."""
+
+
+def restartable(
+    *,
+    initialize: Hook | None = None,
+    abort: Hook | None = None,
+    finalize: Hook | None = None,
+    health_check: Hook | None = None,
+    completion: Hook | None = None,
+    terminate: Hook | None = None,
+    assign: Assignment | None = None,
+    enabled: bool = True,
+) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
+    """Make a function restartable: when a rank fails, all ranks leave it and enter it again.
+
+    The function makes its process groups itself, each time it is entered, and gets the same arguments
+    each time. A parameter annotated with `Context` gets one. It returns what the function returned on
+    the last entry, and None on a rank that was kept in reserve.
+
+    - `initialize`, `health_check`: called before each entry, in this order.
+    - `abort`: called by another thread when the function is to be left, after the process groups
+      were aborted; what else may block the function's thread can be ended here.
+    - `finalize`: called when the function has been left; then `health_check` is called again.
+    - `completion`: called once the function has returned on all ranks.
+    - `terminate`: called if this process will not enter the function again.
+    - `assign`: which ranks of a round are active, and under which numbers: see
+      `holdfast.inprocess.assignment`.
+    - `enabled`: False calls the function as it is.
+
+    A process has one restartable function at a time, and calls it once.
+    """
+    hooks = Hooks(
+        initialize=initialize,
+        abort=abort,
+        finalize=finalize,
+        health_check=health_check,
+        completion=completion,
+        terminate=terminate,
+    )
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R | None]:
+        if not enabled:
+            return function
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R | None:
+            found: R | None = Restarts(function, hooks, assign).run(args, kwargs)
+            return found
+
+        return call
+
+    return decorate
+
+
+class _Process:
+    """Whether this process has called a restartable function."""
+
+    called = False
+
+
+def _has_groups() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and bool(distributed.is_initialized())
+
+
+class Restarts:
+    """One call of a restartable function: all its entries in this process."""
+
+    def __init__(
+        self, function: Callable[..., Any], hooks: Hooks, assign: Assignment | None
+    ) -> None:
+        self._function = function
+        self._hooks = hooks
+        self._assign = assign
+        self._context_name = wants_context(function)
+        self._call = InterruptibleCall()
+        self._link: RoundLink = link.current() or TorchrunLink()
+        self._aborting = threading.Lock()
+        self._aborted = False
+        self._iteration = 0
+        self._error: Raised | None = None
+        """What the function raised here in the entry before."""
+        self._members: tuple[Member, ...] = ()
+        """All of the round before."""
+        self._state: HookState
+        self._first: RoundEntry
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._refuse_misuse()
+        groups.watch()
+        install_zones(self._call)
+        # What is there before the function outlives it: the collector need not look at it after each
+        # departure, which takes half a second in a process with torch.
+        gc.freeze()
+        self._first = self._link.open(self._told_to_leave)
+        entry: RoundEntry | None = self._first
+        while entry is not None:
+            self._begin(entry)
+            try:
+                active = self._place(entry)
+                finished, result = self._enter(entry, active, args, kwargs)
+                if finished:
+                    self._end()
+                    self._hooks.completed(self._state)
+                    return result
+                self._depart()
+            except StopRestarting as stop:
+                self._terminate()
+                self._link.stop(stop.reason, stop.code)
+                raise SystemExit(stop.code) from None
+            except UnfitProcess:
+                self._terminate()
+                raise
+            self._call.renew()  # From here on it may be told to leave the next entry.
+            self._aborted = False
+            self._link.left()
+            gc.collect()  # While the next round is agreed on: models and groups are in cycles.
+            entry = self._link.next()
+            self._iteration += 1
+        self._terminate()
+        raise SystemExit(EXIT_TRY_AGAIN)
+
+    def _refuse_misuse(self) -> None:
+        if _Process.called:
+            raise UsageError(
+                "a process calls one restartable function, once: put what comes after it into the"
+                " function too, or after its end"
+            )
+        if _has_groups():
+            raise UsageError(
+                f"{self._function.__qualname__} is restartable, so it makes its process groups itself,"
+                " each time it is entered: move init_process_group into it"
+            )
+        _Process.called = True
+
+    # ---- an entry ----
+
+    def _begin(self, entry: RoundEntry) -> None:
+        self._state = HookState(
+            iteration=self._iteration,
+            rank=entry.rank,
+            world_size=entry.world_size,
+            active_rank=entry.rank,
+            active_world_size=entry.world_size,
+            initial_rank=self._first.rank,
+            initial_world_size=self._first.world_size,
+            local_rank=entry.local_rank,
+            why=entry.why,
+            error=self._error,
+        )
+        self._error = None
+
+    def _place(self, entry: RoundEntry) -> int | None:
+        """Return this rank's number among the active ones; None if it is in reserve."""
+        if self._assign is None:
+            return entry.rank
+        own = Member(
+            rank=entry.rank,
+            host=socket.gethostname(),
+            node_rank=entry.node_rank,
+            local_rank=entry.local_rank,
+            previous=self._state.active_rank if self._iteration else None,
+        )
+        found = self._link.gather("members", msgspec.msgpack.encode((own, self._members)))
+        told = [
+            msgspec.msgpack.decode(one, type=tuple[Member, tuple[Member, ...]]) for one in found
+        ]
+        before = next((members for _, members in told if members), ())
+        self._members = assign_ranks(with_gone((one for one, _ in told), before), self._assign)
+        active = self._members[entry.rank].active
+        size = sum(one.active is not None for one in self._members)
+        if any(one.active != one.rank for one in self._members):
+            os.environ["WORLD_SIZE"] = str(size)
+            os.environ["RANK"] = str(entry.rank if active is None else active)
+            self._link.serve_store()
+        return active
+
+    def _enter(
+        self, entry: RoundEntry, active: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[bool, Any]:
+        """Run the function; return whether it has returned on all ranks, and what it returned."""
+        self._hooks.enter(self._state)
+        if self._context_name is not None:
+            context = Context(self._iteration, entry, self._call, self._link)
+            kwargs = {self._context_name: context, **kwargs}
+        result = None
+        try:
+            if active is not None:
+                result = self._call.run(self._function, *args, **kwargs)
+        except Departure as departure:
+            groups.drop_frames(departure)
+            return False, None
+        except Exception as error:
+            self._raised(error)
+            return False, None
+        return self._link.returned(), result
+
+    def _raised(self, error: Exception) -> None:
+        """Report what the function raised, unless that is the consequence of being told to leave."""
+        if self._call.leaving is None:
+            raised = describe(error)
+            print(raised.traceback, end="", file=sys.stderr, flush=True)
+            self._link.raised(raised)
+            self._error = raised
+        groups.drop_frames(error)
+
+    # ---- leaving ----
+
+    def _told_to_leave(self, why: str) -> None:
+        """Make the function's thread leave; called by the link's thread."""
+        self._call.leave(why)
+        if self._call.in_atomic:
+            self._link.postponed()
+        self._call.settle(SETTLE_S)
+        self._abort()
+
+    def _abort(self) -> None:
+        with self._aborting:
+            if not self._aborted:
+                self._aborted = True
+                groups.abort_groups()
+                self._hooks.aborted(self._state)
+
+    def _depart(self) -> None:
+        self._abort()
+        registry.function_left()
+        groups.forget_groups()
+        self._hooks.left(self._state)
+        check_device()(self._state)
+
+    def _end(self) -> None:
+        """Let go of the function: it is not entered again."""
+        registry.forget()
+        install_zones(None)
+        gc.unfreeze()
+        self._link.close()
+
+    def _terminate(self) -> None:
+        self._end()
+        self._hooks.ended(self._state)

@@ -1,0 +1,36 @@
+"""Where kept state says that it is between two steps: to whoever makes the function leave."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Zones(Protocol):
+    """What decides when a function may be left."""
+
+    def begin_zone(self) -> None:
+        """Postpone leaving until `end_zone`; raise the departure if leaving was asked for already."""
+
+    def end_zone(self) -> None:
+        """Allow leaving again; raise the departure if one was postponed."""
+
+
+class _NeverLeft:
+    """Zones of a function that nobody makes leave."""
+
+    def begin_zone(self) -> None: ...
+
+    def end_zone(self) -> None: ...
+
+
+class _InstalledZones:
+    zones: Zones = _NeverLeft()
+
+
+def install_zones(zones: Zones | None) -> None:
+    """Have zones reported there; None: to nobody."""
+    _InstalledZones.zones = zones if zones is not None else _NeverLeft()
+
+
+def current_zones() -> Zones:
+    return _InstalledZones.zones
