@@ -19,6 +19,7 @@ A process without a launcher is a world of one, with a store in its own memory.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -40,6 +41,9 @@ UNLIMITED: Final = timedelta(days=365)
 
 WATCHER_ENDS_S: Final = 5.0
 """The watcher thread ends at once when the round does; a callback that hangs cannot hold it longer."""
+
+EXCHANGE_ENDED: Final = b"ended"
+"""The value of an exchange's key `all`, if the round ended before all had given theirs."""
 
 _encode = msgspec.msgpack.encode
 
@@ -102,6 +106,8 @@ class TorchrunLink:
         """Whether the function has been entered, and has neither returned nor been left."""
         self._refused: RoundMark | None = None
         self._lost: BaseException | None = None
+        self._unable: Exception | None = None
+        """What `leave` raised."""
 
     @property
     def replaces(self) -> bool:
@@ -119,6 +125,8 @@ class TorchrunLink:
         self._exchanges: Counter[str] = Counter()
         self._stale: list[str] = []
         """Keys of this rank's exchanges, to be deleted when nobody can need them."""
+        self._exchange: tuple[str, threading.Thread] | None = None
+        """The key that a thread waits for, and that thread; a departure may leave one behind."""
         self._fence = GroupFence(own_store=self._store if self._me.store is None else None)
         self._fence.prefix = f"{self._prefix}/0/groups"
         self._fence.install()
@@ -137,15 +145,18 @@ class TorchrunLink:
         return self._wait_for_end().how == "done"
 
     def raised(self, error: Raised) -> None:
-        """Break the round, unless it is broken already. `leave` is called here too."""
+        """Break the round, unless it is broken already.
+
+        `leave` is called here too, and has returned when this does: it never hits the next entry.
+        """
         why = f"rank {self._me.rank} raised {error.type}: {error.message}"
         with _reaching("written to"):
             self._mark(self._key(self._round, "end"), RoundMark("broken", why))
-
-    def postponed(self) -> None:
-        """Nobody limits the time that leaving takes."""
+        self._wait_for_end()
 
     def left(self) -> None:
+        """Note that `leave` has nothing to do any more, once it has returned."""
+        self._wait_for_end()
         self._step_out()
 
     def next(self) -> RoundEntry | None:
@@ -154,6 +165,7 @@ class TorchrunLink:
         self._require(end, "broken")
         over = self._round
         with _reaching("written to"):
+            self._end_exchange()
             if self._store.add(self._key(over, "left"), 1) == self._me.world_size:
                 for name in ("end", "go", "returned", "left"):
                     self._store.delete_key(self._key(over, name))
@@ -182,19 +194,23 @@ class TorchrunLink:
         return values
 
     def serve_store(self) -> None:
-        """Do nothing: torchrun serves the store, whichever ranks are active."""
+        """torchrun's agent serves the store, whichever ranks are active."""
+
+    def postponed(self) -> None:
+        """Nobody limits the time that leaving takes."""
 
     def resumed(self, step: int) -> None:
-        """Do nothing: nobody counts steps."""
+        """Nobody keeps count."""
 
     def ping(self) -> None:
-        """Do nothing: nobody looks for hangs."""
+        """Nobody watches for hangs."""
 
     def pause_watch(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def stop(self, reason: str, code: int) -> None:
-        """Do nothing: once this rank does not enter again, nobody can."""
+        """Say why; torchrun ends the other ranks when this one exits with the code."""
+        print(f"holdfast: rank {self._me.rank}: {reason}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Leave the round for good. If it is not done, no rank can enter another one."""
@@ -206,6 +222,7 @@ class TorchrunLink:
         keys += [self._key(over + 1, "go"), self._key(over + 1, "end")]
         if self._lost is None and (end is None or end.how == "broken"):
             with _reaching("written to"):
+                self._end_exchange()
                 for key in keys:
                     if self._mark(key, closed).how in ("done", "closed"):
                         break
@@ -238,7 +255,11 @@ class TorchrunLink:
 
     def _wait_until(self, happened: Callable[[], bool]) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: happened() or self._lost is not None)
+            self._changed.wait_for(
+                lambda: happened() or self._lost is not None or self._unable is not None
+            )
+            if self._unable is not None:
+                raise self._unable
             if not happened() and self._lost is not None:
                 raise WireError(_unreachable("listened to", self._lost)) from self._lost
 
@@ -267,13 +288,23 @@ class TorchrunLink:
                 self._changed.notify_all()
 
         thread = threading.Thread(target=wait, name="holdfast exchange", daemon=True)
+        self._exchange = (key, thread)
         thread.start()
         self._wait_until(lambda: complete.is_set() or self._end is not None)
-        if not complete.is_set():
-            self._store.set(key, b"")  # It frees the thread, and those of the other ranks.
-            assert self._end is not None
-            raise FencedError(f"round {self._round} ended during an exchange: {self._end.why}")
-        thread.join()
+        if not self._end_exchange():
+            end = self._wait_for_end()
+            raise FencedError(f"round {self._round} ended during an exchange: {end.why}")
+
+    def _end_exchange(self) -> bool:
+        """Free the thread that waits for an exchange; return whether it was complete."""
+        if self._exchange is None:
+            return True
+        key, thread = self._exchange
+        found = bytes(self._store.compare_set(key, "", EXCHANGE_ENDED))
+        if thread.ident is not None:  # A departure may strike before it is started.
+            thread.join()
+        self._exchange = None
+        return found != EXCHANGE_ENDED
 
     def _forget_exchanges(self, keys: list[str]) -> None:
         with _reaching("written to"):
@@ -300,13 +331,15 @@ class TorchrunLink:
         """Make the function's thread leave where it has to; return whether a round may follow."""
         with self._changed:
             inside = self._inside
-        try:
-            if inside and end.how != "done":
+        unable: Exception | None = None
+        if inside and end.how != "done":
+            try:
                 self._leave(end.why)
-        finally:
-            with self._changed:
-                self._end = end
-                self._changed.notify_all()
+            except Exception as error:  # A callback's; the function's thread raises it.
+                unable = error
+        with self._changed:
+            self._end, self._unable = end, unable
+            self._changed.notify_all()
         return end.how == "broken"
 
     def _hear_go(self, go: RoundMark) -> bool:
