@@ -58,14 +58,12 @@ def free_bytes(torch: Any, index: int) -> int:
     return int(torch.cuda.mem_get_info(index)[0])
 
 
-def _try(piece: Callable[[Any], None], argument: Any) -> None:
+def _try(piece: Callable[..., None], *arguments: Any) -> None:
     """Rehearse a piece; one that this version of torch cannot do is left to the script."""
     try:
-        piece(argument)
-    except (
-        Exception
-    ):  # Any version of torch and of CUDA's libraries; an error that sticks shows later.
-        log.debug("%s cannot be rehearsed on the GPU", piece.__name__, exc_info=True)
+        piece(*arguments)
+    except Exception:  # Of any version of torch or CUDA; one that sticks shows afterwards.
+        log.info("%s cannot be rehearsed on the GPU", piece.__name__, exc_info=True)
 
 
 @contextmanager

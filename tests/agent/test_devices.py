@@ -65,9 +65,9 @@ def test_each_rank_gets_a_standby_for_its_gpu_one_after_the_other() -> None:
     devices, standbys = known(report(0), report(1)), [Waiting(), Waiting()]
     taken = []
     while (found := devices.next_order(standbys)) is not None:
-        standby, standby.device, order = found
+        standby, gpu, order = found
         taken.append(order.index)
-        standby.taking_device = True
+        standby.device, standby.taking_device = gpu, True
         assert devices.next_order(standbys) is None
         standby.taking_device = False
     assert taken == [0, 1]
