@@ -220,6 +220,8 @@ def test_standbys_that_have_left_do_not_come_back_to_the_gpus(tmp_path: Path) ->
         await node.first_steps()
         await node.ready()
         assert not any(standby.device for standby in node.pool.waiting)
+        assert len(node.said) == 2
+        assert node.said[1].startswith("standbys hold no GPU any more: ")
 
     on_a_node(tmp_path, scenario)
 
@@ -243,5 +245,7 @@ def test_if_one_leaves_its_gpu_for_want_of_memory_all_do(tmp_path: Path) -> None
         await node.until(lambda: other.process is not None and other.process.exit is not None)
         await node.ready()
         assert not any(standby.device for standby in node.pool.waiting)
+        assert len(node.said) == 2
+        assert node.said[1].startswith("standbys hold no GPU any more: ")
 
     on_a_node(tmp_path, scenario)
