@@ -362,6 +362,7 @@ class WorkerMonitor:
 
     def _function_raised(self, worker: Worker, message: FunctionRaised) -> None:
         self.detector.remove(worker.rank)
+        self.pool.note_failure(message.raised)
         if worker.function is not None and worker.function.stage != "leaving":
             worker.function.raised()
             self.reporter.raised(worker, message)

@@ -40,7 +40,9 @@ from holdfast.messages.records import Raised
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
+ABORT_AGAIN_S: Final = 0.1
 SETTLE_S: Final = 24 * 3600.0
 """How long process groups are left alone for an atomic section; the agent's limit is shorter."""
 
@@ -125,6 +127,11 @@ class Restarts:
         self._unfit: StopRestarting | UnfitProcess | None = None
         """What the hook `abort` raised."""
         self._iteration = 0
+        self._outside = threading.Event()
+        self._outside.set()
+        """Whether the function's thread is not in the function."""
+        self._left_by: BaseException | None = None
+        """What ended the function; its frames hold what the function made."""
         self._error: Raised | None = None
         """What the function raised here in the entry before."""
         self._members: tuple[Member, ...] = ()
@@ -139,9 +146,6 @@ class Restarts:
         if find_spec("torch") is not None:
             groups.watch()
         install_zones(self._call)
-        # What is there before the function outlives it: the collector need not look at it after each
-        # departure, which takes half a second in a process with torch.
-        gc.freeze()
         try:
             return self._enter_until_returned(args, kwargs)
         except StopRestarting as stop:
@@ -213,12 +217,13 @@ class Restarts:
             local_rank=entry.local_rank,
             previous=self._active,
         )
-        found = self._link.gather("members", msgspec.msgpack.encode((own, self._members)))
-        told = [
-            msgspec.msgpack.decode(one, type=tuple[Member, tuple[Member, ...]]) for one in found
-        ]
-        before = next((members for _, members in told if members), ())
-        self._members = assign_ranks(with_gone((one for one, _ in told), before), self._assign)
+        told = self._gather("members", (own, bool(self._members)), tuple[Member, bool])
+        known_by = next((member.rank for member, knows in told if knows), None)
+        before: tuple[Member, ...] = ()
+        if known_by is not None:  # Of those that were there, one tells the newcomers who else was.
+            mine = self._members if known_by == entry.rank else ()
+            before = self._gather("before", mine, tuple[Member, ...])[known_by]
+        self._members = assign_ranks(with_gone([m for m, _ in told], before), self._assign)
         active = self._members[entry.rank].active
         size = sum(one.active is not None for one in self._members)
         self._state = replace(self._state, active_rank=active, active_world_size=size)
@@ -228,6 +233,11 @@ class Restarts:
             os.environ["RANK"] = str(entry.rank if active is None else active)
             self._link.serve_store()
         return active
+
+    def _gather(self, name: str, value: T, kind: Any) -> list[T]:
+        """Exchange values between all ranks of the round."""
+        found = self._link.gather(name, msgspec.msgpack.encode(value))
+        return [msgspec.msgpack.decode(one, type=kind) for one in found]
 
     def _enter(
         self, entry: RoundEntry, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -244,14 +254,22 @@ class Restarts:
         result = None
         try:
             if active is not None:
-                result = self._call.run(self._function, *args, **kwargs)
+                result = self._call_function(args, kwargs)
         except Departure as departure:
-            groups.drop_frames(departure)
+            self._left_by = departure
             return False, None
         except Exception as error:
+            self._left_by = error
             self._raised(error)
             return False, None
         return self._link.returned(), result
+
+    def _call_function(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._outside.clear()
+        try:
+            return self._call.run(self._function, *args, **kwargs)
+        finally:
+            self._outside.set()
 
     def _raised(self, error: Exception) -> None:
         """Report what the function raised, unless that is the consequence of being told to leave."""
@@ -260,7 +278,6 @@ class Restarts:
             print(raised.traceback, end="", file=sys.stderr, flush=True)
             self._link.raised(raised)
             self._error = raised
-        groups.drop_frames(error)
 
     # ---- leaving ----
 
@@ -271,6 +288,8 @@ class Restarts:
             self._link.postponed()
         self._call.settle(SETTLE_S)
         self._abort()
+        while not self._outside.wait(ABORT_AGAIN_S):  # It may make other groups while it is left.
+            groups.abort_groups()
 
     def _abort(self) -> None:
         with self._aborting:
@@ -287,7 +306,8 @@ class Restarts:
         if self._unfit is not None:
             raise self._unfit
         registry.function_left()
-        groups.forget_groups()
+        groups.forget_groups(self._left_by)
+        self._left_by = None
         self._hooks.left(self._state)
         check_device()(self._state)
 
@@ -295,7 +315,7 @@ class Restarts:
         """Let go of the function: it is not entered again."""
         registry.forget()
         install_zones(None)
-        gc.unfreeze()
+        groups.unwatch()
         self._link.close()
 
     def _terminate(self) -> None:

@@ -24,6 +24,7 @@ import threading
 import time
 import traceback
 import weakref
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Any, ClassVar
 
@@ -32,7 +33,9 @@ from holdfast.inprocess.groups.stores import Stores
 
 _log = logging.getLogger(__name__)
 
-ABORT_LIMIT_S = 5.0
+ABORT_LIMIT_S = 0.1
+"""How long an abort is waited for. NCCL's frees whoever waits at once, and then takes a second to clear
+its own threads away, which can be done while others are made."""
 _LOOKS, _LOOK_EVERY_S = 5, 0.001
 
 
@@ -42,6 +45,8 @@ class _Watched:
     stores = Stores()
     frozen = False
     aborted = False
+    aborting: ClassVar[dict[tuple[str, str], threading.Thread]] = {}
+    """Threads that abort what is not gloo's, by group and device."""
     kept: ClassVar[set[int]] = set()
     """Threads of groups that the script holds on to."""
 
@@ -67,7 +72,8 @@ def unwatch() -> None:
 
 
 def abort_groups(limit_s: float = ABORT_LIMIT_S) -> bool:
-    """End all waits for other ranks in this process; return whether that was done within the limit.
+    """End all waits for other ranks in this process; return whether that was done within the limit, or
+    goes on in the background.
 
     The groups are unusable afterwards. May be called again: a function that has not been left may have
     made others.
@@ -96,6 +102,7 @@ def forget_groups(*errors: BaseException | None) -> None:
         gc.collect()  # Held by a cycle of references, perhaps.
         _Watched.kept = set(gloo.threads())
     _Watched.stores.forget()
+    _Watched.aborting.clear()
     _Watched.aborted = False
 
 
@@ -147,21 +154,22 @@ def _gone_soon(groups: list[weakref.ref[Any]]) -> bool:
 def _abort_others(limit_s: float) -> bool:
     """Abort what is not gloo's, each in a thread of its own: it waits for the device, which may be
     stuck, or for an operation of another communicator that is yet to be aborted."""
-    aborting = [
-        threading.Thread(target=_abort, args=(backend,), name="holdfast-abort", daemon=True)
-        for backend in _other_backends()
-    ]
-    for thread in aborting:
-        thread.start()
+    for key, backend in _other_backends():
+        if key not in _Watched.aborting:
+            thread = threading.Thread(
+                target=_abort, args=(backend,), name="holdfast-abort", daemon=True
+            )
+            _Watched.aborting[key] = thread
+            thread.start()
+    aborting = list(_Watched.aborting.values())
     deadline = time.monotonic() + limit_s
     for thread in aborting:
         thread.join(max(0.0, deadline - time.monotonic()))
     return not any(thread.is_alive() for thread in aborting)
 
 
-def _other_backends() -> list[Any]:
-    """Return the backends that have an abort of their own; gloo's frees nobody."""
-    found = []
+def _other_backends() -> Iterator[tuple[tuple[str, str], Any]]:
+    """Yield the backends that have an abort of their own; gloo's frees nobody."""
     for group in records.groups():
         for device in group._device_types:
             try:
@@ -171,8 +179,7 @@ def _other_backends() -> list[Any]:
             while hasattr(backend, "wrapped_pg"):  # With TORCH_DISTRIBUTED_DEBUG=DETAIL.
                 backend = backend.wrapped_pg
             if backend.name() != "gloo":
-                found.append(backend)
-    return found
+                yield (group.group_name, device.type), backend
 
 
 def _abort(backend: Any) -> None:
