@@ -8,10 +8,10 @@ These keys are all there is, each below the round's number:
     left       counts ranks that have left; the last one sets `go` of the next round
     go         the round may be entered, or somebody will not and so nobody can
 
-One daemon thread waits for these keys with a connection of its own, for the store answers one call at
-a time on each. The function's thread never blocks in the store: it waits for that thread, in Python,
-where a signal reaches it. A rank that dies ends all others, as torchrun does, and a store that is gone
-raises in whatever waits for it.
+One daemon thread waits for these keys, and one for exchanges. Each has a connection of its own, for
+the store answers one call at a time on each. The function's thread never blocks in the store: it waits
+for those threads, in Python, where a signal reaches it. A rank that dies ends all others, as torchrun
+does, and a store that is gone raises in whatever waits for it.
 
 A process without a launcher is a world of one, with a store in its own memory.
 """
@@ -39,8 +39,8 @@ from holdfast.messages.records import Raised
 UNLIMITED: Final = timedelta(days=365)
 """A store wants a limit. A rank that dies ends the others in any case."""
 
-WATCHER_ENDS_S: Final = 5.0
-"""The watcher thread ends at once when the round does; a callback that hangs cannot hold it longer."""
+THREADS_END_S: Final = 5.0
+"""Threads end at once when the round does; a callback that hangs cannot hold the end longer."""
 
 EXCHANGE_ENDED: Final = b"ended"
 """The value of an exchange's key `all`, if the round ended before all had given theirs."""
@@ -118,15 +118,18 @@ class TorchrunLink:
         self._leave = leave
         with _reaching("connected to"):
             connect = _connections(self._me.store)
-            self._store, self._gathering, watching = connect(), connect(), connect()
+            self._store, gathering, watching = connect(), connect(), connect()
             place = f"holdfast/inprocess/{self._me.attempt}/{self._me.world_size}"
             opened = self._store.add(f"{place}/opened/{self._me.rank}", 1)
         self._prefix = f"{place}/{opened}"
         self._exchanges: Counter[str] = Counter()
         self._stale: list[str] = []
         """Keys of this rank's exchanges, to be deleted when nobody can need them."""
-        self._exchange: tuple[str, threading.Thread] | None = None
-        """The key that a thread waits for, and that thread; a departure may leave one behind."""
+        self._awaited = ""
+        """The exchange under way: its key `all`. A departure may leave it behind."""
+        self._seen = ""
+        """The same key, once it is set."""
+        self._closing = False
         self._fence = GroupFence(own_store=self._store if self._me.store is None else None)
         self._fence.prefix = f"{self._prefix}/0/groups"
         self._fence.install()
@@ -135,6 +138,11 @@ class TorchrunLink:
             target=self._watch, args=(watching,), name="holdfast rounds", daemon=True
         )
         self._watcher.start()
+        # Not when it is needed: an asynchronous exception may strike a thread that is being started.
+        self._waiter = threading.Thread(
+            target=self._await_exchanges, args=(gathering,), name="holdfast exchanges", daemon=True
+        )
+        self._waiter.start()
         return self._entry("")
 
     def returned(self) -> bool:
@@ -227,7 +235,11 @@ class TorchrunLink:
                     if self._mark(key, closed).how in ("done", "closed"):
                         break
         self._fence.remove()
-        self._watcher.join(WATCHER_ENDS_S)
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        for thread in (self._watcher, self._waiter):
+            thread.join(THREADS_END_S)
 
     # ---- the function's thread ----
 
@@ -274,36 +286,25 @@ class TorchrunLink:
 
     def _wait_for_exchange(self, key: str) -> None:
         """Wait until all have given their value; raise if the round ends before."""
-        complete = threading.Event()
-
-        def wait() -> None:
-            lost: BaseException | None = None
-            try:
-                self._gathering.wait([key], UNLIMITED)
-                complete.set()
-            except (RuntimeError, OSError) as error:  # Torch's own are RuntimeErrors.
-                lost = error
-            with self._changed:
-                self._lost = lost or self._lost
-                self._changed.notify_all()
-
-        thread = threading.Thread(target=wait, name="holdfast exchange", daemon=True)
-        self._exchange = (key, thread)
-        thread.start()
-        self._wait_until(lambda: complete.is_set() or self._end is not None)
+        with self._changed:
+            self._awaited = key
+            self._changed.notify_all()
+        self._wait_until(lambda: self._seen == key or self._end is not None)
         if not self._end_exchange():
             end = self._wait_for_end()
             raise FencedError(f"round {self._round} ended during an exchange: {end.why}")
 
     def _end_exchange(self) -> bool:
-        """Free the thread that waits for an exchange; return whether it was complete."""
-        if self._exchange is None:
+        """Free all who wait for the exchange under way; return whether it was complete."""
+        key = self._awaited
+        if not key:
             return True
-        key, thread = self._exchange
         found = bytes(self._store.compare_set(key, "", EXCHANGE_ENDED))
-        if thread.ident is not None:  # A departure may strike before it is started.
-            thread.join()
-        self._exchange = None
+        with self._changed:
+            self._changed.notify_all()  # A departure may have struck before this was done.
+        self._wait_until(lambda: self._seen == key)
+        with self._changed:
+            self._awaited = self._seen = ""
         return found != EXCHANGE_ENDED
 
     def _forget_exchanges(self, keys: list[str]) -> None:
@@ -311,6 +312,25 @@ class TorchrunLink:
             for key in keys:
                 self._store.delete_key(key)
         self._stale = [key for key in self._stale if key not in set(keys)]
+
+    # ---- the thread that waits for exchanges ----
+
+    def _await_exchanges(self, store: Any) -> None:
+        try:
+            while key := self._next_exchange():
+                store.wait([key], UNLIMITED)
+                with self._changed:
+                    self._seen = key
+                    self._changed.notify_all()
+        except (RuntimeError, OSError) as error:  # Torch's own are RuntimeErrors.
+            with self._changed:
+                self._lost = error
+                self._changed.notify_all()
+
+    def _next_exchange(self) -> str:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing or self._awaited != self._seen)
+            return "" if self._closing else self._awaited
 
     # ---- the watcher thread ----
 

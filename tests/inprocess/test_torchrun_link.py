@@ -221,7 +221,7 @@ def test_what_an_earlier_attempt_of_torchrun_left_behind_is_not_seen(store: Any)
     assert [entry.why for entry in opened(new)] == ["", ""]
     assert results(new, "returned") == [True, True]
     assert all(rank.told.empty() for rank in new)
-    results(old, "close")
+    results(old + new, "close")
 
 
 # ---- exchanges ----
