@@ -5,10 +5,14 @@ making of a group. `abort_groups`, called by another thread, ends all such waits
 abort, gloo's and the stores' by shutting down their connections, and no others'. When the function is
 gone, `forget_groups` destroys what it made.
 
-A group lives as long as something holds it: DDP modules, meshes, tensors. The caller drops what the
-function's frames hold with `drop_frames`, before it calls `forget_groups`. What the script keeps in
+A group lives as long as something holds it: DDP modules, meshes, tensors. The frames of the exception
+with which the function ended hold all of it, so `forget_groups` clears them. What the script keeps in
 objects that outlive the function stays: its connections are shut down, but its thread and descriptors
 remain until the script lets go of it.
+
+DDP's modules go with their last reference, those of FSDP2 hold themselves in cycles and wait for the
+garbage collector. With all of torch imported a collection takes some 0.3 s, so that what exists before
+the function is first called is taken out of it (`gc.freeze`).
 """
 
 from __future__ import annotations
@@ -18,10 +22,11 @@ import logging
 import os
 import sys
 import threading
+import time
 import traceback
 import weakref
 from importlib import import_module
-from typing import Any
+from typing import Any, ClassVar
 
 from holdfast.inprocess.groups import gloo, records
 from holdfast.inprocess.groups.stores import Stores
@@ -29,22 +34,37 @@ from holdfast.inprocess.groups.stores import Stores
 _log = logging.getLogger(__name__)
 
 ABORT_LIMIT_S = 5.0
+_LOOKS, _LOOK_EVERY_S = 5, 0.001
 
 
 class _Watched:
     """What is known of this process's groups beyond what torch knows."""
 
     stores = Stores()
+    frozen = False
     aborted = False
+    kept: ClassVar[set[int]] = set()
+    """Threads of groups that the script holds on to."""
 
 
 def watch() -> None:
-    """Prepare, before the function makes its first group: torch's rendezvous is to be watched."""
+    """Prepare, before the function is first called."""
     import torch.distributed as dist
 
     if dist.is_available():
         # The attribute of this name is a function.
         _Watched.stores.watch(import_module("torch.distributed.rendezvous"))
+    if not gc.get_freeze_count():  # The script may freeze and unfreeze by itself.
+        gc.freeze()
+        _Watched.frozen = True
+
+
+def unwatch() -> None:
+    """Put all as it was, once the function will not be called again."""
+    _Watched.stores.unwatch()
+    if _Watched.frozen:
+        gc.unfreeze()
+        _Watched.frozen = False
 
 
 def abort_groups(limit_s: float = ABORT_LIMIT_S) -> bool:
@@ -66,14 +86,21 @@ def abort_groups(limit_s: float = ABORT_LIMIT_S) -> bool:
     return not aborting.is_alive()
 
 
-def forget_groups() -> None:
-    """Destroy all groups, in the thread that ran the function, once this is gone."""
+def forget_groups(*errors: BaseException | None) -> None:
+    """Destroy all groups, in the thread that ran the function, once this is gone.
+
+    The frames of the exceptions are cleared (see `drop_frames`).
+    """
     if not _Watched.aborted:
         abort_groups()
     gloo.abort(0)  # Of groups that were made since.
+    records.release_works()  # While the frames hold their tensors.
+    for error in errors:
+        drop_frames(error)
     alive = _destroy()
-    if any(group() is not None for group in alive) or gloo.threads():
-        gc.collect()  # Some are held by cycles of references.
+    if not _gone_soon(alive):
+        gc.collect()  # Held by a cycle of references, perhaps. That costs tenths of a second.
+        _Watched.kept = set(gloo.threads())
     _Watched.stores.forget()
     _Watched.aborted = False
 
@@ -110,6 +137,18 @@ def _destroy() -> list[weakref.ref[Any]]:
     alive = [weakref.ref(group) for group in known]
     records.clear()
     return alive
+
+
+def _gone_soon(groups: list[weakref.ref[Any]]) -> bool:
+    """Return whether nothing is left of the groups. The kernel shows a thread a little longer than it
+    runs."""
+    for _ in range(_LOOKS):
+        if any(group() is not None for group in groups):
+            return False
+        if not set(gloo.threads()) - _Watched.kept:
+            return True
+        time.sleep(_LOOK_EVERY_S)
+    return False
 
 
 def _abortable(group: Any) -> bool:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,6 +41,13 @@ class Stores:
         if not isinstance(rendezvous.TCPStore, _StoreMaker):
             rendezvous.TCPStore = _StoreMaker(rendezvous.TCPStore, self)
 
+    def unwatch(self) -> None:
+        """Have the module make its stores as before."""
+        rendezvous: Any = sys.modules.get("torch.distributed.rendezvous")
+        maker = getattr(rendezvous, "TCPStore", None)
+        if isinstance(maker, _StoreMaker):
+            rendezvous.TCPStore = maker.make
+
     def abort(self) -> None:
         """End all waits for these stores."""
         for made in list(self._made):
@@ -61,7 +69,7 @@ class _StoreMaker:
     """Stands for the class TCPStore in torch's rendezvous, which only calls it."""
 
     def __init__(self, make: Callable[..., object], stores: Stores) -> None:
-        self._make = make
+        self.make = make
         self._stores = stores
 
     def __call__(
@@ -73,7 +81,7 @@ class _StoreMaker:
             left_s = _await_server(host_name, port, timeout.total_seconds())
             settings["timeout"] = timedelta(seconds=left_s)
         with self._stores.connecting(port):
-            return self._make(host_name, port, *args, is_master=is_master, **settings)
+            return self.make(host_name, port, *args, is_master=is_master, **settings)
 
 
 def _await_server(host: str, port: int, timeout_s: float) -> float:
