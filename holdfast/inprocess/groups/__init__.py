@@ -20,7 +20,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import sys
 import threading
 import time
 import traceback
@@ -76,14 +75,7 @@ def abort_groups(limit_s: float = ABORT_LIMIT_S) -> bool:
     _Watched.aborted = True
     gloo.abort(_pairs())
     _Watched.stores.abort()
-    others = [group for group in records.groups() if _abortable(group)]
-    if not others:
-        return True
-    # In a thread of its own: it waits for the device, which may be stuck.
-    aborting = threading.Thread(target=_abort, args=(others,), name="holdfast-abort", daemon=True)
-    aborting.start()
-    aborting.join(limit_s)
-    return not aborting.is_alive()
+    return _abort_others(limit_s)
 
 
 def forget_groups(*errors: BaseException | None) -> None:
@@ -93,13 +85,15 @@ def forget_groups(*errors: BaseException | None) -> None:
     """
     if not _Watched.aborted:
         abort_groups()
-    gloo.abort(0)  # Of groups that were made since.
+    else:  # What was made since.
+        gloo.abort(0)
+        _abort_others(ABORT_LIMIT_S)
     records.release_works()  # While the frames hold their tensors.
     for error in errors:
         drop_frames(error)
     alive = _destroy()
     if not _gone_soon(alive):
-        gc.collect()  # Held by a cycle of references, perhaps. That costs tenths of a second.
+        gc.collect()  # Held by a cycle of references, perhaps.
         _Watched.kept = set(gloo.threads())
     _Watched.stores.forget()
     _Watched.aborted = False
@@ -129,12 +123,11 @@ def _pairs() -> int:
 
 
 def _destroy() -> list[weakref.ref[Any]]:
-    """Shut down the groups and make torch forget them; return references to them."""
-    known = records.groups()
-    for group in known:
-        if _abortable(group):
-            _try(group, "shutdown")
-    alive = [weakref.ref(group) for group in known]
+    """Make torch forget the groups; return references to them.
+
+    They are not shut down in order: that would wait for the peers of an operation that was aborted.
+    """
+    alive = [weakref.ref(group) for group in records.groups()]
     records.clear()
     return alive
 
@@ -151,45 +144,40 @@ def _gone_soon(groups: list[weakref.ref[Any]]) -> bool:
     return False
 
 
-def _abortable(group: Any) -> bool:
-    """Return whether a group has a backend with an abort of its own: gloo's frees nobody."""
-    return any(_backend_name(group, device) not in ("gloo", "") for device in group._device_types)
+def _abort_others(limit_s: float) -> bool:
+    """Abort what is not gloo's, each in a thread of its own: it waits for the device, which may be
+    stuck, or for an operation of another communicator that is yet to be aborted."""
+    aborting = [
+        threading.Thread(target=_abort, args=(backend,), name="holdfast-abort", daemon=True)
+        for backend in _other_backends()
+    ]
+    for thread in aborting:
+        thread.start()
+    deadline = time.monotonic() + limit_s
+    for thread in aborting:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return not any(thread.is_alive() for thread in aborting)
 
 
-def _backend_name(group: Any, device: Any) -> str:
-    try:
-        name: str = group._get_backend(device).name()
-    except RuntimeError:
-        return ""  # Made by the first collective, which has not come.
-    return name
-
-
-def _abort(groups: list[Any]) -> None:
-    """Abort all together: NCCL's communicators may wait for each other otherwise."""
-    together = _nccl_backend(groups)
-    if together is not None:
-        together._group_start()
-    try:
-        for group in sorted(groups, key=lambda group: str(group.group_name), reverse=True):
-            _try(group, "abort")
-    finally:
-        if together is not None:
-            together._group_end()
-
-
-def _nccl_backend(groups: list[Any]) -> Any:
-    kind = getattr(sys.modules["torch.distributed"], "ProcessGroupNCCL", None)
-    for group in groups:
+def _other_backends() -> list[Any]:
+    """Return the backends that have an abort of their own; gloo's frees nobody."""
+    found = []
+    for group in records.groups():
         for device in group._device_types:
-            if kind is not None and _backend_name(group, device) == "nccl":
+            try:
                 backend = group._get_backend(device)
-                return backend if isinstance(backend, kind) else None
-    return None
+            except RuntimeError:
+                continue  # Made by the first collective, which has not come.
+            while hasattr(backend, "wrapped_pg"):  # With TORCH_DISTRIBUTED_DEBUG=DETAIL.
+                backend = backend.wrapped_pg
+            if backend.name() != "gloo":
+                found.append(backend)
+    return found
 
 
-def _try(group: Any, action: str) -> None:
-    # Whatever a backend raises when its peers are gone: the others must be dealt with all the same.
+def _abort(backend: Any) -> None:
+    # Whatever a backend raises, the others are dealt with; a process that does not leave is replaced.
     try:
-        getattr(group, action)()
+        backend.abort()
     except Exception as error:
-        _log.warning("process group %s: %s failed: %s", group.group_name, action, error)
+        _log.warning("the %s backend of a process group failed to abort: %s", backend.name(), error)
