@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from statistics import median
 
-from harness import leftovers
+from harness import leftovers, processes
 from harness.job import JobError
 from harness.lines import Line, count
 from harness.marks import Seconds
@@ -31,6 +31,8 @@ PLACES = ("entry", "forward", "backward", "reduce", "between", "after")
 SAMPLE_EVERY = 5
 TELL_EVERY = 10
 FEWEST_SAMPLES = 12
+MOST_STEPS = 10
+"""At most so many steps less one are trained between two faults."""
 
 
 @dataclass
@@ -42,6 +44,8 @@ class Blow:
     redone: int
     replaced: int
     """Ranks that have another process than before."""
+    bystanders: int
+    """Those of them whose process had not been hit."""
 
 
 @dataclass
@@ -67,6 +71,8 @@ class Blows:
         self._draw = draw
         self.spared: int | None = None
         """Pid of the process that is not to be hit any more."""
+        self.hit: set[int] = set()
+        """Processes that this fault may replace."""
 
     def victim(self, *but: int) -> int:
         ranks = [r for r in range(RANKS) if self._job.life(r).pid != self.spared and r not in but]
@@ -74,10 +80,12 @@ class Blows:
 
     def deal(self, kind: str) -> Seconds:
         """Have the fault; return the moment of its last part."""
+        self.hit = set()
         return KINDS[kind][1](self)
 
     def _kill(self, pid: int, number: signal.Signals = signal.SIGKILL) -> Seconds:
         moment = time.monotonic()
+        self.hit |= {pid, *(one.pid for one in processes.below(pid))}
         try:
             os.kill(pid, number)
         except ProcessLookupError:
@@ -93,7 +101,12 @@ class Blows:
 
     def kill_itself(self) -> Seconds:
         places = [place for place in PLACES if place != "entry"]
-        return self._job.order(self.victim(), f"kill@{self._draw.choice(places)}")
+        return self._order_to_die(f"kill@{self._draw.choice(places)}")
+
+    def _order_to_die(self, fault: str) -> Seconds:
+        victim = self.victim()
+        self.hit.add(self._job.life(victim).pid)
+        return self._job.order(victim, fault)
 
     def kill_two(self) -> Seconds:
         first = self.victim()
@@ -105,7 +118,7 @@ class Blows:
         return self._kill(self._job.life(self.victim()).pid, signal.SIGSTOP)
 
     def gil(self) -> Seconds:
-        return self._job.order(self.victim(), "gil@forward")
+        return self._order_to_die("gil@forward")
 
     def mismatch(self) -> Seconds:
         return self._job.order(self.victim(), "mismatch@reduce")
@@ -129,7 +142,8 @@ class Blows:
         return self._kill(self._job.life(first).pid)
 
     def agent(self) -> Seconds:
-        mine = self._job.agent_of(self.spared) if self.spared is not None else None
+        spared = self._job.life(RANKS - 1).pid if self.spared is None else self.spared
+        mine = self._job.agent_of(spared)
         agents = [pid for pid in self._job.named("holdfast-agent") if pid != mine]
         return self._kill(self._draw.choice(agents))
 
@@ -199,7 +213,7 @@ def _deal(
     job.wait_for_steps(setting.limit)
     for number in range(faults):
         if number == faults // 10:
-            blows.spared = job.life(RANKS - 1).pid
+            blows.spared = job.life(RANKS - 1).pid  # Its agent has never been killed.
             agent = job.agent_of(blows.spared)
             storm.lasting = {"rank": blows.spared, "its agent": agent}
         if number % SAMPLE_EVERY == 0:
@@ -207,21 +221,31 @@ def _deal(
             storm.samples.append(found)
             storm.processes.append(len(found))
         kind = draw.choices(kinds, weights)[0]
-        pids = [job.life(rank).pid for rank in range(RANKS)]
+        _train_a_while(job, draw.randrange(MOST_STEPS), setting.limit)
+        before = [job.life(rank) for rank in range(RANKS)]
         moment = blows.deal(kind)
         try:
             stepped = job.wait_for_steps(setting.limit, after=moment)
         except JobError as failure:
             raise JobError(f"fault {number + 1}, {kind}: {failure}") from None
-        reached = job.marks.highest_step(until=moment)
+        reached = max(life.steps[-1] for life in before)
         lives = [job.life(rank) for rank in range(RANKS)]
-        replaced = sum(life.pid != pid for life, pid in zip(lives, pids, strict=True))
+        pids = [life.pid for life in before]
+        replaced = [pid for life, pid in zip(lives, pids, strict=True) if life.pid != pid]
+        bystanders = len(set(replaced) - blows.hit)
         redone = max(0, reached + 1 - min(life.steps[0] for life in lives))
-        storm.blows.append(Blow(kind, stepped - moment, redone, replaced))
+        storm.blows.append(Blow(kind, stepped - moment, redone, len(replaced), bystanders))
+        if bystanders or redone:
+            say(f"fault {number + 1}, {kind}: {storm.blows[-1]}")
         _forget_lives(job, min(life.begun for life in lives))
         if (number + 1) % TELL_EVERY == 0:
             lately = median(blow.seconds for blow in storm.blows[-TELL_EVERY:])
             say(f"{number + 1} of {faults} faults, lately back in {lately:.3f} s")
+
+
+def _train_a_while(job: RestartingJob, steps: int, limit: Seconds) -> None:
+    until = job.life(0).steps[-1] + steps
+    job.wait_for(f"step {until}", lambda: job.life(0).steps[-1] >= until, limit)
 
 
 def _forget_lives(job: RestartingJob, before: Seconds) -> None:
@@ -247,6 +271,7 @@ def _lines(storm: Storm, faults: int, seed: int) -> list[Line]:
     by_kind: dict[str, list[Blow]] = defaultdict(list)
     for blow in storm.blows:
         by_kind[blow.kind].append(blow)
+    bystanders = sum(blow.bystanders for blow in storm.blows)
     seen = f"seed {seed}" + (f"; {storm.note}" if storm.note else "")
     lines = [count("faults survived", len(storm.blows), faults, seen=seen)]
     same = bool(storm.result) and storm.result == storm.undisturbed
@@ -255,6 +280,9 @@ def _lines(storm: Storm, faults: int, seed: int) -> list[Line]:
     for kind in KINDS:
         if mine := by_kind.get(kind):
             lines.append(_of_kind(kind, mine))
+    lines.append(Line("processes replaced that were not hit", float(bystanders), at_most=0.0))
+    redone = sum(blow.redone for blow in storm.blows)
+    lines.append(Line("steps redone", float(redone), at_most=0.0))
     lines += _flat(storm)
     behind = ", ".join(storm.left_behind)
     lines.append(Line("left behind", float(len(storm.left_behind)), at_most=0.0, seen=behind))
@@ -274,9 +302,7 @@ def _of_kind(kind: str, blows: list[Blow]) -> Line:
 
 def _flat(storm: Storm) -> list[Line]:
     """Growth of the processes that lived long enough to tell."""
-    found = {
-        one.pid: one for one in resources.growth(storm.samples, FEWEST_SAMPLES)
-    }
+    found = {one.pid: one for one in resources.growth(storm.samples, FEWEST_SAMPLES)}
     lines = []
     for name, pid in storm.lasting.items():
         one = found.get(pid)

@@ -89,7 +89,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=1_000_000, help="steps to train in all")
     parser.add_argument("--pause-ms", type=float, default=20.0, help="idle time in each step")
     parser.add_argument("--width", type=int, default=64, help="hidden units")
-    parser.add_argument("--saves", type=Path, help="folder of a Checkpointer, which saves to memory")
+    parser.add_argument(
+        "--saves", type=Path, help="folder of a Checkpointer, which saves to memory"
+    )
     parser.add_argument("--stop-at", type=Path, help="a file that may come to name the last step")
     parser.add_argument("--result", type=Path, help="a file for the digest of the parameters")
     return parser.parse_args()

@@ -42,6 +42,8 @@ R = TypeVar("R")
 
 SETTLE_S: Final = 24 * 3600.0
 """How long process groups are left alone for an atomic section; the agent's limit is shorter."""
+ABORT_AGAIN_S: Final = 0.05
+LONGEST_PAUSE_S: Final = 0.5
 
 
 def restartable(
@@ -121,6 +123,8 @@ class Restarts:
         self._link: RoundLink = link.current() or TorchrunLink()
         self._aborting = threading.Lock()
         self._aborted = False
+        self._departed = threading.Event()
+        """Set when the present entry is over, however it ended."""
         self._iteration = 0
         self._error: Raised | None = None
         """What the function raised here in the entry before."""
@@ -162,6 +166,7 @@ class Restarts:
             self._link.left()
             self._call.renew()
             self._aborted = False
+            self._departed = threading.Event()
             gc.collect()  # While the next round is agreed on: models and groups are in cycles.
             entry = self._link.next()
             self._iteration += 1
@@ -267,6 +272,20 @@ class Restarts:
             self._link.postponed()
         self._call.settle(SETTLE_S)
         self._abort()
+        again = threading.Thread(
+            target=self._abort_again, args=[self._departed], name="holdfast-abort", daemon=True
+        )
+        again.start()
+
+    def _abort_again(self, departed: threading.Event) -> None:
+        """End the waits that the function's thread began since: in the middle of torch's code it goes
+        on to the next connection, and no exception reaches it there."""
+        pause_s = ABORT_AGAIN_S
+        while not departed.wait(pause_s):
+            with self._aborting:
+                if not departed.is_set():
+                    groups.abort_groups()
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _abort(self) -> None:
         with self._aborting:
@@ -277,6 +296,8 @@ class Restarts:
 
     def _depart(self) -> None:
         self._abort()
+        with self._aborting:
+            self._departed.set()
         registry.function_left()
         groups.forget_groups()
         self._hooks.left(self._state)
