@@ -1,9 +1,9 @@
 """One job, hundreds of faults of all kinds: it finishes, with the bits of an undisturbed run.
 
-Two nodes with two ranks each. Faults are drawn from `KINDS` with a seed; each comes as soon as all ranks
-have stepped after the one before. One rank's process is spared after the first tenth, and its node's
-agent with it: it must enter its function again all that time without gathering memory, threads, files
-or sockets.
+Two nodes with two ranks each. Faults are drawn from `KINDS` with a seed; each comes a few steps after
+all ranks are back from the one before. One rank's process is spared after the first tenth, and its
+node's agent with it: it must enter its function again all that time without gathering memory, threads,
+files or sockets.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from harness.lines import Line, count
 from harness.marks import Seconds
 from harness.report import percentile
 from harness.setting import say
+
 from restarting import jobs, resources
 from restarting.jobs import RestartingJob, Setting
 

@@ -119,18 +119,31 @@ def digest(model: nn.Module, optim: torch.optim.Optimizer) -> str:
     return found.hexdigest()
 
 
+def tell(step: int, moments: list[float]) -> None:
+    """Print, once an entry, when it came to its group, its state and its first step."""
+    if moments:
+        entered, group, restored = moments
+        took = f"group {group - entered:.3f} s, state {restored - group:.3f} s"
+        first = time.monotonic() - restored
+        print(f"entered {entered:.3f}, {took}, step {step} {first:.3f} s", flush=True)
+        moments.clear()
+
+
 @holdfast.inprocess.restartable()
 def train(
     args: argparse.Namespace, orders: Orders, model: nn.Module, optim: torch.optim.Optimizer
 ) -> int:
     marks = StepMarks(Path(os.environ["BENCH_MARKS"]), int(os.environ["RANK"]))
+    moments = [time.monotonic()]
     try:
         orders.strike("entry")
         dist.init_process_group("gloo")
         state = {"model": model, "optim": optim}
+        moments.append(time.monotonic())
         saves = holdfast.Checkpointer(args.saves, state, memory_every=10) if args.saves else None
         kept = holdfast.inprocess.keep(state, saves)
         step = kept.restore()
+        moments.append(time.monotonic())
         rank, world = dist.get_rank(), dist.get_world_size()
         while step < last_step(args):
             time.sleep(args.pause_ms / 1000)
@@ -150,6 +163,7 @@ def train(
             if saves is not None:
                 saves.save(step)
             marks.finished(step)
+            tell(step, moments)
             orders.strike("after")
         return step
     finally:

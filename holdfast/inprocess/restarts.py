@@ -137,7 +137,10 @@ class Restarts:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._refuse_misuse()
-        groups.watch()
+        try:
+            groups.watch()
+        except ImportError:
+            pass  # Without torch there are no process groups.
         install_zones(self._call)
         # What is there before the function outlives it: the collector need not look at it after each
         # departure, which takes half a second in a process with torch.

@@ -26,9 +26,10 @@ Steps say nothing if no rank knows where the script resumed, because each proces
 a job that advances by 50 steps each time would seem to fail at step 50 again and again. Rule 3 does not
 count such a fault, and rule 4 has the larger limit for it.
 
-Where processes stay (restartable functions), the same failure in the same rank is met by entering the
-function again REENTER_LIMIT times, at whatever steps; then that rank's process is replaced, as often;
-then all processes are. A rank that is stopped or keeps the GIL is replaced at once.
+Where processes stay (restartable functions), the same failure in the same rank, or at the same step, is
+met by entering the function again REENTER_LIMIT times; then that rank's process is replaced, as often;
+then all processes are. Rule 3 counts only from there on: a process that has gone bad is no bug of the
+script. A rank that is stopped or keeps the GIL is replaced at once.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class FaultHistory(Struct):
     """The same for faults that came from outside, or at unknown steps."""
     rank: Rank | None = None
     storm: int = 0
-    """How often in a row the signature above was seen in this rank, at any step."""
+    """How often in a row the signature above was seen in this rank, or at the step above."""
 
 
 class Keeping(Struct, frozen=True):
@@ -77,15 +78,20 @@ class Keeping(Struct, frozen=True):
 
 def keeping(history: FaultHistory, fault: Fault) -> Keeping:
     """Choose the processes that stay: fewer and fewer while the same failure comes again."""
-    again = history.storm if _same_rank(history, fault) else 0
+    again = history.storm if _again(history, fault) else 0
     if again >= 2 * REENTER_LIMIT:
         return Keeping(any=False)
     unfit = fault.rank is not None and (fault.stuck or again >= REENTER_LIMIT)
     return Keeping(without=(fault.rank,) if unfit and fault.rank is not None else ())
 
 
-def _same_rank(history: FaultHistory, fault: Fault) -> bool:
-    return (_signature(fault), fault.rank) == (history.signature, history.rank)
+def _again(history: FaultHistory, fault: Fault) -> bool:
+    """Return whether the same came last, in the same rank or at the same step.
+
+    A bug shows in all ranks, and any of them may be the first to raise.
+    """
+    same_place = fault.rank == history.rank or fault.step == history.step
+    return _signature(fault) == history.signature and same_place
 
 
 def _signature(fault: Fault) -> str:
@@ -108,7 +114,7 @@ def judge(
     if fault.wanted:
         return ladder.cheapest(fault, there)
     if not fault.doubtful:
-        _remember(history, fault, highest, max_restarts, comparable)
+        _remember(history, fault, highest, max_restarts, comparable, bool(there.parked))
     stop = _stop(history, fault, highest, max_restarts)
     if stop is not None:
         return stop
@@ -143,6 +149,7 @@ def _remember(
     highest: StepNumber,
     max_restarts: int | None,
     comparable: bool,
+    processes_stay: bool,
 ) -> None:
     advanced = comparable and highest > history.best_step
     history.best_step = highest
@@ -154,8 +161,8 @@ def _remember(
         history.stuck += 1
     # Before the job's first step, torchrun's number decides if there is one.
     unsaid = highest == 0 and (max_restarts is not None or fault.unexplained)
-    countable = comparable and not fault.outside and not unsaid
-    history.storm = history.storm + 1 if _same_rank(history, fault) else 1
+    countable = comparable and not fault.outside and not unsaid and not processes_stay
+    history.storm = history.storm + 1 if _again(history, fault) else 1
     signature = _signature(fault)
     repeated = signature == history.signature and fault.step == history.step
     history.same = (history.same + 1 if repeated else 1) if countable else 0

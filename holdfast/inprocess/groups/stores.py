@@ -27,7 +27,7 @@ from typing import Any
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.001, 0.02
 _CONNECT_S = 3.0
 """Longer than the first retransmission of a SYN."""
-_FIRST_PATIENCE_S = 0.002
+_FIRST_PATIENCE_S = 0.02
 _LAST_TRY_S = 1.0
 
 
@@ -58,9 +58,10 @@ class Stores:
         self._made.clear()
 
     @contextmanager
-    def connecting(self, port: int) -> Iterator[None]:
-        """Take the connections to this port that appear within the context for a store's."""
-        made = _StoreSockets(port)
+    def connecting(self, port: int, timeout_s: float = 0.0) -> Iterator[None]:
+        """Take the connections to this port that appear within the context for a store's, which
+        connects with this timeout."""
+        made = _StoreSockets(port, timeout_s)
         self._made.append(made)
         yield
         made.complete()
@@ -81,7 +82,7 @@ class _StoreMaker:
 
         def make(timeout_s: float | None) -> Any:
             limit = {} if timeout_s is None else {"timeout": timedelta(seconds=timeout_s)}
-            with self._stores.connecting(port):
+            with self._stores.connecting(port, timeout_s or 0.0):
                 return self.make(host_name, port, *args, is_master=is_master, **settings | limit)
 
         if is_master or not isinstance(timeout, timedelta):
@@ -95,8 +96,8 @@ def _connected(host: str, port: int, timeout_s: float, make: Callable[[float], A
     """Make a client once a server accepts connections.
 
     Its timeout while it connects is a few milliseconds. It waits all the same for the answer of a
-    server that listens and does not serve yet; but if that wait is ended, the client raises at once
-    instead of sleeping a second, connecting again and waiting where nobody ends it.
+    server that listens and does not serve yet; but if that wait is ended later than that, the client
+    raises at once instead of sleeping a second, connecting again and waiting where nobody ends it.
     """
     deadline = time.monotonic() + timeout_s
     patience_s = _FIRST_PATIENCE_S
@@ -129,8 +130,10 @@ def _await_server(host: str, port: int, deadline: float) -> float:
 class _StoreSockets:
     """The sockets of one store's clients, by inode: numbers are reused."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, timeout_s: float) -> None:
         self._port = port
+        self._raises_from = time.monotonic() + timeout_s
+        """When a store that is being made no longer tries again, if its connection is shut down."""
         self._others = set(_connected_to(port))
         self._own: set[int] | None = None
         """None while the store is being made."""
@@ -139,6 +142,8 @@ class _StoreSockets:
         self._own = set(_connected_to(self._port)) - self._others
 
     def shut_down(self) -> None:
+        while self._own is None and time.monotonic() < self._raises_from:
+            time.sleep(_FIRST_RETRY_S)
         for inode, fd in _connected_to(self._port).items():
             if inode in self._others or (self._own is not None and inode not in self._own):
                 continue
