@@ -26,7 +26,7 @@ from msgspec.structs import replace
 from holdfast.diagnosis.exceptions import describe
 from holdfast.errors import FencedError, StopRestarting, UnfitProcess, UsageError
 from holdfast.inprocess import groups, link
-from holdfast.inprocess.assignment import Assignment, Member, assign_ranks, with_gone
+from holdfast.inprocess.assignment.members import Assignment, Member, assign_ranks, with_gone
 from holdfast.inprocess.context import Context, wants_context
 from holdfast.inprocess.hooks import Hook, Hooks, HookState, check_device
 from holdfast.inprocess.kept import registry
@@ -125,6 +125,8 @@ class Restarts:
         self._aborted = False
         self._departed = threading.Event()
         """Set when the present entry is over, however it ended."""
+        self._unfit: StopRestarting | UnfitProcess | None = None
+        """What the hook `abort` raised."""
         self._iteration = 0
         self._error: Raised | None = None
         """What the function raised here in the entry before."""
@@ -295,12 +297,17 @@ class Restarts:
             if not self._aborted:
                 self._aborted = True
                 groups.abort_groups()
-                self._hooks.aborted(self._state)
+                try:
+                    self._hooks.aborted(self._state)
+                except (StopRestarting, UnfitProcess) as error:
+                    self._unfit = error  # For the function's thread, which acts on it.
 
     def _depart(self) -> None:
         self._abort()
         with self._aborting:
             self._departed.set()
+        if self._unfit is not None:
+            raise self._unfit
         registry.function_left()
         groups.forget_groups()
         self._hooks.left(self._state)

@@ -19,6 +19,7 @@ A process without a launcher is a world of one, with a store in its own memory.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -41,17 +42,20 @@ UNLIMITED: Final = timedelta(days=365)
 WATCHER_ENDS_S: Final = 5.0
 """The watcher thread ends at once when the round does; a callback that hangs cannot hold it longer."""
 
+EXCHANGE_ENDED: Final = b"ended"
+"""The value of an exchange's key `all`, if the round ended before all had given theirs."""
+
 _encode = msgspec.msgpack.encode
 
 
-class Mark(Struct, frozen=True):
+class RoundMark(Struct, frozen=True):
     """The value of a round's `end` or `go`."""
 
     how: Literal["go", "done", "broken", "closed"]
     why: str = ""
 
 
-_decoder = msgspec.msgpack.Decoder(Mark)
+_decoder = msgspec.msgpack.Decoder(RoundMark)
 
 
 class LaunchedAs(Struct, frozen=True):
@@ -96,12 +100,14 @@ class TorchrunLink:
         self._changed = threading.Condition()
         """Guards what the watcher thread tells the function's thread, from here on."""
         self._round = 0
-        self._end: Mark | None = None
+        self._end: RoundMark | None = None
         """How this round ended; set when `leave` has been called for it, if it had to be."""
         self._inside = False
         """Whether the function has been entered, and has neither returned nor been left."""
-        self._refused: Mark | None = None
+        self._refused: RoundMark | None = None
         self._lost: BaseException | None = None
+        self._unable: Exception | None = None
+        """What `leave` raised."""
 
     @property
     def replaces(self) -> bool:
@@ -119,6 +125,8 @@ class TorchrunLink:
         self._exchanges: Counter[str] = Counter()
         self._stale: list[str] = []
         """Keys of this rank's exchanges, to be deleted when nobody can need them."""
+        self._exchange: tuple[str, threading.Thread] | None = None
+        """The key that a thread waits for, and that thread; a departure may leave one behind."""
         self._fence = GroupFence(own_store=self._store if self._me.store is None else None)
         self._fence.prefix = f"{self._prefix}/0/groups"
         self._fence.install()
@@ -133,19 +141,22 @@ class TorchrunLink:
         round_number = self._step_out()
         with _reaching("written to"):
             if self._store.add(self._key(round_number, "returned"), 1) == self._me.world_size:
-                self._mark(self._key(round_number, "end"), Mark("done"))
+                self._mark(self._key(round_number, "end"), RoundMark("done"))
         return self._wait_for_end().how == "done"
 
     def raised(self, error: Raised) -> None:
-        """Break the round, unless it is broken already. `leave` is called here too."""
+        """Break the round, unless it is broken already.
+
+        `leave` is called here too, and has returned when this does: it never hits the next entry.
+        """
         why = f"rank {self._me.rank} raised {error.type}: {error.message}"
         with _reaching("written to"):
-            self._mark(self._key(self._round, "end"), Mark("broken", why))
-
-    def postponed(self) -> None:
-        """Nobody limits the time that leaving takes."""
+            self._mark(self._key(self._round, "end"), RoundMark("broken", why))
+        self._wait_for_end()
 
     def left(self) -> None:
+        """Note that `leave` has nothing to do any more, once it has returned."""
+        self._wait_for_end()
         self._step_out()
 
     def next(self) -> RoundEntry | None:
@@ -154,10 +165,11 @@ class TorchrunLink:
         self._require(end, "broken")
         over = self._round
         with _reaching("written to"):
+            self._end_exchange()
             if self._store.add(self._key(over, "left"), 1) == self._me.world_size:
                 for name in ("end", "go", "returned", "left"):
                     self._store.delete_key(self._key(over, name))
-                self._mark(self._key(over + 1, "go"), Mark("go"))
+                self._mark(self._key(over + 1, "go"), RoundMark("go"))
         self._wait_until(lambda: self._round > over or self._refused is not None)
         if self._refused is not None:
             self._require(self._refused, "go")
@@ -182,30 +194,35 @@ class TorchrunLink:
         return values
 
     def serve_store(self) -> None:
-        """Do nothing: torchrun serves the store, whichever ranks are active."""
+        """torchrun's agent serves the store, whichever ranks are active."""
+
+    def postponed(self) -> None:
+        """Nobody limits the time that leaving takes."""
 
     def resumed(self, step: int) -> None:
-        """Do nothing: nobody counts steps."""
+        """Nobody keeps count."""
 
     def ping(self) -> None:
-        """Do nothing: nobody looks for hangs."""
+        """Nobody watches for hangs."""
 
     def pause_watch(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def stop(self, reason: str, code: int) -> None:
-        """Do nothing: once this rank does not enter again, nobody can."""
+        """Say why; torchrun ends the other ranks when this one exits with the code."""
+        print(f"holdfast: rank {self._me.rank}: {reason}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Leave the round for good. If it is not done, no rank can enter another one."""
         with self._changed:
             self._inside = False
             over, end = self._round, self._end
-        closed = Mark("closed", f"rank {self._me.rank} does not enter the function again")
+        closed = RoundMark("closed", f"rank {self._me.rank} does not enter the function again")
         keys = [] if end is not None else [self._key(over, "end")]
         keys += [self._key(over + 1, "go"), self._key(over + 1, "end")]
         if self._lost is None and (end is None or end.how == "broken"):
             with _reaching("written to"):
+                self._end_exchange()
                 for key in keys:
                     if self._mark(key, closed).how in ("done", "closed"):
                         break
@@ -227,7 +244,7 @@ class TorchrunLink:
     def _key(self, round_number: int, name: str) -> str:
         return f"{self._prefix}/{round_number}/{name}"
 
-    def _mark(self, key: str, mark: Mark) -> Mark:
+    def _mark(self, key: str, mark: RoundMark) -> RoundMark:
         """Set a key that nobody has set; return what it is now."""
         return _decoder.decode(self._store.compare_set(key, "", _encode(mark)))
 
@@ -238,16 +255,20 @@ class TorchrunLink:
 
     def _wait_until(self, happened: Callable[[], bool]) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: happened() or self._lost is not None)
+            self._changed.wait_for(
+                lambda: happened() or self._lost is not None or self._unable is not None
+            )
+            if self._unable is not None:
+                raise self._unable
             if not happened() and self._lost is not None:
                 raise WireError(_unreachable("listened to", self._lost)) from self._lost
 
-    def _wait_for_end(self) -> Mark:
+    def _wait_for_end(self) -> RoundMark:
         self._wait_until(lambda: self._end is not None)
         assert self._end is not None
         return self._end
 
-    def _require(self, mark: Mark, how: str) -> None:
+    def _require(self, mark: RoundMark, how: str) -> None:
         if mark.how != how:
             raise StopRestarting(mark.why or f"the round is {mark.how}", code=EXIT_FAILED)
 
@@ -267,13 +288,23 @@ class TorchrunLink:
                 self._changed.notify_all()
 
         thread = threading.Thread(target=wait, name="holdfast exchange", daemon=True)
+        self._exchange = (key, thread)
         thread.start()
         self._wait_until(lambda: complete.is_set() or self._end is not None)
-        if not complete.is_set():
-            self._store.set(key, b"")  # It frees the thread, and those of the other ranks.
-            assert self._end is not None
-            raise FencedError(f"round {self._round} ended during an exchange: {self._end.why}")
-        thread.join()
+        if not self._end_exchange():
+            end = self._wait_for_end()
+            raise FencedError(f"round {self._round} ended during an exchange: {end.why}")
+
+    def _end_exchange(self) -> bool:
+        """Free the thread that waits for an exchange; return whether it was complete."""
+        if self._exchange is None:
+            return True
+        key, thread = self._exchange
+        found = bytes(self._store.compare_set(key, "", EXCHANGE_ENDED))
+        if thread.ident is not None:  # A departure may strike before it is started.
+            thread.join()
+        self._exchange = None
+        return found != EXCHANGE_ENDED
 
     def _forget_exchanges(self, keys: list[str]) -> None:
         with _reaching("written to"):
@@ -296,20 +327,22 @@ class TorchrunLink:
             if inside:
                 self._leave(_unreachable("listened to", error))
 
-    def _hear_end(self, end: Mark) -> bool:
+    def _hear_end(self, end: RoundMark) -> bool:
         """Make the function's thread leave where it has to; return whether a round may follow."""
         with self._changed:
             inside = self._inside
-        try:
-            if inside and end.how != "done":
+        unable: Exception | None = None
+        if inside and end.how != "done":
+            try:
                 self._leave(end.why)
-        finally:
-            with self._changed:
-                self._end = end
-                self._changed.notify_all()
+            except Exception as error:  # A callback's; the function's thread raises it.
+                unable = error
+        with self._changed:
+            self._end, self._unable = end, unable
+            self._changed.notify_all()
         return end.how == "broken"
 
-    def _hear_go(self, go: Mark) -> bool:
+    def _hear_go(self, go: RoundMark) -> bool:
         with self._changed:
             if go.how == "go":
                 self._round += 1
@@ -333,7 +366,7 @@ def _connections(address: tuple[str, int] | None) -> Callable[[], Any]:
     return lambda: TCPStore(host, port, is_master=False, wait_for_workers=False)
 
 
-def _read(store: Any, key: str) -> Mark:
+def _read(store: Any, key: str) -> RoundMark:
     """Wait for a key; return its value."""
     store.wait([key], UNLIMITED)
     return _decoder.decode(store.get(key))

@@ -179,14 +179,15 @@ def test_the_same_failure_at_the_same_step_three_times_ends_the_job_with_93() ->
 
 def storm(fault: Callable[[int], Fault], count: int) -> list[str]:
     """Have the same failure again and again where processes can stay; say what is done each time."""
-    history, done = FaultHistory(), []
+    history, done, fresh = FaultHistory(), [], True
     for number in range(count):
         one = fault(number)
         kept = rules.keeping(history, one)
         parked = 0 if not kept.any else 4 - len(kept.without)
         there = replace(ALL_THERE, ranks=4, parked=parked)
-        verdict = rules.judge(history, one, there, StepNumber(5 + number), None)
+        verdict = rules.judge(history, one, there, StepNumber(5 + number), None, fresh=fresh)
         rules.validate(history, None)
+        fresh = not parked
         done.append(f"stop with {verdict.code}" if isinstance(verdict, Stop) else f"keep {parked}")
     return done
 

@@ -85,7 +85,8 @@ class RecoveryMachine(Recovery, Machine):
     def judge(self, job: View, fault: Fault, there: Resources, now: Time) -> Rung:
         """Choose what to do about the fault, now that all workers are gone."""
         highest, limit = job.highest, self.terms.max_restarts
-        rung = rules.judge(self.history, fault, there, highest, limit, job.comparable)
+        fresh = job.membership.stayed == 0
+        rung = rules.judge(self.history, fault, there, highest, limit, job.comparable, fresh)
         incident = self.last_fault
         assert incident is not None
         incident.stopped_at, incident.rung = now, rung.rung
