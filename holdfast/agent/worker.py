@@ -376,6 +376,7 @@ class Workers:
         """Set a worker aside that has left its function."""
         del self.running[worker.rank]
         self.parked[worker.local_rank] = worker
+        worker.lent_until(math.inf)  # It has no rank that another node could have too.
         self.ended.append(progress)
         took_s = worker.function.took_s if worker.function is not None else None
         if took_s is not None:
@@ -408,11 +409,24 @@ class Workers:
         return bool(functions) and all(f is not None and f.stage == "returned" for f in functions)
 
     def leave(self, order: StopWorkers) -> list[Worker]:
-        """Have all leave their functions; return those that have to be ended instead."""
+        """Have all leave their functions; return those that have to be ended instead.
+
+        Paused ones go on, because a stopped process cannot leave.
+        """
+        if self._paused:
+            self.lent_until(math.inf)
+            self.go_on()
+        for local_rank, worker in list(self.parked.items()):
+            if worker.rank in order.replace:  # It raised, and left before the order came.
+                self.running[worker.rank] = self.parked.pop(local_rank)
+                self.ended = [one for one in self.ended if one.rank != worker.rank]
+        unfit = [one for one in self.running.values() if one.rank in order.replace]
+        for worker in unfit:
+            worker.end_within(0.0)
         return [
             worker
             for worker in self.running.values()
-            if worker.rank in order.replace or not worker.leave(order.why, order.leave_s)
+            if worker not in unfit and not worker.leave(order.why, order.leave_s)
         ]
 
     def note_end(self, progress: RankProgress, stop_took_s: Seconds | None) -> None:

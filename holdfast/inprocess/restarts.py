@@ -18,7 +18,6 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any, Final, ParamSpec, TypeVar
 
 import msgspec
@@ -42,9 +41,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
-ABORT_AGAIN_S: Final = 0.1
 SETTLE_S: Final = 24 * 3600.0
 """How long process groups are left alone for an atomic section; the agent's limit is shorter."""
+ABORT_AGAIN_S: Final = 0.05
+LONGEST_PAUSE_S: Final = 0.5
 
 
 def restartable(
@@ -124,12 +124,11 @@ class Restarts:
         self._link: RoundLink = link.current() or TorchrunLink()
         self._aborting = threading.Lock()
         self._aborted = False
+        self._departed = threading.Event()
+        """Set when the present entry is over, however it ended."""
         self._unfit: StopRestarting | UnfitProcess | None = None
         """What the hook `abort` raised."""
         self._iteration = 0
-        self._outside = threading.Event()
-        self._outside.set()
-        """Whether the function's thread is not in the function."""
         self._left_by: BaseException | None = None
         """What ended the function; its frames hold what the function made."""
         self._error: Raised | None = None
@@ -143,8 +142,10 @@ class Restarts:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._refuse_misuse()
-        if find_spec("torch") is not None:
+        try:
             groups.watch()
+        except ImportError:
+            pass  # Without torch there are no process groups.
         install_zones(self._call)
         try:
             return self._enter_until_returned(args, kwargs)
@@ -170,6 +171,7 @@ class Restarts:
             self._link.left()
             self._call.renew()
             self._aborted = False
+            self._departed = threading.Event()
             gc.collect()  # While the next round is agreed on: models and groups are in cycles.
             entry = self._link.next()
             self._iteration += 1
@@ -254,7 +256,7 @@ class Restarts:
         result = None
         try:
             if active is not None:
-                result = self._call_function(args, kwargs)
+                result = self._call.run(self._function, *args, **kwargs)
         except Departure as departure:
             self._left_by = departure
             return False, None
@@ -263,13 +265,6 @@ class Restarts:
             self._raised(error)
             return False, None
         return self._link.returned(), result
-
-    def _call_function(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._outside.clear()
-        try:
-            return self._call.run(self._function, *args, **kwargs)
-        finally:
-            self._outside.set()
 
     def _raised(self, error: Exception) -> None:
         """Report what the function raised, unless that is the consequence of being told to leave."""
@@ -288,8 +283,20 @@ class Restarts:
             self._link.postponed()
         self._call.settle(SETTLE_S)
         self._abort()
-        while not self._outside.wait(ABORT_AGAIN_S):  # It may make other groups while it is left.
-            groups.abort_groups()
+        again = threading.Thread(
+            target=self._abort_again, args=[self._departed], name="holdfast-abort", daemon=True
+        )
+        again.start()
+
+    def _abort_again(self, departed: threading.Event) -> None:
+        """End the waits that the function's thread began since: in the middle of torch's code it goes
+        on to the next connection, and no exception reaches it there."""
+        pause_s = ABORT_AGAIN_S
+        while not departed.wait(pause_s):
+            with self._aborting:
+                if not departed.is_set():
+                    groups.abort_groups()
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _abort(self) -> None:
         with self._aborting:
@@ -303,6 +310,8 @@ class Restarts:
 
     def _depart(self) -> None:
         self._abort()
+        with self._aborting:
+            self._departed.set()
         if self._unfit is not None:
             raise self._unfit
         registry.function_left()

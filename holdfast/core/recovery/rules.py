@@ -26,8 +26,8 @@ Steps say nothing if no rank knows where the script resumed, because each proces
 a job that advances by 50 steps each time would seem to fail at step 50 again and again. Rule 3 does not
 count such a fault, and rule 4 has the larger limit for it.
 
-Where processes stay (restartable functions), the same failure in the same rank is met by entering the
-function again REENTER_LIMIT times, at whatever steps; then that rank's process is replaced, as often;
+Where processes stay (restartable functions), the same failure in the same rank, or at the same step, is
+met by entering the function again REENTER_LIMIT times; then that rank's process is replaced, as often;
 then all processes are. A rank that is stopped or keeps the GIL is replaced at once. What fails in
 processes that stayed may fail because they stayed: rule 3 counts it only if all were new. Faults from
 outside are no reason to replace a process. A broken collective is often heard of before its cause:
@@ -67,7 +67,7 @@ class FaultHistory(Struct):
     """The same for faults that came from outside, or at unknown steps."""
     rank: Rank | None = None
     storm: int = 0
-    """How often in a row the signature above was seen in this rank, at any step."""
+    """How often in a row the signature above was seen in this rank, or at the step above."""
 
 
 class Keeping(Struct, frozen=True):
@@ -81,15 +81,20 @@ class Keeping(Struct, frozen=True):
 def keeping(history: FaultHistory, fault: Fault) -> Keeping:
     """Choose the processes that stay: fewer and fewer while the same failure comes again."""
     rank = history.rank if fault.unexplained else fault.rank
-    again = history.storm if fault.unexplained or _same_rank(history, fault) else 0
+    again = history.storm if fault.unexplained or _again(history, fault) else 0
     if again >= 2 * REENTER_LIMIT:
         return Keeping(any=False)
     unfit = fault.stuck or again >= REENTER_LIMIT
     return Keeping(without=(rank,) if unfit and rank is not None else ())
 
 
-def _same_rank(history: FaultHistory, fault: Fault) -> bool:
-    return (_signature(fault), fault.rank) == (history.signature, history.rank)
+def _again(history: FaultHistory, fault: Fault) -> bool:
+    """Return whether the same came last, in the same rank or at the same step.
+
+    A bug shows in all ranks, and any of them may be the first to raise.
+    """
+    same_place = fault.rank == history.rank or fault.step == history.step
+    return _signature(fault) == history.signature and same_place
 
 
 def _signature(fault: Fault) -> str:
@@ -164,7 +169,7 @@ def _remember(
     if fault.outside:
         history.storm = 0
     else:
-        history.storm = history.storm + 1 if _same_rank(history, fault) else 1
+        history.storm = history.storm + 1 if _again(history, fault) else 1
     signature = _signature(fault)
     repeated = signature == history.signature and fault.step == history.step
     before = history.same if repeated else 0
