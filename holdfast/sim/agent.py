@@ -214,6 +214,8 @@ class SimAgent:
             self.finishing = order
         if isinstance(order, StartWorkers) and self.finishing is None:
             self.cluster.invariants.part_offered(self, order.part)
+        if isinstance(order, StopWorkers) and self.cluster.functions is not None:
+            self.cluster.functions.told_to_stop(self, order)
         self.run(self.act, order)
 
     def _welcomed(self, stream: SimStream, welcome: Welcome) -> None:
@@ -266,6 +268,8 @@ class SimAgent:
         for event in events:
             if isinstance(event, WorkersKilled):
                 self.killed = event.round
+            if isinstance(event, WorkerExited) and self.cluster.functions is not None:
+                self.cluster.functions.death_told(event)
             self.number += 1
             sent.append(Sent(number=self.number, event=event))
         self.unacked.extend(sent)

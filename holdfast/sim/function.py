@@ -19,14 +19,16 @@ from collections import Counter
 from typing import TYPE_CHECKING, Literal
 
 from holdfast.messages import local
+from holdfast.messages.actions import StopWorkers
+from holdfast.messages.events import WorkerExited
 from holdfast.messages.local import ToFunction
 from holdfast.messages.records import Raised
 from holdfast.messages.units import Rank, RoundNumber, Seconds
 
 if TYPE_CHECKING:
+    from holdfast.sim.agent import SimAgent
     from holdfast.sim.cluster import Cluster
     from holdfast.sim.rank import SimRank
-    from holdfast.sim.training import SimRound
 
 Stage = Literal[
     "outside", "entering", "inside", "returned", "leaving", "parked", "elsewhere", "released"
@@ -62,12 +64,36 @@ class SimFunctions:
         self._returned: dict[RoundNumber, set[Rank]] = {}
         self._released: set[tuple[RoundNumber, Rank]] = set()
         self._entered: dict[RoundNumber, list[Living | None]] = {}
+        self.unfit: set[int] = set()
+        """Processes that an order said to end."""
+        self.killed: set[int] = set()
+        """Processes that their agents killed."""
+
+    def told_to_stop(self, agent: SimAgent, order: StopWorkers) -> None:
+        """Note which processes an order wants to be ended."""
+        if order.round != agent.round or not agent.busy or order.grace_s <= 0:
+            return
+        for one in [*agent.ranks.values(), *agent.parked.values()]:
+            named = order.leave_s <= 0 or one.rank in order.replace
+            if named and one.round.number == order.round:
+                self.unfit.add(one.pid)
+
+    def death_told(self, event: WorkerExited) -> None:
+        """Check that nobody is told of a death that was the agent's doing."""
+        pid = self._given.get((event.round, event.rank))
+        own = event.signal != signal.SIGKILL or pid not in self.killed
+        what = f"rank {event.rank} of round {event.round} is told to have died, and was killed"
+        self._cluster.invariants.demand(own, what)
 
     def given(self, one: SimRank) -> None:
         """Check that no other process has the rank."""
         holder = self._given.setdefault((one.round.number, one.rank), one.pid)
         what = f"rank {one.rank} of round {one.round.number} is held by {holder} and {one.pid}"
         self._cluster.invariants.demand(holder == one.pid, what)
+        kept = one.pid in self.unfit
+        self._cluster.invariants.demand(
+            not kept, f"process {one.pid} was to be replaced, and stays"
+        )
 
     def entered(self, one: SimRank, living: Living | None) -> None:
         """Go on from the newest state in place, once all ranks have said what they have."""
@@ -99,10 +125,6 @@ class SimFunctions:
         self._released.add((number, one.rank))
         newer = [n for n in self._cluster.training.rounds if n > number and self._entered.get(n)]
         demand(not newer, f"rank {one.rank} of round {number} is released, others run {newer}")
-
-    def all_released(self, round: SimRound) -> bool:
-        """Whether every rank of a round has been released."""
-        return all((round.number, Rank(rank)) in self._released for rank in range(round.size))
 
 
 class SimEntry:
