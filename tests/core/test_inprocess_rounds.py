@@ -140,6 +140,24 @@ def test_a_broken_collective_of_a_survivor_gives_way_to_a_dead_process() -> None
     assert (last(driver).rank, last(driver).signature) == (0, "killed by SIGSEGV")
 
 
+def test_a_process_that_is_unfit_to_enter_again_is_not_to_blame_for_what_made_it_leave() -> None:
+    driver = Driver(min_nodes=2, max_nodes=2).running("a", "b")
+    driver.function_raised(3, WAKE)
+    unfit = raised("UnfitProcess", "the device does not answer", "hooks.py:9")
+    driver.after(0.01).exit(0, code=1, raised=unfit)
+    driver.all_parked(a=1)
+    assert (last(driver).rank, last(driver).rung) == (3, "standby")
+    assert last(driver).also == ["rank 0 UnfitProcess at hooks.py:9"]
+
+
+def test_a_process_that_is_unfit_when_it_enters_is_a_fault_of_its_own() -> None:
+    driver = two_nodes()
+    unfit = raised("UnfitProcess", "the device does not answer", "hooks.py:9")
+    assert set(stops(driver.exit(0, step=5, code=1, raised=unfit))) == {"a", "b"}
+    driver.all_parked(a=1)
+    assert (last(driver).rank, last(driver).rung) == (0, "standby")
+
+
 def test_an_exception_before_the_first_step_is_the_users_bug() -> None:
     driver = Driver(min_nodes=2, max_nodes=2).running("a", "b")
     driver.function_raised(0, BUG)

@@ -8,6 +8,7 @@ there, so that the time it cost can be told apart.
 from __future__ import annotations
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from holdfast.core import faults, ladder
 from holdfast.core.collectives import odd_dead
@@ -252,7 +253,9 @@ class RecoveryMachine(Recovery, Machine):
         elif faults.is_aborted_by_backend(event):
             self.aborted.append(event.rank)
         fault = faults.death(event, rank.step if rank.stepped else job.highest)
-        if fault.wake:
+        if isinstance(job.state, Stopping) and faults.is_unfit(event):
+            fault = replace(fault, wake=True)  # It had to leave because of another fault.
+        elif fault.wake:
             fault = faults.blame_early_exit(fault, job.ranks)
         return [BreakRound(fault=fault)]
 
