@@ -471,8 +471,8 @@ class LightAgent(SimAgent):
         self._shards.begin_round(part)
         self.running = self.cluster.training.join(self, part)
         stay = {one.local_rank: one for one in self.parked.values()}
-        for local_rank, one in stay.items():
-            self._give(self.running, part, local_rank, one)
+        for local_rank in sorted(stay):
+            self._give(self.running, part, local_rank, stay[local_rank])
         vacant = [slot for slot in range(part.slots) if slot not in stay]
         wait_s = self.chance.start_s(self.warm) if vacant else 0.0
         self.later(wait_s, self._hand_over, part, self.running, vacant)

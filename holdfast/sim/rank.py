@@ -275,8 +275,6 @@ class SimRank:
         elif number == signal.SIGCONT and self.stuck == "stopped":
             self.go_on()
         elif number == signal.SIGKILL:
-            if self.agent.cluster.functions is not None:
-                self.agent.cluster.functions.killed.add(self.pid)
             self.agent.later(0.002, self.die, None, signal.SIGKILL)
         elif number == signal.SIGTERM and not self.stuck:
             took_s, by_itself = self.agent.chance.stop_s()
