@@ -438,7 +438,7 @@ class Workers:
         parked = [one for one in self.parked.values() if one.rank in ranks and one.round == round]
         self.ended = [one for one in self.ended if one.rank not in {p.rank for p in parked}]
         staying = [one for one in self.running.values() if one.rank not in ranks]
-        self.dismiss(order.why, order.grace_s, parked)
+        self.dismiss(order.why, 0.0, parked)
         return [worker for worker in staying if not worker.leave(order.why, order.leave_s)]
 
     def note_end(self, progress: RankProgress, stop_took_s: Seconds | None) -> None:
