@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 
@@ -14,6 +15,9 @@ class Zones(Protocol):
     def end_zone(self) -> None:
         """Allow leaving again; raise the departure if one was postponed."""
 
+    def atomic(self) -> AbstractContextManager[None]:
+        """Return a section that is finished before the function is left, or not begun."""
+
 
 class _NeverLeft:
     """Zones of a function that nobody makes leave."""
@@ -21,6 +25,9 @@ class _NeverLeft:
     def begin_zone(self) -> None: ...
 
     def end_zone(self) -> None: ...
+
+    def atomic(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class _InstalledZones:
