@@ -113,7 +113,8 @@ class InjectedFault(HoldfastError, RuntimeError):
 
 
 class StopRestarting(HoldfastError):
-    """The end of a job: its restartable function is not entered again, for this reason."""
+    """The end of a job: its restartable function is not entered again, for this `reason`. The launcher
+    ends with `code`; `exit_code` is its default."""
 
     exit_code: ClassVar[int] = 93
 

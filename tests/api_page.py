@@ -29,6 +29,7 @@ MADE_BY_USERS = {
     *("Checkpointer", "ElasticTrainer", "KeepAll", "KeepEvery", "KeepLatest"),
     *("data.ElasticDataLoader", "data.ElasticDataset", "data.ElasticIterableDataset"),
     *("data.ElasticSampler", "data.LeasedLoader", "data.Order", "data.ShardClient"),
+    *("inprocess.RetryLimits", "inprocess.FaultCounter", "inprocess.assignment.Layer"),
 }
 """Classes that a script constructs; the others are only returned to it."""
 
@@ -83,10 +84,10 @@ def _section(name: str, value: Any) -> Iterator[str]:
     if name == "errors":
         yield "## `errors`\n\nThe module with every exception that Holdfast raises on purpose.\n"
         yield f"```\n{inspect.cleandoc(value.__doc__ or '')}\n```\n"
-    elif name == "data":
-        yield f"## `data`\n\n{inspect.getdoc(value)}\n"
+    elif inspect.ismodule(value):
+        yield f"## `{name}`\n\n{inspect.getdoc(value)}\n"
         for each in value.__all__:
-            yield from _section(f"data.{each}", getattr(value, each))
+            yield from _section(f"{name}.{each}", getattr(value, each))
     elif inspect.isclass(value):
         title = _signature(name, value) if name in MADE_BY_USERS else name
         yield f"## `{title}`\n\n{inspect.getdoc(value)}\n"

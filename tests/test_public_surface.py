@@ -31,6 +31,7 @@ SURFACE = {
         "on_straggler",
         "progress",
     ),
+    "inprocess",
     *("rank_info", "restarts", "round", "section", "stop_job", "store", "vote"),
 }
 LAUNCHER = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"]
@@ -93,8 +94,18 @@ def test_the_page_lists_what_there_is() -> None:
 def documented() -> list[tuple[str, Any, str]]:
     """Public functions, methods and classes, each with the docstring that must explain it."""
     found: list[tuple[str, Any, str]] = []
-    listed = {name: getattr(holdfast, name) for name in SURFACE - {"data", "errors", "__version__"}}
+    modules = {"data", "errors", "inprocess"}
+    listed = {name: getattr(holdfast, name) for name in SURFACE - modules - {"__version__"}}
     listed |= {f"data.{name}": getattr(holdfast.data, name) for name in holdfast.data.__all__}
+    names = set(holdfast.inprocess.__all__) - {"assignment"}
+    listed |= {f"inprocess.{name}": getattr(holdfast.inprocess, name) for name in names}
+    assignment = holdfast.inprocess.assignment
+    functions = {name: getattr(assignment, name) for name in assignment.__all__}
+    listed |= {
+        f"inprocess.assignment.{name}": value
+        for name, value in functions.items()
+        if inspect.isfunction(value) or inspect.isclass(value)
+    }
     for name, value in sorted(listed.items()):
         found.append((name, value, inspect.getdoc(value) or ""))
         if inspect.isclass(value):

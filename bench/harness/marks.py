@@ -47,6 +47,10 @@ class Marks:
         self.refresh()
         self._closed |= {name for name, life in self._lives.items() if life.begun < moment}
 
+    def closed(self) -> list[Path]:
+        """The files of lives that are read no more."""
+        return [self._directory / name for name in self._closed]
+
     def _read(self, path: Path) -> None:
         with path.open("rb") as file:
             file.seek(self._offsets.get(path.name, 0))

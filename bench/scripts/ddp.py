@@ -38,6 +38,9 @@ class StepMarks:
     def finished(self, step: int) -> None:
         self._write(str(step))
 
+    def close(self) -> None:
+        os.close(self._fd)
+
     def _write(self, text: str) -> None:
         os.write(self._fd, f"{text} {time.monotonic():.6f}\n".encode())
 

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable, Sequence
-from typing import Final, Literal
+from typing import Final, Literal, Protocol
 
 import msgspec
 
@@ -30,15 +30,39 @@ ATOMIC_FACTOR: Final = 3.0
 _encoder = msgspec.msgpack.Encoder()
 
 
+class FunctionOrders(Protocol):
+    """The way of orders to a restartable function."""
+
+    def send(self, message: ToFunction, fds: Sequence[int] = ()) -> None: ...
+    def close(self) -> None: ...
+
+
+class FunctionSocket:
+    """The agent's end of the socket on which a restartable function hears orders."""
+
+    def __init__(self, fd: int) -> None:
+        self._socket = socket.socket(fileno=fd)
+        self._socket.setblocking(False)
+
+    def send(self, message: ToFunction, fds: Sequence[int] = ()) -> None:
+        try:
+            socket.send_fds(self._socket, [_encoder.encode(message)], list(fds))
+        except OSError as error:
+            # Its pidfd tells if it died; what cannot hear is given up in time.
+            log.debug("a restartable function cannot be told %s: %s", type(message).__name__, error)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
 class RestartableFunction:
     """One worker's function, over all its entries."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, orders: FunctionOrders) -> None:
         self.stage: Literal["inside", "returned", "leaving", "left", "released"] = "inside"
         self.took_s: Seconds | None = None
         """How long it took to leave when it was told to."""
-        self._socket = socket.socket(fileno=fd)
-        self._socket.setblocking(False)
+        self._orders = orders
         self._left_from = 0.0
         self._postponed_at: float | None = None
         self._longest_atomic_s = 0.0
@@ -59,7 +83,7 @@ class RestartableFunction:
         loop = asyncio.get_running_loop()
         if self.stage != "leaving":
             self._left_from = loop.time()
-            self._order(Leave(round=round, why=why))
+            self._orders.send(Leave(round=round, why=why))
         self.stage = "leaving"
         self._give_up = give_up
         self._set_timer(limit_s)
@@ -90,28 +114,20 @@ class RestartableFunction:
         """Let the script go on: the function has returned on all ranks."""
         if self.stage == "returned":
             self.stage = "released"
-            self._order(Release())
+            self._orders.send(Release())
 
     def enter(self, assign: Assign, fds: Sequence[int]) -> None:
         """Have it entered again, as another rank perhaps."""
         self.stage, self.took_s = "inside", None
-        self._order(assign, fds)
+        self._orders.send(assign, fds)
 
     def dismiss(self, why: str) -> None:
         """Tell a process that was parked that it is not needed any more."""
-        self._order(Dismiss(why=why))
+        self._orders.send(Dismiss(why=why))
 
     def close(self) -> None:
         self._stop_timer()
-        self._socket.close()
-
-    def _order(self, message: ToFunction, fds: Sequence[int] = ()) -> None:
-        try:
-            socket.send_fds(self._socket, [_encoder.encode(message)], list(fds))
-        except (
-            OSError
-        ) as error:  # Its pidfd tells if it died; what cannot hear is given up in time.
-            log.debug("a restartable function cannot be told %s: %s", type(message).__name__, error)
+        self._orders.close()
 
     def _set_timer(self, limit_s: Seconds) -> None:
         self._stop_timer()

@@ -21,7 +21,7 @@ import msgspec
 
 from holdfast import kernel, proc
 from holdfast.agent.devices import Device
-from holdfast.agent.function import RestartableFunction
+from holdfast.agent.function import FunctionSocket, RestartableFunction
 from holdfast.agent.outbox import Outbox
 from holdfast.messages.local import (
     PACKET_BYTES,
@@ -263,7 +263,7 @@ class WorkerProcess:
         try:
             message = self._joiner.message(packet, _from_worker.decode)
             if isinstance(message, Restartable) and fds and self.function is None:
-                self.function = RestartableFunction(fds.pop())
+                self.function = RestartableFunction(FunctionSocket(fds.pop()))
             if message is not None:
                 self.hear(message)
         except msgspec.DecodeError as error:

@@ -205,9 +205,9 @@ class Pool:
     def note_device(self, process: WorkerProcess, report: DeviceUsed) -> None:
         """Note which GPU a rank uses, once it has finished its first step."""
         if process.local_rank is not None:
-            self._devices.used(process.local_rank, report)
-            if report.own_settings:
+            if report.own_settings and not self._devices.own_settings:
                 log.info("standbys take no GPU: the script sets %s", ", ".join(report.own_settings))
+            self._devices.used(process.local_rank, report)
             self._take_devices()
 
     def note_failure(self, raised: Raised) -> None:
@@ -238,7 +238,7 @@ class Pool:
             assert standby.process is not None
             self._leaving.add(self._gone(standby))
             standby.process.send(signal.SIGKILL)
-        if holders:
+        if self._devices.bytes_each is not None:  # The user was told that they do.
             self.tell(f"standbys hold no GPU any more: {why}")
 
     def _gone(self, standby: WorkerProcess) -> asyncio.Future[None]:

@@ -268,7 +268,8 @@ class Supervisor:
             among = self._workers.leave(order)
             for rank in self._workers.running:
                 self.requests.fence(rank)
-        else:
+        elif isinstance(order, Finish) or order.round != self._ready_after:
+            # Else the answer to an earlier order is on its way, and the next round counts on them.
             self._workers.dismiss(_why(order), order.grace_s)
         self._workers.ask_to_stop(order.grace_s, self.stop_signal, among)
         if not self._workers.running:

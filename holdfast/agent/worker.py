@@ -23,6 +23,7 @@ import logging
 import math
 import os
 import signal
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,6 +107,11 @@ class Worker:
     @property
     def parked(self) -> bool:
         return self.function is not None and self.function.stage == "left"
+
+    @property
+    def stopping(self) -> bool:
+        """Whether its process is being ended."""
+        return self._stop_sent is not None
 
     @property
     def warm(self) -> bool:
@@ -199,6 +205,8 @@ class Worker:
             self.function.postponed()
 
     def _cannot_leave(self) -> None:
+        if self.stopping:
+            return  # It has a grace period now.
         log.warning("rank %d does not leave its function; its process is replaced", self.rank)
         self._stop_sent = asyncio.get_running_loop().time()
         self.kill()
@@ -221,6 +229,12 @@ class Worker:
         """Kill it if it does not end by itself."""
         self._stop_sent = asyncio.get_running_loop().time()
         self._timer = asyncio.get_running_loop().call_later(grace_s, self.kill)
+
+    def end_now(self) -> None:
+        """Kill it: that is no death of its own."""
+        if self._stop_sent is None:
+            self._stop_sent = asyncio.get_running_loop().time()
+        self.kill()
 
     def kill(self) -> None:
         self.process.send(signal.SIGKILL)
@@ -376,6 +390,7 @@ class Workers:
         """Set a worker aside that has left its function."""
         del self.running[worker.rank]
         self.parked[worker.local_rank] = worker
+        worker.lent_until(math.inf)  # It has no rank that another node could have too.
         self.ended.append(progress)
         took_s = worker.function.took_s if worker.function is not None else None
         if took_s is not None:
@@ -386,15 +401,15 @@ class Workers:
         """Return the worker that had this local rank, if it waits to enter its function again."""
         return self.parked.pop(local_rank, None)
 
-    def dismiss(self, why: str, grace_s: Seconds) -> None:
-        """End all that wait to enter their function again; they are running once more, until they
-        are gone."""
-        for worker in self.parked.values():
+    def dismiss(self, why: str, grace_s: Seconds, among: Iterable[Worker] | None = None) -> None:
+        """End all that wait to enter their function again, or those given; they are running once
+        more, until they are gone."""
+        for worker in list(self.parked.values() if among is None else among):
+            del self.parked[worker.local_rank]
             self.running[worker.rank] = worker
             if worker.function is not None:
                 worker.function.dismiss(why)
             worker.end_within(grace_s)
-        self.parked.clear()
 
     def release(self) -> None:
         """Let all scripts go on that wait for the function to return on all ranks."""
@@ -408,12 +423,23 @@ class Workers:
         return bool(functions) and all(f is not None and f.stage == "returned" for f in functions)
 
     def leave(self, order: StopWorkers) -> list[Worker]:
-        """Have all leave their functions; return those that have to be ended instead."""
-        return [
-            worker
-            for worker in self.running.values()
-            if worker.rank in order.replace or not worker.leave(order.why, order.leave_s)
-        ]
+        """Have all leave their functions; return those that have to be ended instead.
+
+        Paused ones go on, because a stopped process cannot leave. One that is to be replaced is ended,
+        though it may have left by itself.
+        """
+        if self._paused:
+            self.lent_until(math.inf)
+            self.go_on()
+        ranks, round = order.replace, order.round
+        for worker in self.running.values():
+            if worker.rank in ranks:
+                worker.end_within(0.0)
+        parked = [one for one in self.parked.values() if one.rank in ranks and one.round == round]
+        self.ended = [one for one in self.ended if one.rank not in {p.rank for p in parked}]
+        staying = [one for one in self.running.values() if one.rank not in ranks]
+        self.dismiss(order.why, order.grace_s, parked)
+        return [worker for worker in staying if not worker.leave(order.why, order.leave_s)]
 
     def note_end(self, progress: RankProgress, stop_took_s: Seconds | None) -> None:
         self.ended.append(progress)
@@ -455,7 +481,7 @@ class Workers:
 
     def kill(self) -> None:
         for worker in self.running.values():
-            worker.kill()
+            worker.end_now()
 
     # ---- the lease on the round ----
 

@@ -362,6 +362,7 @@ class WorkerMonitor:
 
     def _function_raised(self, worker: Worker, message: FunctionRaised) -> None:
         self.detector.remove(worker.rank)
+        self.pool.note_failure(message.raised)
         if worker.function is not None and worker.function.stage != "leaving":
             worker.function.raised()
             self.reporter.raised(worker, message)
@@ -374,8 +375,9 @@ class WorkerMonitor:
                 self.reporter.all_returned(worker.round)
 
     def _function_left(self, worker: Worker, message: FunctionLeft) -> None:
-        """Park a worker: its place in the round is empty, as if its process had ended."""
-        if worker.function is None or worker.function.stage != "leaving":
+        """Park a worker: its place in the round is empty, as if its process had ended. One that is
+        being ended has its place until it is gone."""
+        if worker.function is None or worker.function.stage != "leaving" or worker.stopping:
             return
         worker.function.left()
         self.detector.remove(worker.rank)

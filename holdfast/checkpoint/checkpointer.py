@@ -18,9 +18,10 @@ import operator
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -177,7 +178,8 @@ class LinkedCheckpointer:
             after_first_step(self._optimizers, self._make_ready)
         # Before links are closed. An interpreter waits for these threads by itself, but a process of
         # `multiprocessing` does that late, when the checkpointer may have been collected.
-        multiprocessing.util.Finalize(None, _end_all, (self._copying,), exitpriority=10)
+        at_exit = multiprocessing.util.Finalize(None, _end_all, (self._copying,), exitpriority=10)
+        weakref.finalize(self, _forget, at_exit, self._copying).atexit = False
 
     # ---- saving ----
 
@@ -306,11 +308,13 @@ class LinkedCheckpointer:
             copy = self._slots.start(captured, position, guarded, overlap, finished)
         self._guard.watch(copy)
         self._copying[:] = [copy]
-        copy.done.add_done_callback(lambda done: self._check_copy(save, done))
+        copy.done.add_done_callback(lambda _: self._check_copy(save, copy))
         return Ticket(save, tier, copy, self._link)
 
-    def _check_copy(self, save: SaveId, done: Future[int]) -> None:
-        error = done.exception()
+    def _check_copy(self, save: SaveId, copy: Copy) -> None:
+        with suppress(ValueError):  # The next copy may have taken its place.
+            self._copying.remove(copy)
+        error = copy.done.exception()
         if error is not None:
             self._missed(save, error)
 
@@ -474,6 +478,12 @@ def _complain(rank: int, text: str) -> None:
 def _end_all(copies: list[Copy]) -> None:
     for copy in copies:
         copy.end()
+
+
+def _forget(at_exit: Any, copies: list[Copy]) -> None:
+    """Have nothing done at exit for a checkpointer that was collected after its last copy."""
+    if not copies:
+        at_exit.cancel()
 
 
 def _absolute(directory: str | os.PathLike[str] | None) -> str | None:

@@ -17,7 +17,7 @@ from holdfast.sim.clock import START
 from holdfast.sim.cluster import Cluster, SimSettings
 from holdfast.sim.invariants import Check, Violated
 from holdfast.sim.rates import SCHEDULES
-from holdfast.sim.shapes import chaos, partitions, sharing
+from holdfast.sim.shapes import chaos, partitions, restarting, sharing
 
 ABOUT = """\
 Drive the real core, and up to 64 nodes the real supervisor of each agent, with simulated processes,
@@ -25,7 +25,8 @@ storage, network, faults and time. One seed gives one event log, byte for byte; 
 invariant is reported, and the command exits with 1.
 With --seeds and without --nodes, each seed is a small job of its own shape in chaos; with --faults
 partitions, in an hour of cut links, flaps, restarts and copied ids; with --faults data, four nodes that
-share a million records while workers, agents and coordinators die."""
+share a million records while workers, agents and coordinators die; with --faults inprocess, ranks train
+in restartable functions, and more goes wrong while they leave them."""
 
 CHECK_EVERY_UP_TO = 64
 SPARES_PER = 200
@@ -78,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         help="when to check the whole state of the job",
     )
     add("--liveness", action="store_true", help="heal everything at the end and require progress")
+    add("--inprocess", action="store_true", help="ranks train in a restartable function")
     add("--log", metavar="FILE", help="write the event log")
     add("--json", action="store_true", help="print JSON for programs")
     return parser
@@ -111,6 +113,8 @@ def _settings(arguments: argparse.Namespace, seed: int) -> SimSettings:
             return partitions(seed)
         if arguments.faults == "data":
             return sharing(seed)
+        if arguments.faults == "inprocess":
+            return restarting(seed)
         return chaos(seed, arguments.liveness)
     nodes = arguments.nodes or 1000
     least = arguments.min_nodes or max(1, 9 * nodes // 10)
@@ -127,8 +131,9 @@ def _settings(arguments: argparse.Namespace, seed: int) -> SimSettings:
         faults=arguments.faults,
         check=arguments.check or usual,
         liveness=arguments.liveness,
-        step_s=CHAOS_STEP_S if arguments.faults == "chaos" else STEP_S,
+        step_s=CHAOS_STEP_S if arguments.faults in ("chaos", "inprocess") else STEP_S,
         checkpoints=arguments.faults == "chaos" and nodes <= CHECK_EVERY_UP_TO,
+        inprocess=arguments.inprocess or arguments.faults == "inprocess",
     )
 
 

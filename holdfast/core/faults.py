@@ -98,6 +98,11 @@ def death(event: WorkerExited, step: StepNumber) -> Fault:
     )
 
 
+def is_unfit(event: WorkerExited) -> bool:
+    """Return whether a hook or a check of its restartable function ended the process."""
+    return event.raised is not None and event.raised.type == "UnfitProcess"
+
+
 def raised(event: RankRaised, step: StepNumber) -> Fault:
     """Read the end of a restartable function whose process lives."""
     signature, wake = _exception(event.raised)

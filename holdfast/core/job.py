@@ -128,6 +128,10 @@ class Job(Struct, dict=True):
     def unfinished(self) -> int:
         return self._ranks.unfinished
 
+    @property
+    def returning(self) -> bool:
+        return bool(self._ranks.returned)
+
     def can_do_without(self, nodes: Collection[NodeId]) -> bool:
         """Return whether the job could go on without these nodes, or is over."""
         return self.result is not None or self.membership.dispensable(nodes)

@@ -159,7 +159,7 @@ def _judge(job: Job, fault: Fault, now: Time) -> list[AnyAction]:
         formable=m.formable({**m.waiting, **m.busy}),
         needed=max(1, job.terms.min_nodes),
         ranks=len(job.ranks),
-        parked=sum(one.parked for one in m.waiting.values()),
+        parked=sum(one.parked for one in m.waiting.values() if one.round == m.round),
     )
     rung = job.recovery.judge(job, fault, there, now)
     actions = announce(job, Machine.round_stopped, fault, now=now)

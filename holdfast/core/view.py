@@ -84,6 +84,10 @@ class Members(Protocol):
     def count(self) -> int: ...
     def find(self, node: NodeId) -> Candidate | None: ...
     @property
+    def stayed(self) -> int:
+        """Processes that entered their function again in the newest round."""
+
+    @property
     def largest(self) -> int:
         """Nodes of the largest legal world."""
 
@@ -114,6 +118,10 @@ class View(Protocol):
     @property
     def unfinished(self) -> int:
         """Ranks of the newest round that have not ended with 0."""
+
+    @property
+    def returning(self) -> bool:
+        """Whether restartable functions have returned on all ranks of some node in the newest round."""
 
     @property
     def unstarted(self) -> int:

@@ -432,7 +432,7 @@ def read(data: bytes) -> Recorded:
         (one.group, one.pg_id, one.number, one.op_id, one.record_id, one.op): one
         for trace in traces
         for one in trace.entries
-        if one.time_created_ns >= found.since_ns
+        if not found.since_ns or one.time_created_ns >= found.since_ns
     }
     living = found.groups or {}
     if not seen and found.pair is None and any(group.used for group in living.values()):

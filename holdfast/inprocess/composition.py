@@ -17,7 +17,7 @@ def compose(*steps: Assignment) -> Assignment: ...
 @overload
 def compose(*steps: Hook) -> Hook: ...
 def compose(*steps: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Call the steps from left to right.
+    """Call the `steps`, all of them hooks or all assignments, from left to right.
 
     Each hook gets the same state, each assignment the members as the one before it returned them.
     """

@@ -34,14 +34,19 @@ class HookState(Struct, frozen=True, kw_only=True):
     iteration: int
     """Entries of this process before this one."""
     rank: int
+    """Rank in the round."""
     world_size: int
+    """Ranks of the round."""
     active_rank: int | None
     """Number under which this process enters; None in reserve."""
     active_world_size: int
+    """Ranks that enter the function."""
     initial_rank: int
     """Rank in the first entry of this process."""
     initial_world_size: int
+    """Ranks of the round then."""
     local_rank: int
+    """Rank within the node."""
     why: str = ""
     """What ended the last entry; empty before the first one has ended."""
     error: Raised | None = None
@@ -107,13 +112,16 @@ class Hooks(Struct, frozen=True, kw_only=True):
 
 
 class RetryLimits(Struct, frozen=True):
-    """Limits beyond which the job ends instead of entering again; a hook for `initialize`."""
+    """Limits beyond which the job ends instead of entering again; a hook for `initialize`.
+
+    - `iterations`: most entries of one process, the first included.
+    - `min_world`: fewest ranks of a round.
+    - `min_active`: fewest ranks that are not in reserve.
+    """
 
     iterations: int | None = None
-    """Entries of one process, the first included."""
     min_world: int | None = None
     min_active: int | None = None
-    """Ranks that are not in reserve."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -166,7 +174,7 @@ class FaultCounter:
 
 
 def on_thread(hook: Hook, limit_s: float) -> Hook:
-    """Run a hook in a thread of its own, and raise if it takes longer than the limit.
+    """Run a `hook` in a thread of its own, and raise if it takes longer than `limit_s` seconds.
 
     A thread cannot be ended, so the process is given up, and the thread with it.
     """
@@ -184,7 +192,7 @@ def on_thread(hook: Hook, limit_s: float) -> Hook:
 
 
 def check_device(limit_s: float = 30.0) -> Hook:
-    """Return a health check that waits for the CUDA device of this process, at most so long.
+    """Return a health check that waits for the CUDA device of this process, at most `limit_s` seconds.
 
     A CUDA error that sticks, and a device that does not answer, belong to the process. Without torch,
     and in a process that has not used CUDA, it does nothing: it never creates a context.

@@ -26,7 +26,7 @@ from msgspec.structs import replace
 from holdfast.diagnosis.exceptions import describe
 from holdfast.errors import FencedError, StopRestarting, UnfitProcess, UsageError
 from holdfast.inprocess import groups, link
-from holdfast.inprocess.assignment import Assignment, Member, assign_ranks, with_gone
+from holdfast.inprocess.assignment.members import Assignment, Member, assign_ranks, with_gone
 from holdfast.inprocess.context import Context, wants_context
 from holdfast.inprocess.hooks import Hook, Hooks, HookState, check_device
 from holdfast.inprocess.kept import registry
@@ -39,9 +39,12 @@ from holdfast.messages.records import Raised
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 SETTLE_S: Final = 24 * 3600.0
 """How long process groups are left alone for an atomic section; the agent's limit is shorter."""
+ABORT_AGAIN_S: Final = 0.05
+LONGEST_PAUSE_S: Final = 0.5
 
 
 def restartable(
@@ -121,7 +124,13 @@ class Restarts:
         self._link: RoundLink = link.current() or TorchrunLink()
         self._aborting = threading.Lock()
         self._aborted = False
+        self._departed = threading.Event()
+        """Set when the present entry is over, however it ended."""
+        self._unfit: StopRestarting | UnfitProcess | None = None
+        """What the hook `abort` raised."""
         self._iteration = 0
+        self._left_by: BaseException | None = None
+        """What ended the function; its frames hold what the function made."""
         self._error: Raised | None = None
         """What the function raised here in the entry before."""
         self._members: tuple[Member, ...] = ()
@@ -133,11 +142,11 @@ class Restarts:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._refuse_misuse()
-        groups.watch()
+        try:
+            groups.watch()
+        except ImportError:
+            pass  # Without torch there are no process groups.
         install_zones(self._call)
-        # What is there before the function outlives it: the collector need not look at it after each
-        # departure, which takes half a second in a process with torch.
-        gc.freeze()
         try:
             return self._enter_until_returned(args, kwargs)
         except StopRestarting as stop:
@@ -162,6 +171,7 @@ class Restarts:
             self._link.left()
             self._call.renew()
             self._aborted = False
+            self._departed = threading.Event()
             gc.collect()  # While the next round is agreed on: models and groups are in cycles.
             entry = self._link.next()
             self._iteration += 1
@@ -209,12 +219,13 @@ class Restarts:
             local_rank=entry.local_rank,
             previous=self._active,
         )
-        found = self._link.gather("members", msgspec.msgpack.encode((own, self._members)))
-        told = [
-            msgspec.msgpack.decode(one, type=tuple[Member, tuple[Member, ...]]) for one in found
-        ]
-        before = next((members for _, members in told if members), ())
-        self._members = assign_ranks(with_gone((one for one, _ in told), before), self._assign)
+        told = self._gather("members", (own, bool(self._members)), tuple[Member, bool])
+        known_by = next((member.rank for member, knows in told if knows), None)
+        before: tuple[Member, ...] = ()
+        if known_by is not None:  # Of those that were there, one tells the newcomers who else was.
+            mine = self._members if known_by == entry.rank else ()
+            before = self._gather("before", mine, tuple[Member, ...])[known_by]
+        self._members = assign_ranks(with_gone([m for m, _ in told], before), self._assign)
         active = self._members[entry.rank].active
         size = sum(one.active is not None for one in self._members)
         self._state = replace(self._state, active_rank=active, active_world_size=size)
@@ -224,6 +235,11 @@ class Restarts:
             os.environ["RANK"] = str(entry.rank if active is None else active)
             self._link.serve_store()
         return active
+
+    def _gather(self, name: str, value: T, kind: Any) -> list[T]:
+        """Exchange values between all ranks of the round."""
+        found = self._link.gather(name, msgspec.msgpack.encode(value))
+        return [msgspec.msgpack.decode(one, type=kind) for one in found]
 
     def _enter(
         self, entry: RoundEntry, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -242,9 +258,10 @@ class Restarts:
             if active is not None:
                 result = self._call.run(self._function, *args, **kwargs)
         except Departure as departure:
-            groups.drop_frames(departure)
+            self._left_by = departure
             return False, None
         except Exception as error:
+            self._left_by = error
             self._raised(error)
             return False, None
         return self._link.returned(), result
@@ -256,7 +273,6 @@ class Restarts:
             print(raised.traceback, end="", file=sys.stderr, flush=True)
             self._link.raised(raised)
             self._error = raised
-        groups.drop_frames(error)
 
     # ---- leaving ----
 
@@ -267,18 +283,40 @@ class Restarts:
             self._link.postponed()
         self._call.settle(SETTLE_S)
         self._abort()
+        again = threading.Thread(
+            target=self._abort_again, args=[self._departed], name="holdfast-abort", daemon=True
+        )
+        again.start()
+
+    def _abort_again(self, departed: threading.Event) -> None:
+        """End the waits that the function's thread began since: in the middle of torch's code it goes
+        on to the next connection, and no exception reaches it there."""
+        pause_s = ABORT_AGAIN_S
+        while not departed.wait(pause_s):
+            with self._aborting:
+                if not departed.is_set():
+                    groups.abort_groups()
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _abort(self) -> None:
         with self._aborting:
             if not self._aborted:
                 self._aborted = True
                 groups.abort_groups()
-                self._hooks.aborted(self._state)
+                try:
+                    self._hooks.aborted(self._state)
+                except (StopRestarting, UnfitProcess) as error:
+                    self._unfit = error  # For the function's thread, which acts on it.
 
     def _depart(self) -> None:
         self._abort()
+        with self._aborting:
+            self._departed.set()
+        if self._unfit is not None:
+            raise self._unfit
         registry.function_left()
-        groups.forget_groups()
+        groups.forget_groups(self._left_by)
+        self._left_by = None
         self._hooks.left(self._state)
         check_device()(self._state)
 
@@ -286,7 +324,7 @@ class Restarts:
         """Let go of the function: it is not entered again."""
         registry.forget()
         install_zones(None)
-        gc.unfreeze()
+        groups.unwatch()
         self._link.close()
 
     def _terminate(self) -> None:

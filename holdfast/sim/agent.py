@@ -8,11 +8,13 @@ beyond, `LightAgent` does the same in a few lines, without stall detection and i
 
 from __future__ import annotations
 
+import signal
 from collections import deque
 from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from holdfast.agent.function import ATOMIC_FLOOR_S
 from holdfast.agent.processes import Exit
 from holdfast.agent.requests import ScriptRequests
 from holdfast.agent.shards import NodeShards
@@ -28,6 +30,8 @@ from holdfast.messages.events import (
     NodeReady,
     NodeWarm,
     Progress,
+    RankRaised,
+    RanksReturned,
     WorkerExited,
     WorkersKilled,
     WorkerStarted,
@@ -52,7 +56,7 @@ from holdfast.sim.network import BEAT_S, Downward, SimStream, Upward
 from holdfast.sim.nodecheck import SimTester
 from holdfast.sim.rank import SimRank
 from holdfast.sim.rates import Chance
-from holdfast.sim.training import SimRound
+from holdfast.sim.training import NEVER, SimRound
 
 if TYPE_CHECKING:
     from holdfast.sim.cluster import Cluster, Host
@@ -111,6 +115,8 @@ class SimAgent:
         self.running: SimRound | None = None
         self.ranks: dict[Rank, SimRank] = {}
         """Ranks that have a process."""
+        self.parked: dict[int, SimRank] = {}
+        """Processes that have left their function and wait to enter it again, by pid."""
         self.port = cluster.next_port()
         self.keeper = SimKeeper(self)
         self.tester = SimTester(self)
@@ -132,6 +138,10 @@ class SimAgent:
 
     def resumed(self, sent: list[AnyEvent]) -> None:
         """Note a new stream, on which these events were sent again."""
+        raise NotImplementedError
+
+    def keeps(self, one: SimRank) -> bool:
+        """Return whether it knows of a process that is parked."""
         raise NotImplementedError
 
     def run(self, act: Callable[..., None], *arguments: Any) -> None:
@@ -204,6 +214,8 @@ class SimAgent:
             self.finishing = order
         if isinstance(order, StartWorkers) and self.finishing is None:
             self.cluster.invariants.part_offered(self, order.part)
+        if isinstance(order, StopWorkers) and self.cluster.functions is not None:
+            self.cluster.functions.told_to_stop(self, order)
         self.run(self.act, order)
 
     def _welcomed(self, stream: SimStream, welcome: Welcome) -> None:
@@ -256,6 +268,8 @@ class SimAgent:
         for event in events:
             if isinstance(event, WorkersKilled):
                 self.killed = event.round
+            if isinstance(event, WorkerExited) and self.cluster.functions is not None:
+                self.cluster.functions.death_told(event)
             self.number += 1
             sent.append(Sent(number=self.number, event=event))
         self.unacked.extend(sent)
@@ -336,6 +350,7 @@ class SimAgent:
 
     def leave(self, order: Finish, latest: float | None = None) -> None:
         """End once the coordinator has the last word, or has had its time."""
+        self.cluster.invariants.node_leaves(self)
         latest = self.clock.now + LAST_WORD_LIMIT_S if latest is None else latest
         if self.unacked and self.clock.now < latest:
             self.later(0.05, self.leave, order, latest)
@@ -350,8 +365,8 @@ class SimAgent:
         self.dead = True
         self.host.replaced = NodeId("") if silently else self.node
         self.cluster.training.break_(self.running)
-        for rank in list(self.ranks.values()):
-            rank.gone(Exit(signal=9))
+        for one in [*self.ranks.values(), *self.parked.values()]:
+            one.gone(Exit(signal=9))
         if self.stream is not None and silently:
             self.stream.open_below = False
             self.cluster.silence(self.stream)
@@ -384,6 +399,15 @@ class LightAgent(SimAgent):
         self._slowest_stop_s: Seconds | None = None
         self._told_steps = 0
         self._raised: dict[Rank, Raised] = {}
+        self._departing: dict[int, float] = {}
+        """Processes that leave their function, and until when each may take."""
+        self._dismissed: dict[int, SimRank] = {}
+        """Processes that were parked and are told to end."""
+        self._ending: set[int] = set()
+        """Processes that are told to end although they may be leaving their function."""
+        self._left_from: dict[int, float] = {}
+        """When each process was told to leave, or raised."""
+        self._slowest_leave_s: Seconds | None = None
         parts = (node, AgentClock(self), self.say, self._reply)
         self._requests = ScriptRequests(*parts)
         self._shards = NodeShards(*parts, now=lambda: self.clock.now)
@@ -394,7 +418,10 @@ class LightAgent(SimAgent):
 
     @property
     def busy(self) -> bool:
-        return bool(self.ranks) or self._starting
+        return bool(self.ranks) or self._starting or bool(self._dismissed)
+
+    def keeps(self, one: SimRank) -> bool:
+        return True
 
     def act(self, order: NodeAction) -> None:
         if isinstance(order, StartWorkers):
@@ -407,6 +434,8 @@ class LightAgent(SimAgent):
             self._requests.answered(order)
         elif isinstance(order, actions.LendShards):
             self._shards.lent(order)
+        elif isinstance(order, actions.ReleaseRanks):
+            self._release(order)
         elif isinstance(order, actions.Examine):
             self.tell(EvidenceTaken(examination=order.examination, evidence=()))
         elif isinstance(order, actions.TestNode) and not isinstance(self._stopping, Finish):
@@ -432,35 +461,56 @@ class LightAgent(SimAgent):
         self._round = part.round
         self._stopping, self._stop_asked, self._slowest_stop_s = None, False, None
         self._ended, self._told_steps = [], 0
+        self._departing.clear()
+        self._ending.clear()
+        self._left_from.clear()
+        self._slowest_leave_s = None
         self._starting = True
         self.tester.end()
         self.keeper.begin_round(part)
         self._shards.begin_round(part)
         self.running = self.cluster.training.join(self, part)
-        self.later(self.chance.start_s(self.warm), self._hand_over, part, self.running)
+        stay = {one.local_rank: one for one in self.parked.values()}
+        for local_rank, one in stay.items():
+            self._give(self.running, part, local_rank, one)
+        vacant = [slot for slot in range(part.slots) if slot not in stay]
+        wait_s = self.chance.start_s(self.warm) if vacant else 0.0
+        self.later(wait_s, self._hand_over, part, self.running, vacant)
 
-    def _hand_over(self, part: Part, round: SimRound) -> None:
+    def _hand_over(self, part: Part, round: SimRound, slots: list[int]) -> None:
         """Give processes their ranks; each script begins in its own time, but for large worlds."""
         if round.number != self._round or not self._starting:
             return
         self._starting = False
-        coarse = self.cluster.settings.coarse
-        for slot in range(part.slots):
-            one = SimRank(self, round, Rank(part.first_rank + slot))
-            one.on_exit = lambda end, one=one: self._exited(one, end)  # type: ignore[misc]
-            one.hear = lambda message, one=one: self._hear_worker(one, message)  # type: ignore[misc]
-            if not coarse:
-                self.later(self.rng.uniform(0.001, 0.05), one.begin)
-        if coarse:
+        for slot in slots:
+            self._give(round, part, slot)
+        if self.cluster.begins_coarsely:
             self.say(*[self._started(one) for one in self.ranks.values()])
             round.started += part.slots
             self.cluster.training.go_on_from_saved(round, part.slots)
         report_s = self.cluster.settings.report_s
         self.later(report_s * self.rng.uniform(0.5, 1.5), self._sample, round)
 
+    def _give(
+        self, round: SimRound, part: Part, local_rank: int, parked: SimRank | None = None
+    ) -> None:
+        """Give a rank to a process; one that is parked enters its function again."""
+        one = SimRank(self, round, Rank(part.first_rank + local_rank), local_rank, parked)
+        one.on_exit = lambda end: self._exited(one, end)
+        one.hear = lambda message: self._hear_worker(one, message)
+        if not self.cluster.begins_coarsely:
+            self.later(self.rng.uniform(0.001, 0.05), one.begin)
+
     def _started(self, one: SimRank) -> WorkerStarted:
-        at, node, round, warm = self.at(), self.node, self._round, self.warm
-        return WorkerStarted(at=at, node=node, round=round, rank=one.rank, pid=one.pid, warm=warm)
+        return WorkerStarted(
+            at=self.at(),
+            node=self.node,
+            round=self._round,
+            rank=one.rank,
+            pid=one.pid,
+            warm=self.warm or one.again,
+            again=one.again,
+        )
 
     def _hear_worker(self, one: SimRank, message: local.FromWorker) -> None:
         if isinstance(message, local.Began):
@@ -479,6 +529,14 @@ class LightAgent(SimAgent):
             self._shards.heard(one.rank, message)
         elif isinstance(message, local.Ask):
             self._asked(one.rank, message)
+        elif isinstance(message, local.FunctionRaised):
+            self._function_raised(one, message)
+        elif isinstance(message, local.FunctionReturned):
+            self._function_returned()
+        elif isinstance(message, local.FunctionLeft):
+            self._function_left(one)
+        elif isinstance(message, local.LeavingPostponed) and one.pid in self._departing:
+            self._departing[one.pid] = self.clock.now + ATOMIC_FLOOR_S
 
     def _asked(self, rank: Rank, message: local.Ask) -> None:
         round, request = self._round, message.request
@@ -520,10 +578,83 @@ class LightAgent(SimAgent):
         assert self.running is not None
         return self.cluster.training.progress(self.running, ranks, self.skew, until)
 
+    # ---- restartable functions ----
+
+    def _function_raised(self, one: SimRank, message: local.FunctionRaised) -> None:
+        if one.pid in self._departing:
+            return  # It was told to leave.
+        self._departing[one.pid], self._left_from[one.pid] = NEVER, self.clock.now
+        (progress,) = self._progress([one.rank])
+        event = RankRaised(
+            at=Time(message.at + self.skew),
+            node=self.node,
+            round=self._round,
+            rank=one.rank,
+            progress=progress,
+            raised=message.raised,
+        )
+        self.keeper.ended(one.rank, False, lambda: self.say(event))
+
+    def _function_returned(self) -> None:
+        entries = [one.entry for one in self.ranks.values()]
+        returned = [entry for entry in entries if entry is not None and entry.stage == "returned"]
+        if len(returned) == self.cluster.settings.slots and self._stopping is None:
+            self.report(RanksReturned, round=self._round)
+
+    def _release(self, order: actions.ReleaseRanks) -> None:
+        for one in list(self.ranks.values()):
+            if order.round == self._round and one.entry is not None:
+                one.entry.order(local.Release())
+
+    def _leave_function(self, one: SimRank, order: StopWorkers) -> None:
+        assert one.entry is not None
+        if one.pid not in self._departing:
+            self._left_from[one.pid] = self.clock.now
+            one.entry.order(local.Leave(round=order.round, why=order.why))
+        self._departing[one.pid] = self.clock.now + order.leave_s
+        self.later(order.leave_s, self._give_up, one)
+
+    def _give_up(self, one: SimRank) -> None:
+        """Kill a process that does not leave its function in time."""
+        until = self._departing.get(one.pid)
+        if until is None or one.exit is not None or self.ranks.get(one.rank) is not one:
+            return
+        if until > self.clock.now:
+            self.later(until - self.clock.now, self._give_up, one)
+        else:
+            self._end([one])
+
+    def _function_left(self, one: SimRank) -> None:
+        (progress,) = self._progress([one.rank])
+        self._ended.append(progress)
+        self._requests.forget(one.rank)
+        self._shards.forget(one.rank)
+        if one.pid in self._ending:
+            self._dismissed[one.pid] = one
+            self.later(0.0, one.send, signal.SIGKILL)
+            return
+        if one.pid in self._left_from:
+            took_s = self.clock.now - self._left_from[one.pid]
+            self._slowest_leave_s = max(took_s, self._slowest_leave_s or 0.0)
+        if self._stopping is not None and not self.busy:
+            self._stopped(self._stopping)
+
+    def _dismiss(self, parked: list[SimRank], why: str, grace_s: Seconds) -> None:
+        for one in parked:
+            assert one.entry is not None
+            self._dismissed[one.pid] = one
+            one.entry.order(local.Dismiss(why=why))
+            self.later(grace_s, one.send, signal.SIGKILL)
+
     # ---- and ends ----
 
     def _exited(self, one: SimRank, end: Exit) -> None:
         """Tell the end of a worker that was not asked to end, after what it saved is sealed."""
+        if one.entry is not None and one.entry.stage == "parked":
+            if self._dismissed.pop(one.pid, None) is not None and not self.busy:
+                assert self._stopping is not None
+                self._stopped(self._stopping)
+            return
         (progress,) = self._progress([one.rank], one.seen_until())
         self._ended.append(progress)
         self._requests.forget(one.rank)
@@ -540,37 +671,66 @@ class LightAgent(SimAgent):
             raised=self._raised.pop(one.rank, None),
         )
         self.keeper.ended(one.rank, end.code == 0, lambda: self.say(event))
-        if self._stopping is not None and not self.ranks:
+        if self._stopping is not None and not self.busy:
             self._stopped(self._stopping)
 
     def _stop(self, order: StopWorkers | Finish) -> None:
         stopping = isinstance(self._stopping, StopWorkers) and isinstance(order, StopWorkers)
         if stopping and order.grace_s <= 0.0 and self.ranks:
             self.report(WorkersKilled, round=self._round)
+            self._end([one for one in self.ranks.values() if one.pid in self._departing])
         if stopping or isinstance(self._stopping, Finish):
             return
         self._stopping = order
         self._starting = False
         self.tester.end()
         self.cluster.training.break_(self.running)
-        if not self.ranks:
+        stay = self._staying(order)
+        if isinstance(order, StopWorkers):
+            for one in stay:
+                self._leave_function(one, order)
+        to_end = [one for one in self.ranks.values() if one not in stay]
+        self._ending.update(one.pid for one in to_end)
+        if not self.busy:
             self._stopped(order)
-        elif not self._stop_asked:
+        elif to_end and not self._stop_asked:
             self._stop_asked = True
             took_s, by_itself = self.chance.stop_s(order.grace_s)
             if by_itself:
                 self._slowest_stop_s = took_s
             self.later(took_s, self._all_gone, self._round)
 
+    def _staying(self, order: StopWorkers | Finish) -> list[SimRank]:
+        """Choose the ranks that leave their function; dismiss what is parked and must not stay."""
+        parked = list(self.parked.values())
+        if isinstance(order, Finish) or order.leave_s <= 0:
+            if isinstance(order, Finish) or self._ready_after != order.round:
+                why = order.reason if isinstance(order, Finish) else order.why
+                self._dismiss(parked, why, order.grace_s)
+            return []
+        unfit = [one for one in parked if one.rank in order.replace and one.round is self.running]
+        self._dismiss(unfit, order.why, order.grace_s)
+        return [
+            one
+            for one in self.ranks.values()
+            if one.rank not in order.replace and one.entry is not None and one.entry.stays
+        ]
+
     def _all_gone(self, round: RoundNumber) -> None:
-        if round != self._round or not self.ranks or self._stopping is None:
+        """End all ranks that do not leave their function."""
+        if round == self._round and self.ranks and self._stopping is not None:
+            self._end([one for one in self.ranks.values() if one.pid in self._ending])
+
+    def _end(self, ranks: list[SimRank]) -> None:
+        if self.running is None:
             return
-        self._ended += self._progress(list(self.ranks))
-        for one in list(self.ranks.values()):
+        self._ended += self._progress([one.rank for one in ranks])
+        for one in ranks:
             self._requests.forget(one.rank)
             self._shards.forget(one.rank)
             one.gone(Exit(signal=15))
-        self._stopped(self._stopping)
+        if self._stopping is not None and not self.busy:
+            self._stopped(self._stopping)
 
     def _stopped(self, order: StopWorkers | Finish) -> None:
         ranks = tuple(self._ended)
@@ -583,6 +743,7 @@ class LightAgent(SimAgent):
             self._ready_after = order.round
             self.port = self.cluster.next_port()
         told = {"store_port": self.port, "slowest_stop_s": self._slowest_stop_s}
+        told |= {"parked": len(self.parked), "slowest_leave_s": self._slowest_leave_s}
         self.report(NodeReady, round=order.round, ranks=ranks, **told)
 
     def _last_word(self, order: Finish, ranks: tuple[RankProgress, ...]) -> None:

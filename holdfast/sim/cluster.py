@@ -31,6 +31,7 @@ from holdfast.sim.clock import START, SimClock
 from holdfast.sim.coordinator import SimCoordinator
 from holdfast.sim.data import SimData
 from holdfast.sim.faults import Faults
+from holdfast.sim.function import SimFunctions
 from holdfast.sim.invariants import Check, Invariants
 from holdfast.sim.keeper import SimStorage
 from holdfast.sim.network import SILENCE_S, Network, SimStream
@@ -90,6 +91,8 @@ class SimSettings:
     """Scripts with checkpoints use data sets too."""
     records: int | None = None
     """Records of the leased data set; None draws it."""
+    inprocess: bool = False
+    """Scripts train in a restartable function."""
     node_check: bool = False
     exclude_stragglers: bool = False
     light: bool = False
@@ -193,6 +196,7 @@ class Cluster:
         self.training = Training(self)
         self.storage = SimStorage(self)
         self.data = SimData(self) if settings.data and settings.checkpoints else None
+        self.functions = SimFunctions(self) if settings.inprocess else None
         self._ports = 20000
         self._pids = 2000
         self.healing = False
@@ -214,6 +218,11 @@ class Cluster:
         address = f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}"
         unfit = self.rng.random() < self.schedule.unfit_hosts and not self.healing
         return Host(f"h{number}", address, f"s{switch}", domain, unfit=unfit)
+
+    @property
+    def begins_coarsely(self) -> bool:
+        """Whether the scripts of a node begin all at once, and restore nothing by themselves."""
+        return self.settings.coarse and self.functions is None
 
     def next_port(self) -> int:
         self._ports = 20000 + (self._ports - 19999) % 40000

@@ -39,6 +39,14 @@ _CRASH_POINTS: tuple[CrashPoint, ...] = (
     "after the journal",
     "half-way through the actions",
 )
+RETURNS_WITHIN_S = 3.0
+"""Between the first and the last rank whose restartable function returns."""
+_WHILE_DEPARTING = (
+    *("agent", "host", "reset", "cut", "pause", "signal", "signal", "parked", "parked"),
+    *("leave", "flap", "coordinator", "coordinator"),
+)
+"""What happens while ranks leave their functions."""
+
 _HANGS = ("hang", "gil", "stopped", "stopped")
 _INJECTED: tuple[str, ...] = (
     *("kill", "term", "stop", "cont", "hang", "gil", "segfault", "abort", "exception", "exit"),
@@ -162,9 +170,46 @@ class Faults:
 
     def done(self, round: SimRound) -> None:
         """Have the script end: all ranks exit with 0, not all at once."""
+        functions = self.cluster.functions is not None
         for one in list(round.ranks.values()):
+            if functions:
+                one.agent.later(one.agent.rng.uniform(0.0, RETURNS_WITHIN_S), one.finish)
+                continue
             hangs = one.agent.detects_stalls and self.rng.random() < self.schedule.exit_hangs
             one.agent.later(self.rng.uniform(0.0, 0.5), one.hang_at_exit if hangs else one.finish)
+
+    def end_soon(self, one: SimRank) -> None:
+        """Have the script of a rank end whose restartable function has returned everywhere."""
+        hangs = one.agent.detects_stalls and one.agent.rng.random() < self.schedule.exit_hangs
+        act = one.hang_at_exit if hangs else one.finish
+        one.agent.later(one.agent.rng.uniform(0.0, 0.5), act)
+
+    def departing(self, agent: SimAgent) -> None:
+        """Have something else happen while a rank of a node leaves its function."""
+        if self.over or self.rng.random() >= self.schedule.departing_faults:
+            return
+        name, after_s = self.rng.choice(_WHILE_DEPARTING), self.rng.uniform(0.0, 0.5)
+        if name == "coordinator":
+            self.cluster.clock.after(after_s, self._crash_now)
+        else:
+            host = agent.host if self.rng.random() < 0.5 else self.rng.choice(self.cluster.hosts)
+            self.cluster.clock.after(after_s, self._strike_once, name, host)
+
+    def _strike_once(self, name: str, host: Host) -> None:
+        if not self.over:
+            self.strike(name, host)
+
+    def _crash_now(self) -> None:
+        if not self.over:
+            point = self.rng.choice(_CRASH_POINTS)
+            self.counts["coordinator"] = self.counts.get("coordinator", 0) + 1
+            self.cluster.log.fault(self.cluster.clock.now, f"coordinator, {point}", "")
+            self.cluster.coordinator.crash(point)
+
+    def _parked(self, host: Host, agent: SimAgent) -> None:
+        """Kill a process that waits to enter its function again."""
+        if agent.parked:
+            self.rng.choice(list(agent.parked.values())).die(signal=signal.SIGKILL)
 
     def stop(self, round: SimRound) -> None:
         """Have the script stop the job."""

@@ -248,6 +248,11 @@ class Invariants:
             same = older == round
             self.demand(same, f"{other.node} runs round {older} while round {round} begins")
 
+    def node_leaves(self, agent: SimAgent) -> None:
+        """Check that a node that says that it is done has ended all its processes."""
+        left = [one.pid for one in [*agent.ranks.values(), *agent.parked.values()]]
+        self.demand(agent.dead or not left, f"{agent.node} leaves, and processes {left} do not")
+
     def ranks_go_on(self, agent: SimAgent) -> None:
         """Check that no other round began while a node's ranks were paused."""
         newest = max(self.frozen, default=agent.round)
@@ -259,14 +264,20 @@ class Invariants:
             agent = host.agent
             if agent is None or agent.dead or agent.lease_over or agent.killed == agent.round:
                 continue
-            if agent.ranks:
-                yield agent, agent.round
+            for round in {one.round.number for one in agent.ranks.values()}:
+                yield agent, round
 
     def _was_member(self, node: NodeId, world: World) -> bool:
         return any(place.node == node for place in world.places)
 
     def look_around(self) -> None:
-        """Check that fenced nodes that are connected were told to finish."""
+        """Check that fenced nodes that are connected were told to finish, and that each parked
+        process is known to its agent."""
+        for host in self.cluster.hosts:
+            if host.agent is not None and not host.agent.dead:
+                for one in host.agent.parked.values():
+                    known = host.agent.keeps(one)
+                    self.demand(known, f"{host.agent.node} has forgotten process {one.pid}")
         coordinator, now = self.cluster.coordinator, self.cluster.clock.now
         runs_since = max(coordinator.up_since, coordinator.stands_until)
         if not coordinator.up or now - runs_since < FENCED_WITHIN_S:

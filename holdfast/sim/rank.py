@@ -27,6 +27,7 @@ from holdfast.messages.requests import (
     StateFound,
 )
 from holdfast.messages.units import Rank, RoundNumber
+from holdfast.sim.function import SimEntry
 from holdfast.sim.training import SimRound
 from holdfast.sim.tuning import tune
 
@@ -56,13 +57,25 @@ STORE_REQUESTS: tuple[ScriptRequest, ...] = (
 
 
 class SimRank:
-    """One rank's process."""
+    """One rank's process; one that was parked in another place goes on in this one."""
 
-    def __init__(self, agent: SimAgent, round: SimRound, rank: Rank) -> None:
+    def __init__(
+        self,
+        agent: SimAgent,
+        round: SimRound,
+        rank: Rank,
+        local_rank: int = 0,
+        before: SimRank | None = None,
+    ) -> None:
         self.agent = agent
         self.round = round
         self.rank = rank
-        self.pid = agent.cluster.next_pid()
+        self.local_rank = local_rank
+        self.pid: int = agent.cluster.next_pid() if before is None else before.pid
+        self.next: SimRank | None = None
+        """The same process in the place that it got after this one."""
+        self.entry: SimEntry | None = None
+        """Its restartable function, if its script has one."""
         self.exit: Exit | None = None
         self.on_exit: Callable[[Exit], None] = lambda end: None
         self.hear: Callable[[FromWorker], None] = lambda message: None
@@ -86,13 +99,29 @@ class SimRank:
         """What it would ask if it moved."""
         self._numbers: dict[int, int] = {}
         self._open: dict[int, tuple[ScriptRequest, Callable[[AnyAnswer], None]]] = {}
+        if agent.cluster.functions is not None:
+            agent.cluster.functions.given(self)
+            self.entry = SimEntry(agent.cluster.functions, self, before)
+        if before is not None:
+            before.next = self
+            agent.parked.pop(self.pid, None)
         round.ranks[rank] = agent.ranks[rank] = self
+
+    @property
+    def again(self) -> bool:
+        """Whether it was parked before."""
+        return self.entry is not None and self.entry.stage == "entering"
+
+    @property
+    def departed(self) -> bool:
+        """Whether its script does nothing in this place any more."""
+        return self.entry is not None and self.entry.departed
 
     # ---- its script ----
 
     def begin(self) -> None:
-        """Begin the user's script."""
-        if self.exit is not None:
+        """Begin the user's script, or enter its function again."""
+        if self.exit is not None or self.departed:
             return
         if self.agent.lease_over:  # It is paused at once.
             self.agent.later(0.1, self.begin)
@@ -101,12 +130,21 @@ class SimRank:
         self.hear(local.Began(at=self.agent.clock.now))
         training = self.agent.cluster.training
         self.round.started += 1
-        if training.script.checkpoints:
-            opened = local.OpenCheckpointer(checkpointer=CHECKPOINTER, directory="/", keep=b"")
-            self.hear(opened)
-            self.ask(RESTORING, FindState(checkpointer=CHECKPOINTER), self._offered)
+        if self.entry is not None:
+            self.entry.begin()
+        elif training.script.checkpoints:
+            self.restore()
         else:
             training.go_on_from_saved(self.round, 1)
+
+    def opens_function(self) -> None:
+        """Tell the agent of the restartable function: the light model knows it by itself."""
+
+    def restore(self) -> None:
+        """Restore with Holdfast's checkpoints."""
+        opened = local.OpenCheckpointer(checkpointer=CHECKPOINTER, directory="/", keep=b"")
+        self.hear(opened)
+        self.ask(RESTORING, FindState(checkpointer=CHECKPOINTER), self._offered)
 
     def _offered(self, answer: AnyAnswer) -> None:
         """Load what the ranks shall restore, and say how that went."""
@@ -154,7 +192,7 @@ class SimRank:
         """Have a thread of the script ask; one that waits for an answer asks nothing else."""
         if self.stuck:
             self._put_off.append((channel, request, then))
-        if channel in self._open or self.exit is not None or self.stuck:
+        if channel in self._open or self.exit is not None or self.stuck or self.departed:
             return
         self._open[channel] = (request, then)
         number = self._numbers[channel] = self._numbers.get(channel, 0) + 1
@@ -169,6 +207,8 @@ class SimRank:
     def _answered(self, message: ScriptReply) -> None:
         if self.exit is not None or message.number != self._numbers.get(message.channel):
             return
+        if self.departed:
+            return
         request, then = self._open.pop(message.channel)
         if isinstance(request, JoinBarrier) and isinstance(message.answer, requests.Granted):
             here, round = len(self.round.meetings[request.name]), self.round
@@ -178,11 +218,11 @@ class SimRank:
 
     def tell(self, message: FromWorker) -> None:
         """Say something to the agent."""
-        if self.exit is None and not self.stuck:
+        if self.exit is None and not self.stuck and not self.departed:
             self.agent.later(0.0, self._hear_if_alive, message)
 
     def _hear_if_alive(self, message: FromWorker) -> None:
-        if self.exit is None:
+        if self.exit is None and not self.departed:
             self.hear(message)
 
     # ---- standing still ----
@@ -202,12 +242,18 @@ class SimRank:
             put_off, self._put_off = self._put_off, []
             for asked in put_off:
                 self.agent.later(0.0, self.ask, *asked)
+            if self.entry is not None:
+                self.entry.moves_again()
 
     # ---- its end ----
 
     def finish(self) -> None:
-        """Come to the end of the script, unless the process is asked to stop."""
-        if not self.stuck and not self._stopping:
+        """Come to the end of the function or of the script, unless the process is asked to stop."""
+        if self.stuck or self._stopping or self.exit is not None:
+            return
+        if self.entry is not None and self.entry.stage == "inside":
+            self.entry.returns()
+        elif self.entry is None or self.entry.stage == "released":
             self.die(code=0, done=True)
 
     def hang_at_exit(self) -> None:
@@ -218,6 +264,9 @@ class SimRank:
 
     def send(self, number: signal.Signals) -> None:
         """Take a signal."""
+        if self.next is not None:
+            self.next.send(number)
+            return
         if self.exit is not None or self.agent.dead:
             return
         self._stopping = self._stopping or number == signal.SIGTERM
@@ -226,6 +275,8 @@ class SimRank:
         elif number == signal.SIGCONT and self.stuck == "stopped":
             self.go_on()
         elif number == signal.SIGKILL:
+            if self.agent.cluster.functions is not None:
+                self.agent.cluster.functions.killed.add(self.pid)
             self.agent.later(0.002, self.die, None, signal.SIGKILL)
         elif number == signal.SIGTERM and not self.stuck:
             took_s, by_itself = self.agent.chance.stop_s()
@@ -246,8 +297,15 @@ class SimRank:
         raised: Raised | None = None,
         done: bool = False,
     ) -> None:
-        """End the process; `done` says that its script ran to its end."""
+        """End the process; `done` says that its script ran to its end. What a restartable function
+        raises does not end it."""
+        if self.next is not None:
+            self.next.die(code, signal, oom, raised, done)
+            return
         if self.exit is not None or self.agent.dead:
+            return
+        if raised is not None and self.entry is not None and self.entry.stays:
+            self.entry.raises(raised)
             return
         if raised is not None:
             self.agent.later(0.0, self.hear, local.Died(raised=raised, at=self.agent.clock.now))
@@ -263,8 +321,13 @@ class SimRank:
 
     def gone(self, end: Exit, oom: bool = False) -> None:
         self.exit, self.oom, self.ended_at = end, oom, self.agent.clock.now
-        self.round.ranks.pop(self.rank, None)
-        self.agent.ranks.pop(self.rank, None)
+        self.give_up_place()
+        self.agent.parked.pop(self.pid, None)
+
+    def give_up_place(self) -> None:
+        for ranks in (self.round.ranks, self.agent.ranks):
+            if ranks.get(self.rank) is self:
+                del ranks[self.rank]
 
     def seen_until(self) -> float:
         """Return the moment up to which its page was written."""

@@ -6,13 +6,15 @@ hours; about half of that is software or single GPUs (a worker dies), the other 
 Broken streams, slow nodes and short pauses come on top and need not interrupt anything. `chaos` is no
 cluster anybody has: it exists to find bugs in minutes of simulated time. In `faulty-node` one host ends
 its ranks every minute, and the others fail as in a cluster that has seen better days. `data` kills
-workers, agents and coordinators so often that worlds of all sizes follow each other.
+workers, agents and coordinators so often that worlds of all sizes follow each other. `inprocess` is for
+restartable functions: they raise, ranks die and hang, and more goes wrong while the others leave.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from random import Random
+from typing import Literal
 
 from holdfast.messages.units import Seconds
 
@@ -45,6 +47,10 @@ class Schedule:
     """Share of worker deaths after which all other ranks fail in their collective too."""
     exit_hangs: float = 0.0
     """Share of ranks whose process hangs after its script has ended."""
+    bad_departures: float = 0.0
+    """Share of ranks that do not leave their restartable function as they should."""
+    departing_faults: float = 0.0
+    """How likely something else happens to a node while a rank leaves its function."""
     away_s: tuple[Seconds, Seconds] = (1.0, 1.0)
     """How long a crashed host is away."""
     pause_s: tuple[Seconds, Seconds] = (1.0, 1.0)
@@ -57,6 +63,10 @@ class Schedule:
     return_excluded: float = 0.0
     """How likely an excluded host tries to come in again."""
 
+
+_BAD_DEPARTURES: tuple[Literal["slowly", "late", "dies", "unfit", "never"], ...] = (
+    *("slowly", "slowly", "late", "dies", "unfit", "never"),
+)
 
 BATCH_S: Seconds = 0.0005
 """How long arrivals gather before the coordinator takes them in together."""
@@ -116,6 +126,8 @@ _CHAOS = Schedule(
     skipped_saves=0.05,
     cascade=0.5,
     exit_hangs=0.1,
+    bad_departures=0.1,
+    departing_faults=0.05,
     away_s=(0.1, 20.0),
     pause_s=(0.05, 20.0),
     cut_s=(0.05, 20.0),
@@ -162,6 +174,32 @@ _DATA = Schedule(
     hiccups=0.02,
 )
 
+_INPROCESS = Schedule(
+    rates={
+        **{
+            "exception": 60.0,
+            "signal": 40.0,
+            "oom": 5.0,
+            "exit": 5.0,
+            "hang": 20.0,
+            "parked": 20.0,
+        },
+        **{"agent": 15.0, "host": 8.0, "leave": 8.0, "reset": 60.0, "cut": 15.0, "pause": 15.0},
+        **{"flap": 5.0, "keeper": 5.0, "stand": 2.0},
+    },
+    coordinator_crashes=60.0,
+    handler_errors=0.001,
+    cascade=0.5,
+    exit_hangs=0.1,
+    bad_departures=0.2,
+    departing_faults=0.1,
+    away_s=(0.1, 20.0),
+    pause_s=(0.05, 10.0),
+    cut_s=(0.05, 10.0),
+    down_s=(0.01, 5.0),
+    hiccups=0.02,
+)
+
 SCHEDULES: dict[str, Schedule] = {
     "default": _DEFAULT,
     "heavy": _HEAVY,
@@ -170,7 +208,19 @@ SCHEDULES: dict[str, Schedule] = {
     "partitions": _PARTITIONS,
     "faulty-node": _FAULTY_NODE,
     "data": _DATA,
+    "inprocess": _INPROCESS,
 }
+
+
+@dataclass(frozen=True)
+class Departure:
+    """How a process leaves its restartable function."""
+
+    how: Literal["at once", "slowly", "late", "dies", "unfit", "never"]
+    """`late`: at the end of an atomic section; `unfit`: a hook raises then, and its process ends."""
+    took_s: Seconds
+    raises: bool
+    """Whether the function raises because its process groups are aborted."""
 
 
 class Chance:
@@ -196,6 +246,14 @@ class Chance:
             took_s = self._rng.uniform(0.1, 2.0)
             return min(took_s, grace_s), took_s < grace_s
         return self._rng.uniform(0.002, 0.05), False
+
+    def departure(self) -> Departure:
+        """Draw how a process leaves its function."""
+        raises = self._rng.random() < 0.3
+        if self._rng.random() >= self._schedule.bad_departures:
+            return Departure("at once", self._rng.uniform(0.002, 0.05), raises)
+        how = self._rng.choice(_BAD_DEPARTURES)
+        return Departure(how, self._rng.uniform(0.01, 1.5 if how == "slowly" else 0.5), raises)
 
     def batch_s(self) -> Seconds:
         """Draw how long arrivals wait for the coordinator: it is quick, or has a bad moment."""

@@ -37,6 +37,7 @@ def numbers(cluster: Cluster) -> dict[str, Any]:
         "reason": ended.reason if ended else None,
         "injected": dict(sorted(cluster.faults.counts.items())),
         "incidents": {kind: kinds[kind] for kind in sorted(kinds)},
+        "functions": _functions(cluster),
         "goodput": books.goodput,
         "seconds": books.seconds,
         "phases": _phases(cluster),
@@ -47,6 +48,11 @@ def numbers(cluster: Cluster) -> dict[str, Any]:
         "advanced_after_healing_s": cluster.alive_after_s,
         "log_digest": cluster.log.digest(),
     }
+
+
+def _functions(cluster: Cluster) -> dict[str, int]:
+    """What processes did with their restartable functions."""
+    return dict(sorted(cluster.functions.counts.items())) if cluster.functions is not None else {}
 
 
 def _phases(cluster: Cluster) -> dict[str, dict[str, Seconds]]:
@@ -91,6 +97,8 @@ def lines(shown: dict[str, Any]) -> list[str]:
         f"invariants: {shown['invariants_checked']} checked; {shown['coordinator_restarts']}"
         f" coordinator restarts, {shown['replays_verified']} replays verified"
     )
+    if shown["functions"]:
+        found.append(f"restartable functions: {_counts(shown['functions'])}")
     if shown["advanced_after_healing_s"] is not None:
         found.append(f"healed: advanced after {shown['advanced_after_healing_s']:.1f} s")
     found.append(f"event log: {shown['log_digest']}")
@@ -105,12 +113,18 @@ def sweep_lines(all_found: list[dict[str, Any]], violated: list[str]) -> list[st
     """Many seeds in a few lines."""
     ends = Counter("running" if f["exit_code"] is None else f["exit_code"] for f in all_found)
     injected: Counter[str] = Counter()
+    functions: Counter[str] = Counter()
     for found in all_found:
         injected.update(found["injected"])
+        functions.update(found["functions"])
+    told = (
+        [f"restartable functions: {_counts(dict(sorted(functions.items())))}"] if functions else []
+    )
     return [
         f"{len(all_found) + len(violated)} seeds, {len(violated)} of them violated an invariant",
         f"exit codes: {', '.join(f'{code}: {count}' for code, count in ends.most_common())}",
         f"injected: {_counts(dict(sorted(injected.items())))}",
+        *told,
         f"events: {sum(f['events'] for f in all_found)},"
         f" rounds: {sum(f['rounds'] for f in all_found)},"
         f" duplicates dropped: {sum(f['duplicates_dropped'] for f in all_found)}",

@@ -40,6 +40,33 @@ def chaos(seed: int, liveness: bool = False) -> SimSettings:
         node_check=rng.random() < 0.2,
         exclude_stragglers=rng.random() < 0.2,
         data=rng.random() < 0.5,
+        inprocess=Random(f"inprocess {seed}").random() < 0.25,
+    )
+
+
+def restarting(seed: int) -> SimSettings:
+    """Draw a few nodes whose ranks train in a restartable function, for some minutes."""
+    rng = Random(f"restarting {seed}")
+    nodes = rng.randrange(1, 6)
+    return SimSettings(
+        seed=seed,
+        nodes=nodes,
+        spares=rng.choice((0, 1, 2)),
+        min_nodes=rng.randrange(1, nodes + 1),
+        hours=rng.choice((60, 120, 240)) / 3600,
+        slots=rng.randrange(1, 4),
+        faults="inprocess",
+        check="every",
+        liveness=True,
+        step_s=rng.choice((0.1, 0.5)),
+        save_every=rng.choice((0, 5, 20)),
+        last_step=rng.choice((None, None, 100)),
+        bug_step=rng.choice((None,) * 9 + (23,)),
+        max_restarts=rng.choice((None,) * 7 + (20,)),
+        checkpoints=rng.random() < 0.4,
+        data=rng.random() < 0.5,
+        inprocess=True,
+        light=rng.random() < 0.2,
     )
 
 

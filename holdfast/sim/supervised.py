@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,7 +25,7 @@ from holdfast.agent.worker_monitor import WorkerMonitor
 from holdfast.messages.actions import Finish, NodeAction, StopWorkers
 from holdfast.messages.chaos import FAULTS, Sprung, Trap
 from holdfast.messages.events import AnyEvent
-from holdfast.messages.local import DeviceUsed, Loaded, TrapSprung
+from holdfast.messages.local import Assign, DeviceUsed, Loaded, ToFunction, TrapSprung
 from holdfast.messages.records import Part, Raised
 from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, StepNumber
 from holdfast.shm.rank_page import PageState
@@ -86,6 +86,11 @@ class SupervisedAgent(SimAgent):
     @property
     def busy(self) -> bool:
         return self.supervisor.busy
+
+    def keeps(self, one: SimRank) -> bool:
+        workers = self.supervisor._workers
+        known = [*workers.parked.values(), *workers.running.values()]
+        return any(cast(SimRank, worker.process) is one for worker in known)
 
     def run(self, act: Callable[..., None], *arguments: Any) -> None:
         self.loop.enter(act, *arguments)
@@ -189,13 +194,43 @@ class SimStarter:
     async def start(self, part: Part, monitor: WorkerMonitor) -> None:
         agent = self._agent
         agent.running = agent.cluster.training.join(agent, part)
-        await asyncio.sleep(agent.chance.start_s(agent.warm))
-        for slot in range(part.slots):
-            one = SupervisedRank(agent, agent.running, Rank(part.first_rank + slot))
-            worker = SimWorker.of(one, part.round)
-            monitor.expect(worker)
-            monitor.follow(worker)
-            agent.later(agent.rng.uniform(0.001, 0.05), one.begin)
+        vacant = []
+        for local_rank in range(part.slots):
+            parked = monitor.workers.parked.get(local_rank)
+            if parked is None or parked.process.exit is not None:
+                vacant.append(local_rank)
+            else:
+                monitor.workers.take_parked(local_rank)
+                self._start_rank(part, local_rank, monitor, parked)
+        if vacant:
+            await asyncio.sleep(agent.chance.start_s(agent.warm))
+        for local_rank in vacant:
+            self._start_rank(part, local_rank, monitor)
+
+    def _start_rank(
+        self,
+        part: Part,
+        local_rank: int,
+        monitor: WorkerMonitor,
+        parked: Worker | None = None,
+    ) -> None:
+        """Give a rank to a process, as `agent.starting` does."""
+        agent = self._agent
+        assert agent.running is not None
+        before = cast(SupervisedRank, parked.process) if parked is not None else None
+        rank = Rank(part.first_rank + local_rank)
+        one = SupervisedRank(agent, agent.running, rank, local_rank, before)
+        worker = SimWorker.of(one, part.round)
+        worker.local_rank = local_rank
+        if parked is not None:
+            worker.again, worker.before = True, parked.output
+            parked.reset_page()
+        monitor.expect(worker)
+        if parked is not None and one.function is not None:
+            assign = Assign(env={}, entry="script", agent_pid=0, round=part.round)
+            one.function.enter(assign, ())
+        monitor.follow(worker)
+        agent.later(agent.rng.uniform(0.001, 0.05), one.begin)
 
 
 class SimWorker(Worker):
@@ -203,7 +238,8 @@ class SimWorker(Worker):
 
     @classmethod
     def of(cls, one: SupervisedRank, round: RoundNumber) -> SimWorker:
-        parts: dict[str, Any] = {"process": one, "runtime": one, "output": one, "_oom_kills": 0}
+        parts: dict[str, Any] = {"process": one, "runtime": one, "_oom_kills": 0}
+        parts["output"] = SimOutput()
         nowhere = Path("/nonexistent")
         return cls(round=round, rank=one.rank, error_file=nowhere, flight=nowhere, **parts)
 
@@ -217,22 +253,59 @@ class SimWorker(Worker):
         """Have nothing to look at: there is no process with stacks."""
 
 
-class SupervisedRank(SimRank):
-    """A rank's process, with all that its agent holds of it: control socket, page and output."""
-
-    def __init__(self, agent: SimAgent, round: SimRound, rank: Rank) -> None:
-        super().__init__(agent, round, rank)
-        self.warm = agent.warm
-        self.function: RestartableFunction | None = None
-        self.page = SimPage(self)
+class SimOutput:
+    """What a rank prints: nothing."""
 
     def tail(self) -> str:
         return ""
 
+    def drain(self) -> None:
+        pass
+
+    close = drain
+
+
+class SupervisedRank(SimRank):
+    """A rank's process, with what its agent holds of it: control socket, page, restartable function."""
+
+    def __init__(
+        self,
+        agent: SimAgent,
+        round: SimRound,
+        rank: Rank,
+        local_rank: int = 0,
+        before: SupervisedRank | None = None,
+    ) -> None:
+        super().__init__(agent, round, rank, local_rank, before)
+        self.warm = agent.warm
+        self.function: RestartableFunction | None = before.function if before is not None else None
+        self.page = SimPage(self)
+
+    def opens_function(self) -> None:
+        self.function = RestartableFunction(SimOrders(self))
+
     def read_all(self) -> None:
         """Hear what it still had to say: there is nothing, as it was heard at once."""
 
-    drain = close = read_all
+    def close(self) -> None:
+        if self.function is not None:
+            self.function.close()
+
+
+class SimOrders:
+    """The way of orders to a restartable function: its process may have got another place."""
+
+    def __init__(self, one: SupervisedRank) -> None:
+        self._one: SimRank = one
+
+    def send(self, message: ToFunction, fds: Sequence[int] = ()) -> None:
+        while self._one.next is not None:
+            self._one = self._one.next
+        if self._one.entry is not None and not isinstance(message, Assign):
+            self._one.entry.order(message)
+
+    def close(self) -> None:
+        pass
 
 
 class SimPage:
@@ -242,6 +315,9 @@ class SimPage:
         self._one = one
         self.vitals = SimVitals(one)
         self.traps = self.sprung = SimTraps(one)
+
+    def reset(self) -> None:
+        """Empty it: a process in another place has a page of its own."""
 
     def read(self) -> PageState:
         one, round = self._one, self._one.round

@@ -127,7 +127,7 @@ _DDP: Final = "torch.nn.parallel.distributed"
 
 
 class _CompilerWatch(MetaPathFinder):
-    """Import hook that finds nothing itself, and tells when the compiler is about to be imported."""
+    """Import hook that tells when the compiler is about to be imported, and leaves."""
 
     def __init__(self, tell: Callable[[], None]) -> None:
         self._tell = tell
@@ -135,9 +135,15 @@ class _CompilerWatch(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name == COMPILER:
-            sys.meta_path.remove(self)
-            self._tell()
+        if name != COMPILER:
+            return None
+        sys.meta_path.remove(self)
+        self._tell()
+        for finder in list(sys.meta_path):  # Whoever asks may walk the list that has just changed.
+            find = getattr(finder, "find_spec", None)  # Old finders have none.
+            spec: ModuleSpec | None = find(name, path, target) if find is not None else None
+            if spec is not None:
+                return spec
         return None
 
 

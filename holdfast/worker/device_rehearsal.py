@@ -47,7 +47,7 @@ def take(torch: Any, order: TakeDevice) -> int:
         if before is None:
             before = free + CONTEXT_BYTES
         for piece in PIECES:
-            _try(piece, torch)
+            _try(piece, torch, "cuda")
         if order.nccl:
             _try(_communicate, order.index)
         torch.cuda.synchronize()
@@ -58,14 +58,12 @@ def free_bytes(torch: Any, index: int) -> int:
     return int(torch.cuda.mem_get_info(index)[0])
 
 
-def _try(piece: Callable[[Any], None], argument: Any) -> None:
+def _try(piece: Callable[..., None], *arguments: Any) -> None:
     """Rehearse a piece; one that this version of torch cannot do is left to the script."""
     try:
-        piece(argument)
-    except (
-        Exception
-    ):  # Any version of torch and of CUDA's libraries; an error that sticks shows later.
-        log.debug("%s cannot be rehearsed on the GPU", piece.__name__, exc_info=True)
+        piece(*arguments)
+    except Exception:  # Of any version of torch or CUDA; one that sticks shows afterwards.
+        log.info("%s cannot be rehearsed on the GPU", piece.__name__, exc_info=True)
 
 
 @contextmanager
@@ -88,7 +86,7 @@ def _state_kept(torch: Any, index: int) -> Iterator[None]:
 # ---- what training does ------------------------------------------------------------------------
 
 
-def _products(torch: Any) -> None:
+def _products(torch: Any, device: str) -> None:
     functional = torch.nn.functional
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         model = torch.nn.Sequential(
@@ -99,16 +97,16 @@ def _products(torch: Any) -> None:
             torch.nn.GELU(),
             torch.nn.Dropout(0.5),
             torch.nn.Linear(16, 8, bias=False),
-        ).to("cuda", dtype)
-        tokens = torch.zeros(4, dtype=torch.long).to("cuda", non_blocking=True)
+        ).to(device, dtype)
+        tokens = torch.zeros(4, dtype=torch.long).to(device, non_blocking=True)
         outputs = model(tokens)
         loss = functional.cross_entropy(outputs, tokens) + functional.mse_loss(outputs, outputs * 2)
         torch.autograd.backward(loss)
         loss.item()
 
 
-def _optimizers(torch: Any) -> None:
-    weight = torch.nn.Parameter(torch.zeros(4, 4, device="cuda"))
+def _optimizers(torch: Any, device: str) -> None:
+    weight = torch.nn.Parameter(torch.zeros(4, 4, device=device))
     kinds = [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adam]
     settings: list[dict[str, Any]] = [{}, {"foreach": False}, {"fused": True}]
     for kind in kinds:
@@ -120,28 +118,28 @@ def _optimizers(torch: Any) -> None:
             optimizer.zero_grad()
 
 
-def _autocast(torch: Any) -> None:
-    model = torch.nn.Linear(16, 16).to("cuda")
-    with torch.autocast("cuda", torch.bfloat16):
-        loss = torch.softmax(model(torch.zeros(4, 16, device="cuda")), -1).float().square().mean()
+def _autocast(torch: Any, device: str) -> None:
+    model = torch.nn.Linear(16, 16).to(device)
+    with torch.autocast(device, torch.bfloat16):
+        loss = torch.softmax(model(torch.zeros(4, 16, device=device)), -1).float().square().mean()
     torch.autograd.backward(loss)
 
 
-def _attention(torch: Any) -> None:
+def _attention(torch: Any, device: str) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         parts = [
-            torch.zeros(1, 2, 16, 64, device="cuda", dtype=dtype, requires_grad=True)
+            torch.zeros(1, 2, 16, 64, device=device, dtype=dtype, requires_grad=True)
             for _ in range(3)
         ]
         out = torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
         torch.autograd.backward(out.sum())
 
 
-def _convolution(torch: Any) -> None:
+def _convolution(torch: Any, device: str) -> None:
     model = torch.nn.Sequential(
         torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.BatchNorm2d(8), torch.nn.MaxPool2d(2)
-    ).to("cuda")
-    torch.autograd.backward(model(torch.zeros(2, 3, 16, 16, device="cuda")).sum())
+    ).to(device)
+    torch.autograd.backward(model(torch.zeros(2, 3, 16, 16, device=device)).sum())
 
 
 PIECES: Final = (_products, _optimizers, _autocast, _attention, _convolution)

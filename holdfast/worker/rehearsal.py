@@ -69,8 +69,8 @@ def _train(torch: Any, backward: bool) -> None:
 def reseed() -> None:
     """Give a forked process the fresh random state that a new process would have had.
 
-    Python's own generator reseeds itself. Of torch's generators only the CPU's starts from a random
-    seed; those of accelerators start the same in every process.
+    Python's own generator reseeds itself, and an accelerator's gets its seed in the process that first
+    uses it.
     """
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()

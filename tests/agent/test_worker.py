@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import signal
+import socket
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,10 +13,12 @@ from typing import Any
 
 import pytest
 
+from holdfast.agent.function import RestartableFunction
 from holdfast.agent.processes import Exit
 from holdfast.agent.worker import Worker, Workers
-from holdfast.messages.records import Raised
-from holdfast.messages.units import Rank, RoundNumber
+from holdfast.messages.actions import StopWorkers
+from holdfast.messages.records import Raised, RankProgress
+from holdfast.messages.units import NodeId, Rank, RoundNumber
 from holdfast.shm.vital_signs import VITALS_BYTES, Vitals
 
 KILLED = Exit(signal=signal.SIGKILL)
@@ -270,3 +273,75 @@ def test_a_command_without_our_runtime_is_paused_as_well(tmp_path: Path) -> None
     here.lent_until(50.0)
     here.pause()
     assert process.sent == [signal.SIGSTOP]
+
+
+# ---- those that run a restartable function ----
+
+
+def restartable(tmp_path: Path, rank: int) -> tuple[Worker, FakeProcess, FakeLeased, socket.socket]:
+    """A worker in its function, and the end of the socket on which it hears the agent."""
+    made, process, runtime = leased(tmp_path, rank)
+    theirs, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made.local_rank = rank
+    runtime.function = RestartableFunction(theirs.detach())  # type: ignore[attr-defined]
+    return made, process, runtime, ours
+
+
+def stop(**more: Any) -> StopWorkers:
+    return StopWorkers(
+        node=NodeId("n"), round=RoundNumber(1), grace_s=5.0, why="a fault", leave_s=1.0, **more
+    )
+
+
+def park(workers: Workers, one: Worker) -> None:
+    assert one.function is not None
+    one.function.raised()
+    one.function.left()
+    workers.park(one, RankProgress(rank=one.rank))
+
+
+@in_loop
+async def test_a_parked_worker_has_no_lease_that_could_end(tmp_path: Path) -> None:
+    workers = Workers()
+    one, _, runtime, _ = restartable(tmp_path, 0)
+    workers.add(one)
+    workers.lent_until(100.0)
+    assert not runtime.may_run(101.0)
+    park(workers, one)
+    assert runtime.may_run(101.0)
+    workers.lent_until(200.0)
+    workers.add(one)
+    assert not runtime.may_run(201.0)
+
+
+@in_loop
+async def test_a_paused_worker_goes_on_to_leave_its_function(tmp_path: Path) -> None:
+    workers = Workers()
+    one, process, runtime, heard = restartable(tmp_path, 0)
+    workers.add(one)
+    workers.lent_until(100.0)
+    workers.pause()
+    assert workers.leave(stop()) == []
+    assert process.sent[-1] == signal.SIGCONT
+    assert runtime.may_run(101.0)
+    assert heard.recv(1 << 16)
+
+
+@in_loop
+async def test_a_worker_to_be_replaced_is_killed_though_it_has_left_its_function(
+    tmp_path: Path,
+) -> None:
+    workers = Workers()
+    unfit, killed, _, _ = restartable(tmp_path, 0)
+    other, left_alone, _, _ = restartable(tmp_path, 1)
+    workers.add(unfit)
+    workers.add(other)
+    park(workers, unfit)
+    park(workers, other)
+    assert workers.leave(stop(replace=(Rank(0),))) == []
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert killed.sent == [signal.SIGKILL]
+    assert left_alone.sent == []
+    assert list(workers.running) == [Rank(0)]
+    assert [one.rank for one in workers.ended] == [Rank(1)]

@@ -35,7 +35,7 @@ class Worker:
     """A worker's runtime, as far as a checkpointer sees it; the agent answers as it was told to."""
 
     def __init__(self, images: Path) -> None:
-        self.round, self.images = 1, str(images)
+        self.round, self.images, self.renumbered = 1, str(images), False
         self.channel = self.requests = self
         self.copies: dict[str, list[Any]] = {}
         self.hears = True

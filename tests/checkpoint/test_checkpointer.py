@@ -21,6 +21,7 @@ import pytest
 import torch
 from bodies import save
 from states import FakeLink, check_same, flip, forked, offer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from holdfast.checkpoint.checkpointer import LinkedCheckpointer
 from holdfast.checkpoint.memory.image import Image
@@ -811,3 +812,20 @@ def test_a_rule_of_the_users_own_that_fails_is_told_and_deletes_nothing(
         if thread.name == "retention":
             thread.join()
     assert "old checkpoints stay, because keep failed: IndexError" in capsys.readouterr().err
+
+
+def test_checkpointers_that_come_and_go_leave_no_memory_and_no_hooks(link: FakeLink) -> None:
+    script = Script(link)
+    model, optimizer = script.model, script.optimizer
+    gone: list[weakref.ref[Any]] = []
+    hooks: set[int] = set()
+    for number in range(3):
+        one = LinkedCheckpointer(None, {f"model {number}": model, "optim": optimizer}, link=link)
+        script.step()
+        one.save(number).memory()
+        gone.append(weakref.ref(one._slots))
+        del one
+        gc.collect()
+        hooks.add(len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks))
+    assert [one() for one in gone] == [None, None, None]
+    assert len(hooks) == 1

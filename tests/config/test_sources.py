@@ -129,7 +129,7 @@ TEXTS = {
     **{"preload": "json,csv", "coordinator": "node0:1", "chaos": "kill@step=5", "master_port": "7"},
     **{"rank_section_timeouts": "step:1,save:2", "redirects": "0:1,1:2", "tee": "3"},
     **{"local_ranks_filter": "0,1", "rdzv_endpoint": "[::1]:7", "rdzv_conf": "is_host=1"},
-    **{"signals_to_handle": "SIGTERM,SIGUSR1", "numa_binding": "node"},
+    **{"signals_to_handle": "SIGTERM,SIGUSR1", "numa_binding": "node", "standby_gpu": "off"},
     **{"start_method": "fork", "event_log_handler": "console"},
 }
 """Texts for the readers that do not take "2"."""

@@ -25,6 +25,8 @@ from holdfast.messages.events import (
     NodeReady,
     NodeResumed,
     Progress,
+    RankRaised,
+    RanksReturned,
     StreamEnded,
     Tick,
     WorkerExited,
@@ -206,6 +208,18 @@ class Driver:
         how = {"round": self.round, "node": self.node_of(rank), "at": self.at, **how}
         return self.take(WorkerExited(rank=Rank(rank), progress=progress, **how))
 
+    def function_raised(
+        self, rank: int, error: Raised, step: int = 0, **more: Any
+    ) -> list[AnyAction]:
+        """Its restartable function raises; its process lives."""
+        progress = self.progress(rank, step) if step else RankProgress(rank=Rank(rank))
+        more = {"round": self.round, "node": self.node_of(rank), "at": self.at, **more}
+        return self.take(RankRaised(rank=Rank(rank), progress=progress, raised=error, **more))
+
+    def functions_returned(self, node: str, round: int | None = None) -> list[AnyAction]:
+        number = self.round if round is None else RoundNumber(round)
+        return self.take(RanksReturned(at=self.at, node=NodeId(node), round=number))
+
     # ---- whole stretches ----
 
     def running(self, *nodes: str, slots: int = 2, step: int = 0) -> Driver:
@@ -226,6 +240,14 @@ class Driver:
             actions += self.left(node, round=held.round)
         for node in list(self.job.membership.busy):
             actions += self.ready(node)
+        return actions
+
+    def all_parked(self, **less: int) -> list[AnyAction]:
+        """All nodes are ready, and their workers parked but for as many as are named here."""
+        slots = {node: held.spec.slots for node, held in self.job.membership.busy.items()}
+        actions: list[AnyAction] = []
+        for node, count in slots.items():
+            actions += self.ready(node, parked=count - less.get(node, 0))
         return actions
 
 

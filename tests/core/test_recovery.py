@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from driver import WAKE, raised
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from holdfast.core import faults
 from holdfast.core.faults import Fault
@@ -173,6 +175,41 @@ def test_the_same_failure_at_the_same_step_three_times_ends_the_job_with_93() ->
     assert isinstance(verdicts[2], Stop)
     assert verdicts[2].code == 93
     assert "3 times in a row" in verdicts[2].reason
+
+
+def storm(fault: Callable[[int], Fault], count: int) -> list[str]:
+    """Have the same failure again and again where processes can stay; say what is done each time."""
+    history, done, fresh = FaultHistory(), [], True
+    for number in range(count):
+        one = fault(number)
+        kept = rules.keeping(history, one)
+        parked = 0 if not kept.any else 4 - len(kept.without)
+        there = replace(ALL_THERE, ranks=4, parked=parked)
+        verdict = rules.judge(history, one, there, StepNumber(5 + number), None, fresh=fresh)
+        rules.validate(history, None)
+        fresh = not parked
+        done.append(f"stop with {verdict.code}" if isinstance(verdict, Stop) else f"keep {parked}")
+    return done
+
+
+CLIMB = ["keep 4"] * 3 + ["keep 3"] * 3 + ["keep 0"] * 2 + ["stop with 93"]
+
+
+def test_the_same_failure_is_met_by_entering_again_then_by_another_process_then_by_all() -> None:
+    assert storm(lambda _: died(code=1, raised=raised()), 9) == CLIMB
+
+
+def test_a_failure_that_any_rank_may_be_the_first_to_have_climbs_as_well() -> None:
+    assert storm(lambda number: died(rank=number % 4, code=1, raised=raised()), 9) == CLIMB
+
+
+def test_the_same_failure_at_ever_later_steps_climbs_but_does_not_end_the_job() -> None:
+    done = storm(lambda number: died(step=5 + number, code=1, raised=raised()), 12)
+    assert done == [*CLIMB[:8], *["keep 0"] * 4]
+
+
+def test_different_failures_do_not_climb() -> None:
+    assert storm(lambda number: died(code=number + 1), 9) == ["keep 4"] * 9
 
 
 def hung(doubtful: bool) -> Fault:

@@ -161,3 +161,37 @@ def test_a_rank_that_comes_back_finds_what_it_uses_of_holdfast_imported(run: Run
     run.until_stepping(round=2)
     told = (run.folder / "before").read_text().split("\n")
     assert set(told) - {""} == {"True False"}
+
+
+PLAIN = """
+    import sys
+    import torch
+
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step():
+        torch.autograd.backward(model(torch.ones(2, 4)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    print("imported:", "torch._" "dynamo" in sys.modules)
+"""
+
+
+def test_a_script_that_does_not_compile_never_imports_the_compiler(run: Run) -> None:
+    run.start(run.write(PLAIN), nproc=1)
+    assert run.code() == 0
+    assert "imported: False" in run.out
+
+
+def test_a_script_that_compiles_without_a_hint_in_its_text_gets_the_compiler(run: Run) -> None:
+    more = """
+    getattr(torch, "com" "pile")(step, backend="eager")()
+    print("then:", "torch._" "dynamo" in sys.modules)
+    """
+    run.start(run.write(PLAIN + more), nproc=1)
+    assert run.code() == 0
+    assert "imported: False" in run.out
+    assert "then: True" in run.out

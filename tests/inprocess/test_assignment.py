@@ -12,17 +12,19 @@ from hypothesis import strategies as st
 
 from holdfast.errors import StopRestarting, UsageError
 from holdfast.inprocess.assignment import (
-    Assignment,
     Member,
-    assign_ranks,
     at_most,
     divisible_by,
     fill_gaps,
     only_groups,
     shift,
+)
+from holdfast.inprocess.assignment.members import (
+    Assignment,
+    Members,
+    assign_ranks,
     with_gone,
 )
-from holdfast.inprocess.assignment.members import Members
 from holdfast.inprocess.composition import compose
 
 

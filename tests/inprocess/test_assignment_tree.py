@@ -19,13 +19,15 @@ from holdfast.inprocess.assignment import (
     Fill,
     Layer,
     Member,
-    assign_ranks,
     fill_gaps,
     shift,
     tree,
+)
+from holdfast.inprocess.assignment.members import (
+    Members,
+    assign_ranks,
     with_gone,
 )
-from holdfast.inprocess.assignment.members import Members
 
 Matching: TypeAlias = dict[int, Member]
 """Gaps and the members that take them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
@@ -17,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.errors import FencedError, StopRestarting, UsageError, WireError
+from holdfast.errors import FencedError, StopRestarting, UnfitProcess, UsageError, WireError
 from holdfast.inprocess.link import RoundEntry, RoundLink
 from holdfast.inprocess.torchrun import TorchrunLink, launched_as
 from holdfast.messages.records import Raised
@@ -149,7 +150,7 @@ def test_round_follows_round(ranks: list[Rank]) -> None:
 
 
 def test_a_watcher_never_speaks_of_a_round_that_is_over(ranks: list[Rank]) -> None:
-    """A slow callback holds up its own rank, so that what it says cannot hit the next entry."""
+    """A slow callback holds up its own rank, so that what it does cannot hit the next entry."""
     held, speaking = threading.Event(), threading.Event()
 
     def slow(why: str) -> None:
@@ -159,14 +160,25 @@ def test_a_watcher_never_speaks_of_a_round_that_is_over(ranks: list[Rank]) -> No
 
     ranks[0].do(ranks[0].link.open, slow)
     opened(ranks[1:])
-    ranks[0].do(ranks[0].link.raised, error())
+    raising = ranks[0].begin(ranks[0].link.raised, error())
     assert speaking.wait(LIMIT_S)
-    waiting = [rank.begin_next() for rank in ranks]
     assert ranks[1].is_told()
-    assert not waiting[0].done()
+    assert not raising.done()
     held.set()
-    assert [entry.result(LIMIT_S).round for entry in waiting] == [1, 1, 1]
+    raising.result(LIMIT_S)
     assert ranks[0].told.qsize() == 1
+    assert [entry.round for entry in all_next(ranks)] == [1, 1, 1]
+
+
+def test_what_the_callback_raises_is_raised_in_the_functions_thread(ranks: list[Rank]) -> None:
+    def fail(why: str) -> None:
+        raise UnfitProcess("the hook abort raised")
+
+    ranks[0].do(ranks[0].link.open, fail)
+    opened(ranks[1:])
+    ranks[1].do(ranks[1].link.raised, error())
+    with pytest.raises(UnfitProcess, match="hook abort"):
+        ranks[0].do(ranks[0].link.left)
 
 
 # ---- returning ----
@@ -209,7 +221,7 @@ def test_what_an_earlier_attempt_of_torchrun_left_behind_is_not_seen(store: Any)
     assert [entry.why for entry in opened(new)] == ["", ""]
     assert results(new, "returned") == [True, True]
     assert all(rank.told.empty() for rank in new)
-    results(old, "close")
+    results(old + new, "close")
 
 
 # ---- exchanges ----
@@ -233,6 +245,28 @@ def test_an_exchange_ends_when_the_round_does(ranks: list[Rank]) -> None:
         with pytest.raises(FencedError, match=r"round 0 ended.*rank 2 raised"):
             exchange.result(LIMIT_S)
     all_next(ranks)
+    assert results(ranks, "gather", "step", b"2") == [[b"2"] * 3] * 3
+
+
+class Struck(BaseException):
+    """What a departure is to the function."""
+
+
+def test_an_exchange_that_a_departure_interrupts_does_not_block_the_next(ranks: list[Rank]) -> None:
+    identity = ranks[0].do(threading.get_ident)
+
+    def strike(why: str) -> None:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(identity), ctypes.py_object(Struck)
+        )
+
+    ranks[0].do(ranks[0].link.open, strike)
+    opened(ranks[1:])
+    struck = ranks[0].begin(ranks[0].link.gather, "step", b"1")
+    ranks[1].do(ranks[1].link.raised, error())
+    with pytest.raises(Struck):
+        struck.result(LIMIT_S)
+    assert [entry.round for entry in all_next(ranks)] == [1, 1, 1]
     assert results(ranks, "gather", "step", b"2") == [[b"2"] * 3] * 3
 
 
@@ -361,10 +395,13 @@ entry = link.open(lambda why: told.set())
 sums = []
 while True:
     told.clear()
+    store, _, _ = next(dist.rendezvous("env://"))
+    assert not store.check(["of an older round"])
     dist.init_process_group("gloo")
     total = torch.ones(1) * (entry.rank + 1 + entry.round)
     dist.all_reduce(total)
     sums.append(total.item())
+    store.set("of an older round", "1")
     if entry.round == ROUNDS:
         done = link.returned()
         assert done

@@ -1,4 +1,5 @@
-"""One fixture: `with_torch`, which runs scripts in processes that have imported torch already.
+"""Fixtures that run scripts in processes that have imported torch already: `with_torch` with its
+compiler, `with_plain_torch` without.
 
 Torch's hooks are global, so each script needs a process of its own; importing torch takes seconds, so
 they are forked from one that did.
@@ -17,15 +18,17 @@ from pathlib import Path
 
 import pytest
 
-STAGE = """
-import os, sys, traceback
-import torch, torch.distributed, torch.distributed.checkpoint, torch.nn.parallel, torch.utils.data
-import torch._dynamo, torch.utils.checkpoint
+COMPILER = """
+import torch, torch.distributed.checkpoint, torch._dynamo, torch.utils.checkpoint
 torch.set_num_threads(1)
 weight = torch.nn.Parameter(torch.zeros(2))
 weight.grad = torch.zeros(2)
 for kind in (torch.optim.SGD, torch.optim.Adam):
     kind([weight], lr=0.0).step()  # It imports as much again as torch itself.
+"""
+STAGE = """
+import os, sys, traceback
+import torch, torch.distributed, torch.nn.parallel, torch.utils.data
 for line in sys.stdin:
     script, said = line.rstrip("\\n").split("\\t")
     pid = os.fork()
@@ -47,10 +50,13 @@ for line in sys.stdin:
 """
 
 
-@pytest.fixture(scope="session")
-def stage() -> Iterator[subprocess.Popen[str]]:
+Stage = subprocess.Popen[str]
+
+
+@contextlib.contextmanager
+def staged(text: str) -> Iterator[Stage]:
     process = subprocess.Popen(
-        [sys.executable, "-c", STAGE],
+        [sys.executable, "-c", text],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -63,18 +69,36 @@ def stage() -> Iterator[subprocess.Popen[str]]:
     process.communicate()
 
 
+@pytest.fixture(scope="session")
+def stage() -> Iterator[Stage]:
+    with staged(COMPILER + STAGE) as process:
+        yield process
+
+
+@pytest.fixture(scope="session")
+def plain_stage() -> Iterator[Stage]:
+    with staged(STAGE) as process:
+        yield process
+
+
 @pytest.fixture
-def with_torch(stage: subprocess.Popen[str], tmp_path: Path) -> Callable[..., str]:
+def with_torch(stage: Stage, tmp_path: Path) -> Callable[..., str]:
     """Run these parts of a script, one after the other; what it said."""
+    return lambda *parts: run(stage, tmp_path, *parts)
 
-    def run(*parts: str) -> str:
-        script, said = tmp_path / "script.py", tmp_path / "said"
-        script.write_text("\n".join(textwrap.dedent(part) for part in parts))
-        assert stage.stdin is not None
-        assert stage.stdout is not None
-        print(script, said, sep="\t", file=stage.stdin, flush=True)
-        code = stage.stdout.readline().strip()
-        assert code == "0", f"ended with {code}:\n{said.read_text()}"
-        return said.read_text()
 
-    return run
+@pytest.fixture
+def with_plain_torch(plain_stage: Stage, tmp_path: Path) -> Callable[..., str]:
+    """The same, before the compiler was imported."""
+    return lambda *parts: run(plain_stage, tmp_path, *parts)
+
+
+def run(stage: Stage, folder: Path, *parts: str) -> str:
+    script, said = folder / "script.py", folder / "said"
+    script.write_text("\n".join(textwrap.dedent(part) for part in parts))
+    assert stage.stdin is not None
+    assert stage.stdout is not None
+    print(script, said, sep="\t", file=stage.stdin, flush=True)
+    code = stage.stdout.readline().strip()
+    assert code == "0", f"ended with {code}:\n{said.read_text()}"
+    return said.read_text()

@@ -41,7 +41,7 @@ from collections.abc import Callable, Set
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch.optim.optimizer import (
@@ -425,22 +425,13 @@ class Guard:
         self._copy: Copy | None = None
         self._known: _Known | None = None
         if optimizers:
-            # The hook is global and stays: removing it fails while an optimizer iterates over its
-            # hooks. It refers to the guard weakly, and so keeps nothing alive.
-            weak = weakref.WeakMethod(self._before_step)
-
-            def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-                keep_off = weak()
-                if keep_off is not None:
-                    dynamo = sys.modules.get("torch._dynamo")
-                    (dynamo.disable(keep_off) if dynamo is not None else keep_off)()
-
-            register_optimizer_step_pre_hook(_never_compiled(before_step))
+            _StepHooks.before.add(self)
+            _StepHooks.install()
 
     def watch(self, copy: Copy) -> None:
         self._copy = copy
 
-    def _before_step(self) -> None:
+    def before_step(self) -> None:
         copy, self._copy = self._copy, None
         if copy is not None:
             copy.keep_off()
@@ -476,18 +467,53 @@ class Guard:
 
 def after_first_step(optimizers: list[torch.optim.Optimizer], act: Callable[[], None]) -> None:
     """Call `act` once, after the first step of one of the optimizers: then its state exists."""
-    waiting = weakref.WeakSet(optimizers)
-    weak = weakref.WeakMethod(act)
+    _StepHooks.after.append((weakref.WeakSet(optimizers), weakref.WeakMethod(act)))
+    _StepHooks.install()
 
-    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if optimizer in waiting:
-            waiting.clear()
-            once = weak()
-            if once is not None:
-                dynamo = sys.modules.get("torch._dynamo")
-                (dynamo.disable(once) if dynamo is not None else once)()
 
-    register_optimizer_step_post_hook(_never_compiled(after))
+class _StepHooks:
+    """What this process does around optimizer steps.
+
+    Torch's hooks are global, and stay: removing one fails while an optimizer iterates over them. So
+    there is one before and one after each step, however many checkpointers come and go, and they
+    refer weakly to those.
+    """
+
+    before: ClassVar[weakref.WeakSet[Guard]] = weakref.WeakSet()
+    after: ClassVar[list[tuple[weakref.WeakSet[Any], weakref.WeakMethod[Callable[[], None]]]]] = []
+    installed: ClassVar = False
+
+    @classmethod
+    def install(cls) -> None:
+        if not cls.installed:
+            cls.installed = True
+            register_optimizer_step_pre_hook(_never_compiled(_before_step))
+            register_optimizer_step_post_hook(_never_compiled(_after_step))
+
+
+def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    for guard in list(_StepHooks.before):
+        _uncompiled(guard.before_step)
+
+
+def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if not _StepHooks.after:
+        return
+    due = [act() for waiting, act in _StepHooks.after if optimizer in waiting]
+    _StepHooks.after[:] = [
+        (waiting, act)
+        for waiting, act in _StepHooks.after
+        if optimizer not in waiting and act() is not None
+    ]
+    for act in due:
+        if act is not None:
+            _uncompiled(act)
+
+
+def _uncompiled(act: Callable[[], None]) -> None:
+    """Call what torch's compiler must not look at."""
+    dynamo = sys.modules.get("torch._dynamo")
+    (dynamo.disable(act) if dynamo is not None else act)()
 
 
 def _never_compiled(hook: Callable[..., None]) -> Callable[..., None]:

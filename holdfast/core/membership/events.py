@@ -258,9 +258,10 @@ class MembershipMachine(Membership, Machine):
         """Form a larger world once nodes wait for it, right after a checkpoint if there are any.
 
         A script that never says when it saves gives no better moment than now. Once a rank has
-        finished, training is about to end: nothing is begun again for more nodes.
+        finished, or the restartable functions of a node have returned, training is about to end:
+        nothing is begun again for more nodes.
         """
-        training = job.world is not None and job.unfinished == len(job.ranks)
+        training = job.world is not None and job.unfinished == len(job.ranks) and not job.returning
         size = rounds.can_grow(self) if training else 0
         if size == 0:
             self.saves_at_wish = None

@@ -178,6 +178,7 @@ def _freeze(m: Membership, now: Time) -> World:
     places = []
     rank = 0
     role_sizes = _role_sizes(m)
+    m.stayed = sum(candidate.parked for candidate in m.placed.values())
     role_ranks = dict.fromkeys(role_sizes, 0)
     for group_rank, (node, candidate) in enumerate(m.placed.items()):
         candidate.round = m.round

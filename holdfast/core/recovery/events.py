@@ -8,6 +8,7 @@ there, so that the time it cost can be told apart.
 from __future__ import annotations
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from holdfast.core import faults, ladder
 from holdfast.core.collectives import odd_dead
@@ -85,7 +86,8 @@ class RecoveryMachine(Recovery, Machine):
     def judge(self, job: View, fault: Fault, there: Resources, now: Time) -> Rung:
         """Choose what to do about the fault, now that all workers are gone."""
         highest, limit = job.highest, self.terms.max_restarts
-        rung = rules.judge(self.history, fault, there, highest, limit, job.comparable)
+        fresh = job.membership.stayed == 0
+        rung = rules.judge(self.history, fault, there, highest, limit, job.comparable, fresh)
         incident = self.last_fault
         assert incident is not None
         incident.stopped_at, incident.rung = now, rung.rung
@@ -251,7 +253,9 @@ class RecoveryMachine(Recovery, Machine):
         elif faults.is_aborted_by_backend(event):
             self.aborted.append(event.rank)
         fault = faults.death(event, rank.step if rank.stepped else job.highest)
-        if fault.wake:
+        if isinstance(job.state, Stopping) and faults.is_unfit(event):
+            fault = replace(fault, wake=True)  # It had to leave because of another fault.
+        elif fault.wake:
             fault = faults.blame_early_exit(fault, job.ranks)
         return [BreakRound(fault=fault)]
 

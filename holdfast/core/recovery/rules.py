@@ -26,9 +26,12 @@ Steps say nothing if no rank knows where the script resumed, because each proces
 a job that advances by 50 steps each time would seem to fail at step 50 again and again. Rule 3 does not
 count such a fault, and rule 4 has the larger limit for it.
 
-Where processes stay (restartable functions), the same failure in the same rank is met by entering the
-function again REENTER_LIMIT times, at whatever steps; then that rank's process is replaced, as often;
-then all processes are. A rank that is stopped or keeps the GIL is replaced at once.
+Where processes stay (restartable functions), the same failure in the same rank, or at the same step, is
+met by entering the function again REENTER_LIMIT times; then that rank's process is replaced, as often;
+then all processes are. A rank that is stopped or keeps the GIL is replaced at once. What fails in
+processes that stayed may fail because they stayed: rule 3 counts it only if all were new. Faults from
+outside are no reason to replace a process. A broken collective is often heard of before its cause:
+while that is unknown, the failure is taken for the one that came last.
 """
 
 from __future__ import annotations
@@ -64,7 +67,7 @@ class FaultHistory(Struct):
     """The same for faults that came from outside, or at unknown steps."""
     rank: Rank | None = None
     storm: int = 0
-    """How often in a row the signature above was seen in this rank, at any step."""
+    """How often in a row the signature above was seen in this rank, or at the step above."""
 
 
 class Keeping(Struct, frozen=True):
@@ -77,15 +80,21 @@ class Keeping(Struct, frozen=True):
 
 def keeping(history: FaultHistory, fault: Fault) -> Keeping:
     """Choose the processes that stay: fewer and fewer while the same failure comes again."""
-    again = history.storm if _same_rank(history, fault) else 0
+    rank = history.rank if fault.unexplained else fault.rank
+    again = history.storm if fault.unexplained or _again(history, fault) else 0
     if again >= 2 * REENTER_LIMIT:
         return Keeping(any=False)
-    unfit = fault.rank is not None and (fault.stuck or again >= REENTER_LIMIT)
-    return Keeping(without=(fault.rank,) if unfit and fault.rank is not None else ())
+    unfit = fault.stuck or again >= REENTER_LIMIT
+    return Keeping(without=(rank,) if unfit and rank is not None else ())
 
 
-def _same_rank(history: FaultHistory, fault: Fault) -> bool:
-    return (_signature(fault), fault.rank) == (history.signature, history.rank)
+def _again(history: FaultHistory, fault: Fault) -> bool:
+    """Return whether the same came last, in the same rank or at the same step.
+
+    A bug shows in all ranks, and any of them may be the first to raise.
+    """
+    same_place = fault.rank == history.rank or fault.step == history.step
+    return _signature(fault) == history.signature and same_place
 
 
 def _signature(fault: Fault) -> str:
@@ -99,16 +108,17 @@ def judge(
     highest: StepNumber,
     max_restarts: int | None,
     comparable: bool = True,
+    fresh: bool = True,
 ) -> Rung:
     """Choose a rung for a fault.
 
     `highest` is the highest step that the job ever finished, `comparable` whether the fault's step
-    can be compared with those of earlier rounds.
+    can be compared with those of earlier rounds, `fresh` whether all processes of the round were new.
     """
     if fault.wanted:
         return ladder.cheapest(fault, there)
     if not fault.doubtful:
-        _remember(history, fault, highest, max_restarts, comparable)
+        _remember(history, fault, highest, max_restarts, comparable, fresh)
     stop = _stop(history, fault, highest, max_restarts)
     if stop is not None:
         return stop
@@ -143,6 +153,7 @@ def _remember(
     highest: StepNumber,
     max_restarts: int | None,
     comparable: bool,
+    fresh: bool,
 ) -> None:
     advanced = comparable and highest > history.best_step
     history.best_step = highest
@@ -155,10 +166,14 @@ def _remember(
     # Before the job's first step, torchrun's number decides if there is one.
     unsaid = highest == 0 and (max_restarts is not None or fault.unexplained)
     countable = comparable and not fault.outside and not unsaid
-    history.storm = history.storm + 1 if _same_rank(history, fault) else 1
+    if fault.outside:
+        history.storm = 0
+    else:
+        history.storm = history.storm + 1 if _again(history, fault) else 1
     signature = _signature(fault)
     repeated = signature == history.signature and fault.step == history.step
-    history.same = (history.same + 1 if repeated else 1) if countable else 0
+    before = history.same if repeated else 0
+    history.same = before + fresh if countable else 0
     history.signature, history.step, history.rank = signature, fault.step, fault.rank
 
 

@@ -13,28 +13,18 @@ are two kinds, joined from left to right:
 """
 
 from holdfast.inprocess.assignment.limits import at_most, divisible_by, only_groups
-from holdfast.inprocess.assignment.members import (
-    Assignment,
-    Key,
-    Member,
-    assign_ranks,
-    with_gone,
-)
+from holdfast.inprocess.assignment.members import Member
 from holdfast.inprocess.assignment.numbering import fill_gaps, shift
 from holdfast.inprocess.assignment.topology import Fill, Layer, tree
 
 __all__ = [
-    "Assignment",
     "Fill",
-    "Key",
     "Layer",
     "Member",
-    "assign_ranks",
     "at_most",
     "divisible_by",
     "fill_gaps",
     "only_groups",
     "shift",
     "tree",
-    "with_gone",
 ]

@@ -29,7 +29,7 @@ def at_most(count: int) -> Assignment:
 
 
 def divisible_by(divisor: int, *, reserve_first: Order | None = None) -> Assignment:
-    """Make the number of active members divisible.
+    """Make the number of active members divisible by `divisor`.
 
     The highest numbers go to reserve, or those that are greatest by `reserve_first`.
     """
@@ -52,7 +52,8 @@ def only_groups(
     exactly: int | None = None,
     multiple_of: int | None = None,
 ) -> Assignment:
-    """Keep the groups that have such a number of active members; all of another go to reserve."""
+    """Keep the groups, by `key`, that have such a number of active members (`at_least`, `exactly`,
+    `multiple_of`); all members of another group go to reserve."""
     conditions = {"at_least": at_least, "exactly": exactly, "multiple_of": multiple_of}
     wanted = {name: count for name, count in conditions.items() if count is not None}
     if not wanted:

@@ -22,8 +22,11 @@ class Member(Struct, frozen=True, kw_only=True):
     rank: int
     """Rank in the round, of active members and those in reserve alike."""
     host: str = ""
+    """Name of its machine."""
     node_rank: int = 0
+    """Rank of its node in the round."""
     local_rank: int = 0
+    """Rank within its node."""
     previous: int | None = None
     """Number in the entry before; None for a newcomer and for a member that was in reserve."""
     active: int | None = None

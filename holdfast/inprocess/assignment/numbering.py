@@ -18,7 +18,7 @@ from holdfast.inprocess.assignment.members import (
 def fill_gaps(members: Members) -> Members:
     """Fill the numbers of those that are gone with the highest numbers, and then with newcomers.
 
-    No numbering of these members from 0 changes fewer numbers.
+    No numbering of these `members` from 0 changes fewer numbers.
     """
     active = sorted(in_order(members), key=lambda member: member.seniority)
     kept = {
@@ -36,5 +36,5 @@ def fill_gaps(members: Members) -> Members:
 
 
 def shift(members: Members) -> Members:
-    """Close the gaps in the order of the numbers that members had; newcomers come last."""
+    """Close the gaps in the order of the numbers that `members` had; newcomers come last."""
     return numbered_from_zero(members, sorted(in_order(members), key=lambda m: m.seniority))

@@ -53,14 +53,17 @@ class Fill(enum.Flag):
 
 
 class Layer(Struct, frozen=True, kw_only=True):
-    """A level of the tree: how members are grouped, and what holds for each group."""
+    """A level of the tree: how members are grouped, and what holds for each group.
+
+    - `key`: what members are grouped by; None puts all in one group, for limits on the whole.
+    - `least`: living members, active or in reserve, without which a group is left out.
+    - `most`: limit of active members; None for no limit.
+    - `fill`: where a gap is filled from.
+    """
 
     key: Key | None = None
-    """None puts all members in one group, for limits on the whole."""
     least: int = 1
-    """Living members, active or in reserve, without which a group is left out."""
     most: int | None = None
-    """Limit of active members."""
     fill: Fill = Fill.RESERVE
 
     def __post_init__(self) -> None:
@@ -80,7 +83,7 @@ Path = tuple[Hashable, ...]
 
 
 def tree(layers: Sequence[Layer]) -> Assignment:
-    """Assign ranks by these layers, given from the outermost to the innermost."""
+    """Assign ranks by these `layers`, given from the outermost to the innermost."""
     layers = tuple(layers)
     if not layers or not all(isinstance(layer, Layer) for layer in layers):
         raise UsageError("tree needs a list of at least one Layer")

@@ -5,10 +5,14 @@ making of a group. `abort_groups`, called by another thread, ends all such waits
 abort, gloo's and the stores' by shutting down their connections, and no others'. When the function is
 gone, `forget_groups` destroys what it made.
 
-A group lives as long as something holds it: DDP modules, meshes, tensors. The caller drops what the
-function's frames hold with `drop_frames`, before it calls `forget_groups`. What the script keeps in
+A group lives as long as something holds it: DDP modules, meshes, tensors. The frames of the exception
+with which the function ended hold all of it, so `forget_groups` clears them. What the script keeps in
 objects that outlive the function stays: its connections are shut down, but its thread and descriptors
 remain until the script lets go of it.
+
+DDP's modules go with their last reference, those of FSDP2 hold themselves in cycles and wait for the
+garbage collector. With all of torch imported a collection takes some 0.3 s, so that what exists before
+the function is first called is taken out of it (`gc.freeze`).
 """
 
 from __future__ import annotations
@@ -16,11 +20,11 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import sys
 import threading
 import time
 import traceback
 import weakref
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Any, ClassVar
 
@@ -29,7 +33,9 @@ from holdfast.inprocess.groups.stores import Stores
 
 _log = logging.getLogger(__name__)
 
-ABORT_LIMIT_S = 5.0
+ABORT_LIMIT_S = 0.1
+"""How long an abort is waited for. NCCL's frees whoever waits at once, and then takes a second to clear
+its own threads away, which can be done while others are made."""
 _LOOKS, _LOOK_EVERY_S = 5, 0.001
 
 
@@ -37,22 +43,37 @@ class _Watched:
     """What is known of this process's groups beyond what torch knows."""
 
     stores = Stores()
+    frozen = False
     aborted = False
+    aborting: ClassVar[dict[tuple[str, str], threading.Thread]] = {}
+    """Threads that abort what is not gloo's, by group and device."""
     kept: ClassVar[set[int]] = set()
     """Threads of groups that the script holds on to."""
 
 
 def watch() -> None:
-    """Prepare, before the function makes its first group: torch's rendezvous is to be watched."""
+    """Prepare, before the function is first called."""
     import torch.distributed as dist
 
     if dist.is_available():
         # The attribute of this name is a function.
         _Watched.stores.watch(import_module("torch.distributed.rendezvous"))
+    if not gc.get_freeze_count():  # The script may freeze and unfreeze by itself.
+        gc.freeze()
+        _Watched.frozen = True
+
+
+def unwatch() -> None:
+    """Put all as it was, once the function will not be called again."""
+    _Watched.stores.unwatch()
+    if _Watched.frozen:
+        gc.unfreeze()
+        _Watched.frozen = False
 
 
 def abort_groups(limit_s: float = ABORT_LIMIT_S) -> bool:
-    """End all waits for other ranks in this process; return whether that was done within the limit.
+    """End all waits for other ranks in this process; return whether that was done within the limit, or
+    goes on in the background.
 
     The groups are unusable afterwards. May be called again: a function that has not been left may have
     made others.
@@ -60,26 +81,28 @@ def abort_groups(limit_s: float = ABORT_LIMIT_S) -> bool:
     _Watched.aborted = True
     gloo.abort(_pairs())
     _Watched.stores.abort()
-    others = [group for group in records.groups() if _abortable(group)]
-    if not others:
-        return True
-    # In a thread of its own: it waits for the device, which may be stuck.
-    aborting = threading.Thread(target=_abort, args=(others,), name="holdfast-abort", daemon=True)
-    aborting.start()
-    aborting.join(limit_s)
-    return not aborting.is_alive()
+    return _abort_others(limit_s)
 
 
-def forget_groups() -> None:
-    """Destroy all groups, in the thread that ran the function, once this is gone."""
+def forget_groups(*errors: BaseException | None) -> None:
+    """Destroy all groups, in the thread that ran the function, once this is gone.
+
+    The frames of the exceptions are cleared (see `drop_frames`).
+    """
     if not _Watched.aborted:
         abort_groups()
-    gloo.abort(0)  # Of groups that were made since.
+    else:  # What was made since.
+        gloo.abort(0)
+        _abort_others(ABORT_LIMIT_S)
+    records.release_works()  # While the frames hold their tensors.
+    for error in errors:
+        drop_frames(error)
     alive = _destroy()
     if not _gone_soon(alive):
-        gc.collect()  # Held by a cycle of references, perhaps. That costs tenths of a second.
+        gc.collect()  # Held by a cycle of references, perhaps.
         _Watched.kept = set(gloo.threads())
     _Watched.stores.forget()
+    _Watched.aborting.clear()
     _Watched.aborted = False
 
 
@@ -107,12 +130,11 @@ def _pairs() -> int:
 
 
 def _destroy() -> list[weakref.ref[Any]]:
-    """Shut down the groups and make torch forget them; return references to them."""
-    known = records.groups()
-    for group in known:
-        if _abortable(group):
-            _try(group, "shutdown")
-    alive = [weakref.ref(group) for group in known]
+    """Make torch forget the groups; return references to them.
+
+    They are not shut down in order: that would wait for the peers of an operation that was aborted.
+    """
+    alive = [weakref.ref(group) for group in records.groups()]
     records.clear()
     return alive
 
@@ -129,45 +151,40 @@ def _gone_soon(groups: list[weakref.ref[Any]]) -> bool:
     return False
 
 
-def _abortable(group: Any) -> bool:
-    """Return whether a group has a backend with an abort of its own: gloo's frees nobody."""
-    return any(_backend_name(group, device) not in ("gloo", "") for device in group._device_types)
+def _abort_others(limit_s: float) -> bool:
+    """Abort what is not gloo's, each in a thread of its own: it waits for the device, which may be
+    stuck, or for an operation of another communicator that is yet to be aborted."""
+    for key, backend in _other_backends():
+        if key not in _Watched.aborting:
+            thread = threading.Thread(
+                target=_abort, args=(backend,), name="holdfast-abort", daemon=True
+            )
+            _Watched.aborting[key] = thread
+            thread.start()
+    aborting = list(_Watched.aborting.values())
+    deadline = time.monotonic() + limit_s
+    for thread in aborting:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return not any(thread.is_alive() for thread in aborting)
 
 
-def _backend_name(group: Any, device: Any) -> str:
-    try:
-        name: str = group._get_backend(device).name()
-    except RuntimeError:
-        return ""  # Made by the first collective, which has not come.
-    return name
-
-
-def _abort(groups: list[Any]) -> None:
-    """Abort all together: NCCL's communicators may wait for each other otherwise."""
-    together = _nccl_backend(groups)
-    if together is not None:
-        together._group_start()
-    try:
-        for group in sorted(groups, key=lambda group: str(group.group_name), reverse=True):
-            _try(group, "abort")
-    finally:
-        if together is not None:
-            together._group_end()
-
-
-def _nccl_backend(groups: list[Any]) -> Any:
-    kind = getattr(sys.modules["torch.distributed"], "ProcessGroupNCCL", None)
-    for group in groups:
+def _other_backends() -> Iterator[tuple[tuple[str, str], Any]]:
+    """Yield the backends that have an abort of their own; gloo's frees nobody."""
+    for group in records.groups():
         for device in group._device_types:
-            if kind is not None and _backend_name(group, device) == "nccl":
+            try:
                 backend = group._get_backend(device)
-                return backend if isinstance(backend, kind) else None
-    return None
+            except RuntimeError:
+                continue  # Made by the first collective, which has not come.
+            while hasattr(backend, "wrapped_pg"):  # With TORCH_DISTRIBUTED_DEBUG=DETAIL.
+                backend = backend.wrapped_pg
+            if backend.name() != "gloo":
+                yield (group.group_name, device.type), backend
 
 
-def _try(group: Any, action: str) -> None:
-    # Whatever a backend raises when its peers are gone: the others must be dealt with all the same.
+def _abort(backend: Any) -> None:
+    # Whatever a backend raises, the others are dealt with; a process that does not leave is replaced.
     try:
-        getattr(group, action)()
+        backend.abort()
     except Exception as error:
-        _log.warning("process group %s: %s failed: %s", group.group_name, action, error)
+        _log.warning("the %s backend of a process group failed to abort: %s", backend.name(), error)

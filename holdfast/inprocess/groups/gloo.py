@@ -6,6 +6,8 @@ databases, its agent, torch's stores. The kernel knows which are gloo's. Each of
 thread named `gloo_tcp_loop` that waits in `epoll_wait`; /proc tells on which epoll descriptor, and
 which sockets are registered there, by number and inode.
 
+Where the kernel does not tell (gVisor, Linux before 4.13) nothing is touched, and nobody freed.
+
 Numbers are reused, so a socket is duplicated, and the duplicate shut down only if its inode is the one
 that was registered; the epoll descriptor is believed if the thread still waits on it afterwards.
 
@@ -16,12 +18,14 @@ comes for, as a peer does, and hangs up.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import socket
 import struct
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from holdfast import proc
@@ -101,33 +105,25 @@ def _registered(epoll: int) -> Iterator[_Registered]:
         yield _Registered(int(fd), int(inode, 16))
 
 
-class _duplicate:
-    """A registered socket under a number of its own; None if it is gone or no socket of TCP."""
-
-    def __init__(self, registered: _Registered) -> None:
-        self._registered = registered
-        self._socket: socket.socket | None = None
-
-    def __enter__(self) -> socket.socket | None:
-        try:
-            fd = os.dup(self._registered.fd)
-        except OSError:
-            return None
-        try:
-            if os.fstat(fd).st_ino == self._registered.inode:
-                found = socket.socket(fileno=fd)
-                if found.family in (socket.AF_INET, socket.AF_INET6):
-                    self._socket = found
-                    return found
-                fd = found.detach()
-        except OSError:
-            pass  # A pipe: gloo wakes its thread with one.
-        os.close(fd)
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        if self._socket is not None:
-            self._socket.close()
+@contextmanager
+def _duplicate(registered: _Registered) -> Iterator[socket.socket | None]:
+    """Have a registered socket under a number of its own; None if it is gone or is none of TCP."""
+    found = None
+    try:
+        fd = os.dup(registered.fd)
+        if os.fstat(fd).st_ino == registered.inode:
+            found = socket.socket(fileno=fd)
+        else:
+            os.close(fd)
+    except OSError as error:
+        if error.errno == errno.ENOTSOCK:  # A pipe: gloo wakes its thread with one.
+            os.close(fd)
+    try:
+        tcp = found is not None and found.family in (socket.AF_INET, socket.AF_INET6)
+        yield found if tcp else None
+    finally:
+        if found is not None:
+            found.close()
 
 
 def _shut_down(connection: socket.socket) -> None:

@@ -8,28 +8,27 @@ remember anything, and are not imported here.
 
 from __future__ import annotations
 
+import gc
+import logging
 import sys
 from collections.abc import Callable, Iterator
+from functools import _lru_cache_wrapper
 from typing import Any
+
+_log = logging.getLogger(__name__)
 
 _C10D = "torch.distributed.distributed_c10d"
 _WORLD_RECORDS = (
     *("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config"),
     *("pg_to_tag", "tags_to_pg", "pg_coalesce_state", "comms"),
 )
-_CACHES = (
-    ("torch.distributed.tensor._sharding_prop", "ShardingPropagator._propagate_tensor_meta_cached"),
-    ("torch.distributed.tensor._collective_utils", "MeshTopoInfo.build_from_mesh"),
-    ("torch.distributed.tensor._ops.single_dim_strategy", "_cached_create_expanded_strategy"),
-    (
-        "torch.distributed.tensor._api",
-        "DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache",
-    ),
-)
-"""Functions with a cache whose keys or values hold meshes."""
+_CACHED = "torch.distributed.tensor"
+"""The package in whose caches meshes are keys and values."""
+_CACHE = "DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache"
 _TABLES = (
     ("torch.distributed._symmetric_memory", "_group_name_to_store"),
     ("torch.distributed._symmetric_memory", "_group_name_to_workspace_tensor"),
+    ("torch.distributed.tensor._redistribute", "_planner_cache"),
 )
 _REFERENCES = (
     (_C10D, "_backend"),
@@ -54,6 +53,26 @@ def groups() -> list[Any]:
     return [] if c10d is None else list(c10d._world.pg_map)
 
 
+def release_works() -> None:
+    """Let go of functional collectives that nobody has waited for.
+
+    Torch keeps each, and its group with it, until its tensor is waited for. The tensors are found among
+    all objects of the process: they must still exist.
+    """
+    torch: Any = sys.modules.get("torch")
+    count = _find("torch._C._distributed_c10d", "_get_work_registry_size")
+    if count is None or count() == 0:
+        return
+    for one in gc.get_objects():
+        if issubclass(type(one), torch.Tensor):
+            # It was aborted, or the tensor is of a kind that cannot be waited for: any error will do.
+            try:
+                torch.ops._c10d_functional.wait_tensor(getattr(one, "elem", one))
+            except Exception:
+                continue
+    _log_leftovers(count())
+
+
 def clear() -> None:
     """Make torch forget all process groups and meshes."""
     c10d: Any = sys.modules.get(_C10D)
@@ -73,12 +92,18 @@ def clear() -> None:
     _unwrap_excepthook()
 
 
+def _log_leftovers(count: int) -> None:
+    if count:
+        _log.warning(
+            "%d collectives were dropped before anybody waited for them; their groups stay in memory",
+            count,
+        )
+
+
 def _derived() -> Iterator[Callable[[], object]]:
     """Return what clears the records that are derived from groups."""
-    for module, path in _CACHES:
-        cached = _find(module, path)
-        if cached is not None:
-            yield cached.cache_clear
+    for cache in _caches():
+        yield cache.cache_clear
     for module, path in _TABLES:
         table = _find(module, path)
         if table is not None:
@@ -95,6 +120,21 @@ def _derived() -> Iterator[Callable[[], object]]:
     native = _find("torch._C", "_clear_DTensor_sharding_propagator_cache")
     if native is not None and "torch.distributed.tensor._api" in sys.modules:
         yield native
+
+
+def _caches() -> Iterator[Any]:
+    """Return the functions with a cache that keeps meshes."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith(_CACHED):
+            owners = [module, *(one for one in vars(module).values() if isinstance(one, type))]
+            for owner in owners:
+                for value in list(vars(owner).values()):
+                    function = getattr(value, "__func__", value)  # Of a static method.
+                    if isinstance(function, _lru_cache_wrapper):
+                        yield function
+    cache = _find("torch.distributed.tensor._api", _CACHE)
+    if cache is not None:
+        yield cache
 
 
 def _drop_defaults(owner: object, group: type) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from typing import Any
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.001, 0.02
 _CONNECT_S = 3.0
 """Longer than the first retransmission of a SYN."""
+_FIRST_PATIENCE_S = 0.02
 _LAST_TRY_S = 1.0
 
 
@@ -40,6 +42,13 @@ class Stores:
         if not isinstance(rendezvous.TCPStore, _StoreMaker):
             rendezvous.TCPStore = _StoreMaker(rendezvous.TCPStore, self)
 
+    def unwatch(self) -> None:
+        """Have the module make its stores as before."""
+        rendezvous: Any = sys.modules.get("torch.distributed.rendezvous")
+        maker = getattr(rendezvous, "TCPStore", None)
+        if isinstance(maker, _StoreMaker):
+            rendezvous.TCPStore = maker.make
+
     def abort(self) -> None:
         """End all waits for these stores."""
         for made in list(self._made):
@@ -49,9 +58,10 @@ class Stores:
         self._made.clear()
 
     @contextmanager
-    def connecting(self, port: int) -> Iterator[None]:
-        """Take the connections to this port that appear within the context for a store's."""
-        made = _StoreSockets(port)
+    def connecting(self, port: int, timeout_s: float = 0.0) -> Iterator[None]:
+        """Take the connections to this port that appear within the context for a store's, which
+        connects with this timeout."""
+        made = _StoreSockets(port, timeout_s)
         self._made.append(made)
         yield
         made.complete()
@@ -61,7 +71,7 @@ class _StoreMaker:
     """Stands for the class TCPStore in torch's rendezvous, which only calls it."""
 
     def __init__(self, make: Callable[..., object], stores: Stores) -> None:
-        self._make = make
+        self.make = make
         self._stores = stores
 
     def __call__(
@@ -69,35 +79,61 @@ class _StoreMaker:
     ) -> object:
         settings.setdefault("wait_for_workers", False)
         timeout = settings.get("timeout")
-        if not is_master and isinstance(timeout, timedelta):
-            left_s = _await_server(host_name, port, timeout.total_seconds())
-            settings["timeout"] = timedelta(seconds=left_s)
-        with self._stores.connecting(port):
-            return self._make(host_name, port, *args, is_master=is_master, **settings)
+
+        def make(timeout_s: float | None) -> Any:
+            limit = {} if timeout_s is None else {"timeout": timedelta(seconds=timeout_s)}
+            with self._stores.connecting(port, timeout_s or 0.0):
+                return self.make(host_name, port, *args, is_master=is_master, **settings | limit)
+
+        if is_master or not isinstance(timeout, timedelta):
+            return make(None)
+        store = _connected(host_name, port, timeout.total_seconds(), make)
+        store.set_timeout(timeout)
+        return store
 
 
-def _await_server(host: str, port: int, timeout_s: float) -> float:
-    """Wait until a server accepts connections; return how much of the time is left, if little."""
+def _connected(host: str, port: int, timeout_s: float, make: Callable[[float], Any]) -> Any:
+    """Make a client once a server accepts connections.
+
+    Its timeout while it connects is a few milliseconds. It waits all the same for the answer of a
+    server that listens and does not serve yet; but if that wait is ended later than that, the client
+    raises at once instead of sleeping a second, connecting again and waiting where nobody ends it.
+    """
     deadline = time.monotonic() + timeout_s
+    patience_s = _FIRST_PATIENCE_S
+    while True:
+        took_s = _await_server(host, port, deadline)
+        last = time.monotonic() >= deadline
+        try:
+            return make(_LAST_TRY_S if last else max(patience_s, 10 * took_s))
+        except RuntimeError:  # Torch's for every error of a store.
+            if last:
+                raise
+        patience_s = min(2 * patience_s, _LAST_TRY_S)
+
+
+def _await_server(host: str, port: int, deadline: float) -> float:
+    """Wait until a server accepts connections, or for the deadline; return how long connecting took."""
     pause_s = _FIRST_RETRY_S
     while True:
-        left_s = max(_LAST_TRY_S, deadline - time.monotonic())
+        began = time.monotonic()
         try:
-            socket.create_connection((host, port), min(_CONNECT_S, left_s)).close()
+            socket.create_connection((host, port), _CONNECT_S).close()
+            return time.monotonic() - began
         except OSError:
             if time.monotonic() + pause_s >= deadline:
-                return left_s  # Torch's own attempt says what is wrong.
+                return _LAST_TRY_S  # Torch's own attempt says what is wrong.
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_RETRY_S)
-        else:
-            return left_s
 
 
 class _StoreSockets:
     """The sockets of one store's clients, by inode: numbers are reused."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, timeout_s: float) -> None:
         self._port = port
+        self._raises_from = time.monotonic() + timeout_s
+        """When a store that is being made no longer tries again, if its connection is shut down."""
         self._others = set(_connected_to(port))
         self._own: set[int] | None = None
         """None while the store is being made."""
@@ -106,6 +142,8 @@ class _StoreSockets:
         self._own = set(_connected_to(self._port)) - self._others
 
     def shut_down(self) -> None:
+        while self._own is None and time.monotonic() < self._raises_from:
+            time.sleep(_FIRST_RETRY_S)
         for inode, fd in _connected_to(self._port).items():
             if inode in self._others or (self._own is not None and inode not in self._own):
                 continue

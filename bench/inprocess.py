@@ -1,0 +1,80 @@
+"""How fast a function is left and entered again, and what that costs: holdfast beside NVRx.
+
+One script (scripts/restarting.py: data-parallel over gloo, on the CPU) trains inside a restartable
+function and writes down each finished step; it is told to break from outside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+from harness import lines, processes
+from harness.launchers import LauncherMissingError
+from harness.report import Report, publish
+from harness.setting import say
+from restarting import storm
+from restarting.jobs import Setting
+
+EXAMPLES = """\
+measures (default: all but faults):
+  inprocess.py --only faults --faults 500   one job, 500 faults of mixed kinds
+"""
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--only", metavar="NAMES", help=f"just these measures: {', '.join(MEASURES)}")
+    add("--tries", type=int, default=5, metavar="N", help="jobs for each measure (5)")
+    add("--faults", type=int, default=500, metavar="N", help="with faults: how many (500)")
+    add("--seed", type=int, default=1, help="with faults: which ones (1)")
+    add("--limit", type=float, default=60.0, metavar="S", help="what takes longer hangs (60)")
+    add("--keep", type=Path, metavar="DIR", help="keep each job's folder with its logs here")
+    add("--json", nargs="?", const="-", metavar="FILE", help="JSON to a file or standard output")
+    args = parser.parse_args()
+    if args.keep and args.keep.exists() and any(args.keep.iterdir()):
+        parser.error(f"--keep {args.keep} is not empty")
+    args.names = args.only.split(",") if args.only else list(MEASURES)
+    if unknown := sorted(set(args.names) - set(MEASURES)):
+        parser.error(f"--only does not know {', '.join(unknown)}")
+    return args
+
+
+MEASURES = {"faults": lambda setting, args: storm.measure(setting, args.faults, args.seed)}
+
+
+def _report(args: argparse.Namespace, folder: Path) -> Report:
+    setting = Setting(args.tries, args.limit, folder, args.keep is not None)
+    load = os.getloadavg()[0]
+    return lines.report(
+        "in-process", {name: MEASURES[name](setting, args) for name in args.names}, load
+    )
+
+
+def main() -> int:
+    args = arguments()
+    processes.adopt_orphans()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    # Short, because launchers put Unix sockets below it and those allow about 100 characters.
+    with tempfile.TemporaryDirectory(prefix="hfb-", ignore_cleanup_errors=True) as scratch:
+        try:
+            report = _report(args, args.keep.resolve() if args.keep else Path(scratch))
+        except LauncherMissingError as missing:
+            say(f"inprocess.py: {missing}")
+            return 2
+        except KeyboardInterrupt:
+            say("inprocess.py: interrupted; every process it started has been ended")
+            return 130
+    publish(report, {key: value for key, value in vars(args).items() if key != "json"}, args.json)
+    return 0 if report.passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Measures of in-process restart; `bench/inprocess.py` runs them."""

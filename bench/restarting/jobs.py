@@ -1,0 +1,96 @@
+"""Jobs whose function is left and entered again: how they are started, and told to break."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+from harness import processes
+from harness.job import Job, JobError
+from harness.launchers import Command, Launch, Launcher, free_port
+from harness.launchers import holdfast as one_node
+from harness.marks import Life, Seconds
+
+SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "restarting.py"
+EXPORTS = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all measures share."""
+
+    tries: int
+    limit: Seconds
+    """How long anything may take before it counts as hung."""
+    folder: Path
+    keep_logs: bool = False
+    _numbers: Iterator[int] = field(default_factory=lambda: count(1))
+
+    @contextmanager
+    def job(
+        self, ranks: int, script: Sequence[str] = (), launcher: Launcher | None = None
+    ) -> Iterator[RestartingJob]:
+        """A started job, ended and cleaned up on the way out."""
+        launcher = launcher or one_node()
+        name = f"{launcher.name}-{next(self._numbers)}"
+        job = RestartingJob(name, launcher, ranks, self.folder / name, script, SCRIPT)
+        job.orders.mkdir()
+        try:
+            with job:
+                yield job
+        finally:
+            if not self.keep_logs:
+                job.discard()
+
+
+def launcher(*flags: str, nodes: int = 1) -> Launcher:
+    """Holdfast with further flags; with several nodes, a launcher for each, which meet at a port."""
+    python = one_node().launch("", 1, ["x"]).commands[0].argv[0]
+
+    def launch(job: str, ranks: int, script: Sequence[str]) -> Launch:
+        common = ["--nproc-per-node", str(ranks // nodes), "--job", job, *flags]
+        if nodes > 1:
+            common += ["--nnodes", str(nodes), "--rdzv-backend", "c10d"]
+            common += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+        return Launch([Command([python, "-m", "holdfast", "run", *common, *script])] * nodes)
+
+    return Launcher("holdfast", launch)
+
+
+class RestartingJob(Job):
+    """A job of `scripts/restarting.py`."""
+
+    @property
+    def orders(self) -> Path:
+        return self.folder / "orders"
+
+    def life(self, rank: int) -> Life:
+        """The entry of a rank that trains now."""
+        found = self.marks.newest(rank)
+        if found is None:
+            raise JobError(f"rank {rank} has not entered its function")
+        return found
+
+    def order(self, rank: int, fault: str) -> Seconds:
+        """Have a rank break in this way; return the moment at which it was told."""
+        pid = self.life(rank).pid
+        partial = self.orders / f"{pid}.partial"
+        partial.write_text(fault)
+        partial.rename(self.orders / str(pid))
+        moment = time.monotonic()
+        os.kill(pid, signal.SIGUSR1)
+        return moment
+
+    def named(self, name: str) -> list[int]:
+        """The processes of the job with this name, by pid."""
+        return sorted(one.pid for one in processes.descendants() if one.name == name)
+
+    def agent_of(self, pid: int) -> int:
+        """The agent whose worker that is."""
+        return next(one.parent for one in processes.descendants() if one.pid == pid)
