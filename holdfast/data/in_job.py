@@ -44,6 +44,10 @@ class LoaderInJob:
         """Return other settings, if this boundary between two steps is where all ranks change."""
         return None if self._tuning is None else self._tuning.at_boundary(self._steps)
 
+    def resume_step(self, records: int) -> None:
+        """Count records of the step that comes next as handed out: in an earlier round, and kept."""
+        self._records = records
+
     def hand_out(self, plan: BatchPlan, position: int) -> None:
         """Note a batch that the script is given now; raise what the job has against its data."""
         report = self.report

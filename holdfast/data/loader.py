@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import Any, Final, Literal
 
 import torch
@@ -27,6 +28,7 @@ from holdfast.data.link import JobLink
 from holdfast.data.link import current as current_link
 from holdfast.data.loader_sampler import LoaderSampler
 from holdfast.data.lockstep import BatchInfo, BatchPlan, Division, Replicas
+from holdfast.data.open_step import OpenStep, StepShare
 from holdfast.data.order import MAX_SIZE, Order
 from holdfast.data.place import LoaderPlace
 from holdfast.data.reading import BatchReader, BatchRequest, Collate, UnreadBatch, derived_seed
@@ -47,6 +49,7 @@ from holdfast.data.torch_loaders import (
     LoadTerms,
     batch_requests,
     batch_source,
+    share_requests,
     stream_loader,
 )
 from holdfast.data.use import claim_name, report_of
@@ -243,7 +246,11 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
     @property
     def left(self) -> int:
         """Number of batches that this epoch (or sub-epoch) has left."""
-        return self._division(self._place.position).batches
+        share = self._place.due()
+        if share is None:
+            return self._division(self._place.position).batches
+        _, stop = self._records.part(share.step.start)
+        return len(share.parts) + self._division(share.step.stop, stop).batches
 
     def __len__(self) -> int:
         if self._stream is not None:
@@ -320,6 +327,29 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
             self._source = None  # Loader processes have a copy of the data set.
         self._place.load(epoch, position)
 
+    # ---- a step that was interrupted ----
+
+    @property
+    def completes_steps(self) -> bool:
+        """Whether the records of a step can be shared out anew, over any number of ranks."""
+        return self._stream is None and not self._pad and self._replicas == (None, None)
+
+    def step_share(self, following: bool = False) -> StepShare | None:
+        """Return what this rank has to do in the step of the batch last handed out, or in the
+        `following` one; None if that cannot be told."""
+        if not self.completes_steps:
+            return None
+        return self._place.next_share() if following else self._place.current_share()
+
+    def comes_to(self, step: OpenStep) -> bool:
+        """Return whether the next `step` of this loader is that one."""
+        return self.completes_steps and self._place.comes_to(step, self._records.size)
+
+    def complete_step(self, share: StepShare | None) -> None:
+        """Hand out the batches of a `share` where its step begins, instead of the whole step; with
+        None, forget the one that was given before. All ranks do so alike."""
+        self._place.complete(share)
+
     # ---- tuning ----
 
     def tune(
@@ -358,6 +388,9 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
         if self._stream is not None:
             return self._reported(self._iterate_stream(self._stream))
         self._open_tuning()
+        share = self._place.due()
+        if share is not None and self._job is not None:
+            self._job.resume_step(share.kept)
         _, stop = self._records.part(self._place.position)
         return self._reported(self._deliver(self._begin(stop), stop, iteration))
 
@@ -382,7 +415,12 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
         if self._source is None:
             self._source = batch_source(self._reader(), self._terms)
         self._seed_loader_processes()
-        requests = self._requests(self._division(self._place.position, stop), ahead)
+        place = self._place
+        share = place.due()
+        place.division = self._division(share.step.stop if share else place.position, stop)
+        requests = self._requests(place.division, ahead)
+        if share is not None:
+            requests = chain(self._requests_of(share, ahead), requests)
         return self._source(requests), ahead
 
     def _deliver(self, begun: Begun, stop: int, iteration: int) -> Iterator[Any]:
@@ -394,6 +432,8 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
             if iteration != place.iteration:
                 place.refuse(self.name)
             if between_steps:
+                if place.handed_out:
+                    place.complete(None)
                 if job is not None:
                     self._apply(job.settings_from_here())
                 if terms is not self._terms:
@@ -408,8 +448,9 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
             if job is not None:
                 job.hand_out(plan, place.position)
             place.current, between_steps = plan.info, plan.ends
+            place.stop = plan.stop
             if between_steps:
-                place.position = plan.stop
+                place.position, place.handed_out = plan.stop, place.share is not None
             yield batch
         if ahead:
             raise DataError(
@@ -423,6 +464,10 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
         """Iterate over this rank's batches; note what each of them is in `ahead`."""
         listed = self._records.listed(division.epoch)
         return batch_requests(division, self._records.order(division.epoch), listed, ahead)
+
+    def _requests_of(self, share: StepShare, ahead: deque[BatchPlan]) -> Iterator[BatchRequest]:
+        epoch = share.step.epoch
+        return share_requests(share, self._records.order(epoch), self._records.listed(epoch), ahead)
 
     def _division(self, start: int, stop: int | None = None) -> Division:
         return Division(

@@ -175,10 +175,30 @@ class Division(msgspec.Struct, frozen=True, kw_only=True):
             parts.append(_Part(fresh, fresh + repeats, filler))
         return parts
 
+    def step_at(self, at: int) -> tuple[int, int] | None:
+        """Return the size of the step that begins there, and where the next begins; None if none
+        does."""
+        size, end = self.step_size, self.start + self.even_steps * self.step_size
+        if at < end:
+            ends = self.drop_last and at + size == end
+            return size, self.stop if ends else at + size
+        return (self.last_size, self.stop) if at == end and self.last_size else None
+
+    def parts_at(self, at: int, size: int) -> tuple[tuple[int, ...], ...]:
+        """Return this rank's positions in each micro-batch of the step that begins there."""
+        own, parts, done = self._own(at, size), [], 0
+        for part in self._parts(at, size):
+            parts.append(tuple(own[done : done + part.fresh]))
+            done += part.fresh
+        return tuple(parts)
+
     def _share(self, at: int, size: int) -> int:
         """Count the positions of a step that are this rank's."""
+        return len(self._own(at, size))
+
+    def _own(self, at: int, size: int) -> range:
         first = (self.world.rank - (at - self.start)) % self.world.size
-        return len(range(first, size, self.world.size))
+        return range(at + first, at + size, self.world.size)
 
     def _micro_batches(self, size: int) -> int:
         if self.global_batch is None:

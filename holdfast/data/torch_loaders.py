@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from holdfast.data.in_process import InProcessBatches
 from holdfast.data.lockstep import BatchPlan, Division
+from holdfast.data.open_step import StepShare
 from holdfast.data.order import Order
 from holdfast.data.reading import BatchReader, BatchRequest, Collate
 from holdfast.data.stream import StreamReader
@@ -155,6 +156,23 @@ def batch_requests(
             taken = [record for number in taken for record in listed[number]]
         ahead.append(plan)
         yield epoch, first, distance, taken, listed_at
+
+
+def share_requests(
+    share: StepShare,
+    order: Order,
+    listed: list[list[Any]] | None,
+    ahead: deque[BatchPlan],
+) -> Iterator[BatchRequest]:
+    """Iterate over the batches of a step that was interrupted, as `batch_requests` does."""
+    for part, plan in zip(share.parts, share.plans(), strict=True):
+        at = list(part or share.filler)
+        first, taken = at[0], list[Any](order.records(at))
+        if listed is not None:
+            at = [number for number in taken for _ in listed[number]]
+            taken = [record for number in taken for record in listed[number]]
+        ahead.append(plan)
+        yield share.step.epoch, first, 1, taken, at
 
 
 def _prepare_process(init: Callable[[int], None] | None, worker: int) -> None:

@@ -10,9 +10,10 @@ ends system calls that wait: `time.sleep`, `lock.acquire`, `socket.recv`. In any
 the script blocks the signal or took it for itself, it is an asynchronous exception of the interpreter,
 which strikes at the next bytecode and interrupts no system call.
 
-Three things are not torn: atomic sections, however long they take; zones, for a moment; and imports,
-because a module that was half imported can often not be imported again. Cleaning up after a Departure
-(`finally`, `__exit__`) is left in peace for a while too.
+Four things are not torn: atomic sections, however long they take; zones, for a moment; shields, which
+postpone leaving but not the abort of process groups; and imports, because a module that was half
+imported can often not be imported again. Cleaning up after a Departure (`finally`, `__exit__`) is left
+in peace for a while too.
 
 Correctness rests on two facts about CPython with a GIL. Exceptions from outside are raised at calls,
 at the entry of functions and at backward jumps, never between two assignments. And of two threads that
@@ -40,6 +41,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 ZONE_LIMIT_S = 0.05
+SHIELD_LIMIT_S = 1.0
+"""No longer than what an agent allows for leaving at least."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.5
 _CLEANUP_S = 0.25
 """How long the handlers of a Departure may run before the next one."""
@@ -76,6 +79,7 @@ class InterruptibleCall:
         self._raised_at = 0.0
         self._depth = 0
         self._zone = False
+        self._shielded = False
         self._torn = False
         self._out: SimpleQueue[None] = SimpleQueue()
         self._gone = threading.Event()
@@ -175,6 +179,24 @@ class InterruptibleCall:
             self._out.put(None)
             raise self._departure()
 
+    def begin_shield(self) -> None:
+        """Postpone leaving until `end_shield`, but not longer than the limit. Process groups are
+        aborted meanwhile: what waits for other ranks ends with an error."""
+        if threading.get_ident() != self._thread or self._shielded:
+            return
+        self._shielded = True
+        if self._why is not None and self._depth == 0 and not self._zone and self._inside:
+            self._shielded = False
+            raise self._departure()
+
+    def end_shield(self) -> None:
+        """Raise the Departure that was postponed, if there is one."""
+        if threading.get_ident() != self._thread or not self._shielded:
+            return
+        self._shielded = False
+        if self._why is not None and self._depth == 0 and not self._zone and self._inside:
+            raise self._departure()
+
     def _begin(self) -> None:
         if self._thread:
             raise RuntimeError(
@@ -182,7 +204,7 @@ class InterruptibleCall:
                 "mark only the outermost as restartable"
             )
         self._entry += 1
-        self._depth, self._zone, self._torn = 0, False, False
+        self._depth, self._zone, self._shielded, self._torn = 0, False, False, False
         self._out = SimpleQueue()
         self._gone.clear()
         if threading.current_thread() is threading.main_thread():
@@ -201,7 +223,7 @@ class InterruptibleCall:
         if self._repeater is not None:
             self._repeater.join()
         self._signal = self._repeater = None
-        self._depth, self._zone, self._thread = 0, False, 0
+        self._depth, self._zone, self._shielded, self._thread = 0, False, False, 0
 
     def _repeat(self) -> None:
         pause_s = _FIRST_PAUSE_S
@@ -218,7 +240,7 @@ class InterruptibleCall:
         return pause_s
 
     def _strike(self) -> None:
-        if not self._may_strike() or self._cleans_up():
+        if not self._may_strike() or self._shields() or self._cleans_up():
             return
         if self._signal is not None and self._signal.arrives():
             self._signal.send(self._thread)
@@ -231,7 +253,9 @@ class InterruptibleCall:
 
     def _on_signal(self, _number: int, frame: FrameType | None) -> None:
         # Much may have happened since it was sent.
-        if self._inside and self._may_strike() and not self._spared(frame):
+        if not self._inside or not self._may_strike() or self._shields():
+            return
+        if not self._spared(frame):
             self._torn = self._torn or self._zone
             raise self._departure()
 
@@ -240,6 +264,9 @@ class InterruptibleCall:
 
     def _may_strike(self) -> bool:
         return self._depth == 0 and (not self._zone or time.monotonic() >= self._zone_until)
+
+    def _shields(self) -> bool:
+        return self._shielded and time.monotonic() < self._leave_at + SHIELD_LIMIT_S
 
     @property
     def _zone_until(self) -> float:

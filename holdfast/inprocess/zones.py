@@ -1,4 +1,4 @@
-"""Where kept state says that it is between two steps: to whoever makes the function leave."""
+"""Where kept state says what must not be left in the middle: to whoever makes the function leave."""
 
 from __future__ import annotations
 
@@ -18,6 +18,13 @@ class Zones(Protocol):
     def atomic(self) -> AbstractContextManager[None]:
         """Return a section that is finished before the function is left, or not begun."""
 
+    def begin_shield(self) -> None:
+        """Postpone leaving, but not the abort of process groups, until `end_shield`; raise the
+        departure if leaving was asked for already."""
+
+    def end_shield(self) -> None:
+        """Allow leaving again; raise the departure if one was postponed."""
+
 
 class _NeverLeft:
     """Zones of a function that nobody makes leave."""
@@ -28,6 +35,10 @@ class _NeverLeft:
 
     def atomic(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def begin_shield(self) -> None: ...
+
+    def end_shield(self) -> None: ...
 
 
 class _InstalledZones:

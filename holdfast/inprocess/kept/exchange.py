@@ -39,6 +39,14 @@ class RankExchange:
         dist.all_gather(rows, mine)
         return [[int(number) for number in one] for one in torch.stack(rows).tolist()]
 
+    def add(self, row: Sequence[int]) -> list[int]:
+        """Return the sums of all ranks' rows, which are of the same length."""
+        if not self._joined:
+            return list(row)
+        sums = torch.tensor(row, dtype=torch.int64, device=self._device)
+        dist.all_reduce(sums)
+        return [int(number) for number in sums.tolist()]
+
     # ---- parts ----
 
     def send(self, part: StatePart, to: list[int]) -> None:

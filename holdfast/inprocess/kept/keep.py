@@ -17,6 +17,7 @@ from __future__ import annotations
 import sys
 from typing import Any, Literal, Protocol
 
+import msgspec
 import torch
 from msgspec import Struct
 
@@ -36,11 +37,16 @@ from holdfast.inprocess.kept.choice import (
     diverged,
 )
 from holdfast.inprocess.kept.exchange import RankExchange
+from holdfast.inprocess.kept.open_steps import leave_steps, protect_steps, resume_steps
 from holdfast.inprocess.kept.parts import StatePart, fingerprint, take_part
 from holdfast.inprocess.kept.registry import Survivor, register
 from holdfast.inprocess.kept.zones import await_device, before_steps
 from holdfast.inprocess.zones import current_zones
 
+_CHANGED = (
+    "parameters were changed before restore(); DistributedDataParallel does that, unless made after it"
+    " or with init_sync=False"
+)
 _TROUBLE_BYTES = 192
 """Longest reason that ranks tell each other."""
 
@@ -63,6 +69,8 @@ class KeptRestored(Struct, frozen=True):
     """For each rank, the rank that its living state came from."""
     refused: tuple[str, ...] = ()
     """Why living state was not taken."""
+    records_done: int = 0
+    """Records of the step that was under way whose gradients stay."""
 
 
 def keep(state: dict[str, Any], checkpointer: RestoresState | None = None) -> KeptState:
@@ -147,8 +155,10 @@ class KeptState:
         if boundary is None:
             return before
         whole = None if self._between else boundary
-        buffers = self._recorder.buffers if whole is not None else None
-        return Survivor(self._state, boundary.step, whole, buffers)
+        if whole is None:
+            return Survivor(self._state, boundary.step, None, None)
+        left, changes = leave_steps(self._state), _changes(self._state)
+        return Survivor(self._state, boundary.step, whole, self._recorder.buffers, left, changes)
 
     # ---- restoring ----
 
@@ -160,12 +170,12 @@ class KeptState:
         there is none, or it has nothing, it raises `CheckpointError`: training never silently
         starts over.
 
-        Gradients are None after it. A rank that was at that step itself also gets its generators of
-        `random`, torch and torch's current CUDA device back. Those of a rank that is gone are not
-        known: its successor draws other numbers, and so does a rank that was given its state by
-        another one. Buffers of modules, which a forward pass may change otherwise on each rank,
-        stay what they were on a survivor; a rank without gets those of the rank that its state
-        comes from.
+        Gradients are None after it, except for those with which an `ElasticTrainer` goes on. A rank
+        that was at that step itself also gets its generators of `random`, torch and torch's current
+        CUDA device back. Those of a rank that is gone are not known: its successor draws other
+        numbers, and so does a rank that was given its state by another one. Buffers of modules,
+        which a forward pass may change otherwise on each rank, stay what they were on a survivor; a
+        rank without gets those of the rank that its state comes from.
         """
         if self._over or self._boundary is not None:
             raise UsageError(_not_usable("restore", self._over, restored=not self._over))
@@ -174,6 +184,10 @@ class KeptState:
         if isinstance(found, LivingRefusal):
             found = self._restore_saved(found)
         _drop_gradients(self._state)
+        if found.where == "living":
+            done = resume_steps(self._state, self._unfinished(exchange, found), exchange)
+            found = msgspec.structs.replace(found, records_done=done)
+        protect_steps(self._state)
         self.restored = found
         # From here on, what was there before is not needed: all ranks have said that they are done.
         self._boundary = self._recorder.record(found.step)
@@ -183,8 +197,15 @@ class KeptState:
             rounds.resumed(found.step)
         if found.where == "living" and exchange.rank == 0:
             text = f"step {found.step} goes on from living state"
+            if found.records_done:
+                text += f"; {found.records_done} records of the next one are done"
             print(f"[holdfast] {text}", file=sys.stderr, flush=True)
         return found.step
+
+    def _unfinished(self, exchange: RankExchange, found: KeptRestored) -> dict[str, Any]:
+        """Return what this rank has of the step that follows the one that was taken."""
+        own = found.sources[exchange.rank] == exchange.rank
+        return self._before.unfinished if own and self._before is not None else {}
 
     def _restore_saved(self, refusal: LivingRefusal) -> KeptRestored:
         step, where = 0, None
@@ -240,6 +261,8 @@ class KeptState:
             if before.state.keys() != self._state.keys():
                 names = "the entry before kept other names: " + ", ".join(before.state)
                 return None, RankStanding(step, False, spoilt, needs, trouble=names)
+            if before.changes != _changes(before.state):
+                return None, RankStanding(step, False, spoilt, needs, trouble=_CHANGED)
             part = take_part(before.state, before.boundary, before.buffers)
             return part, RankStanding(step, True, False, needs, fingerprint(before.state))
         except Exception as error:
@@ -325,6 +348,13 @@ def _tensors(state: dict[str, Any]) -> set[int]:
         elif not hasattr(entry, "state_dict"):
             found += [value for _, value in flattened(entry) if isinstance(value, torch.Tensor)]
     return set(map(id, found))
+
+
+def _changes(state: dict[str, Any]) -> tuple[int, ...]:
+    """Return torch's counts of the changes to all parameters; inference tensors have none."""
+    modules = [entry for entry in state.values() if isinstance(entry, torch.nn.Module)]
+    every = (getattr(p, "_local_tensor", p) for module in modules for p in module.parameters())
+    return tuple(-1 if p.is_inference() else p._version for p in every)
 
 
 def _drop_gradients(state: dict[str, Any]) -> None:

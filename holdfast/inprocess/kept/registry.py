@@ -8,7 +8,7 @@ survivor stays, unless it was being overwritten.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from holdfast.errors import UsageError
@@ -27,6 +27,10 @@ class Survivor:
     boundary: Boundary | None
     """What was recorded at that step; None: the state was left between two steps."""
     buffers: BufferCopies | None
+    unfinished: dict[str, Any] = field(default_factory=dict)
+    """What entries have of the step after that, by their names."""
+    changes: tuple[int, ...] = ()
+    """Torch's counts of the changes to the parameters when the function was left."""
 
 
 class Leavable(Protocol):

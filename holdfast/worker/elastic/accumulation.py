@@ -19,12 +19,15 @@ Stage = Literal["between", "inside", "complete", "failed"]
 class Accumulation:
     """The micro-batches of this rank since the last step."""
 
-    def __init__(self) -> None:
+    def __init__(self, samples: int = 0) -> None:
         self.stage: Stage = "between"
         self.count = 0
-        self.samples = 0
+        self.samples = samples
+        """Samples of these micro-batches, and those that were done before an interruption."""
         self.total: int | None = None
         """Samples of the step on all ranks; None if not known yet."""
+        self.whole = True
+        """Whether gradients are those of `count` micro-batches and of nothing else."""
         self._portion: Portion | None = None
         self._backwards = 0
 
@@ -60,6 +63,7 @@ class Accumulation:
                 " forward pass is"
             )
         self._backwards += 1
+        self.whole = False
         return self._portion
 
     def end(self) -> None:
@@ -71,13 +75,21 @@ class Accumulation:
                 "ElasticTrainer.accumulate: it ended without trainer.backward(loss), so other ranks"
                 " wait for this one's gradients. A rank without data takes part with idle()"
             )
-        self.count += 1
-        self.samples += self._portion.samples
+        self._count()
         self.stage = "complete" if self._portion.last else "between"
 
-    def fail(self) -> None:
-        """Leave a micro-batch that raised: its gradients may be incomplete."""
+    def fail(self, unreduced: bool = False) -> None:
+        """Leave a micro-batch that raised: its gradients may be incomplete, unless it is only that
+        they were not reduced."""
+        if unreduced and self._backwards == 1:
+            self._count()
         self.stage = "failed"
+
+    def _count(self) -> None:
+        assert self._portion is not None
+        self.count += 1
+        self.samples += self._portion.samples
+        self.whole = True
 
     def is_complete(self) -> bool:
         """Return whether the step has all its micro-batches; refuse where nobody should ask."""

@@ -36,6 +36,11 @@ class GradientSync:
                         f" steps are shared by {world}; pass the model's process group as `group`"
                     )
 
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether something in the model exchanges gradients, or could."""
+        return bool(self._wrappers)
+
     @contextmanager
     def off(self) -> Iterator[None]:
         """Keep gradients on this rank, where they add up."""
