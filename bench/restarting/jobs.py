@@ -18,7 +18,6 @@ from harness.launchers import holdfast as one_node
 from harness.marks import Life, Seconds
 
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "restarting.py"
-EXPORTS = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
 
 
 @dataclass(frozen=True)
@@ -91,6 +90,6 @@ class RestartingJob(Job):
         """The processes of the job with this name, by pid."""
         return sorted(one.pid for one in processes.descendants() if one.name == name)
 
-    def agent_of(self, pid: int) -> int:
-        """The agent whose worker that is."""
-        return next(one.parent for one in processes.descendants() if one.pid == pid)
+    def agent_of(self, pid: int) -> int | None:
+        """The agent whose worker that is; None if it is gone."""
+        return next((one.parent for one in processes.descendants() if one.pid == pid), None)
