@@ -17,6 +17,9 @@ from harness.launchers import Command, Launch, Launcher, free_port
 from harness.launchers import holdfast as one_node
 from harness.marks import Life, Seconds
 
+COSTLY = {"kill", "stop", "gil"}
+"""Faults after which the process cannot stay."""
+ORDER_S: Seconds = 10.0
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "restarting.py"
 
 
@@ -65,6 +68,9 @@ def launcher(*flags: str, nodes: int = 1) -> Launcher:
 class RestartingJob(Job):
     """A job of `scripts/restarting.py`."""
 
+    killed = 0
+    """How many processes the last fault was meant to cost."""
+
     @property
     def orders(self) -> Path:
         return self.folder / "orders"
@@ -84,6 +90,17 @@ class RestartingJob(Job):
         partial.rename(self.orders / str(pid))
         moment = time.monotonic()
         os.kill(pid, signal.SIGUSR1)
+        return moment
+
+    def break_(self, rank: int, fault: str) -> Seconds:
+        """Have a rank break in this way; return the moment at which it did."""
+        pid, kind = self.life(rank).pid, fault.partition("@")[0]
+        self.killed = int(kind in COSTLY)
+        self.order(rank, fault)
+        struck = self.orders / f"{pid}.struck"
+        self.wait_for("the fault", struck.exists, ORDER_S)
+        moment = float(struck.read_text())
+        struck.unlink()
         return moment
 
     def named(self, name: str) -> list[int]:
