@@ -229,7 +229,7 @@ def _deal(
         if number == faults // 10:
             blows.spared = job.life(RANKS - 1).pid  # Its agent has never been killed.
             agent = job.agent_of(blows.spared)
-            storm.lasting = {"rank": blows.spared, "its agent": agent}
+            storm.lasting = {"rank": blows.spared, "its agent": agent or 0}
         if number % SAMPLE_EVERY == 0:
             found = resources.sample()
             storm.samples.append(found)
