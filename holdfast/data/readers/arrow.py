@@ -159,9 +159,6 @@ class ArrowReader(IndexedReader[ArrowFile, LoadedBatch]):
     def _open(self, file: DataFile) -> ArrowFile:
         return ArrowFile(file)
 
-    def _close(self, handle: ArrowFile) -> None:
-        handle.close()
-
     def _blocks(self, file: DataFile, progress: IndexProgress) -> FileBlocks:
         handle = ArrowFile(file)
         blocks = FileBlocks(array("Q"), array("Q"), 0, file.size, schema_words(handle.schema))

@@ -19,9 +19,6 @@ class ByteReader(IndexedReader[OpenFile, Loaded]):
     def _open(self, file: DataFile) -> OpenFile:
         return open_file(file)
 
-    def _close(self, handle: OpenFile) -> None:
-        handle.close()
-
     def _blocks(self, file: DataFile, progress: IndexProgress) -> FileBlocks:
         opened = open_file(file)
         try:

@@ -155,6 +155,7 @@ class LocalFile:
 
     def __init__(self, file: DataFile) -> None:
         self.file = file
+        self._fd = -1
         try:
             self._fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -191,7 +192,11 @@ class LocalFile:
         return open(self.file.path, "rb")
 
     def close(self) -> None:
-        os.close(self._fd)
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    __del__ = close
 
 
 class RemoteFile:

@@ -75,9 +75,6 @@ class ParquetReader(IndexedReader[ParquetFile, Any]):
     def _open(self, file: DataFile) -> ParquetFile:
         return ParquetFile(file)
 
-    def _close(self, handle: ParquetFile) -> None:
-        handle.close()
-
     def _blocks(self, file: DataFile, progress: IndexProgress) -> FileBlocks:
         handle = ParquetFile(file)
         try:

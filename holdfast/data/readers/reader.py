@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Generic, SupportsIndex, TypeVar
+from typing import Any, Generic, Protocol, SupportsIndex, TypeVar
 
 from holdfast.data.readers.files import DataFile, Paths, find_files
 from holdfast.data.readers.index import (
@@ -33,7 +33,7 @@ OPEN_FILES = 32
 
 K = TypeVar("K")
 V = TypeVar("V")
-Handle = TypeVar("Handle")
+Handle = TypeVar("Handle", bound="Closable")
 Loaded = TypeVar("Loaded")
 
 
@@ -59,12 +59,21 @@ class RecentlyUsed(Generic[K, V]):
                 self._close(oldest)
 
 
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
+def _close(handle: Closable) -> None:
+    handle.close()
+
+
 class ThreadFiles(threading.local, Generic[Handle, Loaded]):
     """Open files and loaded blocks of one thread of one process."""
 
-    def __init__(self, blocks: int, close: Callable[[Handle], None]) -> None:
+    def __init__(self, blocks: int) -> None:
+        # Nothing in here may lead back to the reader: each thread would keep it for ever.
         self.pid = os.getpid()
-        self.handles: RecentlyUsed[int, Handle] = RecentlyUsed(OPEN_FILES, close)
+        self.handles: RecentlyUsed[int, Handle] = RecentlyUsed(OPEN_FILES, _close)
         self.blocks: RecentlyUsed[int, Loaded] = RecentlyUsed(blocks)
         self.last: tuple[Block, Handle, Loaded] | None = None
 
@@ -109,9 +118,6 @@ class IndexedReader(ABC, Generic[Handle, Loaded]):
     @abstractmethod
     def _open(self, file: DataFile) -> Handle:
         """Open a file; DataError if it is not as it was when indexed."""
-
-    @abstractmethod
-    def _close(self, handle: Handle) -> None: ...
 
     @abstractmethod
     def _blocks(self, file: DataFile, progress: IndexProgress) -> FileBlocks:
@@ -215,7 +221,7 @@ class IndexedReader(ABC, Generic[Handle, Loaded]):
         return last
 
     def _new_files(self) -> ThreadFiles[Handle, Loaded]:
-        return ThreadFiles(self._blocks_cached, self._close)
+        return ThreadFiles(self._blocks_cached)
 
     def _file_of(self, block: Block) -> DataFile:
         return self._index_of_records.files[block.file]

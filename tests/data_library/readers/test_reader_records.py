@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -98,6 +99,16 @@ def test_many_small_files_do_not_use_up_file_descriptors(sample: Sample, tmp_pat
     order = random.Random(1).sample(range(300), 300)
     assert [reader[index] for index in order] == [many.records[index] for index in order]
     assert len(os.listdir("/proc/self/fd")) - before <= 100
+
+
+def test_a_reader_that_is_dropped_leaves_no_file_open(sample: Sample) -> None:
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    reader = sample.format.open(sample.folder)
+    assert list(reader)
+    del reader
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 # ---- processes ----------------------------------------------------------------------------------
