@@ -19,7 +19,7 @@ from harness.launchers import LauncherMissingError
 from harness.lines import Line
 from harness.report import Report, publish
 from harness.setting import say
-from restarting import cost, nvrx, single, storm
+from restarting import cost, device, nvrx, single, storm
 from restarting.jobs import Setting
 
 CACHE = Path(__file__).resolve().parent.parent / ".bench"
@@ -30,6 +30,7 @@ EXAMPLES = """\
       single     an exception in one of 2 ranks, SIGKILL of one of 4: back, and steps redone
       hangs      stopped, GIL kept, a mismatch, a sleep, a loop: detection and return
       cost       kept state on a 5 ms step, by turns with none
+      gloo-cuda, nccl-cuda   an exception with work in flight on a GPU, fifty times (not unasked)
       nvrx       the exception, under NVRx's in-process restart, installed into .bench/ the first time
       faults     one job with hundreds of faults of all kinds, and the bits of an undisturbed run
   inprocess.py --only faults --faults 500   half an hour on two cores
@@ -65,9 +66,11 @@ MEASURES: dict[str, Callable[[Setting, argparse.Namespace], list[Line]]] = {
     "hangs": lambda setting, _: single.measure_hangs(setting),
     "cost": lambda setting, _: cost.measure(setting),
     "nvrx": lambda setting, args: nvrx.measure(setting, args.cache),
+    "gloo-cuda": lambda setting, _: device.measure(setting, "gloo"),
+    "nccl-cuda": lambda setting, _: device.measure(setting, "nccl"),
     "faults": lambda setting, args: storm.measure(setting, args.faults, args.seed),
 }
-UNASKED = [name for name in MEASURES if name != "faults"]
+UNASKED = [name for name in MEASURES if name not in ("faults", "gloo-cuda", "nccl-cuda")]
 
 
 def _report(args: argparse.Namespace, folder: Path) -> Report:

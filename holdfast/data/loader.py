@@ -27,8 +27,9 @@ from holdfast.data.in_job import LoaderInJob
 from holdfast.data.link import JobLink
 from holdfast.data.link import current as current_link
 from holdfast.data.loader_sampler import LoaderSampler
+from holdfast.data.loader_steps import LoaderSteps
 from holdfast.data.lockstep import BatchInfo, BatchPlan, Division, Replicas
-from holdfast.data.open_step import OpenStep, StepShare
+from holdfast.data.open_step import StepShare
 from holdfast.data.order import MAX_SIZE, Order
 from holdfast.data.place import LoaderPlace
 from holdfast.data.reading import BatchReader, BatchRequest, Collate, UnreadBatch, derived_seed
@@ -184,6 +185,12 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
             stream=self._stream is not None,
         )
         self._place = LoaderPlace()
+        self.open_steps = LoaderSteps(
+            self._place,
+            self._records,
+            able=self._stream is None and not pad and self._replicas == (None, None),
+        )
+        """What an `ElasticTrainer` asks for a step that is interrupted."""
         self._tune = tune
         self._job: LoaderInJob | None = None
         self._source: BatchSource | None = None
@@ -326,29 +333,6 @@ class ElasticDataLoader(DataLoader):  # type: ignore[misc]
             load(state["dataset"])
             self._source = None  # Loader processes have a copy of the data set.
         self._place.load(epoch, position)
-
-    # ---- a step that was interrupted ----
-
-    @property
-    def completes_steps(self) -> bool:
-        """Whether the records of a step can be shared out anew, over any number of ranks."""
-        return self._stream is None and not self._pad and self._replicas == (None, None)
-
-    def step_share(self, following: bool = False) -> StepShare | None:
-        """Return what this rank has to do in the step of the batch last handed out, or in the
-        `following` one; None if that cannot be told."""
-        if not self.completes_steps:
-            return None
-        return self._place.next_share() if following else self._place.current_share()
-
-    def comes_to(self, step: OpenStep) -> bool:
-        """Return whether the next `step` of this loader is that one."""
-        return self.completes_steps and self._place.comes_to(step, self._records.size)
-
-    def complete_step(self, share: StepShare | None) -> None:
-        """Hand out the batches of a `share` where its step begins, instead of the whole step; with
-        None, forget the one that was given before. All ranks do so alike."""
-        self._place.complete(share)
 
     # ---- tuning ----
 

@@ -574,9 +574,12 @@ class LightAgent(SimAgent):
             self._told_steps = steps
             self.report(Progress, round=self._round, ranks=self._progress(list(self.ranks)))
 
-    def _progress(self, ranks: list[Rank], until: float | None = None) -> tuple[RankProgress, ...]:
-        assert self.running is not None
-        return self.cluster.training.progress(self.running, ranks, self.skew, until)
+    def _progress(
+        self, ranks: list[Rank], until: float | None = None, round: SimRound | None = None
+    ) -> tuple[RankProgress, ...]:
+        round = round or self.running
+        assert round is not None
+        return self.cluster.training.progress(round, ranks, self.skew, until)
 
     # ---- restartable functions ----
 
@@ -655,14 +658,14 @@ class LightAgent(SimAgent):
                 assert self._stopping is not None
                 self._stopped(self._stopping)
             return
-        (progress,) = self._progress([one.rank], one.seen_until())
+        (progress,) = self._progress([one.rank], one.seen_until(), one.round)
         self._ended.append(progress)
         self._requests.forget(one.rank)
         self._shards.forget(one.rank)
         event = WorkerExited(
             at=self.at(),
             node=self.node,
-            round=self._round,
+            round=one.round.number,
             rank=one.rank,
             code=end.code,
             signal=end.signal,

@@ -298,7 +298,8 @@ class SimRank:
         """End the process; `done` says that its script ran to its end. What a restartable function
         raises does not end it."""
         if self.next is not None:
-            self.next.die(code, signal, oom, raised, done)
+            if raised is None:  # What this place's code would raise is not raised in the next.
+                self.next.die(code, signal, oom)
             return
         if self.exit is not None or self.agent.dead:
             return

@@ -19,11 +19,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.data.lockstep import Replicas
 from holdfast.errors import UsageError
-from holdfast.inprocess.kept.exchange import RankExchange
 from holdfast.inprocess.zones import current_zones
 from holdfast.worker.elastic.accumulation import Accumulation
 from holdfast.worker.elastic.gradients import (
@@ -33,17 +31,9 @@ from holdfast.worker.elastic.gradients import (
     multiply,
     scaled_rates,
 )
+from holdfast.worker.elastic.interruptions import InterruptibleSteps, can_be_completed
 from holdfast.worker.elastic.shared_batches import SharedBatch, shared_batches
-from holdfast.worker.elastic.unfinished import (
-    OnInterruption,
-    StepStanding,
-    UnfinishedStep,
-    agree,
-    fit,
-    put_gradients,
-    share_of,
-    take_gradients,
-)
+from holdfast.worker.elastic.unfinished import OnInterruption
 from holdfast.worker.elastic.weights import (
     CurrentBatch,
     LossKind,
@@ -54,7 +44,6 @@ from holdfast.worker.elastic.weights import (
     loss_weight,
     rate_factor,
 )
-from holdfast.worker.elastic.whole_reduction import WholeReduction, can_reduce_whole
 
 STATE = ("steps", "skipped", "samples", "reference_batch")
 
@@ -111,15 +100,14 @@ class ElasticTrainer:
             raise UsageError(f"ElasticTrainer: max_grad_norm is above 0, not {max_grad_norm!r}")
         if reference_batch is not None and reference_batch < 1:
             raise UsageError(f"ElasticTrainer: reference_batch is above 0, not {reference_batch!r}")
-        self._model = model
         self._optimizers = _listed(optimizer)
         self._schedulers = _listed(scheduler)
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._group = group
         self._world = _world_size(group)
-        self._replicas = Replicas(self._world, dist.get_rank(group) if self._world > 1 else 0)
+        replicas = Replicas(self._world, dist.get_rank(group) if self._world > 1 else 0)
         self._data = data
-        self._sync: Any = GradientSync(model, self._world)
+        self._sync = GradientSync(model, self._world)
         self._sync_each = sync_each
         self._device = _device(self._optimizers)
         self._autocast = autocast
@@ -129,13 +117,15 @@ class ElasticTrainer:
         self._max_norm = max_grad_norm
         self._shared: SharedBatch | None = None
         """The micro-batch that `batches` handed out last."""
-        self._step = Accumulation()
-        self._unfinished = unfinished
-        self._resumed: UnfinishedStep | None = None
-        """What this rank had done of the present step before it was interrupted."""
-        self._finished: tuple[int, int] | None = None
-        """Epoch and position of the last step that was finished."""
-        self._reduction: WholeReduction | None = None
+        able = (
+            unfinished == "share"
+            and group is None
+            and not sync_each
+            and hasattr(data, "open_steps")
+            and can_be_completed(model, self._optimizers, self._world, self._sync.is_wrapped)
+        )
+        self.kept_steps = InterruptibleSteps(model, self._sync, data, replicas, able)
+        """What kept state asks for the step that is under way."""
         self.steps = 0
         self.skipped = 0
         self.samples = 0
@@ -171,11 +161,11 @@ class ElasticTrainer:
         than its records, such as tokens. `last` says whether it is the last micro-batch of its step,
         where the loader does not; by default each one is. All ranks must agree on that.
         """
-        self._drop_resumed_if_elsewhere()
+        if self.kept_steps.is_elsewhere():
+            self.discard()
         portion = self._portion(samples, last)
         self._step.begin(portion)
-        if self._reduction is not None:
-            self._reduction.failed = False
+        self.kept_steps.begin_micro_batch()
         try:
             with ExitStack() as stack:
                 if not (portion.last or self._sync_each):
@@ -185,7 +175,7 @@ class ElasticTrainer:
                 yield
             self._step.end()
         except BaseException:
-            self._step.fail(self._reduction is not None and self._reduction.failed)
+            self.kept_steps.fail()
             raise
         finally:
             current_zones().end_shield()
@@ -213,7 +203,9 @@ class ElasticTrainer:
                 f" model's parameters, not {_described(loss)}"
             )
         current_zones().begin_shield()  # Until the micro-batch is complete.
-        weighted = loss * loss_weight(self._step.backward(), self._weighted_for, self._loss)
+        weighted = loss * loss_weight(
+            self._step.backward(), self.kept_steps.weighted_for, self._loss
+        )
         if self._scaler is not None:
             weighted = self._scaler.scale(weighted)
         with torch.autocast(self._device.type, enabled=False):
@@ -237,6 +229,7 @@ class ElasticTrainer:
         """
         if per_step < 1:
             raise UsageError(f"ElasticTrainer.batches: per_step is above 0, not {per_step!r}")
+        self.kept_steps.give_up()
         shared = shared_batches(
             source, samples, per_step, idle=idle, world=self._world, add=self._sum_over_ranks
         )
@@ -269,6 +262,10 @@ class ElasticTrainer:
             samples=current.records, total=current.global_records, last=is_last, index=index
         )
 
+    @property
+    def _step(self) -> Accumulation:
+        return self.kept_steps.accumulation
+
     def _current(self) -> CurrentBatch | None:
         current: CurrentBatch | None = self._shared or getattr(self._data, "current", None)
         return current
@@ -294,10 +291,10 @@ class ElasticTrainer:
             if total == 0:
                 raise UsageError("ElasticTrainer.step: no rank had any samples for this step")
             multiply(found, gradient_factor(total, self._world))
-        elif self._weighted_for != self._world:
-            multiply(found, self._world / self._weighted_for)
+        elif self.kept_steps.weighted_for != self._world:
+            multiply(found, self._world / self.kept_steps.weighted_for)
         taken = self._update(found, self._rate_factor(total))
-        self._finished = self._place()
+        self.kept_steps.finish()
         self.discard()
         if taken:
             self.steps += 1
@@ -310,15 +307,14 @@ class ElasticTrainer:
         """Drop the gradients that were accumulated since the last step."""
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
-        self._step = Accumulation()
-        self._drop_resumed()
+        self.kept_steps.discard()
 
     def _update(self, found: list[Any], factor: float) -> bool:
         if self._scaler is not None and _unscale(self._scaler, self._optimizers):
             self._scaler.update()
             return False
         if self._max_norm is not None:
-            self.grad_norm = clip(self._model, found, self._max_norm)
+            self.grad_norm = clip(self.kept_steps.model, found, self._max_norm)
         with scaled_rates(self._optimizers, factor):
             for optimizer in self._optimizers:
                 if self._scaler is None:
@@ -360,120 +356,6 @@ class ElasticTrainer:
         summed: list[int] = added.tolist()
         return summed
 
-    # ---- a step that was interrupted ----
-
-    def protect_steps(self) -> None:
-        """Take care, from now on, that gradients stay whole wherever a step is left.
-
-        Kept state calls it, as it does `leave_step` and `resume_step`."""
-        if self._completes_steps() and self._reduction is None and can_reduce_whole(self._model):
-            self._reduction = WholeReduction(self._model)
-
-    def leave_step(self) -> UnfinishedStep | None:
-        """Take the unfinished step away, with its gradients; None if no step was begun.
-
-        The trainer lets go of its model: DDP holds buckets and a process group that is gone."""
-        left = self._left()
-        self._model = self._sync = self._reduction = None
-        return left
-
-    def _left(self) -> UnfinishedStep | None:
-        if not self._completes_steps() or self._shared is not None:
-            return None
-        begun, before = self._step, self._resumed
-        goes_on = begun.stage == "between" and not begun.count and before is None
-        share = self._data.step_share(goes_on and self._finished == self._place())
-        if share is None or (before is not None and before.step != share.step):
-            return None
-        gradients = take_gradients(self._module())
-        kept = begun.whole and begun.stage != "complete"
-        count = begun.count if kept else 0
-        earlier = before.done if before is not None and kept else ()
-        return UnfinishedStep(
-            step=share.step,
-            gradients=gradients if kept else {},
-            done=(*earlier, *(p for part in share.parts[:count] for p in part)),
-            left=share.parts[count:],
-            samples=begun.samples if kept else 0,
-            base=self._weighted_for,
-            replicas=self._replicas,
-        )
-
-    def resume_step(self, left: UnfinishedStep | None, exchange: RankExchange) -> int:
-        """Agree with all ranks on who completes the step, given what this rank has `left` of it.
-
-        Return the number of its records that are done already; 0 if it begins anew."""
-        able = self._completes_steps()
-        if left is not None and not (able and self._can_resume(left)):
-            left = None
-        own = StepStanding.of(left, able, self._data.batch_size if able else 0)
-        rows = exchange.gather(own.row())
-        agreed = agree([StepStanding.of_row(row) for row in rows])
-        share = share_of(agreed, left, exchange) if agreed is not None else None
-        if agreed is None or share is None:
-            return 0
-        if left is None or left.step != agreed.step:
-            left = UnfinishedStep(
-                step=agreed.step,
-                gradients={},
-                done=(),
-                left=(),
-                samples=0,
-                base=agreed.base,
-                replicas=Replicas(exchange.world_size, exchange.rank),
-            )
-        put_gradients(left.gradients, self._module())
-        self._step, self._resumed = Accumulation(left.samples), left
-        self._data.complete_step(share)
-        return agreed.done
-
-    def _can_resume(self, left: UnfinishedStep) -> bool:
-        fits: bool = self._data.comes_to(left.step)
-        return fits and fit(left.gradients, self._module())
-
-    def _completes_steps(self) -> bool:
-        """Return whether a step can be completed by other ranks than those that began it."""
-        alone = self._world == 1 and not self._sync.is_wrapped
-        own = set(self._model.parameters())
-        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
-        return (
-            self._unfinished == "share"
-            and self._group is None
-            and not self._sync_each
-            and (alone or isinstance(self._model, DistributedDataParallel))
-            and not any(hasattr(p, "device_mesh") for p in own)
-            and all(p in own for group in groups for p in group["params"])
-            and bool(getattr(self._data, "completes_steps", False))
-        )
-
-    def _module(self) -> Any:
-        """Return the model without DDP, under which names of parameters stay the same."""
-        wrapped = isinstance(self._model, DistributedDataParallel)
-        return self._model.module if wrapped else self._model
-
-    @property
-    def _weighted_for(self) -> int:
-        """Number of ranks by which losses of this step are weighted."""
-        return self._resumed.base if self._resumed is not None else self._world
-
-    def _place(self) -> tuple[int, int] | None:
-        """Return where the step of the loader's batch begins."""
-        current = self._current()
-        epoch, position = getattr(current, "epoch", None), getattr(current, "position", None)
-        return None if epoch is None or position is None else (epoch, position)
-
-    def _drop_resumed_if_elsewhere(self) -> None:
-        """Drop what was done of a step, if the script goes on with another one."""
-        if self._resumed is not None:
-            step = self._resumed.step
-            if self._place() != (step.epoch, step.start):
-                self.discard()
-
-    def _drop_resumed(self) -> None:
-        if self._resumed is not None:
-            self._resumed = None
-            self._data.complete_step(None)
-
     # ---- state ----
 
     def state_dict(self) -> dict[str, int]:
@@ -494,7 +376,7 @@ class ElasticTrainer:
         self.steps, self.skipped, self.samples = (int(state[name]) for name in STATE[:3])
         if self._reference is None:
             self._reference = int(state["reference_batch"]) or None
-        self._finished = None
+        self.kept_steps.forget()
         self.discard()
 
 

@@ -126,7 +126,7 @@ def test_each_record_comes_once_though_a_step_is_interrupted_and_the_world_chang
         loader.load_state_dict({**loader.state_dict(), "position": start})
     step, done = interrupt(old, data)
     for rank, loader in enumerate(new):
-        loader.complete_step(share_out(step, done, Replicas(len(new), rank), batch))
+        loader.open_steps.complete(share_out(step, done, Replicas(len(new), rank), batch))
     left = new[0].left
     batches = list(together(new))
     assert len(batches) == left
@@ -153,7 +153,7 @@ def interrupt(world: list[ElasticDataLoader], data: st.DataObject) -> tuple[Open
 
 def test_a_share_is_handed_out_once_and_forgotten_after_its_step() -> None:
     (loader,) = loaders(1, 12, 2, global_batch=4)
-    loader.complete_step(share_out(OpenStep(0, 0, 4, 4), {1}, Replicas(1, 0), 2))
+    loader.open_steps.complete(share_out(OpenStep(0, 0, 4, 4), {1}, Replicas(1, 0), 2))
     assert [batch.tolist() for batch in islice(loader, 3)] == [[0, 2], [3], [4, 5]]
     loader.set_epoch(1)
     loader.set_epoch(0)
@@ -165,14 +165,14 @@ def test_a_share_of_the_next_epoch_waits_for_it() -> None:
     loader.load_state_dict({**loader.state_dict(), "position": 6})
     step = OpenStep(1, 0, 4, 4)
     assert loader._place.comes_to(step, 6)
-    loader.complete_step(share_out(step, {0, 1, 2}, Replicas(1, 0), 2))
+    loader.open_steps.complete(share_out(step, {0, 1, 2}, Replicas(1, 0), 2))
     found = [[b.tolist() for b in loader] for _ in islice(loader.epochs(2), 1)]
     assert found == [[[3], [4, 5]]]
 
 
 def test_a_share_that_was_begun_is_begun_again_by_the_next_iteration() -> None:
     (loader,) = loaders(1, 12, 2, global_batch=6)
-    loader.complete_step(share_out(OpenStep(0, 0, 6, 6), {0}, Replicas(1, 0), 2))
+    loader.open_steps.complete(share_out(OpenStep(0, 0, 6, 6), {0}, Replicas(1, 0), 2))
     assert next(iter(loader)).tolist() == [1, 2]
     assert next(iter(loader)).tolist() == [1, 2]
 
@@ -181,5 +181,5 @@ def test_a_share_that_was_begun_is_begun_again_by_the_next_iteration() -> None:
 def test_loaders_whose_steps_follow_the_world_say_that_they_cannot(more: dict[str, Any]) -> None:
     loader = ElasticDataLoader(Numbers(12), 2, **more)
     next(iter(loader))
-    assert not loader.completes_steps
-    assert loader.step_share() is None
+    assert not loader.open_steps.able
+    assert loader.open_steps.current() is None

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from kept_worlds import Body, Fault, enter
@@ -405,3 +406,40 @@ def test_tensors_of_any_form_come_over_whole(tmp_path: Path) -> None:
 
 
 LOADED = ("model", "half", "optim", "half_optim")
+
+
+def test_parameters_that_ddp_changed_before_restore_are_not_taken(tmp_path: Path) -> None:
+    """A fresh rank 0 would give its untrained parameters to all others."""
+
+    def make() -> Body:
+        script = Script()
+
+        def body(rank: int, entry: int) -> Any:
+            if entry:
+                DistributedDataParallel(script.model)
+                with pytest.raises(CheckpointError, match=r"init_sync=False") as caught:
+                    script.enter()
+                return str(caught.value)
+            script.train(script.enter(), 2)
+            raise Fault
+
+        return body
+
+    said = enter(2, make, tmp_path, replaced=[0])[1]
+    assert all("rank 1: parameters were changed before restore()" in one for one in said)
+
+
+def test_ddp_made_before_restore_without_copying_changes_nothing(tmp_path: Path) -> None:
+    def make() -> Body:
+        script = Script()
+
+        def body(rank: int, entry: int) -> Any:
+            if not entry:
+                script.train(script.enter(), 2)
+                raise Fault
+            DistributedDataParallel(script.model, init_sync=False)
+            return script.enter().step
+
+        return body
+
+    assert enter(2, make, tmp_path, replaced=[0])[1] == [2, 2]

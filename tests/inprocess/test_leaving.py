@@ -607,3 +607,73 @@ def test_an_atomic_section_costs_microseconds() -> None:
         return (time.perf_counter() - began) / 10_000
 
     assert min(call.run(function) for _ in range(5)) < 5e-6
+
+
+# ---- shields -------------------------------------------------------------------------------------
+
+
+def test_a_shield_postpones_leaving_but_not_the_abort_of_groups(
+    runner: Callable[[Body], object],
+) -> None:
+    call, entered, settled = InterruptibleCall(), threading.Event(), threading.Event()
+    finished = []
+
+    def function() -> None:
+        call.begin_shield()
+        entered.set()
+        assert settled.wait(SOON_S), "whoever aborts the groups waits for the shield"
+        finished.append("backward")
+        call.end_shield()
+        finished.append("too much")
+
+    def abort() -> None:
+        entered.wait(LONG_S)
+        call.leave("a rank died")
+        if call.settle(LONG_S):
+            settled.set()
+
+    watcher = threading.Thread(target=abort)
+    watcher.start()
+    with pytest.raises(Departure):
+        runner(lambda: call.run(function))
+    watcher.join()
+    assert finished == ["backward"]
+    assert not call.torn
+
+
+def test_a_shield_is_not_begun_by_a_function_that_must_leave() -> None:
+    call = InterruptibleCall()
+
+    def function() -> None:
+        with call.atomic():
+            call.leave("now")
+            call.begin_shield()  # Within an atomic section it may.
+            call.end_shield()
+
+    with pytest.raises(Departure):
+        call.run(function)
+
+    def late() -> None:
+        try:
+            call.leave("now")
+        except Departure:
+            call.begin_shield()
+
+    call.renew()
+    with pytest.raises(Departure):
+        call.run(late)
+
+
+def test_a_shield_that_takes_too_long_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.inprocess.leaving.SHIELD_LIMIT_S", 0.05)
+    call, entered = InterruptibleCall(), threading.Event()
+
+    def function() -> None:
+        call.begin_shield()
+        entered.set()
+        time.sleep(LONG_S)
+
+    began = time.monotonic()
+    with leaving(call, entered), pytest.raises(Departure):
+        call.run(function)
+    assert time.monotonic() - began < LONG_S / 2

@@ -37,7 +37,8 @@ class Fault(NamedTuple):
     """Steps that were finished before."""
     micro_batch: int
     place: str
-    """`forward`, `backward` or `reduced`: before the backward pass, in it, or after the reduction."""
+    """`forward`, `backward`, `buckets` or `reduced`: before the backward pass, in it, after the first
+    bucket was reduced, or after all were."""
     kill: bool = True
     entry: int = 0
 
@@ -96,6 +97,7 @@ class Script:
         state = {"model": self.model, "optim": self.optim, "trainer": trainer, "data": self.data}
         kept = keep(state)
         kept.restore()
+        self.model.first.weight.register_hook(lambda grad: self.fail_late(entry, trainer))
         for _ in self.data.epochs(2):
             for number, x in self.data:
                 assert self.data.current is not None
@@ -118,6 +120,13 @@ class Script:
             "restored": kept.restored,
             "samples": trainer.samples,
         }
+
+    def fail_late(self, entry: int, trainer: Any) -> None:
+        """Fail when the gradients of the first layer come, which are the last."""
+        reduction = trainer.kept_steps._reduction
+        for work in reduction._works if reduction is not None else ():
+            work.wait()
+        self.fail(entry, trainer.steps, "buckets")
 
     def fail(self, entry: int, step: int, place: str) -> None:
         current = self.data.current

@@ -105,7 +105,7 @@ def test_objects_made_anew_take_the_gradients_over(check: Check, tmp_path: Path)
 def test_gradients_are_whole_though_only_some_buckets_were_reduced(
     check: Check, tmp_path: Path
 ) -> None:
-    fault = Fault(1, 2, 3, "backward")
+    fault = Fault(1, 2, 3, "buckets")
     ranks = train([FOUR, (0, 4, 2, 3)], tmp_path, fault, bucket_mb=1e-5)
     check(ranks, 1e-6)
     assert computed_in(ranks, 2, 1).total() == GLOBAL_BATCH // 4

@@ -41,6 +41,10 @@ class GradientSync:
         """Whether something in the model exchanges gradients, or could."""
         return bool(self._wrappers)
 
+    def release(self) -> None:
+        """Let go of the model, when its function was left."""
+        self._wrappers = []
+
     @contextmanager
     def off(self) -> Iterator[None]:
         """Keep gradients on this rank, where they add up."""

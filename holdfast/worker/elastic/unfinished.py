@@ -140,6 +140,19 @@ def share_of(
     return share_out(step, done, Replicas(exchange.world_size, exchange.rank), batch, kept)
 
 
+def nothing_done(completion: Completion, replicas: Replicas) -> UnfinishedStep:
+    """Return what a rank has of a step that others have begun."""
+    return UnfinishedStep(
+        step=completion.step,
+        gradients={},
+        done=(),
+        left=(),
+        samples=0,
+        base=completion.base,
+        replicas=replicas,
+    )
+
+
 def take_gradients(module: Any) -> dict[str, torch.Tensor]:
     """Take the gradients of a module's parameters away."""
     found = {}
