@@ -26,8 +26,9 @@ the job's coordinator, and raise `holdfast.errors.NotUnderHoldfast` where there 
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from holdfast.lazy_names import lazily
 
 __version__ = "0.1.0"
 
@@ -67,11 +68,26 @@ _HOMES = {
     "KeepAll": "holdfast.checkpoint.storage.retention",
     "KeepEvery": "holdfast.checkpoint.storage.retention",
     "KeepLatest": "holdfast.checkpoint.storage.retention",
+    "RankInfo": "holdfast.worker.api",
     "Result": "holdfast.checkpoint.tickets",
     "Tally": "holdfast.messages.requests",
     "Ticket": "holdfast.checkpoint.tickets",
+    "barrier": "holdfast.worker.api",
+    "evaluating": "holdfast.worker.api",
+    "exclude_this_node": "holdfast.worker.api",
+    "heartbeat": "holdfast.worker.api",
+    "is_active": "holdfast.worker.api",
+    "on_straggler": "holdfast.worker.api",
+    "progress": "holdfast.worker.api",
+    "rank_info": "holdfast.worker.api",
+    "restarts": "holdfast.worker.api",
+    "round": "holdfast.worker.api",
+    "section": "holdfast.worker.api",
+    "stop_job": "holdfast.worker.api",
+    "store": "holdfast.worker.api",
+    "vote": "holdfast.worker.api",
 }
-"""The module of each name that is not in `holdfast.worker.api`."""
+"""The module of each name."""
 
 __all__ = [
     "Checkpointer",
@@ -104,16 +120,4 @@ __all__ = [
     "vote",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in ("data", "errors", "inprocess"):
-        return importlib.import_module(f"holdfast.{name}")
-    if name not in __all__:
-        raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES.get(name, "holdfast.worker.api")), name)
-    globals()[name] = value  # The next use does not come here.
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
+__getattr__, __dir__ = lazily(globals(), _HOMES, ("data", "errors", "inprocess"))

@@ -17,8 +17,10 @@ from harness.launchers import Command, Launch, Launcher, free_port
 from harness.launchers import holdfast as one_node
 from harness.marks import Life, Seconds
 
+COSTLY = {"kill", "stop", "gil"}
+"""Faults after which the process cannot stay."""
+ORDER_S: Seconds = 10.0
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "restarting.py"
-EXPORTS = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,9 @@ def launcher(*flags: str, nodes: int = 1) -> Launcher:
 class RestartingJob(Job):
     """A job of `scripts/restarting.py`."""
 
+    killed = 0
+    """How many processes the last fault was meant to cost."""
+
     @property
     def orders(self) -> Path:
         return self.folder / "orders"
@@ -87,10 +92,21 @@ class RestartingJob(Job):
         os.kill(pid, signal.SIGUSR1)
         return moment
 
+    def break_(self, rank: int, fault: str) -> Seconds:
+        """Have a rank break in this way; return the moment at which it did."""
+        pid, kind = self.life(rank).pid, fault.partition("@")[0]
+        self.killed = int(kind in COSTLY)
+        self.order(rank, fault)
+        struck = self.orders / f"{pid}.struck"
+        self.wait_for("the fault", struck.exists, ORDER_S)
+        moment = float(struck.read_text())
+        struck.unlink()
+        return moment
+
     def named(self, name: str) -> list[int]:
         """The processes of the job with this name, by pid."""
         return sorted(one.pid for one in processes.descendants() if one.name == name)
 
-    def agent_of(self, pid: int) -> int:
-        """The agent whose worker that is."""
-        return next(one.parent for one in processes.descendants() if one.pid == pid)
+    def agent_of(self, pid: int) -> int | None:
+        """The agent whose worker that is; None if it is gone."""
+        return next((one.parent for one in processes.descendants() if one.pid == pid), None)

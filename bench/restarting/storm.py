@@ -72,8 +72,14 @@ class Blows:
         self._draw = draw
         self.spared: int | None = None
         """Pid of the process that is not to be hit any more."""
+        self._own_kills: list[Seconds] = []
         self.hit: set[int] = set()
         """Processes that this fault may replace."""
+
+    def wears_out(self, kind: str) -> bool:
+        """Return whether a launcher would give up: it brings its processes back so often a minute."""
+        lately = [at for at in self._own_kills if at > time.monotonic() - 60.0]
+        return KINDS[kind][1] in OWN_PROCESSES and len(lately) >= OWN_KILLS_A_MINUTE
 
     def victim(self, *but: int) -> int:
         ranks = [r for r in range(RANKS) if self._job.life(r).pid != self.spared and r not in but]
@@ -82,7 +88,10 @@ class Blows:
     def deal(self, kind: str) -> Seconds:
         """Have the fault; return the moment of its last part."""
         self.hit = set()
-        return KINDS[kind][1](self)
+        deal = KINDS[kind][1]
+        if deal in OWN_PROCESSES:
+            self._own_kills.append(time.monotonic())
+        return deal(self)
 
     def _kill(self, pid: int, number: signal.Signals = signal.SIGKILL) -> Seconds:
         moment = time.monotonic()
@@ -177,6 +186,10 @@ KINDS: dict[str, tuple[int, Callable[[Blows], Seconds]]] = {
 """Weight of each kind, and how it is dealt."""
 
 
+OWN_PROCESSES = {Blows.agent, Blows.coordinator, Blows.coordinator_meanwhile}
+OWN_KILLS_A_MINUTE = 4
+
+
 def measure(setting: Setting, faults: int, seed: int) -> list[Line]:
     storm = _storm(setting, faults, seed)
     if storm.result and not storm.note:
@@ -216,12 +229,14 @@ def _deal(
         if number == faults // 10:
             blows.spared = job.life(RANKS - 1).pid  # Its agent has never been killed.
             agent = job.agent_of(blows.spared)
-            storm.lasting = {"rank": blows.spared, "its agent": agent}
+            storm.lasting = {"rank": blows.spared, "its agent": agent or 0}
         if number % SAMPLE_EVERY == 0:
             found = resources.sample()
             storm.samples.append(found)
             storm.processes.append(len(found))
         kind = draw.choices(kinds, weights)[0]
+        while blows.wears_out(kind):
+            kind = draw.choices(kinds, weights)[0]
         _train_a_while(job, draw.randrange(MOST_STEPS), setting.limit)
         before = [job.life(rank) for rank in range(RANKS)]
         moment = blows.deal(kind)

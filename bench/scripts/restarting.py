@@ -1,8 +1,7 @@
 """A training function that is left and entered again, and breaks in whatever way it is told to.
 
-SIGUSR1 makes a rank read the file `orders/PID` in the job's folder: it names a fault, and perhaps the
-place in a step where it strikes. Each entry writes the steps that it finishes to a file of its own, as
-each life of `ddp.py` does.
+Faults are ordered as `orders.py` says. Each entry writes the steps that it finishes to a file of its
+own, as each life of `ddp.py` does.
 
 Batches depend on step and rank, and gradients are summed in one flat buffer, so the sum does not depend
 on how often groups were made: the parameters after N steps are the same bits, whatever happened.
@@ -11,78 +10,20 @@ on how often groups were made: the parameters after N steps are the same bits, w
 from __future__ import annotations
 
 import argparse
-import ctypes
 import hashlib
 import os
-import signal
-import threading
 import time
 from pathlib import Path
-from types import FrameType
 
 import torch
 import torch.distributed as dist
 from ddp import StepMarks, last_step
+from orders import Orders
 from torch import nn
 
 import holdfast
 
 FEATURES, ROWS = 64, 8
-
-
-class Orders:
-    """The fault that this process was told to have, until it has it."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._told = ""
-        signal.signal(signal.SIGUSR1, self._read)
-
-    def _read(self, _number: int, _frame: FrameType | None) -> None:
-        path = self._folder / str(os.getpid())
-        self._told = path.read_text()
-        path.unlink()
-
-    def strike(self, place: str) -> None:
-        """Have the fault, if it is meant for this place of a step."""
-        kind, _, where = self._told.partition("@")
-        if kind and where == place:
-            self._told = ""
-            FAULTS[kind]()
-
-
-class PlannedError(RuntimeError):
-    """An exception that was ordered."""
-
-
-def _raise() -> None:
-    # Each has a name of its own: the same exception again and again costs the process.
-    raise type(f"{PlannedError.__name__}{time.monotonic_ns()}", (PlannedError,), {})("as ordered")
-
-
-def _loop() -> None:
-    while True:
-        pass
-
-
-def _keep_the_gil() -> None:
-    ctypes.PyDLL(None).sleep(100_000)
-
-
-def _other_collective() -> None:
-    dist.broadcast(torch.zeros(1), src=dist.get_rank())
-
-
-FAULTS = {
-    "raise": _raise,
-    "sleep": lambda: time.sleep(1e6),
-    "lock": lambda: threading.Lock().acquire() and threading.Event().wait(),
-    "loop": _loop,
-    "gil": _keep_the_gil,
-    "mismatch": _other_collective,
-    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-}
 
 
 def arguments() -> argparse.Namespace:

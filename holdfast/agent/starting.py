@@ -107,7 +107,7 @@ class Starter:
         vacant: list[int] = []
         try:
             for local_rank in range(part.slots):
-                parked = monitor.workers.take_parked(local_rank)
+                parked = monitor.workers.parked.get(local_rank)
                 if parked is None:
                     vacant.append(local_rank)
                 else:

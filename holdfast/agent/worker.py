@@ -374,6 +374,10 @@ class Workers:
     _lent_until: float = math.inf
 
     def add(self, worker: Worker) -> None:
+        """Take in a worker that is about to get its rank; its process may be a parked one."""
+        parked = self.parked.get(worker.local_rank)
+        if parked is not None and parked.process.pid == worker.process.pid:
+            del self.parked[worker.local_rank]
         self.running[worker.rank] = worker
         worker.lent_until(self._lent_until)
         if self._paused:
@@ -396,10 +400,6 @@ class Workers:
         if took_s is not None:
             self.slowest_leave_s = max(took_s, self.slowest_leave_s or 0.0)
         worker.park()
-
-    def take_parked(self, local_rank: int) -> Worker | None:
-        """Return the worker that had this local rank, if it waits to enter its function again."""
-        return self.parked.pop(local_rank, None)
 
     def dismiss(self, why: str, grace_s: Seconds, among: Iterable[Worker] | None = None) -> None:
         """End all that wait to enter their function again, or those given; they are running once
@@ -438,7 +438,7 @@ class Workers:
         parked = [one for one in self.parked.values() if one.rank in ranks and one.round == round]
         self.ended = [one for one in self.ended if one.rank not in {p.rank for p in parked}]
         staying = [one for one in self.running.values() if one.rank not in ranks]
-        self.dismiss(order.why, order.grace_s, parked)
+        self.dismiss(order.why, 0.0, parked)
         return [worker for worker in staying if not worker.leave(order.why, order.leave_s)]
 
     def note_end(self, progress: RankProgress, stop_took_s: Seconds | None) -> None:

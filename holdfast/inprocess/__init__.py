@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from holdfast.lazy_names import lazily
 
 if TYPE_CHECKING:
     from holdfast.errors import StopRestarting as StopRestarting
@@ -40,16 +41,4 @@ _HOMES = {
 
 __all__ = [*sorted(_HOMES), "assignment"]
 
-
-def __getattr__(name: str) -> Any:
-    if name == "assignment":
-        return importlib.import_module("holdfast.inprocess.assignment")
-    if name not in _HOMES:
-        raise AttributeError(f"module 'holdfast.inprocess' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value  # The next use does not come here.
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
+__getattr__, __dir__ = lazily(globals(), _HOMES, ("assignment",))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 
@@ -13,6 +14,9 @@ class Zones(Protocol):
 
     def end_zone(self) -> None:
         """Allow leaving again; raise the departure if one was postponed."""
+
+    def atomic(self) -> AbstractContextManager[None]:
+        """Return a section that is finished before the function is left, or not begun."""
 
     def begin_shield(self) -> None:
         """Postpone leaving, but not the abort of process groups, until `end_shield`; raise the
@@ -28,6 +32,9 @@ class _NeverLeft:
     def begin_zone(self) -> None: ...
 
     def end_zone(self) -> None: ...
+
+    def atomic(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def begin_shield(self) -> None: ...
 

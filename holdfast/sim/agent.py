@@ -471,8 +471,8 @@ class LightAgent(SimAgent):
         self._shards.begin_round(part)
         self.running = self.cluster.training.join(self, part)
         stay = {one.local_rank: one for one in self.parked.values()}
-        for local_rank, one in stay.items():
-            self._give(self.running, part, local_rank, one)
+        for local_rank in sorted(stay):
+            self._give(self.running, part, local_rank, stay[local_rank])
         vacant = [slot for slot in range(part.slots) if slot not in stay]
         wait_s = self.chance.start_s(self.warm) if vacant else 0.0
         self.later(wait_s, self._hand_over, part, self.running, vacant)
@@ -574,9 +574,12 @@ class LightAgent(SimAgent):
             self._told_steps = steps
             self.report(Progress, round=self._round, ranks=self._progress(list(self.ranks)))
 
-    def _progress(self, ranks: list[Rank], until: float | None = None) -> tuple[RankProgress, ...]:
-        assert self.running is not None
-        return self.cluster.training.progress(self.running, ranks, self.skew, until)
+    def _progress(
+        self, ranks: list[Rank], until: float | None = None, round: SimRound | None = None
+    ) -> tuple[RankProgress, ...]:
+        round = round or self.running
+        assert round is not None
+        return self.cluster.training.progress(round, ranks, self.skew, until)
 
     # ---- restartable functions ----
 
@@ -655,14 +658,14 @@ class LightAgent(SimAgent):
                 assert self._stopping is not None
                 self._stopped(self._stopping)
             return
-        (progress,) = self._progress([one.rank], one.seen_until())
+        (progress,) = self._progress([one.rank], one.seen_until(), one.round)
         self._ended.append(progress)
         self._requests.forget(one.rank)
         self._shards.forget(one.rank)
         event = WorkerExited(
             at=self.at(),
             node=self.node,
-            round=self._round,
+            round=one.round.number,
             rank=one.rank,
             code=end.code,
             signal=end.signal,

@@ -291,9 +291,11 @@ class Cluster:
 
     def _run_until(self, until: float, enough: Callable[[], bool] | None = None) -> None:
         steps = 0
-        step, coordinator = self.clock.step, self.coordinator
+        step, coordinator, invariants = self.clock.step, self.coordinator, self.invariants
         while coordinator.closed is None and step(until):
             steps += 1
+            if invariants.violated is not None:
+                raise invariants.violated
             if steps % LOOK_EVERY == 0 and self.on_progress is not None:
                 self.on_progress(self)
             if enough is not None and enough():

@@ -261,7 +261,9 @@ class SimEntry:
             self.living = (round.source, round.base) if round.base else None
 
     def _left(self) -> None:
-        if self.one.exit is None and self.stage == "leaving":
+        if self.one.exit is None and self.one.stuck in DEAF:
+            self.agent.later(0.05, self._left)  # It was stopped on its way.
+        elif self.one.exit is None and self.stage == "leaving":
             self.stage, self.one.stuck = "parked", ""
             self.one.give_up_place()
             self.agent.parked[self.one.pid] = self.one

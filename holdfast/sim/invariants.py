@@ -47,6 +47,8 @@ class Invariants:
     def __init__(self, cluster: Cluster, check: Check) -> None:
         self.cluster = cluster
         self.check = check
+        self.violated: Violated | None = None
+        """The first violation: agents take exceptions in their tasks for faults of their own."""
         self.checked = 0
         self.duplicates = 0
         """Events that came twice and were dropped by their number."""
@@ -72,7 +74,9 @@ class Invariants:
         if not holds:
             settings = self.cluster.settings
             at = self.cluster.clock.now
-            raise Violated(f"seed {settings.seed}, at {at:.3f} s: {what} ({settings})")
+            violated = Violated(f"seed {settings.seed}, at {at:.3f} s: {what} ({settings})")
+            self.violated = self.violated or violated
+            raise violated
 
     # ---- the core ----
 

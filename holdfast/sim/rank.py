@@ -275,8 +275,6 @@ class SimRank:
         elif number == signal.SIGCONT and self.stuck == "stopped":
             self.go_on()
         elif number == signal.SIGKILL:
-            if self.agent.cluster.functions is not None:
-                self.agent.cluster.functions.killed.add(self.pid)
             self.agent.later(0.002, self.die, None, signal.SIGKILL)
         elif number == signal.SIGTERM and not self.stuck:
             took_s, by_itself = self.agent.chance.stop_s()
@@ -300,7 +298,8 @@ class SimRank:
         """End the process; `done` says that its script ran to its end. What a restartable function
         raises does not end it."""
         if self.next is not None:
-            self.next.die(code, signal, oom, raised, done)
+            if raised is None:  # What this place's code would raise is not raised in the next.
+                self.next.die(code, signal, oom)
             return
         if self.exit is not None or self.agent.dead:
             return

@@ -213,7 +213,7 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 @dataclass(frozen=True)
-class Departure:
+class SimDeparture:
     """How a process leaves its restartable function."""
 
     how: Literal["at once", "slowly", "late", "dies", "unfit", "never"]
@@ -247,13 +247,13 @@ class Chance:
             return min(took_s, grace_s), took_s < grace_s
         return self._rng.uniform(0.002, 0.05), False
 
-    def departure(self) -> Departure:
+    def departure(self) -> SimDeparture:
         """Draw how a process leaves its function."""
         raises = self._rng.random() < 0.3
         if self._rng.random() >= self._schedule.bad_departures:
-            return Departure("at once", self._rng.uniform(0.002, 0.05), raises)
+            return SimDeparture("at once", self._rng.uniform(0.002, 0.05), raises)
         how = self._rng.choice(_BAD_DEPARTURES)
-        return Departure(how, self._rng.uniform(0.01, 1.5 if how == "slowly" else 0.5), raises)
+        return SimDeparture(how, self._rng.uniform(0.01, 1.5 if how == "slowly" else 0.5), raises)
 
     def batch_s(self) -> Seconds:
         """Draw how long arrivals wait for the coordinator: it is quick, or has a bad moment."""

@@ -200,7 +200,6 @@ class SimStarter:
             if parked is None or parked.process.exit is not None:
                 vacant.append(local_rank)
             else:
-                monitor.workers.take_parked(local_rank)
                 self._start_rank(part, local_rank, monitor, parked)
         if vacant:
             await asyncio.sleep(agent.chance.start_s(agent.warm))
@@ -245,6 +244,12 @@ class SimWorker(Worker):
 
     def raised(self) -> Raised | None:
         return self._raised
+
+    def kill(self) -> None:
+        functions = cast(SimRank, self.process).agent.cluster.functions
+        if functions is not None:
+            functions.killed.add(self.process.pid)
+        super().kill()
 
     def memory_ran_out(self) -> bool:
         return cast(SimRank, self.process).oom

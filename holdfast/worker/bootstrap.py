@@ -66,6 +66,9 @@ def become_worker(
 
     def renew(assign: Assign, fds: list[int]) -> None:
         """Take another place, in a process whose script goes on."""
+        # Not before: all ranks have left the round by now. One that is still about to connect to the
+        # store would be refused, and torch lets it sleep for a second then.
+        store.withdraw()
         _take_place(assign, fds)
         recorder.rename(assign)
         worker.renew(assign.round)
@@ -78,7 +81,6 @@ def become_worker(
     def retire() -> None:
         """Let go of the place before."""
         worker.parked = True
-        store.withdraw()
 
     rounds.install(AgentRoundLink(worker, store, recorder.write, retire, renew))
     channel.send(local.Began(at=time.monotonic()))

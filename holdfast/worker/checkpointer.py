@@ -6,8 +6,8 @@ Outside of `holdfast run` a script has a keeper of its own (see `holdfast.checkp
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from holdfast.checkpoint.standalone.link import ScriptLink
 from holdfast.checkpoint.storage import retention
 from holdfast.checkpoint.tickets import SaveId
 from holdfast.errors import CheckpointError, UsageError
+from holdfast.inprocess.zones import current_zones
 from holdfast.messages.checkpoints import Holder, ImageId, Missed, Tier, Tried, Wish
 from holdfast.messages.local import REASON_MOST, ImageMissed, ImageWhole, OpenCheckpointer
 from holdfast.messages.requests import (
@@ -127,8 +128,12 @@ class AgentLink:
             openers.insert(0, partial(open_image, Path(answer.path), image, until))
         return open_any(openers)
 
-    def booked(self, what: str) -> AbstractContextManager[None]:
-        return self._worker.section(what)
+    @contextmanager
+    def booked(self, what: str) -> Iterator[None]:
+        """Enclose a save or a restore. A restartable function is not left in the middle of a save."""
+        whole = current_zones().atomic() if what == "checkpoint" else nullcontext()
+        with whole, self._worker.section(what):
+            yield
 
     def resumed(self, step: int) -> None:
         self._worker.resumed(step)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.agent.function import RestartableFunction
+from holdfast.agent.function import FunctionSocket, RestartableFunction
 from holdfast.agent.processes import Exit
 from holdfast.agent.worker import Worker, Workers
 from holdfast.messages.actions import StopWorkers
@@ -283,7 +283,7 @@ def restartable(tmp_path: Path, rank: int) -> tuple[Worker, FakeProcess, FakeLea
     made, process, runtime = leased(tmp_path, rank)
     theirs, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     made.local_rank = rank
-    runtime.function = RestartableFunction(theirs.detach())  # type: ignore[attr-defined]
+    runtime.function = RestartableFunction(FunctionSocket(theirs.detach()))  # type: ignore[attr-defined]
     return made, process, runtime, ours
 
 

@@ -39,6 +39,7 @@ class Worker:
         self.channel = self.requests = self
         self.copies: dict[str, list[Any]] = {}
         self.hears = True
+        self.renumbered = False
         self.said: list[Any] = []
         self.answer = ImageAt(path="")
 

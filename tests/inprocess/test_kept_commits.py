@@ -6,6 +6,7 @@ import gc
 import time
 import weakref
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -47,6 +48,9 @@ class Gate:
         self.told.append("end")
         if self.asked:
             raise Departed
+
+    def atomic(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def state() -> dict[str, Any]:

@@ -83,7 +83,7 @@ def test_chaos_reaches_every_fault_every_end_and_the_whole_vocabulary():
         events.update(cluster.coordinator.handled)
         actions.update(cluster.coordinator.ordered)
         requests.update(cluster.coordinator.asked)
-    assert injected == {*cluster.schedule.rates, "coordinator"}
+    assert injected == {*cluster.schedule.rates, "coordinator", "parked"}
     assert codes == {0, 1, 75, 93}
     assert replays > 20
     assert duplicates > 0

@@ -1,14 +1,23 @@
 """Processes that stay between rounds: none is forgotten, none is in two places, whatever happens."""
 
-import pytest
+import dataclasses
+from collections import Counter
 
+import pytest
+from msgspec.structs import replace
+
+from holdfast.agent.supervisor import Supervisor
+from holdfast.agent.worker import Workers
+from holdfast.core.ranks.events import RanksMachine
 from holdfast.messages.actions import Finish, StopWorkers
 from holdfast.sim import look
 from holdfast.sim.clock import START
 from holdfast.sim.cluster import Cluster, SimSettings
 from holdfast.sim.faults import raised
+from holdfast.sim.invariants import Violated
 from holdfast.sim.rank import SimRank
 from holdfast.sim.shapes import restarting
+from holdfast.sim.supervised import SimStarter
 
 BLOCK = 10
 BUG = raised("ValueError", "loss is nan", "train.py:120")
@@ -135,6 +144,93 @@ def test_a_process_that_its_agent_kills_for_being_slow_is_not_told_as_a_death():
     assert "WorkerExited" not in said
 
 
+def test_a_start_that_fails_forgets_no_parked_process(monkeypatch):
+    job = a_job()
+    before, start, failed = pids(job), SimStarter._start_rank, []
+
+    def fails_once(self, part, local_rank, monitor, parked=None):
+        if not failed:
+            failed.append(local_rank)
+            raise OSError("no space left on device")
+        start(self, part, local_rank, monitor, parked)
+
+    monkeypatch.setattr(SimStarter, "_start_rank", fails_once)
+    rank(job, 1).die(1, raised=BUG)
+    pass_s(job, 8)
+    assert failed
+    assert pids(job) == before
+    assert [incident.signature for incident in look.incidents(job.coordinator.job)] == [
+        "ValueError at train.py:120",
+        "OSError at its start",
+    ]
+
+
 def stop(agent, leave_s: float, grace_s: float = 30.0, replace=()) -> StopWorkers:
     about = {"node": agent.node, "round": agent.round, "why": "x", "replace": replace}
     return StopWorkers(leave_s=leave_s, grace_s=grace_s, **about)
+
+
+# ---- what the simulator would notice ----
+
+
+def noticed(what: str, seeds: int = 40) -> None:
+    """One of the seeds shows it."""
+    with pytest.raises(Violated, match=what):
+        sweep(seeds)
+
+
+def sweep(seeds: int) -> None:
+    for seed in range(seeds):
+        Cluster(dataclasses.replace(restarting(seed), light=False)).run()
+
+
+def test_ranks_that_are_released_before_all_have_returned_are_noticed(monkeypatch):
+    monkeypatch.setattr(RanksMachine, "_all_returned", lambda self, job: job.world is not None)
+    noticed("is released when")
+
+
+def test_a_round_that_begins_while_another_is_being_left_is_noticed(monkeypatch):
+    def hasty(self, order):
+        self._workers.leave(order) if isinstance(order, StopWorkers) else self.kill_all()
+        self._stopped(order)
+
+    monkeypatch.setattr(Supervisor, "_stop_workers", hasty)
+    noticed("while round|on top of another")
+
+
+def test_a_parked_process_that_is_forgotten_is_noticed(monkeypatch):
+    monkeypatch.setattr(SimStarter, "_start_rank", forget_parked(SimStarter._start_rank))
+    noticed("has forgotten process|leaves, and processes")
+
+
+def forget_parked(start):
+    def started(self, part, local_rank, monitor, parked=None):
+        monitor.workers.parked.pop(local_rank, None)
+        start(self, part, local_rank, monitor)
+
+    return started
+
+
+def test_a_process_that_stays_though_it_was_to_be_replaced_is_noticed(monkeypatch):
+    leave = Workers.leave
+
+    def lenient(self, order):
+        return leave(self, replace(order, replace=()))
+
+    monkeypatch.setattr(Workers, "leave", lenient)
+    noticed("was to be replaced, and stays", seeds=150)
+
+
+def test_scripts_that_are_never_released_are_noticed(monkeypatch):
+    monkeypatch.setattr(Workers, "release", lambda self: None)
+    noticed("should have ended and did not")
+
+
+def test_the_sweep_sees_every_way_to_leave_a_function_and_what_follows():
+    counts = Counter()
+    for seed in range(200, 220):
+        counts.update(Cluster(restarting(seed)).run().functions.counts)
+    ways = ("at once", "slowly", "late", "dies", "unfit", "never")
+    seen = {f"left: {how}" for how in ways}
+    seen |= {"raised", "entered again", "returned", "released", "dismissed"}
+    assert set(counts) == {*seen, "went on from living state"}

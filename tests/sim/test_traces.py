@@ -121,8 +121,9 @@ def _by_node(lines: list[str]) -> dict[str, list]:
             if kind != "StopWorkers" or orders[node][-1:] != [(kind, round)]:
                 orders[node].append((kind, round))
         elif kind not in ONLY_SUPERVISED | WHEN_SLOW:
-            of_rank = kind in ("WorkerStarted", "WorkerExited")
-            said[node].add((kind, round if of_rank else None, message["rank"] if of_rank else None))
+            of_rank = kind in ("WorkerStarted", "WorkerExited", "RankRaised")
+            about = (round, message["rank"], message.get("again", False)) if of_rank else None
+            said[node].add((kind, about))
     nodes = sorted({*orders, *said} - {"coordinator"})
     return {node: [orders[node], sorted(said[node], key=str)] for node in nodes}
 
@@ -133,3 +134,13 @@ def test_the_light_model_and_the_supervisor_leave_the_same_traces(seed, monkeypa
     saves = seed % 2 == 1
     light, real = (trace(seed, light, checkpoints=saves, data=saves) for light in (True, False))
     assert light == real
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_they_do_so_with_processes_that_stay(seed, monkeypatch):
+    monkeypatch.setitem(SCHEDULES, "none", AWAY)
+    saves = seed % 2 == 1
+    about = {"checkpoints": saves, "data": saves, "inprocess": True, "last_step": 700}
+    light, real = (trace(seed, light, **about) for light in (True, False))
+    assert light == real
+    assert any(("ReleaseRanks", None) in said for _, said in real.values())

@@ -6,8 +6,9 @@ Names are imported when they are first used, because each format needs its own l
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from holdfast.lazy_names import lazily
 
 if TYPE_CHECKING:
     from holdfast.data.readers.arrow import ArrowReader as ArrowReader
@@ -45,14 +46,4 @@ __all__ = [
     "TarReader",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'holdfast.data.readers' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value  # The next use does not come here.
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
+__getattr__, __dir__ = lazily(globals(), _HOMES)

@@ -127,8 +127,14 @@ def _duplicate(registered: _Registered) -> Iterator[socket.socket | None]:
 
 
 def _shut_down(connection: socket.socket) -> None:
+    """End a connection as if its peer had closed it.
+
+    Only the receiving half: gloo then ends all operations of the pair. If it answered a message that
+    had come before, and could not send, it would forget the operation that the message was about, and
+    whoever waits for that would wait on.
+    """
     try:
-        connection.shutdown(socket.SHUT_RDWR)
+        connection.shutdown(socket.SHUT_RD)
     except OSError:
         pass  # Its peer is gone.
 
