@@ -74,6 +74,11 @@ class RestartableFunction:
         """Whether its process can be kept when the round breaks."""
         return self.stage != "released"
 
+    @property
+    def is_atomic(self) -> bool:
+        """Whether it will leave at the end of an atomic section, which has a limit of its own."""
+        return self._postponed_at is not None
+
     def leave(
         self, round: RoundNumber, why: str, limit_s: Seconds, give_up: Callable[[], None]
     ) -> None:

@@ -238,7 +238,10 @@ class Supervisor:
             else:
                 self._stop_workers(order)
         elif order.round == self.round and order.grace_s <= 0.0 and self._workers.running:
-            self._workers.kill()
+            self._hurry(order)
+
+    def _hurry(self, order: StopWorkers) -> None:
+        if self._workers.hurry():
             at, node, round = self.clock.now(), self.node, self.round
             self.stream.send(WorkersKilled(at=at, cause=order.id, node=node, round=round))
 

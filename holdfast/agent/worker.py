@@ -483,6 +483,13 @@ class Workers:
         for worker in self.running.values():
             worker.end_now()
 
+    def hurry(self) -> bool:
+        """Kill all but those that finish an atomic section first; return whether that was all."""
+        late = [w for w in self.running.values() if w.function is None or not w.function.is_atomic]
+        for worker in late:
+            worker.end_now()
+        return len(late) == len(self.running)
+
     # ---- the lease on the round ----
 
     def lent_until(self, until: float) -> None:

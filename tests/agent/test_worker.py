@@ -345,3 +345,20 @@ async def test_a_worker_to_be_replaced_is_killed_though_it_has_left_its_function
     assert left_alone.sent == []
     assert list(workers.running) == [Rank(0)]
     assert [one.rank for one in workers.ended] == [Rank(1)]
+
+
+@in_loop
+async def test_an_atomic_section_is_finished_however_much_the_others_hurry(tmp_path: Path) -> None:
+    workers = Workers()
+    saving, left_alone, _, _ = restartable(tmp_path, 0)
+    late, killed, _, _ = restartable(tmp_path, 1)
+    workers.add(saving)
+    workers.add(late)
+    workers.leave(stop())
+    saving.postponed()
+    assert not workers.hurry(), "not all of them were killed"
+    assert (left_alone.sent, killed.sent) == ([], [signal.SIGKILL])
+    assert saving.function is not None
+    saving.function.left()
+    workers.park(saving, RankProgress(rank=saving.rank))
+    assert workers.hurry()
