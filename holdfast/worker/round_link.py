@@ -102,6 +102,7 @@ class AgentRoundLink:
         if found is None:
             return None
         self._over.clear()
+        self._why = found[0].why
         self._renew(*found)
         with self._hearing:
             self._inside = self._worker.round
