@@ -235,3 +235,29 @@ def test_under_torchrun_an_exception_makes_all_enter_again(run: Run) -> None:
         mine = [one for one in noted(run) if one.rank == rank]
         assert [one.what for one in mine] == ["enter 0", "enter 1", "result 2"]
         assert len({one.pid for one in mine}) == 1
+
+
+NOISE = """
+    @restartable()
+    def train(ctx: Context):
+        dist.init_process_group("gloo")
+        for step in range(1, 41):
+            dist.all_reduce(torch.ones(1))
+            holdfast.progress(step)
+            if rank() == 1 and step in (10, 20, 30) and once(f"raised {step}"):
+                raise_as(f"Fault{step}")
+            if rank() == 2 and step == 35 and once("killed"):
+                os.kill(os.getpid(), 9)
+
+    train()
+"""
+
+
+def test_only_the_rank_that_failed_by_itself_prints_a_traceback(run: Run) -> None:
+    start(run, NOISE, nproc=3)
+    assert run.code(60) == 0
+    assert len(run.ask("incidents")) == 4
+    printed = [line for line in run.err.splitlines() if line.endswith("(most recent call last):")]
+    own = [line for line in printed if line.startswith("[default1]:")]
+    assert len(own) == 3
+    assert len(printed) <= 4, "a broken collective is shown where it was noticed before the death"
