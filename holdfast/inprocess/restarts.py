@@ -24,7 +24,7 @@ import msgspec
 from msgspec.structs import replace
 
 from holdfast.diagnosis.exceptions import describe
-from holdfast.errors import FencedError, StopRestarting, UnfitProcess, UsageError
+from holdfast.errors import FencedError, StateLost, StopRestarting, UnfitProcess, UsageError
 from holdfast.inprocess import groups, link
 from holdfast.inprocess.assignment.members import Assignment, Member, assign_ranks, with_gone
 from holdfast.inprocess.context import Context, wants_context
@@ -266,6 +266,10 @@ class Restarts:
         except Departure as departure:
             self._left_by = departure
             return False, None
+        except (StopRestarting, UnfitProcess):
+            raise
+        except StateLost as error:
+            raise StopRestarting(str(error)) from error
         except Exception as error:
             self._left_by = error
             self._raised(error)

@@ -237,6 +237,38 @@ def test_under_torchrun_an_exception_makes_all_enter_again(run: Run) -> None:
         assert len({one.pid for one in mine}) == 1
 
 
+LOST = """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    @restartable()
+    def train():
+        dist.init_process_group("gloo")
+        model = torch.nn.Linear(8, 8)
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        optim = torch.optim.SGD(model.parameters(), 1e-3)
+        kept = keep({"model": model, "optim": optim})
+        step = kept.restore()
+        note("restored", step)
+        while step < 30:
+            model(torch.ones(4, 8)).sum().backward()
+            optim.step()
+            step += 1
+            kept.commit(step)
+            if rank() == 1 and step == 10:
+                os.kill(os.getpid(), 9)
+
+    train()
+"""
+
+
+def test_a_state_that_died_with_its_only_rank_ends_the_job_and_never_starts_over(run: Run) -> None:
+    start(run, LOST, nproc=2)
+    assert run.code(60) == 93
+    assert [one.what for one in noted(run, "restored")] == ["restored 0"] * 2
+    assert "living state cannot be used, and there is no checkpointer" in run.err
+
+
 NOISE = """
     @restartable()
     def train(ctx: Context):
