@@ -161,6 +161,7 @@ class Worker:
             stacks_fd=self.stacks_fd,
             log_tail=self.output.tail(),
             ended=self._done,
+            returned=self.function is not None and self.function.stage == "returned",
         )
 
     def departed(self, step: StepNumber) -> Departed:

@@ -237,6 +237,32 @@ def test_under_torchrun_an_exception_makes_all_enter_again(run: Run) -> None:
         assert len({one.pid for one in mine}) == 1
 
 
+EARLY = """
+    @restartable()
+    def train(ctx: Context):
+        note("enter", ctx.iteration)
+        dist.init_process_group("gloo")
+        for step in range(1, 31):
+            time.sleep(0.01)
+            if rank() == 1 and step == 30 and once("returned early"):
+                return "early"
+            dist.all_reduce(torch.ones(1))
+            holdfast.progress(step)
+        return "done"
+
+    note("result", train())
+"""
+
+
+def test_a_rank_that_returns_while_others_need_it_is_entered_again(run: Run) -> None:
+    start(run, EARLY, nproc=2)
+    assert run.code(30) == 0
+    (incident,) = run.ask("incidents")
+    assert (incident["kind"], incident["rank"]) == ("hang", 1)
+    assert "rank 1 has returned from its restartable function; rank 0 waits" in run.err
+    assert [one.what for one in noted(run, "result")] == ["result done"] * 2
+
+
 LOST = """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
