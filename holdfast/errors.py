@@ -16,6 +16,7 @@
     ├── CheckpointError      1   state cannot be saved, or no saved state verifies
     │   ├── StorageError         checkpoint storage failed: full, broken, not mounted
     │   │   └── NotThere         no file or checkpoint of that name
+    │   ├── StateLost            no rank has the state that they trained, and none is saved
     │   ├── StepTaken            step is already committed and is never overwritten
     │   └── Unusable             bytes do not match their digest; they were not used
     ├── DataError            1   data set or its saved state cannot be used, or a record not be read
@@ -155,6 +156,11 @@ class StorageError(CheckpointError):
 
 class NotThere(StorageError):
     """No file or checkpoint of that name."""
+
+
+class StateLost(CheckpointError):
+    """A trained state that survives on no rank and in no checkpoint. It ends the job: entering the
+    function again would not bring it back, and fresh processes would silently start over."""
 
 
 class StepTaken(CheckpointError):

@@ -45,6 +45,8 @@ class Examined:
     """The file it writes its stacks to on request; None if it cannot."""
     ended: bool = False
     """Whether its script has ended."""
+    returned: bool = False
+    """Whether its restartable function has returned, and not on all ranks yet."""
     locked: bool = False
     """Whether every thread waits for a lock that only this process could release."""
     idle_s: Seconds | None = None
@@ -178,6 +180,7 @@ def _evidence(
         beat_age_s=max(0.0, now - signs.beat_at) if signs.beat_at else None,
         since_step_s=max(0.0, now - worker.stepped_at) if worker.stepped_at else None,
         ended=worker.ended,
+        returned=worker.returned,
         locked=worker.locked,
         idle_s=worker.idle_s,
         left_s=_left_s(signs, now),

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, Literal, Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from holdfast.messages.local import Assign, Dismiss, Leave, Release, ToFunction
 from holdfast.messages.units import RoundNumber, Seconds
@@ -63,6 +64,8 @@ class RestartableFunction:
         self.took_s: Seconds | None = None
         """How long it took to leave when it was told to."""
         self._orders = orders
+        self._why = ""
+        """What broke the last round, also for a worker that had left by itself."""
         self._left_from = 0.0
         self._postponed_at: float | None = None
         self._longest_atomic_s = 0.0
@@ -83,6 +86,7 @@ class RestartableFunction:
         self, round: RoundNumber, why: str, limit_s: Seconds, give_up: Callable[[], None]
     ) -> None:
         """Have the function left; call `give_up` if that takes longer than the limit."""
+        self._why = why
         if self.stage in ("left", "released"):
             return
         loop = asyncio.get_running_loop()
@@ -124,7 +128,7 @@ class RestartableFunction:
     def enter(self, assign: Assign, fds: Sequence[int]) -> None:
         """Have it entered again, as another rank perhaps."""
         self.stage, self.took_s = "inside", None
-        self._orders.send(assign, fds)
+        self._orders.send(replace(assign, why=self._why), fds)
 
     def dismiss(self, why: str) -> None:
         """Tell a process that was parked that it is not needed any more."""

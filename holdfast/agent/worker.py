@@ -161,6 +161,7 @@ class Worker:
             stacks_fd=self.stacks_fd,
             log_tail=self.output.tail(),
             ended=self._done,
+            returned=self.function is not None and self.function.stage == "returned",
         )
 
     def departed(self, step: StepNumber) -> Departed:
@@ -435,9 +436,12 @@ class Workers:
         for worker in self.running.values():
             if worker.rank in ranks:
                 worker.end_within(0.0)
-        parked = [one for one in self.parked.values() if one.rank in ranks and one.round == round]
+        left = [one for one in self.parked.values() if one.round == round]
+        parked = [one for one in left if one.rank in ranks]
         self.ended = [one for one in self.ended if one.rank not in {p.rank for p in parked}]
         staying = [one for one in self.running.values() if one.rank not in ranks]
+        for worker in left:
+            worker.leave(order.why, order.leave_s)  # It has left by itself, and learns why.
         self.dismiss(order.why, 0.0, parked)
         return [worker for worker in staying if not worker.leave(order.why, order.leave_s)]
 

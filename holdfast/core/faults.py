@@ -6,7 +6,6 @@ Holdfast makes itself and that costs the same.
 
 from __future__ import annotations
 
-import re
 import signal
 from collections.abc import Mapping
 
@@ -15,6 +14,7 @@ from msgspec.structs import replace
 
 from holdfast.core.collectives import Difference, told
 from holdfast.core.view import RankState
+from holdfast.messages.broken_collectives import is_broken_collective
 from holdfast.messages.events import RankRaised, WorkerExited
 from holdfast.messages.records import FaultKind, Incident, Raised
 from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber, Time
@@ -23,14 +23,6 @@ WANTED = frozenset({"leave", "exclude", "resize"})
 """Changes that Holdfast makes itself: never judged, never counted against the job."""
 
 _OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-_BROKEN_COLLECTIVE = re.compile(
-    r"connection (reset|closed|refused|timed out|was likely closed)|broken pipe|\bgloo\b|\bnccl\b"
-    r"|socket (timeout|has timed out)",
-    re.IGNORECASE,
-)
-_COLLECTIVE_ERRORS = re.compile(r"(Dist\w*Error|FencedError|RequestTimeout|StoreTimeout)$")
-"""Exceptions that only collectives, stores and barriers raise."""
-_DISTRIBUTED = re.compile(r"torch[/.]distributed")
 
 
 class Fault(Struct, frozen=True, kw_only=True):
@@ -121,19 +113,7 @@ def raised(event: RankRaised, step: StepNumber) -> Fault:
 
 def _exception(raised: Raised) -> tuple[str, bool]:
     """Return an exception's signature, and whether it may be the consequence of another rank's end."""
-    return f"{raised.type} at {raised.where}", _is_broken_collective(raised)
-
-
-def _is_broken_collective(raised: Raised) -> bool:
-    """Return whether a script failed in what it shares with other ranks.
-
-    Torch raises a RuntimeError there, or one of its own; a script whose data base refuses its
-    connection fails by itself.
-    """
-    if _COLLECTIVE_ERRORS.fullmatch(raised.type):
-        return True
-    shared = raised.type == "RuntimeError" or _DISTRIBUTED.search(raised.traceback)
-    return bool(shared and _BROKEN_COLLECTIVE.search(raised.message))
+    return f"{raised.type} at {raised.where}", is_broken_collective(raised)
 
 
 def blame_early_exit(wake: Fault, ranks: Mapping[Rank, RankState]) -> Fault:

@@ -63,6 +63,8 @@ def is_idle_with_gil(evidence: RankEvidence) -> bool:
 
 def has_left(evidence: RankEvidence) -> bool:
     """Return whether a rank will never call a collective again."""
+    if evidence.returned:  # It calls none before all others have returned, too.
+        return not _has_callers(evidence)
     if not evidence.ended:
         return False
     if evidence.process_state in ("X", "Z"):
@@ -78,7 +80,7 @@ def left(
     front: Front, seen: Mapping[int, RankEvidence], finished: Collection[int]
 ) -> tuple[list[int], bool]:
     """Return the members that ended and have not entered a front, and whether that is proven."""
-    ended = [rank for rank in front.behind if seen[rank].ended]
+    ended = [rank for rank in front.behind if seen[rank].ended or seen[rank].returned]
     gone = [rank for rank in front.unknown if rank in finished and rank not in seen]
     certain = front.needs_all and front.is_old
     proven = certain and any(has_left(seen[rank]) for rank in ended)

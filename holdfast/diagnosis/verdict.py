@@ -5,7 +5,8 @@ not seen: an empty `guilty` is a good verdict. The rules, the most certain first
 decides is taken:
 
 1. A rank that is stopped, dead, keeps the GIL or waits for its own locks cannot continue by itself.
-2. Nor can one whose script has ended: if others wait for it, it is the one they wait for.
+2. Nor can one whose script has ended, or whose restartable function has returned: if others wait for
+   it, it is the one they wait for.
 3. Ranks that called different operations under one number never meet. The few differ from the many;
    if there is no majority, no rank is named.
 4. Ranks that wait for each other in a circle: none is named, for none is to blame alone.
@@ -258,11 +259,15 @@ def _left(scene: RoundEvidence) -> _Cause | None:
         found.update(ranks)
         proof = "left" if proven else proof
     if not found and scene.waiting and not scene.fronts:  # They wait in what no recorder notes.
-        found = {rank for rank, each in scene.seen.items() if each.ended} | scene.finished
+        left = {rank for rank, each in scene.seen.items() if each.ended or each.returned}
+        found = left | scene.finished
     if not found:
         return None
-    said = f"{rank_list(found)} {'has' if len(found) == 1 else 'have'} ended"
-    first = f"{said} ({'its script' if len(found) == 1 else 'their scripts'} finished)"
+    one, returned = len(found) == 1, all(r in scene.seen and scene.seen[r].returned for r in found)
+    how = f"ended ({'its script' if one else 'their scripts'} finished)"
+    if returned:
+        how = f"returned from {'its' if one else 'their'} restartable function{'' if one else 's'}"
+    first = f"{rank_list(found)} {'has' if one else 'have'} {how}"
     return _Cause(sorted(found), proof=proof, first=first)
 
 

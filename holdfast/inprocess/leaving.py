@@ -43,7 +43,8 @@ T = TypeVar("T")
 ZONE_LIMIT_S = 0.05
 SHIELD_LIMIT_S = 1.0
 """No longer than what an agent allows for leaving at least."""
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.5
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.02
+"""Short: a loop that catches everything in its `try` is left only by one that strikes outside."""
 _CLEANUP_S = 0.25
 """How long the handlers of a Departure may run before the next one."""
 _IMPORT_S = 10.0

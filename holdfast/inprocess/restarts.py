@@ -24,7 +24,7 @@ import msgspec
 from msgspec.structs import replace
 
 from holdfast.diagnosis.exceptions import describe
-from holdfast.errors import FencedError, StopRestarting, UnfitProcess, UsageError
+from holdfast.errors import FencedError, StateLost, StopRestarting, UnfitProcess, UsageError
 from holdfast.inprocess import groups, link
 from holdfast.inprocess.assignment.members import Assignment, Member, assign_ranks, with_gone
 from holdfast.inprocess.context import Context, wants_context
@@ -34,6 +34,7 @@ from holdfast.inprocess.leaving import Departure, InterruptibleCall
 from holdfast.inprocess.link import RoundEntry, RoundLink
 from holdfast.inprocess.torchrun import TorchrunLink
 from holdfast.inprocess.zones import install_zones
+from holdfast.messages.broken_collectives import is_broken_collective
 from holdfast.messages.exits import EXIT_TRY_AGAIN
 from holdfast.messages.records import Raised
 
@@ -133,6 +134,8 @@ class Restarts:
         """What ended the function; its frames hold what the function made."""
         self._error: Raised | None = None
         """What the function raised here in the entry before."""
+        self._unprinted: Raised | None = None
+        """The same, if another rank's fault may have caused it."""
         self._members: tuple[Member, ...] = ()
         """All of the round before."""
         self._active: int | None = None
@@ -174,6 +177,9 @@ class Restarts:
             self._departed = threading.Event()
             gc.collect()  # While the next round is agreed on: models and groups are in cycles.
             entry = self._link.next()
+            if entry is None or entry.why.startswith(f"rank {self._state.rank} "):
+                self._print_unprinted()
+            self._unprinted = None
             self._iteration += 1
         self._terminate()
         raise SystemExit(EXIT_TRY_AGAIN)
@@ -260,6 +266,10 @@ class Restarts:
         except Departure as departure:
             self._left_by = departure
             return False, None
+        except (StopRestarting, UnfitProcess):
+            raise
+        except StateLost as error:
+            raise StopRestarting(str(error)) from error
         except Exception as error:
             self._left_by = error
             self._raised(error)
@@ -267,12 +277,22 @@ class Restarts:
         return self._link.returned(), result
 
     def _raised(self, error: Exception) -> None:
-        """Report what the function raised, unless that is the consequence of being told to leave."""
+        """Report what the function raised, unless that is the consequence of being told to leave.
+
+        A rank's end breaks the collectives of all others, each of which would print a traceback that
+        says nothing. One that broke a collective is printed only if nothing else is to blame.
+        """
         if self._call.leaving is None:
             raised = describe(error)
-            print(raised.traceback, end="", file=sys.stderr, flush=True)
+            self._unprinted = self._error = raised
+            if not is_broken_collective(raised):
+                self._print_unprinted()
             self._link.raised(raised)
-            self._error = raised
+
+    def _print_unprinted(self) -> None:
+        if self._unprinted is not None:
+            print(self._unprinted.traceback, end="", file=sys.stderr, flush=True)
+        self._unprinted = None
 
     # ---- leaving ----
 
@@ -328,5 +348,6 @@ class Restarts:
         self._link.close()
 
     def _terminate(self) -> None:
+        self._print_unprinted()
         self._end()
         self._hooks.ended(self._state)

@@ -144,6 +144,8 @@ class RankEvidence(Struct, frozen=True, kw_only=True):
     since_step_s: Seconds | None = None
     ended: bool = False
     """Whether its script has ended, and only its process is left."""
+    returned: bool = False
+    """Whether its restartable function has returned, and it waits until it has on all ranks."""
     locked: bool = False
     """Whether every thread waits for a lock that only this process could release."""
     idle_s: Seconds | None = None

@@ -122,6 +122,8 @@ class Assign(Local, frozen=True, kw_only=True):
     """Whether to send `Loaded`."""
     tell_device: bool = False
     """Whether to send `DeviceUsed`."""
+    why: str = ""
+    """What ended the last entry of a worker that enters its restartable function again."""
 
 
 class Test(Local, frozen=True, kw_only=True):

@@ -28,6 +28,7 @@ LARGE_BYTES = 16 << 10
 LARGE_AT_ONCE = 4
 """Large requests that one worker, and one node, may have in flight."""
 MAX_NAME_CHARS = 256
+MAX_REASON = 2000
 MAX_BALLOT_CHARS = 128
 MAX_LISTED = 16
 """Distinct ballots that a tally lists; without a limit each rank's answer would grow with the world."""
@@ -217,7 +218,7 @@ class ExcludeNode(Request, frozen=True, kw_only=True):
 class StopJob(Request, frozen=True, kw_only=True):
     """Stop the job. The agent sends it as the event StopAsked. Answered: Granted."""
 
-    reason: Annotated[str, Meta(max_length=2000)]
+    reason: Annotated[str, Meta(max_length=MAX_REASON)]
     code: Annotated[int, Meta(ge=0, le=255)]
 
 

@@ -23,7 +23,7 @@ from holdfast.inprocess.link import Leave, RoundEntry
 from holdfast.messages import local
 from holdfast.messages.local import PACKET_BYTES, Assign, Dismiss, Release, ToFunction
 from holdfast.messages.records import Raised
-from holdfast.messages.requests import StopJob
+from holdfast.messages.requests import MAX_REASON, StopJob
 from holdfast.shm.vital_signs import UNWATCHED
 from holdfast.worker.channel import move_up
 from holdfast.worker.runtime import Runtime
@@ -102,6 +102,7 @@ class AgentRoundLink:
         if found is None:
             return None
         self._over.clear()
+        self._why = found[0].why
         self._renew(*found)
         with self._hearing:
             self._inside = self._worker.round
@@ -131,7 +132,7 @@ class AgentRoundLink:
         return self._worker.section(UNWATCHED)
 
     def stop(self, reason: str, code: int) -> None:
-        self._worker.requests.ask(StopJob(reason=reason, code=code))
+        self._worker.requests.ask(StopJob(reason=reason[:MAX_REASON], code=code))
 
     def close(self) -> None:
         self._worker.channel.send(local.FunctionClosed())

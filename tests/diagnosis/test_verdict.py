@@ -519,6 +519,20 @@ def test_a_process_with_an_exit_handler_or_a_thread_at_work_has_not_left_for_goo
     assert judge([*others, alone], 4).proof == "left"
 
 
+def test_a_rank_whose_restartable_function_has_returned_has_left_for_good() -> None:
+    others = waiting(0, 2, 3, collectives=entered(412))
+    returned = rank(1, ASLEEP, collectives=BEFORE, returned=True)
+    verdict = judge([*others, returned], 4)
+    assert (verdict.guilty, verdict.proof) == ((1,), "left")
+    assert verdict.sentence == (
+        "rank 1 has returned from its restartable function; "
+        "ranks 0, 2, 3 wait in all_reduce #412 of group 0"
+    )
+    saver = ThreadStack(name="saver", frames=ASLEEP)
+    beside = rank(1, collectives=BEFORE, returned=True, stacks=(*returned.stacks, saver))
+    assert judge([*others, beside], 4).proof is None, "its thread may call collectives"
+
+
 def test_a_finished_rank_of_which_nothing_is_left_is_proof_only_if_it_cannot_have_been_there() -> (
     None
 ):

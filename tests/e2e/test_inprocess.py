@@ -391,6 +391,30 @@ def _of(run: Run, pid: int) -> list[str]:
     return [one.what for one in noted(run) if one.pid == pid]
 
 
+REASONS = """
+    @restartable()
+    def train(state, ctx: Context):
+        note("enter", ctx.iteration, ctx.why or "-")
+        for step in steps(state, 60):
+            if rank() == 1 and step == 20 and once("first"):
+                raise_as("First")
+            if rank() == 0 and step == 40 and once("second"):
+                raise_as("Second")
+
+    train({"step": 0})
+"""
+
+
+def test_every_rank_learns_what_ended_the_entry_before_also_the_one_that_raised(run: Run) -> None:
+    start(run, REASONS)
+    assert run.code() == 0
+    for rank in (0, 1):
+        mine = [one.what for one in noted(run, "enter") if one.rank == rank]
+        assert mine[0] == "enter 0 -"
+        assert mine[1].startswith("enter 1 rank 1 First at train.py:")
+        assert mine[2].startswith("enter 2 rank 0 Second at train.py:")
+
+
 LIMITED = """
     @restartable(initialize=RetryLimits(LIMIT))
     def train(state):

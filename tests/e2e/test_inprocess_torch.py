@@ -235,3 +235,87 @@ def test_under_torchrun_an_exception_makes_all_enter_again(run: Run) -> None:
         mine = [one for one in noted(run) if one.rank == rank]
         assert [one.what for one in mine] == ["enter 0", "enter 1", "result 2"]
         assert len({one.pid for one in mine}) == 1
+
+
+EARLY = """
+    @restartable()
+    def train(ctx: Context):
+        note("enter", ctx.iteration)
+        dist.init_process_group("gloo")
+        for step in range(1, 31):
+            time.sleep(0.01)
+            if rank() == 1 and step == 30 and once("returned early"):
+                return "early"
+            dist.all_reduce(torch.ones(1))
+            holdfast.progress(step)
+        return "done"
+
+    note("result", train())
+"""
+
+
+def test_a_rank_that_returns_while_others_need_it_is_entered_again(run: Run) -> None:
+    start(run, EARLY, nproc=2)
+    assert run.code(30) == 0
+    (incident,) = run.ask("incidents")
+    assert (incident["kind"], incident["rank"]) == ("hang", 1)
+    assert "rank 1 has returned from its restartable function; rank 0 waits" in run.err
+    assert [one.what for one in noted(run, "result")] == ["result done"] * 2
+
+
+LOST = """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    @restartable()
+    def train():
+        dist.init_process_group("gloo")
+        model = torch.nn.Linear(8, 8)
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        optim = torch.optim.SGD(model.parameters(), 1e-3)
+        kept = keep({"model": model, "optim": optim})
+        step = kept.restore()
+        note("restored", step)
+        while step < 30:
+            model(torch.ones(4, 8)).sum().backward()
+            optim.step()
+            step += 1
+            kept.commit(step)
+            if rank() == 1 and step == 10:
+                os.kill(os.getpid(), 9)
+
+    train()
+"""
+
+
+def test_a_state_that_died_with_its_only_rank_ends_the_job_and_never_starts_over(run: Run) -> None:
+    start(run, LOST, nproc=2)
+    assert run.code(60) == 93
+    assert [one.what for one in noted(run, "restored")] == ["restored 0"] * 2
+    assert "living state cannot be used, and there is no checkpointer" in run.err
+
+
+NOISE = """
+    @restartable()
+    def train(ctx: Context):
+        dist.init_process_group("gloo")
+        for step in range(1, 41):
+            dist.all_reduce(torch.ones(1))
+            holdfast.progress(step)
+            if rank() == 1 and step in (10, 20, 30) and once(f"raised {step}"):
+                raise_as(f"Fault{step}")
+            if rank() == 2 and step == 35 and once("killed"):
+                os.kill(os.getpid(), 9)
+
+    train()
+"""
+
+
+def test_only_the_rank_that_failed_by_itself_prints_a_traceback(run: Run) -> None:
+    start(run, NOISE, nproc=3)
+    assert run.code(60) == 0
+    assert len(run.ask("incidents")) == 4
+    printed = [line for line in run.err.splitlines() if line.endswith("(most recent call last):")]
+    own = [line for line in printed if line.startswith("[default1]:")]
+    assert len(own) == 3
+    assert len(printed) <= 4, "a broken collective is shown where it was noticed before the death"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.errors import FencedError, StopRestarting, UnfitProcess, UsageError
+from holdfast.errors import FencedError, StateLost, StopRestarting, UnfitProcess, UsageError
 from holdfast.inprocess import Context, link, restartable, restarts
 from holdfast.inprocess.hooks import Hook, HookState
 from holdfast.inprocess.link import Leave, RoundEntry
@@ -343,6 +343,39 @@ def test_a_hook_can_stop_the_job(rounds: TestLink) -> None:
         restartable(initialize=stop)(failing(9))()
     assert ending.value.code == 93
     assert rounds.log == ["raised ValueError", "left", "close", "stop 93: enough"]
+
+
+def test_the_function_itself_can_stop_the_job(rounds: TestLink) -> None:
+    @restartable()
+    def stop() -> None:
+        raise StopRestarting("enough", code=75)
+
+    with pytest.raises(SystemExit) as ending:
+        stop()
+    assert ending.value.code == 75
+    assert rounds.log == ["close", "stop 75: enough"]
+
+
+def test_the_function_itself_can_give_its_process_up(rounds: TestLink) -> None:
+    @restartable()
+    def give_up() -> None:
+        raise UnfitProcess("a broken device")
+
+    with pytest.raises(UnfitProcess, match="a broken device"):
+        give_up()
+    assert rounds.log == ["close"]
+
+
+def test_a_lost_state_ends_the_job_instead_of_being_looked_for_again(rounds: TestLink) -> None:
+    @restartable()
+    def lost() -> None:
+        raise StateLost("living state cannot be used, and there is no checkpointer")
+
+    with pytest.raises(SystemExit) as ending:
+        lost()
+    assert ending.value.code == 93
+    why = "living state cannot be used, and there is no checkpointer"
+    assert rounds.log == ["close", f"stop 93: {why}"]
 
 
 def test_a_hook_is_told_what_the_process_itself_raised(rounds: TestLink) -> None:

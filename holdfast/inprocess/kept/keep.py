@@ -25,7 +25,7 @@ from holdfast.checkpoint.checkpointer import Restored
 from holdfast.checkpoint.state.capture import flattened
 from holdfast.checkpoint.state.skeleton import dismantle
 from holdfast.checkpoint.state.spread import is_spread
-from holdfast.errors import CheckpointError, UsageError
+from holdfast.errors import CheckpointError, StateLost, UsageError
 from holdfast.inprocess import link
 from holdfast.inprocess.kept.adoption import Adoption
 from holdfast.inprocess.kept.boundary import Boundary, BoundaryRecorder
@@ -167,8 +167,8 @@ class KeptState:
 
         All ranks call it, after the default process group was made. It returns 0 if there is
         nothing. If ranks have trained and their state cannot be used, the checkpointer restores; if
-        there is none, or it has nothing, it raises `CheckpointError`: training never silently
-        starts over.
+        there is none, or it has nothing, it raises `StateLost`, which ends the job: training never
+        silently starts over.
 
         Gradients are None after it, except for those with which an `ElasticTrainer` goes on. A rank
         that was at that step itself also gets its generators of `random`, torch and torch's current
@@ -218,7 +218,7 @@ class KeptState:
             missing = (
                 "there is no checkpointer" if self._checkpointer is None else "nothing is saved"
             )
-            raise CheckpointError(
+            raise StateLost(
                 f"living state cannot be used, and {missing}:{reasons}\n"
                 "Give keep(state, checkpointer) a Checkpointer that saves, or start the job anew"
             )
