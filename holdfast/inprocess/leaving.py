@@ -41,6 +41,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 ZONE_LIMIT_S = 0.05
+"""How long the end of a zone is waited for, at least. An optimizer's step may take longer: it is given
+three times what zones were seen to take, within what an agent allows for leaving."""
+_ZONE_FACTOR, _LONGEST_ZONE_LIMIT_S = 3.0, 0.8
+_ZONE_FADE = 0.9
+"""How much of the longest zone still counts after another one: the first step of a job is slow."""
 SHIELD_LIMIT_S = 1.0
 """No longer than what an agent allows for leaving at least."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.02
@@ -80,6 +85,8 @@ class InterruptibleCall:
         self._raised_at = 0.0
         self._depth = 0
         self._zone = False
+        self._zone_at = 0.0
+        self._longest_zone_s = 0.0
         self._shielded = False
         self._torn = False
         self._out: SimpleQueue[None] = SimpleQueue()
@@ -166,6 +173,7 @@ class InterruptibleCall:
         """Postpone leaving until `end_zone`, but not longer than the limit."""
         if threading.get_ident() != self._thread or self._zone:
             return
+        self._zone_at = time.monotonic()
         self._zone = True
         if self._why is not None and self._depth == 0 and self._inside:
             self._zone = False
@@ -175,6 +183,9 @@ class InterruptibleCall:
         """Raise the Departure that was postponed, if there is one."""
         if threading.get_ident() != self._thread:
             return
+        if self._zone:
+            took_s = time.monotonic() - self._zone_at
+            self._longest_zone_s = max(took_s, _ZONE_FADE * self._longest_zone_s)
         self._zone = False
         if self._why is not None and self._depth == 0 and self._inside:
             self._out.put(None)
@@ -271,7 +282,8 @@ class InterruptibleCall:
 
     @property
     def _zone_until(self) -> float:
-        return self._leave_at + self._zone_limit_s
+        learnt_s = min(_ZONE_FACTOR * self._longest_zone_s, _LONGEST_ZONE_LIMIT_S)
+        return self._leave_at + max(self._zone_limit_s, learnt_s)
 
     def _departure(self) -> Departure:
         self._raised_at = time.monotonic()

@@ -438,6 +438,32 @@ def test_a_zone_that_ends_in_time_is_whole(runner: Callable[[Body], object]) -> 
     assert not call.torn
 
 
+def test_a_zone_that_takes_as_long_as_those_before_is_whole(
+    runner: Callable[[Body], object],
+) -> None:
+    call, entered = InterruptibleCall(zone_limit_s=0.01), threading.Event()
+    done = []
+
+    def step() -> None:
+        call.begin_zone()
+        until(time.perf_counter() + 0.1)
+        done.append("step")
+        call.end_zone()
+
+    def function() -> None:
+        step()
+        call.begin_zone()
+        entered.set()
+        until(time.perf_counter() + 0.1)
+        done.append("step")
+        call.end_zone()
+
+    with leaving(call, entered):
+        runner(lambda: departed(call, function))
+    assert done == ["step", "step"]
+    assert not call.torn
+
+
 def test_a_zone_that_takes_too_long_is_torn(runner: Callable[[Body], object]) -> None:
     call, entered = InterruptibleCall(zone_limit_s=0.05), threading.Event()
     times = {}

@@ -1,9 +1,9 @@
 """Clears what torch remembers of process groups, so that they can be made anew under the same names.
 
 Torch keeps the groups themselves in `distributed_c10d`, their names in C++, and groups or meshes that
-hold them in the caches of DTensor, symmetric memory and DDP. All of this is private to torch and
-differs between versions, so each piece is cleared if it is there. Modules that were not imported cannot
-remember anything, and are not imported here.
+hold them in the caches of DTensor, symmetric memory and DDP; accelerate remembers that it has made one.
+All of this is private and differs between versions, so each piece is cleared if it is there. Modules
+that were not imported cannot remember anything, and are not imported here.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ _REFERENCES = (
     ("torch.nn.parallel.distributed", "DistributedDataParallel._active_ddp_module"),
 )
 """What is None as long as no group was made."""
+_SHARED_STATES = ("PartialState", "AcceleratorState", "GradientState")
+"""Classes of accelerate whose instances share a dict: it says that there is a group, and never asks."""
 _WORLD_DEFAULTS = (
     ("torch.distributed.nn.functional", ""),
     ("torch.distributed.optim.zero_redundancy_optimizer", ""),
@@ -108,6 +110,10 @@ def _derived() -> Iterator[Callable[[], object]]:
         table = _find(module, path)
         if table is not None:
             yield table.clear
+    for name in _SHARED_STATES:
+        shared = _find("accelerate.state", f"{name}._shared_state")
+        if shared is not None:
+            yield shared.clear
     for module, path in _REFERENCES:
         owner, _, name = path.rpartition(".")
         holder = _find(module, owner)
