@@ -29,13 +29,22 @@ def before_steps(
 ) -> Callable[[], None]:
     """Call `begin`, a method, before each step of these optimizers; return what ends that."""
     weak = weakref.WeakMethod(begin)
+    uncompiled: list[Callable[[], None]] = []
 
-    def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    def begin_if_there() -> None:
         act = weak()
         if act is not None:
-            # A script may compile its optimizer's step.
+            act()
+
+    def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not uncompiled:
+            # A script may compile its optimizer's step. To exempt a function takes milliseconds.
             dynamo = sys.modules.get("torch._dynamo")
-            (dynamo.disable(act) if dynamo is not None else act)()
+            if dynamo is None:
+                begin_if_there()
+                return
+            uncompiled.append(dynamo.disable(begin_if_there))
+        uncompiled[0]()
 
     before_step._torchdynamo_disable = True  # type: ignore[attr-defined]
     handles = [optimizer.register_step_pre_hook(before_step) for optimizer in optimizers]
