@@ -195,29 +195,26 @@ def test_code_that_swallows_it_is_left_by_the_next_one(runner: Callable[[Body], 
     assert [type(error).__name__ for error in swallowed] == ["Departure"] * 3
 
 
-def test_a_loop_that_is_mostly_within_a_bare_except_is_left_within_seconds() -> None:
-    """Most strike within the try, and the loop goes on with the next batch."""
+def test_a_loop_that_catches_everything_is_struck_often() -> None:
+    """It is left by one that strikes outside of its try: a few a second would hardly ever."""
     call, entered = InterruptibleCall(), threading.Event()
+    caught: list[float] = []
 
     def batches() -> None:
         end = time.monotonic() + LONG_S
         while time.monotonic() < end:
-            until = time.monotonic() + 0.0001
-            while time.monotonic() < until:
-                pass
             try:
                 entered.set()
-                until = time.monotonic() + 0.001
-                while time.monotonic() < until:
+                while time.monotonic() < end:
                     pass
-            except:  # noqa: E722
-                continue
-        raise AssertionError("it was not left")
+            except BaseException:
+                caught.append(time.monotonic())
+                if caught[-1] - caught[0] > 1.0:
+                    raise
 
-    before = time.monotonic()
     with leaving(call, entered):
         departed(call, batches)
-    assert time.monotonic() - before < 4 * SOON_S
+    assert len(caught) > 20
 
 
 def test_cleaning_up_after_it_is_left_in_peace(runner: Callable[[Body], object]) -> None:
