@@ -209,8 +209,9 @@ def test_under_torchrun_an_exception_makes_all_enter_again(run: Run) -> None:
     script = """
     @restartable()
     def train(ctx: Context):
-        dist.init_process_group("gloo")
         note("enter", ctx.iteration)
+        dist.init_process_group("gloo")
+        dist.barrier()  # All have entered.
         if rank() == 1 and ctx.iteration == 0:
             raise ValueError("boom")
         total = torch.ones(1)
