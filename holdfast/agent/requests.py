@@ -97,11 +97,11 @@ class ScriptRequests:
             if id(asked) not in in_flight:
                 self.report(asked)
 
-    def fence(self, rank: Rank) -> None:
+    def fence(self, rank: Rank, why: str) -> None:
         """Refuse what a worker asked for whose round is over, and which lives on."""
         for (asker, channel), asked in list(self._open.items()):
             if asker == rank:
-                denied = Denied(reason="fenced", detail=f"round {asked.round} is over")
+                denied = Denied(reason="fenced", detail=f"round {asked.round} is over: {why}")
                 self._reply(rank, channel, asked.number, denied)
         self.forget(rank)
 

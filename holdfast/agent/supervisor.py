@@ -270,7 +270,7 @@ class Supervisor:
         if isinstance(order, StopWorkers) and order.leave_s > 0:
             among = self._workers.leave(order)
             for rank in self._workers.running:
-                self.requests.fence(rank)
+                self.requests.fence(rank, order.why)
         elif isinstance(order, Finish) or order.round != self._ready_after:
             # Else the answer to an earlier order is on its way, and the next round counts on them.
             self._workers.dismiss(_why(order), order.grace_s)
