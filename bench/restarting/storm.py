@@ -300,7 +300,7 @@ def _lines(storm: Storm, faults: int, seed: int) -> list[Line]:
         Line(
             "processes replaced that were not hit",
             float(bystanders),
-            seen="could not leave in time: gloo lost a send, see docs/inprocess.md"
+            seen="could not leave in time; perhaps gloo lost a send, see docs/inprocess.md"
             * bool(bystanders),
         )
     )

@@ -119,7 +119,7 @@ class KeptState:
         return self._boundary.step if self._boundary is not None else 0
 
     def commit(self, step: int) -> None:
-        """Say that the state is whole, and belongs to that `step`. It costs some 15 µs, and with
+        """Say that the state is whole, and belongs to that `step`. It costs 12 to 45 µs, and with
         buffers that change in each step, such as those of batch normalisation, a copy of them."""
         if self._boundary is None or self._over:
             raise UsageError(_not_usable("commit", self._over))
