@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint unit fuzz sim bench clean
+.PHONY: demo test test-platforms lint unit fuzz sim bench clean
 
 demo: $(VENV)/.ready
 	@$(BIN)/python examples/demo.py
@@ -18,6 +18,12 @@ lint: $(VENV)/.ready
 
 unit: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q
+
+# Real engines, set up once and kept outside the tree; as root on Debian 12. Kubernetes takes 15 minutes.
+test-platforms: $(VENV)/.ready
+	tests/engines/kubernetes_build.sh
+	@$(PIP) -e '.[dev,kubernetes]'
+	$(BIN)/python -m pytest -m platform -q
 
 # Thousands of small jobs in chaos, then a thousand nodes for a day; about half an hour.
 sim: $(VENV)/.ready
