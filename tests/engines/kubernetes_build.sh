@@ -79,7 +79,7 @@ replace_reflect2() {
 }
 
 go_build() {
-    (cd "$source" && nice go build -tags providerless,dockerless -ldflags "$stamps -s -w" \
+    (cd "$source" && nice go build -tags providerless,dockerless -ldflags "$stamps-s -w" \
         -o "$work/bin/$1" "./cmd/$1")
 }
 
@@ -112,11 +112,15 @@ step "fetch etcd" fetch_etcd
 
 version=$(dpkg-parsechangelog -l "$source/debian/changelog" -S Version)
 export GOPATH=$work/go GOCACHE=$work/go-cache GO111MODULE=off CGO_ENABLED=0 GOFLAGS=-p=2
-release=v${version%%[-+]*}
-minor=${release#v*.}
+# Debian may write 1.20.5+really1.20.2-1.1: the last one counts.
+release=${version##*really}
+release=${release%%[-+~]*}
+minor=${release#*.}
 stamps=
-for package in k8s.io/component-base/version k8s.io/kubernetes/vendor/k8s.io/component-base/version; do
-    stamps+=" -X $package.gitVersion=$release -X $package.gitMajor=1 -X $package.gitMinor=${minor%%.*}"
+for package in client-go/pkg/version component-base/version; do
+    package=k8s.io/kubernetes/vendor/k8s.io/$package
+    stamps+="-X $package.gitVersion=v$release -X $package.gitMajor=${release%%.*} "
+    stamps+="-X $package.gitMinor=${minor%%.*} "
 done
 step "generate code (a minute or two)" nice make -C "$source" generated_files
 for name in "${binaries[@]}"; do
