@@ -149,6 +149,7 @@ def main() -> int:
         Path(spec["folder"], "not-started").write_bytes(trouble)
     else:
         Path(spec["folder"], "pid").write_text(str(pid))
+    os.write(1, b"1")  # the agent waits for this: from now on SIGTERM reaches the container
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     return code if code >= 0 else 128 - code
 

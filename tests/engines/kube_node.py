@@ -44,6 +44,7 @@ from .kube_container import NOT_STARTED
 _LAUNCHER = Path(__file__).with_name("kube_container.py")
 _SHM_BYTES = 64 << 20
 _BACKOFF_S = (0.5, 10.0)
+_EVICTED = "The node was low on resource: memory."
 _ENDED = ("Succeeded", "Failed")
 _LEASES = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
 
@@ -131,7 +132,12 @@ class Container:
         (run / "spec.json").write_text(json.dumps(spec))
         words = [sys.executable, "-I", "-S", str(_LAUNCHER), str(run / "spec.json")]
         with open(run / "launcher.log", "wb") as said:
-            self.process = subprocess.Popen(words, stdout=said, stderr=said, start_new_session=True)
+            self.process = subprocess.Popen(
+                words, stdout=subprocess.PIPE, stderr=said, start_new_session=True
+            )
+        assert self.process.stdout is not None
+        with self.process.stdout as started:
+            started.read(1)
         self._started_at = _now()
         self.state = {"running": {"startedAt": self._started_at}}
 
@@ -425,21 +431,21 @@ class Node:
 
     # What happens to machines.
 
-    def kill(self, pod_name: str) -> None:
+    def kill(self, pod_name: str, namespace: str = "default") -> None:
         """SIGKILL a pod's processes; the agent reports exit code 137."""
-        self._run(pod_name)._kill_all()
+        self._run(pod_name, namespace)._kill_all()
 
-    def oom_kill(self, pod_name: str) -> None:
+    def oom_kill(self, pod_name: str, namespace: str = "default") -> None:
         """Kill a pod as if it had run out of memory: exit code 137, reason OOMKilled."""
-        run = self._run(pod_name)
+        run = self._run(pod_name, namespace)
         for container in run.containers:
             container.called_out_of_memory = True
         run._kill_all()
 
-    def evict(self, pod_name: str, message: str = "The node was low on resource: memory.") -> None:
+    def evict(self, pod_name: str, namespace: str = "default") -> None:
         """End a pod as a node under pressure does: phase Failed, reason Evicted, the object stays."""
-        run = self._run(pod_name)
-        run.verdict = {"phase": "Failed", "reason": "Evicted", "message": message}
+        run = self._run(pod_name, namespace)
+        run.verdict = {"phase": "Failed", "reason": "Evicted", "message": _EVICTED}
         run.stop(float(run.pod["spec"].get("terminationGracePeriodSeconds", 30)))
 
     def silence(self) -> None:
@@ -469,13 +475,13 @@ class Node:
     # What a test may ask.
 
     def pods(self) -> list[str]:
-        """Names of the pods that have processes here."""
-        alive = [run for run in self._runs() if run.is_alive()]
-        return sorted(str(run.pod["metadata"]["name"]) for run in alive)
+        """Names of the pods that have processes here, as NAMESPACE/NAME."""
+        alive = [run.pod["metadata"] for run in self._runs() if run.is_alive()]
+        return sorted(f"{meta['namespace']}/{meta['name']}" for meta in alive)
 
-    def log(self, pod_name: str, container: str | None = None) -> str:
+    def log(self, pod_name: str, namespace: str = "default", container: str | None = None) -> str:
         """What a container has written so far, over all restarts; the first one if none is named."""
-        run = self._run(pod_name)
+        run = self._run(pod_name, namespace)
         found = [c for c in run.all_containers if c.name == container] or run.containers
         return found[0].log.read_text(errors="replace") if found[0].log.exists() else ""
 
@@ -490,11 +496,13 @@ class Node:
         if run.deleting and not self.silent:
             self._confirm_deletion(run.pod)
 
-    def _run(self, pod_name: str) -> PodRun:
+    def _run(self, pod_name: str, namespace: str) -> PodRun:
         for run in self._runs():
-            if run.pod["metadata"]["name"] == pod_name:
+            meta = run.pod["metadata"]
+            if (meta["namespace"], meta["name"]) == (namespace, pod_name):
                 return run
-        raise LookupError(f"pod {pod_name} is not on node {self.name}, which has {self.pods()}")
+        wanted = f"{namespace}/{pod_name}"
+        raise LookupError(f"pod {wanted} is not on node {self.name}, which has {self.pods()}")
 
     def _runs(self) -> list[PodRun]:
         with self._lock:

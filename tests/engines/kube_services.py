@@ -1,10 +1,10 @@
 """Gives a cluster what add-ons give it: names of services, and volumes for claims.
 
 There is no DNS server and no proxy. The names that DNS would have are kept in one hosts file, which
-each pod sees as /etc/hosts: `SERVICE.NAMESPACE.svc` with the addresses of the ready pods, and for a
-headless service `HOSTNAME.SERVICE.NAMESPACE.svc` for each pod with a hostname and that subdomain; also
-without `.svc` and with `.svc.cluster.local`. A service's own virtual address does not work; its name
-leads straight to a pod, so its port and target port must be the same.
+each pod sees as /etc/hosts: `HOSTNAME.SUBDOMAIN.NAMESPACE.svc` for each running pod with a hostname and
+a subdomain, also without `.svc` and with `.svc.cluster.local`. A cluster would ask for a headless service
+called SUBDOMAIN as well; here it is not looked at, because the API server refuses Endpoints in
+127.0.0.0/8. For the same reason no service has endpoints, and its own name and address do not work.
 """
 
 from __future__ import annotations
@@ -21,18 +21,14 @@ from .kube_api import Json, KubeApi, Refused
 _LOCAL = "127.0.0.1 localhost\n::1 localhost ip6-localhost\n"
 
 
-def host_lines(endpoints: Json) -> list[str]:
-    """Lines of a hosts file for one Endpoints object."""
-    meta = endpoints["metadata"]
-    service, space = meta["name"], meta["namespace"]
-    lines = []
-    for subset in endpoints.get("subsets") or ():
-        for address in subset.get("addresses") or ():
-            names = _names(f"{service}.{space}")
-            if "hostname" in address:
-                names = [*_names(f"{address['hostname']}.{service}.{space}"), *names]
-            lines.append(" ".join([address["ip"], *names]))
-    return lines
+def host_line(pod: Json) -> str:
+    """Line of a hosts file for one pod; empty if it has no name."""
+    spec, status = pod["spec"], pod.get("status", {})
+    named = "hostname" in spec and "subdomain" in spec and "podIP" in status
+    if not named or status.get("phase") != "Running":
+        return ""
+    name = f"{spec['hostname']}.{spec['subdomain']}.{pod['metadata']['namespace']}"
+    return " ".join([status["podIP"], *_names(name)])
 
 
 def _names(name: str) -> list[str]:
@@ -51,16 +47,19 @@ def write_hosts(path: Path, lines: list[str]) -> None:
 
 
 def keep_names(api: KubeApi, hosts: Path, stop: threading.Event) -> None:
-    """Keep a hosts file up to date with all services, until `stop`."""
-    lines: dict[tuple[str, str], list[str]] = {}
-    for kind, found in api.follow("/api/v1/endpoints", stop):
-        objects = found["items"] if kind == "LISTED" else [found]
+    """Keep a hosts file up to date with all pods that have names, until `stop`."""
+    lines: dict[str, str] = {}
+    for kind, found in api.follow("/api/v1/pods", stop):
+        before = dict(lines)
         if kind == "LISTED":
             lines.clear()
-        for endpoints in objects:
-            key = endpoints["metadata"]["namespace"], endpoints["metadata"]["name"]
-            lines[key] = [] if kind == "DELETED" else host_lines(endpoints)
-        write_hosts(hosts, [line for key in sorted(lines) for line in lines[key]])
+        for pod in found["items"] if kind == "LISTED" else [found]:
+            line = "" if kind == "DELETED" else host_line(pod)
+            lines.pop(pod["metadata"]["uid"], None)
+            if line:
+                lines[pod["metadata"]["uid"]] = line
+        if lines != before:
+            write_hosts(hosts, sorted(lines.values()))
 
 
 def keep_claims(api: KubeApi, folder: Path, stop: threading.Event) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from . import kube_pod
-from .kube_services import host_lines
+from .kube_services import host_line
 
 POD = {
     "metadata": {"name": "w-0", "namespace": "train", "uid": "u", "labels": {"a/b": "c"}},
@@ -88,8 +88,9 @@ def test_only_the_named_items_of_a_secret_are_written(tmp_path: Path) -> None:
     assert files == {"deep/x"}
 
 
-def test_a_pod_of_a_headless_service_has_a_name_of_its_own() -> None:
-    subset = {"addresses": [{"ip": "127.16.1.1", "hostname": "w-0"}]}
-    (line,) = host_lines({"metadata": {"name": "s", "namespace": "d"}, "subsets": [subset]})
-    assert line.split()[0] == "127.16.1.1"
-    assert {"w-0.s.d.svc.cluster.local", "w-0.s.d.svc", "s.d.svc"} <= set(line.split())
+def test_a_running_pod_with_hostname_and_subdomain_has_a_name() -> None:
+    pod = POD | {"spec": {"hostname": "w-0", "subdomain": "s"}}
+    running = pod | {"status": {"podIP": "127.16.1.1", "phase": "Running"}}
+    names = "w-0.s.train.svc.cluster.local w-0.s.train.svc w-0.s.train"
+    assert host_line(running) == f"127.16.1.1 {names}"
+    assert host_line(pod) == ""

@@ -249,7 +249,7 @@ def test_a_killed_pod_reports_137(
 ) -> None:
     run_pod("p", "sleep 1000 & wait")
     until_phase("p", "Running")
-    cluster.node_of("p", space).kill("p")
+    cluster.node_of("p", space).kill("p", space)
     state = ended(until_phase("p", "Failed"))
     assert (state["exitCode"], state["reason"]) == (137, "Error")
 
@@ -259,7 +259,7 @@ def test_a_killed_container_is_restarted_if_the_pod_says_so(
 ) -> None:
     run_pod("p", "exec sleep 1000", restartPolicy="Always")
     until_phase("p", "Running")
-    cluster.node_of("p", space).kill("p")
+    cluster.node_of("p", space).kill("p", space)
 
     def container() -> Json:
         status: Json = pod("p")["status"]["containerStatuses"][0]
@@ -288,7 +288,7 @@ def test_a_pod_can_be_called_out_of_memory(
 ) -> None:
     run_pod("p", "exec sleep 1000")
     until_phase("p", "Running")
-    cluster.node_of("p", space).oom_kill("p")
+    cluster.node_of("p", space).oom_kill("p", space)
     state = ended(until_phase("p", "Failed"))
     assert (state["exitCode"], state["reason"]) == (137, "OOMKilled")
 
@@ -298,22 +298,12 @@ def test_an_evicted_pod_says_so_and_its_object_stays(
 ) -> None:
     run_pod("p", "exec sleep 1000", terminationGracePeriodSeconds=1)
     until_phase("p", "Running")
-    cluster.node_of("p", space).evict("p")
+    cluster.node_of("p", space).evict("p", space)
     assert until_phase("p", "Failed")["reason"] == "Evicted"
 
 
-def test_pods_find_each_other_by_name(
-    cluster: Cluster, space: str, run_pod: RunPod, until_phase: UntilPhase
-) -> None:
-    service = {
-        "metadata": {"name": "w"},
-        "spec": {"clusterIP": "None", "selector": {"app": "w"}, "ports": [{"port": 29400}]},
-    }
-    cluster.api.request("POST", f"/api/v1/namespaces/{space}/services", service)
+def test_pods_find_each_other_by_name(space: str, run_pod: RunPod, until_phase: UntilPhase) -> None:
     run_pod("w-0", "exec sleep 1000", hostname="w-0", subdomain="w")
-    cluster.api.patch(
-        f"/api/v1/namespaces/{space}/pods/w-0", {"metadata": {"labels": {"app": "w"}}}
-    )
     address = until_phase("w-0", "Running")["podIP"]
     name = f"w-0.w.{space}.svc"
     run_pod("asks", f"until getent ahostsv4 {name} | grep -q '^{address} '; do sleep 0.1; done")
