@@ -30,7 +30,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -628,12 +627,3 @@ class Node:
             if address not in taken:
                 return address
         raise RuntimeError(f"node {self.name} has 254 pods; no address is left")
-
-
-def await_no_processes(node: Node, limit_s: float) -> None:
-    """Wait until no pod has a process on a node."""
-    end = time.monotonic() + limit_s
-    while node.pods():
-        if time.monotonic() > end:
-            raise TimeoutError(f"pods {node.pods()} still run on node {node.name}")
-        time.sleep(0.02)

@@ -2,8 +2,8 @@
 
 There is no DNS server and no proxy. The names that DNS would have are kept in one hosts file, which
 each pod sees as /etc/hosts: `HOSTNAME.SUBDOMAIN.NAMESPACE.svc` for each running pod with a hostname and
-a subdomain, also without `.svc` and with `.svc.cluster.local`. A cluster would ask for a headless service
-called SUBDOMAIN as well; here it is not looked at, because the API server refuses Endpoints in
+a subdomain, also without `.svc` and with `.svc.cluster.local`. A cluster would ask for a headless
+service called SUBDOMAIN as well; here it is not looked at, because the API server refuses Endpoints in
 127.0.0.0/8. For the same reason no service has endpoints, and its own name and address do not work.
 """
 

@@ -7,7 +7,28 @@ The binaries are real ones, made by `kubernetes_build.sh`; only the kubelets are
         config.load_kube_config(str(cluster.kubeconfig))
 
 Each cluster has its own ports, its own 127.C.0.0/16 for pods and its own temporary folder; all its
-processes form one process group, and die with the process that started them.
+processes form one process group, and die with the process that started them. A cluster whose owner was
+killed leaves its two folders and its cgroup behind, never a process.
+
+What the author of an operator should know; seen on this server unless it says otherwise:
+
+- It is 1.20.2. There is `policy/v1beta1`, not `policy/v1`. `suspend` and `completionMode` of a Job and
+  `schedulingGates` of a pod are dropped without a word, so a pod with a gate is scheduled at once.
+  By its age, CEL rules in a schema are unknown too (not tried).
+- Suspending, as Kueue does, is therefore the operator's to honour: create no pods. A pod whose
+  `schedulerName` nobody serves stays Pending, which stands in for a gang scheduler that has not decided.
+- A node that falls silent is NotReady about `node_grace_s` (6 s) later; the default of
+  `--node-monitor-grace-period` is 40 s. After `toleration_s` (2 s; the default is 300 s) its pods get a
+  deletionTimestamp, but phase Running stays and the object too, until the node comes back or somebody
+  deletes it with gracePeriodSeconds=0. An operator must not wait for such a pod to go.
+- The Endpoints API refuses 127.0.0.0/8, so no service has endpoints here; use pod addresses from the
+  status, or HOSTNAME.SUBDOMAIN.NAMESPACE.svc (`kube_services`).
+- Process 1 of a container ignores a SIGTERM it has no handler for, as on any cluster.
+- /dev/shm in a pod is 64 MiB unless an emptyDir with `medium: Memory` is mounted there.
+- 1, 8 and 16 threads created 279, 507 and 400 pods a second that no node ran, on two busy cores. With
+  nodes that run them, in the same Python process: 32 a second, 300 pods done after 14 s.
+- A pod can only be created once its namespace has a default service account: use `namespace`.
+- `kubernetes` 37.0.2 wants python-dateutil 3, s3fs (botocore) one before 3: both together get 37.0.1.
 """
 
 from __future__ import annotations
@@ -145,7 +166,9 @@ class Cluster:
 
     def stop_server(self) -> None:
         """Take the API server down; etcd keeps what it knew."""
-        self._processes.pop("kube-apiserver").kill()
+        server = self._processes.pop("kube-apiserver")
+        server.kill()
+        server.wait()
 
     def start_server(self) -> None:
         """Bring the API server up (again)."""
