@@ -16,7 +16,7 @@ What the author of an operator should know; seen on this server unless it says o
   `schedulingGates` of a pod are dropped without a word, so a pod with a gate is scheduled at once.
   By its age, CEL rules in a schema are unknown too (not tried).
 - Suspending, as Kueue does, is therefore the operator's to honour: create no pods. A pod whose
-  `schedulerName` nobody serves stays Pending, which stands in for a gang scheduler that has not decided.
+  `schedulerName` nobody serves stays Pending, like one that a gang scheduler holds back.
 - A node that falls silent is NotReady about `node_grace_s` (6 s) later; the default of
   `--node-monitor-grace-period` is 40 s. After `toleration_s` (2 s; the default is 300 s) its pods get a
   deletionTimestamp, but phase Running stays and the object too, until the node comes back or somebody

@@ -457,7 +457,7 @@ def test_nothing_is_left_of_a_cluster_whose_owner_was_killed(tmp_path: Path) -> 
         from engines.kubernetes import Cluster
         with Cluster() as cluster:
             cluster.add_nodes(1)
-            box = {"name": "c", "command": ["sleep", sys.argv[1]]}
+            box = {"name": "c", "image": "none", "command": ["sleep", sys.argv[1]]}
             body = {"metadata": {"name": "p"}, "spec": {"containers": [box]}}
             pods = "/api/v1/namespaces/default/pods"
             cluster.api.request("POST", pods, body)
