@@ -62,7 +62,8 @@ RULES: dict[str, set[str]] = {
         *LEAVES,
         *TOOLS,
     },
-    "platforms": {"errors", "config"},
+    # Each engine's supplier is a client of the coordinator.
+    "platforms": {"messages", *LEAVES, *TOOLS},
     # A script without a coordinator runs the core's commit protocol itself.
     "checkpoint": {"messages", "core", *LEAVES, *TOOLS},
     # For scripts: the worker gives it a link to the agent.
@@ -77,7 +78,7 @@ RULES: dict[str, set[str]] = {
     # The commands that look at a job read its journal; nothing else of a shell is theirs to use.
     "cli": {
         *("launch", "coordinator", "sim", "core", "messages", "view"),
-        *("checkpoint", "diagnosis", "health"),
+        *("checkpoint", "diagnosis", "health", "platforms"),
         # An audit translates positions into records.
         "data",
         *LEAVES,
