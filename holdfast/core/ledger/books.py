@@ -279,8 +279,9 @@ def requeued(ledger: Ledger, since: Time, now: Time) -> None:
     """Book the time in which the job had no nodes, because its platform had taken them all."""
     broke(ledger, since, since)
     stopped(ledger, since)
-    wait(ledger, since)
-    enter(ledger, "wait", now)
+    for rank in ledger.accounts:
+        book(ledger, rank, now, "wait")
+    ledger.waiting_since = None
 
 
 def seconds_until(ledger: Ledger, now: Time) -> dict[Cause, Seconds]:
