@@ -80,7 +80,6 @@ CUDA_VISIBLE_DEVICES=0,1 (the GPUs here are device nodes without a device).
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import secrets
@@ -98,6 +97,7 @@ from types import TracebackType
 from holdfast.kernel import PR_SET_PDEATHSIG, prctl
 
 from .keeper import descendants, end_kept, start_kept
+from .ports import PORTS_EACH, PortBlock
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "squeue", "sinfo")
 ENDED = (
@@ -108,7 +108,6 @@ ENDED = (
 
 FAST_SCHEDULING = "SchedulerParameters=sched_interval=2,bf_interval=2"
 
-_FIRST_PORT, _PORTS_EACH, _PORT_BLOCKS = 21_000, 64, 100
 _SBIN = "/usr/local/sbin:/usr/sbin:/sbin"
 _PATIENCE_S = 90.0
 
@@ -125,43 +124,6 @@ def missing() -> str | None:
     if os.geteuid() != 0:
         return "the Slurm test bed needs root, and this is not root: its daemons run as root"
     return None
-
-
-class PortBlock:
-    """Ports below the ephemeral range that no other cluster on this machine uses."""
-
-    def __init__(self) -> None:
-        for number in range(_PORT_BLOCKS):
-            self.first = _FIRST_PORT + number * _PORTS_EACH
-            self._lock = os.open(
-                f"{tempfile.gettempdir()}/engine-ports-{self.first}.lock",
-                os.O_RDWR | os.O_CREAT | os.O_CLOEXEC,
-                0o666,
-            )
-            if self._take():
-                return
-            self.close()
-        raise RuntimeError(f"no {_PORTS_EACH} free ports in a row from {_FIRST_PORT} on")
-
-    def _take(self) -> bool:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return all(_is_free(self.first + index) for index in range(_PORTS_EACH))
-
-    def close(self) -> None:
-        os.close(self._lock)
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
 
 
 def _end_with_parent() -> None:
@@ -186,8 +148,8 @@ class SlurmCluster:
         grace_s: int = 5,
         settings: Sequence[str] = (FAST_SCHEDULING,),
     ) -> None:
-        if not 1 <= nodes < _PORTS_EACH:
-            raise ValueError(f"nodes={nodes}: a cluster here has 1 to {_PORTS_EACH - 1} nodes")
+        if not 1 <= nodes < PORTS_EACH:
+            raise ValueError(f"nodes={nodes}: a cluster here has 1 to {PORTS_EACH - 1} nodes")
         self.nodes = tuple(f"n{number}" for number in range(1, nodes + 1))
         self._cpus, self._memory_mb, self._gpus, self._grace_s = cpus, memory_mb, gpus, grace_s
         self._settings = settings
