@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint unit fuzz sim bench clean
+.PHONY: demo test test-platforms lint unit fuzz sim bench clean
 
 demo: $(VENV)/.ready
 	@$(BIN)/python examples/demo.py
@@ -18,6 +18,12 @@ lint: $(VENV)/.ready
 
 unit: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q
+
+# The tests against real engines, which are installed first: Slurm by apt (as root), Ray by pip.
+test-platforms: $(VENV)/.ready
+	tests/engines/install.sh
+	@$(PIP) -e '.[ray]'
+	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m platform
 
 # Thousands of small jobs in chaos, then a thousand nodes for a day; about half an hour.
 sim: $(VENV)/.ready

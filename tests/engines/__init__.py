@@ -1,0 +1,1 @@
+"""Real engines on this machine: clusters of Slurm and Ray that tests start, break and end."""
