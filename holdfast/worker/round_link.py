@@ -42,14 +42,12 @@ class AgentRoundLink:
         worker: Runtime,
         store: StoreSocket,
         record: Callable[[str], None],
-        retire: Callable[[], None],
         renew: Callable[[Assign, list[int]], None],
     ) -> None:
         self._worker = worker
         self._store = store
         self._record = record
         """Writes the flight recorder's file, with the line that failed."""
-        self._retire = retire
         self._renew = renew
         self._leave: Leave = lambda why: None
         self._why = ""
@@ -94,7 +92,7 @@ class AgentRoundLink:
         for copies in self._worker.copies.values():
             for copy in copies:
                 copy.end()
-        self._retire()
+        self._worker.parked = True
         self._worker.channel.send(local.FunctionLeft())
 
     def next(self) -> RoundEntry | None:
