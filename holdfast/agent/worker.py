@@ -209,8 +209,7 @@ class Worker:
         if self.stopping:
             return  # It has a grace period now.
         log.warning("rank %d does not leave its function; its process is replaced", self.rank)
-        self._stop_sent = asyncio.get_running_loop().time()
-        self.kill()
+        self.end_now()
 
     def ask_to_stop(self, grace_s: Seconds, number: signal.Signals = signal.SIGTERM) -> None:
         """Stop it by this signal, with SIGKILL after the grace period."""
