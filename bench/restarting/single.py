@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 
 from harness.job import JobError
+from harness.launchers import holdfast
 from harness.lines import Line
 from harness.marks import Seconds
 from harness.setting import say
 
-from restarting import jobs
 from restarting.jobs import RestartingJob, Setting
 
 BETWEEN_S: Seconds = 1.0
@@ -94,7 +94,7 @@ def _faults(
 ) -> Found:
     found = Found()
     try:
-        with setting.job(ranks, launcher=jobs.launcher(*flags)) as job:
+        with setting.job(ranks, launcher=holdfast(*flags)) as job:
             stepped = job.wait_for_steps(setting.limit)
             for number in range(setting.tries):
                 job.train_until(stepped + BETWEEN_S)

@@ -19,12 +19,13 @@ from statistics import median
 
 from harness import leftovers, processes
 from harness.job import JobError
+from harness.launchers import holdfast
 from harness.lines import Line, count
 from harness.marks import Seconds
 from harness.report import percentile
 from harness.setting import say
 
-from restarting import jobs, resources
+from restarting import resources
 from restarting.jobs import RestartingJob, Setting
 
 NODES, RANKS = 2, 4
@@ -202,7 +203,7 @@ def _storm(setting: Setting, faults: int, seed: int) -> Storm:
     memory_before = leftovers.shared_memory()
     try:
         script = [f"--result={setting.folder / 'result'}", f"--saves={setting.folder / 'saves'}"]
-        with setting.job(RANKS, script, jobs.launcher(nodes=NODES)) as job:
+        with setting.job(RANKS, script, holdfast(nodes=NODES)) as job:
             try:
                 _deal(job, setting, storm, faults, random.Random(seed))
                 job.finish(setting.limit)
