@@ -35,12 +35,16 @@ class Setting:
 
     @contextmanager
     def job(
-        self, ranks: int, script: Sequence[str] = (), launcher: Launcher | None = None
+        self,
+        ranks: int,
+        script: Sequence[str] = (),
+        launcher: Launcher | None = None,
+        program: Path = SCRIPT,
     ) -> Iterator[RestartingJob]:
         """A started job, ended and cleaned up on the way out."""
         launcher = launcher or holdfast()
         name = f"{launcher.name}-{next(self._numbers)}"
-        job = RestartingJob(name, launcher, ranks, self.folder / name, script, SCRIPT)
+        job = RestartingJob(name, launcher, ranks, self.folder / name, script, program)
         job.orders.mkdir()
         try:
             with job:
@@ -51,7 +55,7 @@ class Setting:
 
 
 class RestartingJob(Job):
-    """A job of `scripts/restarting.py`."""
+    """A job of `scripts/restarting.py`, or of one that takes orders as it does."""
 
     killed = 0
     """How many processes the last fault was meant to cost."""
