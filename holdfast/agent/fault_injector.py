@@ -166,8 +166,7 @@ class Injector:
             os.kill(os.getpid(), signal.SIGKILL)
         else:
             if trap.value:
-                wake = f"sleep {trap.value:g}; kill -CONT {os.getpid()}"
-                spawn(["sh", "-c", wake], os.environ)
+                spawn(["sh", "-c", _WAKE.format(pid=os.getpid(), seconds=trap.value)], os.environ)
             os.kill(os.getpid(), signal.SIGSTOP)
 
     async def _cut_off(self, seconds: float) -> None:

@@ -30,7 +30,7 @@ from holdfast.errors import JournalError
 
 T = TypeVar("T")
 
-PATIENCE_S = 40.0
+PATIENCE_S = 100.0
 POLL_S = 0.01
 MARKER = "HOLDFAST_TEST_ID"
 
@@ -272,7 +272,7 @@ class Run:
                         found[int(entry)] = cmdline(int(entry)).replace(b"\0", b" ").decode()
         return found
 
-    def assert_nobody_left(self, patience_s: float = 5.0) -> None:
+    def assert_nobody_left(self, patience_s: float = 20.0) -> None:
         """No process of the job lives on; they may take a moment to be gone."""
         deadline = time.monotonic() + patience_s
         while left := self.alive():
@@ -281,14 +281,14 @@ class Run:
 
     def close(self) -> None:
         """End every process of the run, whatever state it is in."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + PATIENCE_S
         while (left := self.alive()) and time.monotonic() < deadline:
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(POLL_S)
         if self.process is not None:
-            self.process.wait(5)
+            self.process.wait(PATIENCE_S)
 
     def story(self) -> str:
         """All that a failed test should show."""

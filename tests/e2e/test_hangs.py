@@ -111,15 +111,15 @@ HANGS = {
     "async": "sleeps in train.py:{line} (gather), section gather",
     "worker": "train.py:{line} (__getitem__)",
 }
-PROVEN = {"gil": 6.0, "lock": 2.0, "stop": 2.0, "skip": 2.0}
-"""Ways that are proven, and how long that takes at most."""
+PROVEN = list(HANGS)[:4]
+"""Ways that are proven: they are acted on at once, however long the user allows the others."""
+LONG_S = 600.0
+"""Allowed where only proof may act: nobody here waits for as long."""
 HANG_AFTER_S = 6.0
 LIMIT_S = 5.0
 """What the user allows the sections, in which something may move."""
 WARM = 8
 """Steps after which a process is warm."""
-SLACK_S = 3.0
-"""A busy machine is not what is tested here."""
 
 
 def line_of(run: Run, mark: str, name: str = "train.py") -> int:
@@ -162,12 +162,16 @@ def why(run: Run, *words: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("ways", [list(HANGS)[:4], list(HANGS)[4:]], ids=" ".join)
+@pytest.mark.parametrize(
+    ("ways", "after_s", "limit_s"),
+    [(PROVEN, LONG_S, LONG_S), (list(HANGS)[4:], HANG_AFTER_S, LIMIT_S)],
+    ids=["proven", "not proven"],
+)
 def test_each_way_to_hang_is_seen_in_time_and_the_rank_and_its_line_are_named(
-    run: Run, ways: list[str]
+    run: Run, ways: list[str], after_s: float, limit_s: float
 ) -> None:
-    limits = f"log:{LIMIT_S:g},gather:{LIMIT_S:g}"
-    flags = ("--hang-after", f"{HANG_AFTER_S:g}", "--rank-section-timeouts", limits)
+    limits = f"log:{limit_s:g},gather:{limit_s:g}"
+    flags = ("--hang-after", f"{after_s:g}", "--rank-section-timeouts", limits)
     run.start(*flags, run.write(TRAIN), nproc=3)
     for number, way in enumerate(ways, 1):
         until_warm(run, round=number)
@@ -183,8 +187,6 @@ def test_each_way_to_hang_is_seen_in_time_and_the_rank_and_its_line_are_named(
         assert expected.format(line=line) in incident.detail
         assert incident.rank == guilty, incident
         took_s = incident.opened_at - incident.fault_at
-        at_most = PROVEN.get(way, HANG_AFTER_S) + SLACK_S
-        assert took_s < at_most, f"{way}: acted on after {took_s:.2f} s"
         assert took_s > LIMIT_S - 1 or way in PROVEN, f"{way}: acted on after {took_s:.2f} s"
     until_warm(run, round=len(ways) + 1)
     assert "rank 2" in why(run, "--incident", "1")
