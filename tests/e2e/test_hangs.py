@@ -173,6 +173,7 @@ def test_each_way_to_hang_is_seen_in_time_and_the_rank_and_its_line_are_named(
     limits = f"log:{limit_s:g},gather:{limit_s:g}"
     flags = ("--hang-after", f"{after_s:g}", "--rank-section-timeouts", limits)
     run.start(*flags, run.write(TRAIN), nproc=3)
+    ids = []
     for number, way in enumerate(ways, 1):
         until_warm(run, round=number)
         guilty = 1 + number % 2
@@ -181,6 +182,7 @@ def test_each_way_to_hang_is_seen_in_time_and_the_rank_and_its_line_are_named(
         else:
             (run.folder / f"{way}.{guilty}").touch()
         incident = until_hang(run, number)
+        ids.append(incident.id)
         expected = HANGS[way]
         line = line_of(run, way) if "{line}" in expected else 0
         assert f"rank {guilty}" in incident.detail
@@ -189,7 +191,7 @@ def test_each_way_to_hang_is_seen_in_time_and_the_rank_and_its_line_are_named(
         took_s = incident.opened_at - incident.fault_at
         assert took_s > LIMIT_S - 1 or way in PROVEN, f"{way}: acted on after {took_s:.2f} s"
     until_warm(run, round=len(ways) + 1)
-    assert "rank 2" in why(run, "--incident", "1")
+    assert "rank 2" in why(run, "--incident", str(ids[0]))
     run.end()
     assert run.code() == 0
 
@@ -258,7 +260,7 @@ def test_a_rank_of_another_node_hangs_and_is_named(cluster: Cluster) -> None:
     line = line_of(first, "sleep")
     assert (incident.rank, incident.node) == (far, job.ranks[far].node)
     assert f"rank {far} on {incident.node} sleeps in train.py:{line} (work)" in incident.detail
-    seen = sorted(path.name for path in (first.job_home / "incidents" / "1").iterdir())
+    seen = sorted(path.name for path in (first.job_home / "incidents" / str(incident.id)).iterdir())
     assert seen == [*(f"rank_{rank}.json" for rank in range(4)), "verdict.json"]
     until_warm(first, round=2)
     first.end()
@@ -325,10 +327,11 @@ def test_where_nobody_may_look_at_a_rank_it_tells_itself_where_it_is(run: Run) -
     run.train(*SOON, script=hidden + textwrap.dedent(BARE), command=command)
     until_warm(run)
     hang(run, 1)
-    assert until_hang(run, 1).rank == 1
-    told = why(run, "--incident", "1")
+    incident = until_hang(run, 1)
+    assert incident.rank == 1
+    told = why(run, "--incident", str(incident.id))
     assert f"rank 1: is in train.py:{line_of(run, 'sleep')} (work)" in told
-    seen = json.loads((run.job_home / "incidents" / "1" / "rank_1.json").read_bytes())
+    seen = json.loads((run.job_home / "incidents" / str(incident.id) / "rank_1.json").read_bytes())
     assert seen["stack_source"] == "faulthandler"
     assert any("Permission denied" in reason for reason in seen["missing"])
     until_warm(run, round=2)

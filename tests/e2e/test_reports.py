@@ -116,7 +116,8 @@ def test_the_story_of_an_incident_is_one_chain_of_causes(run: Run) -> None:
     run.until_stepping()
     run.kill_rank(0)
     run.until_stepping(round=2)
-    first, *others = run.ask("incidents", "1", "--story")
+    (incident,) = run.ask("incidents")
+    first, *others = run.ask("incidents", str(incident["id"]), "--story")
     assert first["what"] == "WorkerExited"
     known = {first["id"]}
     for step in others:
@@ -126,7 +127,7 @@ def test_the_story_of_an_incident_is_one_chain_of_causes(run: Run) -> None:
     assert kinds[0] == "StopWorkers"
     assert kinds.index("NodeReady") < kinds.index("StartWorkers") < kinds.index("WorkerStarted")
     assert kinds[-1] == "Progress", "the first step after it"
-    assert run.ask("incidents", "1")[0]["cause"] == first["id"]
+    assert incident["cause"] == first["id"]
     run.end()
     assert run.code() == 0
 
@@ -142,7 +143,7 @@ def test_incidents_have_the_keys_that_tools_rely_on(run: Run) -> None:
         *["id", "kind", "node", "rank", "round", "signature"],
         *["action", "phases", "lost_s", "lost_steps"],
     } <= set(incident)
-    assert incident["id"] == 1
+    assert incident["id"] >= 1
     assert incident["action"]
     run.end()
     assert run.code() == 0
@@ -162,8 +163,9 @@ def test_the_trace_shows_every_rank_and_every_incident(run: Run) -> None:
     assert all(event["ts"] >= 0 and event["dur"] > 0 for event in slices)
     assert {event["tid"] for event in slices if event["cat"] == "productive"} == {0, 1}
     assert {event["args"].get("round") for event in slices} >= {1, 2}
-    (incident,) = [event for event in slices if event["cat"] == "incident"]
-    assert "killed by SIGKILL" in incident["name"]
+    told = [event["name"] for event in slices if event["cat"] == "incident"]
+    (incident,) = [name for name in told if "is overloaded" not in name]  # That is the machine's.
+    assert "killed by SIGKILL" in incident
     names = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"]
     assert {"rank 0", "rank 1"} <= set(names)
 
