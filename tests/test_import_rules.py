@@ -184,7 +184,7 @@ def modules_after(code: str) -> set[str]:
         [sys.executable, "-c", code + report],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=True,
     )
     return set(done.stdout.rpartition("MODULES ")[2].split())
@@ -214,7 +214,7 @@ def test_help_costs_at_most_0_15_s(arguments: list[str]) -> None:
         subprocess.run(
             [sys.executable, "-m", "holdfast", *arguments],
             stdout=subprocess.DEVNULL,
-            timeout=60,
+            timeout=200,
             check=True,
             env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
         )
