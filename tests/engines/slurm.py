@@ -59,7 +59,8 @@ Steps:
 Size:
 
 - Shrinking works: `scontrol update jobid=J numnodes=1` drops the last nodes.
-- Growing does not: `numnodes=3` on a running job is refused ("no longer pending execution"). After an
+- Growing does not: `numnodes=3` on a running job is refused ("not supported on this system"; with
+  permit_job_expansion "no longer pending execution"). After an
   earlier resize every further update of the job is refused, after 5 s ("DB index is being set"): there
   is no accounting here. `--dependency=expand:J` is refused ("not supported on this system") unless
   SchedulerParameters has permit_job_expansion; then `salloc --dependency=expand:J` gets its node and
