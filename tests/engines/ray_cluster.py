@@ -13,7 +13,7 @@ What this Ray (2.60.0) was seen to do here, with two cores; the tests beside thi
   also on an actor without restarts; `ray.nodes()` says Alive=False, DeathReason=2 after 13.8 s. Only
   then does Ray restart the node's actors and reschedule bundles.
 - Calls to an actor that restarts fail with ActorUnavailableError ("The actor is restarting") until it
-  is back, unless `max_task_retries` is set. With `max_restarts=0` they then fail with ActorDiedError
+  is back (`max_task_retries=0`). With `max_restarts=0` they then fail with ActorDiedError
   ("The actor died because its node has died"). An actor can tell by
   `get_runtime_context().was_current_actor_reconstructed`.
 - A STRICT_SPREAD placement group that lost a node and has no other is RESCHEDULING: the lost bundle's

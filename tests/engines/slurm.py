@@ -13,8 +13,9 @@ Node loss (`SlurmdTimeout=10`, node killed with all its processes):
 - `sbatch --requeue`: the whole job is cancelled when the node is DOWN, then PENDING with
   Restarts=1 (Reason None at first, then BeginTime). `--no-requeue`: NODE_FAIL, ExitCode 0:15.
 - `sbatch --no-kill` with `srun --no-kill --kill-on-bad-exit=0`: the job and the step go on; the job's
-  NodeList loses the node, the step's environment does not change. Both flags are needed.
-- A node that comes back is IDLE at once (`ReturnToService=2`).
+  NodeList loses the node, the step's environment does not change. One without the other
+  was not tried.
+- A node that comes back is IDLE by itself (`ReturnToService=2`).
 
 Requeue:
 
@@ -43,7 +44,7 @@ Time limit:
 
 - `--time=0:40` is rounded up to a minute. The limit is enforced by a sweep every 30 s: a job of 60 s
   ended after 88 s. `--signal=B:USR1@20` (batch script only) or `USR1@20` (tasks only) came 28 s after
-  the start, that is 32 s before the limit: up to 60 s early by Slurm's manual.
+  the start, that is 32 s before the limit.
 - Then SIGTERM to all, KillWait, SIGKILL; TIMEOUT, ExitCode 0:9.
 
 Steps:
@@ -58,14 +59,16 @@ Steps:
 Size:
 
 - Shrinking works: `scontrol update jobid=J numnodes=1` drops the last nodes.
-- Growing does not: `numnodes=3` on a running job is refused ("DB index is being set", after 5 s, as
-  there is no accounting). `--dependency=expand:J` is refused ("not supported on this system") unless
-  SchedulerParameters has permit_job_expansion; then `salloc --dependency=expand:J` and
-  `numnodes=0` give the node up, but `update jobid=J numnodes=ALL` fails with the same DB index message.
-  So growth means further jobs that join.
+- Growing does not: `numnodes=3` on a running job is refused ("not supported on this system"; with
+  permit_job_expansion "no longer pending execution"). After an
+  earlier resize every further update of the job is refused, after 5 s ("DB index is being set"): there
+  is no accounting here. `--dependency=expand:J` is refused ("not supported on this system") unless
+  SchedulerParameters has permit_job_expansion; then `salloc --dependency=expand:J` gets its node and
+  gives it up with `numnodes=0`, but `update jobid=J numnodes=ALL` is refused for the DB index. With
+  accounting it was not tried. So growth means further jobs that join.
 
 Submission: an unknown partition is refused ("invalid partition specified: nope", exit 1); more nodes
-than there are (`-N9`) is accepted and pends for ever, unless `srun -I`.
+than there are (`-N9`) is accepted and pends (60 s watched); `srun -I` refuses at once.
 
 Environment: the batch script has SLURM_JOB_ID, SLURM_JOB_NODELIST, SLURM_JOB_NUM_NODES,
 SLURM_JOB_PARTITION, SLURM_CPUS_ON_NODE, SLURM_SUBMIT_DIR, SLURMD_NODENAME, SLURM_PROCID=0 and
