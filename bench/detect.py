@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
-import tempfile
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -22,10 +20,9 @@ sys.path[:0] = [str(BENCH.parent)]  # Also where holdfast is not installed.
 from detection import calm, cost, healthy, hung, localise, slow, stacks  # noqa: E402
 from detection.jobs import Setting  # noqa: E402
 from detection.patterns import KINDS, ROWS  # noqa: E402
-from harness import processes  # noqa: E402
-from harness.launchers import LauncherMissingError  # noqa: E402
+from harness import command  # noqa: E402
 from harness.lines import Line, report  # noqa: E402
-from harness.report import Report, publish  # noqa: E402
+from harness.report import Report  # noqa: E402
 from harness.setting import say  # noqa: E402
 
 MEASURES: dict[str, Callable[[Setting], list[Line]]] = {
@@ -141,23 +138,7 @@ def main() -> int:
     if args.list or args.show:
         print(ROWS[args.show].script if args.show else _listed())
         return 0
-    processes.adopt_orphans()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    # Short, because launchers put Unix sockets below it and those allow about 100 characters.
-    with tempfile.TemporaryDirectory(prefix="hfd-", ignore_cleanup_errors=True) as scratch:
-        try:
-            report = _report(args, Path(args.keep or scratch))
-        except LauncherMissingError as missing:
-            say(f"detect.py: {missing}")
-            return 2
-        except KeyboardInterrupt:
-            say("detect.py: interrupted; every process it started has been ended")
-            return 130
-        finally:
-            processes.end_descendants([])
-    options = {key: value for key, value in vars(args).items() if key != "json"}
-    publish(report, options, args.json)
-    return 0 if report.passed else 1
+    return command.run(args, lambda folder: _report(args, folder))
 
 
 if __name__ == "__main__":

@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from harness import lines, processes
-from harness.launchers import LauncherMissingError
+from harness import command, lines
 from harness.lines import Line
-from harness.report import Report, publish
-from harness.setting import say
+from harness.report import Report
 from restarting import cost, device, nvrx, single, storm
 from restarting.jobs import Setting
 
@@ -83,20 +79,7 @@ def _report(args: argparse.Namespace, folder: Path) -> Report:
 
 def main() -> int:
     args = arguments()
-    processes.adopt_orphans()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    # Short, because launchers put Unix sockets below it and those allow about 100 characters.
-    with tempfile.TemporaryDirectory(prefix="hfb-", ignore_cleanup_errors=True) as scratch:
-        try:
-            report = _report(args, args.keep.resolve() if args.keep else Path(scratch))
-        except LauncherMissingError as missing:
-            say(f"inprocess.py: {missing}")
-            return 2
-        except KeyboardInterrupt:
-            say("inprocess.py: interrupted; every process it started has been ended")
-            return 130
-    publish(report, {key: value for key, value in vars(args).items() if key != "json"}, args.json)
-    return 0 if report.passed else 1
+    return command.run(args, lambda folder: _report(args, folder))
 
 
 if __name__ == "__main__":

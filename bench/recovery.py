@@ -8,14 +8,12 @@ take turns, because machines are noisy, and what is to be believed are the ratio
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from harness import launchers, peers, processes
-from harness.report import Report, publish
+from harness import command, launchers, peers
+from harness.report import Report
 from harness.setting import Setting, say
 from modes import frameworks, goodput, many_kills, nodes, one_kill, steady
 
@@ -195,21 +193,7 @@ def _report(args: argparse.Namespace, folder: Path) -> Report:
 
 def main() -> int:
     args = arguments()
-    processes.adopt_orphans()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    # Short, because launchers put Unix sockets below it and those allow about 100 characters.
-    with tempfile.TemporaryDirectory(prefix="hfb-", ignore_cleanup_errors=True) as scratch:
-        try:
-            report = _report(args, args.keep.resolve() if args.keep else Path(scratch))
-        except launchers.LauncherMissingError as missing:
-            say(f"recovery.py: {missing}")
-            return 2
-        except KeyboardInterrupt:
-            say("recovery.py: interrupted; every process it started has been ended")
-            return 130
-    options = {key: value for key, value in vars(args).items() if key != "json"}
-    publish(report, options, args.json)
-    return 0 if report.passed else 1
+    return command.run(args, lambda folder: _report(args, folder))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@
     │   └── Unusable             bytes do not match their digest; they were not used
     ├── DataError            1   data set or its saved state cannot be used, or a record not be read
     ├── FencedError          1   message from an older round, refused
+    ├── PlatformError        1   platform refused, failed or cannot be reached
     ├── InjectedFault        1   fault requested with `holdfast chaos` (also a RuntimeError)
     ├── StopRestarting      93   restartable function shall not be entered again, on any rank; or 75
     ├── UnfitProcess         1   process shall be replaced, not re-enter its restartable function
@@ -57,6 +58,17 @@ class UsageError(HoldfastError):
 
 class JobError(HoldfastError):
     """A job that cannot be started or found."""
+
+
+class PlatformError(HoldfastError):
+    """A platform that refused requests, failed, or cannot be reached."""
+
+    def __init__(
+        self, message: str, requests: tuple[str, ...] = (), *, for_good: bool = False
+    ) -> None:
+        """`requests` are those concerned, none for all; `for_good` if asking again is in vain."""
+        super().__init__(message)
+        self.requests, self.for_good = requests, for_good
 
 
 class JobHomeError(JobError):

@@ -223,6 +223,14 @@ def _set_aside(path: Path) -> Path:
     return path.rename(aside)
 
 
+def reopen(name: str) -> JobHome:
+    """Open the home of a job that goes on after it had to stop, locked by this process."""
+    home = share(name)
+    if not home.lock():
+        raise JobHomeError(f"job {name} is running already ({home.path})")
+    return home
+
+
 def share(name: str) -> JobHome:
     """Open the home of a job that another machine hosts, for this node's logs."""
     home = home_of(name)

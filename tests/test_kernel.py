@@ -14,7 +14,7 @@ from holdfast import kernel
 
 def python(code: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True
     )
     return done.stdout.strip()
 
@@ -65,7 +65,7 @@ if os.fork() == 0:
 os.read(read_end, 1)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    done = subprocess.run([sys.executable, "-c", code], timeout=30, stdout=subprocess.PIPE)
+    done = subprocess.run([sys.executable, "-c", code], timeout=200, stdout=subprocess.PIPE)
     # The pipe of stdout is closed only when the child is gone too, else this would have hung.
     assert done.returncode == -signal.SIGKILL
 

@@ -24,7 +24,7 @@ BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_{
 def run(*command: str, cwd: Path, **environ: str) -> str:
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        command, cwd=cwd, env={**env, **environ}, capture_output=True, text=True, timeout=100
+        command, cwd=cwd, env={**env, **environ}, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

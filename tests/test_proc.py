@@ -15,7 +15,7 @@ import pytest
 from holdfast import kernel, proc
 from holdfast.proc import CpuTime, cpu_time, moved_bytes, process_state
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 def test_processor_time_is_that_of_the_one_thread() -> None:

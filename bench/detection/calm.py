@@ -12,6 +12,7 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 
 from harness.job import JobError
+from harness.launchers import holdfast
 from harness.lines import Line
 from harness.setting import say
 
@@ -36,7 +37,7 @@ def _measure(setting: Setting, told: str, beside: AbstractContextManager[None]) 
     found: list[str] = []
     reached, why, began = 0, "", time.monotonic()
     try:
-        with beside, jobs.running(setting, jobs.launcher(NODES), RANKS, script) as job:
+        with beside, jobs.running(setting, holdfast(nodes=NODES), RANKS, script) as job:
             try:
                 _wait(job, steps, began)
             finally:

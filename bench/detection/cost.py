@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 
 from harness.job import GLANCE_EVERY_S, JobError
+from harness.launchers import holdfast
 from harness.lines import Line
 
 from detection import jobs
@@ -28,7 +29,7 @@ def measure(setting: Setting) -> list[Line]:
     result = setting.folder / "byturns.json"
     script = [str(turns), str(result)]
     try:
-        with jobs.running(setting, jobs.launcher(1), RANKS, script, SCRIPT) as job:
+        with jobs.running(setting, holdfast(), RANKS, script, SCRIPT) as job:
             job.wait_for("the turns", result.exists, LIMIT_S, GLANCE_EVERY_S)
             found = json.loads(result.read_text())
     except JobError as failure:

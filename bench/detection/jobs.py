@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 
 from harness.job import GLANCE_EVERY_S, Job, JobError
-from harness.launchers import Command, Launch, Launcher, free_port, holdfast
+from harness.launchers import Launcher
 from harness.marks import Seconds
 
 from holdfast.coordinator.journal import replay
@@ -49,21 +49,6 @@ class Setting:
     """Whether hangs are not looked for: a healthy row that fails then is not healthy."""
     keep: bool = False
     """Whether jobs' folders stay for a person to look at."""
-
-
-def launcher(nodes: int, *flags: str, env: dict[str, str] | None = None) -> Launcher:
-    """As many `holdfast run`, one a node, that meet at a port."""
-    python = holdfast().launch("", 1, ["x"]).commands[0].argv[0]
-
-    def launch(job: str, ranks: int, script: Sequence[str]) -> Launch:
-        words = ["--nproc-per-node", str(ranks // nodes), "--job", job, *flags]
-        if nodes > 1:
-            words += ["--nnodes", str(nodes), "--rdzv-backend", "c10d"]
-            words += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
-        command = Command([python, "-m", "holdfast", "run", *words, *script], env or {})
-        return Launch([command] * nodes)
-
-    return Launcher("holdfast", launch)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from harness.job import Job, JobError
+from harness.launchers import holdfast
 from harness.lines import Line, count
 from harness.setting import say
 
@@ -62,7 +63,7 @@ def _slowed(setting: Setting, what: str, script: list[str], inject: bool = False
     others: set[int] = set()
     looks, flagged, why = 0, 0, ""
     try:
-        with jobs.running(setting, jobs.launcher(NODES), RANKS, script) as job:
+        with jobs.running(setting, holdfast(nodes=NODES), RANKS, script) as job:
             jobs.wait_until_warm(job)
             if inject:
                 _command(job, "chaos", job.name, "slow", "--rank", str(SLOW_RANK), "--json")
@@ -142,7 +143,7 @@ def _healthy(setting: Setting) -> list[Line]:
 
 def _findings(setting: Setting, script: list[str]) -> list[str]:
     """What is found about the ranks of a healthy job while it is watched."""
-    with jobs.running(setting, jobs.launcher(NODES), RANKS, script) as job:
+    with jobs.running(setting, holdfast(nodes=NODES), RANKS, script) as job:
         jobs.wait_until_warm(job)
         until = time.monotonic() + HEALTHY_S
 

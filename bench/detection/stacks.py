@@ -6,6 +6,7 @@ import time
 from statistics import median
 
 from harness.job import JobError
+from harness.launchers import holdfast
 from harness.lines import Line, count
 
 from detection import jobs
@@ -22,7 +23,7 @@ def measure(setting: Setting) -> list[Line]:
     complete, why = 0, ""
     tries = 2 if setting.quick else 5
     try:
-        with jobs.running(setting, jobs.launcher(1), RANKS, ["--step-ms=100"]) as job:
+        with jobs.running(setting, holdfast(), RANKS, ["--step-ms=100"]) as job:
             jobs.wait_until_warm(job)
             for _ in range(tries):
                 began = time.monotonic()

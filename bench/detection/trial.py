@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.job import GLANCE_EVERY_S, Job, JobError
+from harness.launchers import holdfast
 from harness.marks import Seconds
 
 from detection import jobs
@@ -114,9 +115,9 @@ def run(setting: Setting, one: Try) -> Outcome:
     beside = Beside(row.beside, row.lasts_s, signs) if row.beside else None
     flags = ["--no-hang-detection"] if setting.unwatched else []
     flags += [f"--hang-after={one.hang_after:g}"] if one.hang_after is not None else []
-    launcher = jobs.launcher(
-        NODES if row.group != "healthy" else 1,
+    launcher = holdfast(
         *flags,
+        nodes=NODES if row.group != "healthy" else 1,
         env={
             "BENCH_SIGNS": str(signs),
             "BENCH_BESIDE": beside.address if beside else "",

@@ -92,13 +92,18 @@ def torchrun() -> Launcher:
     return Launcher("torchrun", launch)
 
 
-def holdfast() -> Launcher:
+def holdfast(*flags: str, nodes: int = 1, env: dict[str, str] | None = None) -> Launcher:
+    """Holdfast with further flags; on several nodes, a launcher for each, which meet at a port."""
     _ready_python("torch")
     python = _ready_python("holdfast")
 
     def launch(job: str, ranks: int, script: Sequence[str]) -> Launch:
-        flags = ["--nproc-per-node", str(ranks), "--job", job]
-        return Launch([Command([python, "-m", "holdfast", "run", *flags, *script])])
+        words = ["--nproc-per-node", str(ranks // nodes), "--job", job, *flags]
+        if nodes > 1:
+            words += ["--nnodes", str(nodes), "--rdzv-backend", "c10d"]
+            words += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+        command = Command([python, "-m", "holdfast", "run", *words, *script], env or {})
+        return Launch([command] * nodes)
 
     return Launcher("holdfast", launch)
 

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from harness import processes
 from harness.job import Job, JobError
-from harness.launchers import Command, Launch, Launcher, free_port
-from harness.launchers import holdfast as one_node
+from harness.launchers import Launcher, holdfast
 from harness.marks import Life, Seconds
 
 COSTLY = {"kill", "stop", "gil"}
@@ -36,12 +35,16 @@ class Setting:
 
     @contextmanager
     def job(
-        self, ranks: int, script: Sequence[str] = (), launcher: Launcher | None = None
+        self,
+        ranks: int,
+        script: Sequence[str] = (),
+        launcher: Launcher | None = None,
+        program: Path = SCRIPT,
     ) -> Iterator[RestartingJob]:
         """A started job, ended and cleaned up on the way out."""
-        launcher = launcher or one_node()
+        launcher = launcher or holdfast()
         name = f"{launcher.name}-{next(self._numbers)}"
-        job = RestartingJob(name, launcher, ranks, self.folder / name, script, SCRIPT)
+        job = RestartingJob(name, launcher, ranks, self.folder / name, script, program)
         job.orders.mkdir()
         try:
             with job:
@@ -51,22 +54,8 @@ class Setting:
                 job.discard()
 
 
-def launcher(*flags: str, nodes: int = 1) -> Launcher:
-    """Holdfast with further flags; with several nodes, a launcher for each, which meet at a port."""
-    python = one_node().launch("", 1, ["x"]).commands[0].argv[0]
-
-    def launch(job: str, ranks: int, script: Sequence[str]) -> Launch:
-        common = ["--nproc-per-node", str(ranks // nodes), "--job", job, *flags]
-        if nodes > 1:
-            common += ["--nnodes", str(nodes), "--rdzv-backend", "c10d"]
-            common += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
-        return Launch([Command([python, "-m", "holdfast", "run", *common, *script])] * nodes)
-
-    return Launcher("holdfast", launch)
-
-
 class RestartingJob(Job):
-    """A job of `scripts/restarting.py`."""
+    """A job of `scripts/restarting.py`, or of one that takes orders as it does."""
 
     killed = 0
     """How many processes the last fault was meant to cost."""

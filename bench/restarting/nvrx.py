@@ -17,7 +17,7 @@ from harness.lines import Line
 from harness.marks import Seconds
 from harness.setting import say
 
-from restarting.jobs import RestartingJob, Setting
+from restarting.jobs import Setting
 
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "nvrx_restarting.py"
 RANKS = 2
@@ -29,12 +29,9 @@ def measure(setting: Setting, cache: Path) -> list[Line]:
     what = "NVRx: exception in one of 2, both entered again"
     times: list[Seconds] = []
     note = ""
-    job = RestartingJob(
-        "nvrx", _launcher(cache.resolve() / "nvrx"), RANKS, setting.folder / "nvrx", [], SCRIPT
-    )
-    job.orders.mkdir()
+    launcher = _launcher(cache.resolve() / "nvrx")
     try:
-        with job:
+        with setting.job(RANKS, launcher=launcher, program=SCRIPT) as job:
             stepped = job.wait_for_steps(setting.limit)
             for _ in range(setting.tries):
                 job.train_until(stepped + BETWEEN_S)
@@ -44,9 +41,6 @@ def measure(setting: Setting, cache: Path) -> list[Line]:
                 say(f"nvrx: both entered again after {times[-1]:.3f} s")
     except JobError as failure:
         note = str(failure)
-    finally:
-        if not setting.keep_logs:
-            job.discard()
     seen = f"{len(times)} times, {min(times):.2f} to {max(times):.2f} s" if times else ""
     return [Line(what, median(times) if times else None, "s", seen=seen, why=note, samples=times)]
 

@@ -59,7 +59,7 @@ def _held(pid: int) -> Held:
 
 @dataclass(frozen=True)
 class Growth:
-    """What a process held late more than early: medians of the last third less those of the second."""
+    """What a process held late more than early, each as `grown` says."""
 
     pid: int
     samples: int
@@ -76,12 +76,13 @@ def growth(samples: Sequence[Sample], fewest: int) -> list[Growth]:
     for key in sorted(keys):
         held = [one[key] for one in samples if key in one]
         if len(held) >= fewest:
-            third = len(held) // 3
-            early, late = held[third : 2 * third], held[-third:]
-            more = {
-                name: median(getattr(one, name) for one in late)
-                - median(getattr(one, name) for one in early)
-                for name in ("rss_mib", "threads", "files", "sockets")
-            }
+            names = ("rss_mib", "threads", "files", "sockets")
+            more = {name: grown([getattr(one, name) for one in held]) for name in names}
             found.append(Growth(key[0], len(held), **more))
     return found
+
+
+def grown(amounts: Sequence[float]) -> float:
+    """Return the median of the last third less that of the second."""
+    third = len(amounts) // 3
+    return median(amounts[-third:]) - median(amounts[third : 2 * third])

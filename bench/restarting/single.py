@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 
 from harness.job import JobError
+from harness.launchers import holdfast
 from harness.lines import Line
 from harness.marks import Seconds
 from harness.setting import say
 
-from restarting import jobs
 from restarting.jobs import RestartingJob, Setting
 
 BETWEEN_S: Seconds = 1.0
@@ -62,7 +62,7 @@ def measure(setting: Setting) -> list[Line]:
     ]
 
 
-HANGS: dict[str, tuple[tuple[str, ...], Callable[[RestartingJob], Seconds], Seconds | None]] = {
+HANGS: dict[str, tuple[tuple[str, ...], Callable[[RestartingJob], Seconds], Seconds]] = {
     "SIGSTOP": ((), lambda job: _signal(job, 1, signal.SIGSTOP), 1.2),
     "mismatched collective": ((), lambda job: job.break_(1, "mismatch@reduce"), 1.2),
     "GIL kept": ((), lambda job: job.break_(1, "gil@forward"), 4.2),
@@ -84,8 +84,7 @@ def measure_hangs(setting: Setting) -> list[Line]:
     lines = []
     for name, (flags, fault, deadline_s) in HANGS.items():
         found = _faults(setting, 2, fault, *flags)
-        goal = None if deadline_s is None else deadline_s + REST_S
-        lines.append(_line(f"hang: {name}", found, "stepped_s", goal))
+        lines.append(_line(f"hang: {name}", found, "stepped_s", deadline_s + REST_S))
     return lines
 
 
@@ -94,7 +93,7 @@ def _faults(
 ) -> Found:
     found = Found()
     try:
-        with setting.job(ranks, launcher=jobs.launcher(*flags)) as job:
+        with setting.job(ranks, launcher=holdfast(*flags)) as job:
             stepped = job.wait_for_steps(setting.limit)
             for number in range(setting.tries):
                 job.train_until(stepped + BETWEEN_S)

@@ -19,16 +19,17 @@ from statistics import median
 
 from harness import leftovers, processes
 from harness.job import JobError
+from harness.launchers import holdfast
 from harness.lines import Line, count
 from harness.marks import Seconds
 from harness.report import percentile
 from harness.setting import say
 
-from restarting import jobs, resources
+from restarting import resources
 from restarting.jobs import RestartingJob, Setting
 
 NODES, RANKS = 2, 4
-PLACES = ("entry", "forward", "backward", "reduce", "between", "after")
+PLACES = ("forward", "backward", "reduce", "between", "after")
 SAMPLE_EVERY = 5
 TELL_EVERY = 10
 FEWEST_SAMPLES = 12
@@ -53,8 +54,6 @@ class Blow:
 class Storm:
     blows: list[Blow] = field(default_factory=list)
     samples: list[resources.Sample] = field(default_factory=list)
-    processes: list[int] = field(default_factory=list)
-    """How many there were at each sample."""
     lasting: dict[str, int] = field(default_factory=dict)
     """Processes that were meant to live through most of it."""
     left_behind: list[str] = field(default_factory=list)
@@ -103,15 +102,13 @@ class Blows:
         return moment
 
     def raise_(self) -> Seconds:
-        places = [place for place in PLACES if place != "entry"]
-        return self._job.order(self.victim(), f"raise@{self._draw.choice(places)}")
+        return self._job.order(self.victim(), f"raise@{self._draw.choice(PLACES)}")
 
     def kill(self) -> Seconds:
         return self._kill(self._job.life(self.victim()).pid)
 
     def kill_itself(self) -> Seconds:
-        places = [place for place in PLACES if place != "entry"]
-        return self._order_to_die(f"kill@{self._draw.choice(places)}")
+        return self._order_to_die(f"kill@{self._draw.choice(PLACES)}")
 
     def _order_to_die(self, fault: str) -> Seconds:
         victim = self.victim()
@@ -202,7 +199,7 @@ def _storm(setting: Setting, faults: int, seed: int) -> Storm:
     memory_before = leftovers.shared_memory()
     try:
         script = [f"--result={setting.folder / 'result'}", f"--saves={setting.folder / 'saves'}"]
-        with setting.job(RANKS, script, jobs.launcher(nodes=NODES)) as job:
+        with setting.job(RANKS, script, holdfast(nodes=NODES)) as job:
             try:
                 _deal(job, setting, storm, faults, random.Random(seed))
                 job.finish(setting.limit)
@@ -231,9 +228,7 @@ def _deal(
             agent = job.agent_of(blows.spared)
             storm.lasting = {"rank": blows.spared, "its agent": agent or 0}
         if number % SAMPLE_EVERY == 0:
-            found = resources.sample()
-            storm.samples.append(found)
-            storm.processes.append(len(found))
+            storm.samples.append(resources.sample())
         kind = draw.choices(kinds, weights)[0]
         while blows.wears_out(kind):
             kind = draw.choices(kinds, weights)[0]
@@ -339,8 +334,7 @@ def _flat(storm: Storm) -> list[Line]:
             Line(f"{name}: files grown", one.files, at_most=2.0),
             Line(f"{name}: sockets grown", one.sockets, at_most=2.0),
         ]
-    if len(storm.processes) >= 6:
-        third = len(storm.processes) // 3
-        more = median(storm.processes[-third:]) - median(storm.processes[third : 2 * third])
-        lines.append(Line("processes grown", more, at_most=1.0, samples=storm.processes))
+    if len(storm.samples) >= 6:
+        counts = [len(sample) for sample in storm.samples]
+        lines.append(Line("processes grown", resources.grown(counts), at_most=1.0, samples=counts))
     return lines

@@ -37,6 +37,12 @@ log = logging.getLogger("holdfast.agent")
 JOURNALED_LIMIT_S: Final = 1.0
 """Longest time that a fault waits until its report is journaled."""
 
+_WAKE: Final = (
+    'while read -r _ _ state _ 2>/dev/null </proc/{pid}/stat && [ "$state" != T ]; do sleep 0.01; done;'
+    " sleep {seconds:g}; kill -CONT {pid}"
+)
+"""Continues a process so long after it has stopped: a signal that came before would be lost."""
+
 NO_STEPS: Final = "the steps of a command (--no-python) are not seen; only signals reach it, now"
 
 
@@ -166,8 +172,7 @@ class Injector:
             os.kill(os.getpid(), signal.SIGKILL)
         else:
             if trap.value:
-                wake = f"sleep {trap.value:g}; kill -CONT {os.getpid()}"
-                spawn(["sh", "-c", wake], os.environ)
+                spawn(["sh", "-c", _WAKE.format(pid=os.getpid(), seconds=trap.value)], os.environ)
             os.kill(os.getpid(), signal.SIGSTOP)
 
     async def _cut_off(self, seconds: float) -> None:

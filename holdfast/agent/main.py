@@ -179,7 +179,7 @@ class _Agent:
 
     def _join(self) -> None:
         settings = self.orders.settings
-        host = socket.gethostname()
+        host = topology.node_name(os.environ, socket.gethostname())
         switch, block, domain = topology.labels(os.environ)
         spec = NodeSpec(
             host=host,
@@ -195,6 +195,7 @@ class _Agent:
             domain=domain,
             keeper_port=self.listener.getsockname()[1],
             test_port=self.tester.port,
+            request=topology.request(os.environ),
         )
         port = self.starter.port.number
         self.stream.send(

@@ -150,8 +150,7 @@ class Starter:
         worker = Worker(part.round, rank, process, standby, output, error_file, flight)
         worker.local_rank = local_rank
         if parked is not None:
-            worker.again, worker.before = True, parked.output
-            parked.reset_page()
+            worker.succeed(parked)
         monitor.expect(worker)
         if standby is not None:
             self._assign(worker, standby, env, output, local_rank, part.opened_at)

@@ -209,8 +209,7 @@ class Worker:
         if self.stopping:
             return  # It has a grace period now.
         log.warning("rank %d does not leave its function; its process is replaced", self.rank)
-        self._stop_sent = asyncio.get_running_loop().time()
-        self.kill()
+        self.end_now()
 
     def ask_to_stop(self, grace_s: Seconds, number: signal.Signals = signal.SIGTERM) -> None:
         """Stop it by this signal, with SIGKILL after the grace period."""
@@ -311,10 +310,12 @@ class Worker:
             os.close(self.stacks_fd)
             self.stacks_fd = None
 
-    def reset_page(self) -> None:
-        """Empty its page: what it did in its last place is told, and the next one starts at nothing."""
-        if self.runtime is not None:
-            self.runtime.page.reset()
+    def succeed(self, parked: Worker) -> None:
+        """Go on in the process of a parked worker, with its streams until it has entered again, and
+        with an empty page: what it did in its last place is told."""
+        self.again, self.before = True, parked.output
+        if parked.runtime is not None:
+            parked.runtime.page.reset()
 
     def close_before(self) -> None:
         """Close the output of its last place."""

@@ -21,6 +21,7 @@ COMMANDS = {
     "why": "where every rank is now, and which ranks wait for which",
     "hang": "decide about a rank that others wait for: end it now, or never",
     "tune": "show or change settings of data loaders: micro-batch, workers, prefetch",
+    "scale": "change the number of nodes of a running job",
     "chaos": "inject a fault into a running job",
     "sim": "simulate a cluster over the real core: faults, invariants, goodput",
 }

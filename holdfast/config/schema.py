@@ -256,6 +256,28 @@ class WithoutEffect:
         "ranks are not bound to CPUs", otherwise="none")
 
 
+class OfThePlatform:
+    relaunches = Setting(values.whole_number, 3, "N",
+        "how often a position is filled again after a failure of its node; preemption and kills do "
+        "not count")
+    memory = Setting(values.memory, 0, "SIZE",
+        "memory that a node is asked for, such as 16GiB; it is doubled when it runs out",
+        otherwise="as the platform's own settings say")
+    memory_limit = Setting(values.memory, 65_536, "SIZE",
+        "what --memory is raised to at most", otherwise="64GiB")
+    critical: Setting[tuple[int, ...] | None] = Setting(values.positions, (), "all|none|N,...",
+        "positions whose loss for good ends the job", otherwise="none")
+    group = Setting(values.whole_number, 1, "N",
+        "nodes that the platform provides only together: a rack, a slice")
+    priority = Setting(values.any_text, "", "NAME|SHARE",
+        "priority of the nodes, by the platform's name for it; or the share of them, from 0 to 1, "
+        "that get its high one", otherwise="the platform's own")
+    pending_limit = Setting(values.time_limit, None, "SECONDS",
+        "how long a node may be asked for in vain", otherwise="learnt, at least 900")
+    requeued = _switch(
+        "this start continues the job of the same name, which had to stop (exit code 75)")
+
+
 class OfTheMachine:
     home = Setting(values.any_text, "~/.holdfast", "DIR",
         "directory of all jobs")
@@ -272,6 +294,11 @@ class OfTheMachine:
         "topology block of this node", otherwise="from SLURM_TOPOLOGY_ADDR")
     domain = Setting(values.any_text, "", "NAME",
         "fast interconnect that --segment groups by", otherwise="none")
+    node_name = Setting(values.any_text, None, "NAME",
+        "the platform's name for this node, by which it can be avoided",
+        otherwise="SLURMD_NODENAME, or the host's name")
+    request = Setting(values.any_text, "", "ID",
+        "set by a supplier: the request that this node was started for", otherwise="none")
     stopped_limit = Setting(values.seconds, 15.0, "SECONDS",
         "how long an agent or coordinator may stay stopped (SIGSTOP) before it is killed; for "
         "tests")
@@ -281,7 +308,7 @@ class OfTheMachine:
 # fmt: on
 
 
-class Settings(MostUsed, AsInTorchrun, WithoutEffect, OfTheMachine):
+class Settings(MostUsed, OfThePlatform, AsInTorchrun, WithoutEffect, OfTheMachine):
     """What the user said; as attributes, the values of all settings."""
 
     def __init__(self, said: Mapping[str, Said], warnings: tuple[str, ...] = ()) -> None:
@@ -296,6 +323,7 @@ class Settings(MostUsed, AsInTorchrun, WithoutEffect, OfTheMachine):
 
 WITH_FLAGS: dict[str, type] = {
     "most used": MostUsed,
+    "of a platform that provides the nodes": OfThePlatform,
     "as in torchrun": AsInTorchrun,
     "accepted for torchrun's sake, without effect": WithoutEffect,
 }

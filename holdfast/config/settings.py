@@ -27,6 +27,7 @@ from holdfast.errors import UsageError
 from holdfast.messages.hangs import HangTerms
 from holdfast.messages.local import Entry
 from holdfast.messages.records import Script, Terms
+from holdfast.messages.supply import SupplyTerms
 from holdfast.wire.tls import TlsFiles, check_files
 
 
@@ -53,6 +54,7 @@ class RunSettings(Struct, frozen=True, kw_only=True):
     script_args: tuple[str, ...]
     entry: Entry
     job: str | None
+    requeued: bool  # whether it continues a job that had to stop
     nproc: int
     node_rank: int | None
     save_deadline_s: float  # for the newest snapshot to reach storage when the node must stop
@@ -94,6 +96,7 @@ def run_settings(given: Settings, command: Sequence[str]) -> RunSettings:
         script_args=tuple(script_args),
         entry=entry,
         job=given.job,
+        requeued=given.requeued,
         nproc=nproc,
         node_rank=_node_rank(given, terms.max_nodes + terms.spares),
         save_deadline_s=given.save_deadline,
@@ -143,6 +146,36 @@ def job_terms(given: Settings) -> Terms:
         last_call_s=last_call_timeout_s,
         join_limit_s=join_timeout_s,
         chaos=given.chaos,
+        supply=_supply(given, max_nodes),
+    )
+
+
+def _supply(given: Settings, max_nodes: int) -> SupplyTerms:
+    """What the user asks of a platform."""
+    memory, limit = given.memory, given.memory_limit
+    if memory > limit:
+        raise UsageError(
+            f"{given.shown('memory')}: is more than --memory-limit ({limit} MiB); raise that, too"
+        )
+    if max_nodes % max(1, given.group):
+        raise UsageError(
+            f"{given.shown('group')}: --nnodes ({max_nodes}) is no multiple of it; change one of them"
+        )
+    critical = given.critical
+    if critical is None:
+        critical = tuple(range(max_nodes))
+    elif critical and max(critical) >= max_nodes + given.spares:
+        raise UsageError(
+            f"{given.shown('critical')}: positions go from 0 to {max_nodes + given.spares - 1}"
+        )
+    return SupplyTerms(
+        memory_mib=memory,
+        memory_limit_mib=limit,
+        relaunches=given.relaunches,
+        critical=critical,
+        group=given.group,
+        priority=given.priority,
+        pending_s=given.pending_limit,
     )
 
 

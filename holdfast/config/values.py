@@ -300,3 +300,25 @@ def key_values(text: str, flag: str) -> dict[str, str]:
             raise UsageError(f"{flag} {pair}: KEY=VALUE is needed, as in join_timeout=600")
         pairs[key] = value
     return pairs
+
+
+def memory(text: str, source: str) -> int:
+    """Read an amount of memory, in MiB: "16GiB", "512MiB", "1TiB"; a plain number is MiB."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(MiB|GiB|TiB|M|G|T)?", text.strip(), re.IGNORECASE)
+    unit = {"M": 1, "G": 1024, "T": 1024 * 1024}[(match[2] or "M")[0].upper()] if match else 0
+    found = round(float(match[1]) * unit) if match else 0
+    if not 0 < found <= 1 << 40:
+        raise UsageError(f"{source} {text}: an amount of memory is needed, such as 16GiB or 512MiB")
+    return found
+
+
+def positions(text: str, source: str) -> tuple[int, ...] | None:
+    """Read which positions are meant: None for all of them."""
+    if text == "all":
+        return None
+    if text in ("none", ""):
+        return ()
+    try:
+        return tuple(sorted({int(part.removeprefix("idx:")) for part in text.split(",")}))
+    except ValueError:
+        raise UsageError(f"{source} {text}: all, none or numbers such as 0,3 are needed") from None

@@ -28,7 +28,7 @@ from holdfast.core.job import Job
 from holdfast.errors import BadFrame, WireError, WrongProtocol, WrongToken
 from holdfast.messages.records import Terms
 from holdfast.messages.units import RoundNumber
-from holdfast.messages.wire import PROTOCOL, Hello, Visit
+from holdfast.messages.wire import PROTOCOL, Hello, SupplierHello, Visit
 
 MAX_LOST_ROUNDS = 10_000
 """A node may know rounds that the journal lost, but not more than this."""
@@ -46,7 +46,7 @@ class _Greeting(Struct):
 _greetings = msgspec.msgpack.Decoder(_Greeting)
 
 
-def check_caller(greeting: Hello | Visit | _Greeting, token: str) -> None:
+def check_caller(greeting: Hello | Visit | SupplierHello | _Greeting, token: str) -> None:
     """Raise unless the caller has the job's token and speaks our protocol."""
     if not hmac.compare_digest(greeting.token.encode(), token.encode()):
         raise WrongToken("wrong token for this job")
@@ -81,7 +81,10 @@ def refusal(hello: Hello, job: Job | None, known: bool) -> str | None:
         return None
     if hello.version != __version__:
         return f"the coordinator is of holdfast {__version__}, not {hello.version}; {SAME_VERSION}"
-    return _difference(hello.terms, job.terms) if job is not None else None
+    if job is None:
+        return None
+    # Nodes that were started before the job was scaled, or are started as it was once, may join.
+    return _difference(hello.terms, job.terms) and _difference(hello.terms, job.opened_terms)
 
 
 def _impossible(terms: Terms) -> bool:

@@ -23,7 +23,7 @@ from holdfast.coordinator.server import Coordinator
 from holdfast.core.replay import JobSnapshot
 from holdfast.errors import JournalError
 from holdfast.jobhome import JobHome
-from holdfast.messages.events import CoordinatorRestarted
+from holdfast.messages.events import AnyEvent, CoordinatorRestarted, JobRequeued
 from holdfast.messages.exits import EXIT_FAILED
 from holdfast.messages.records import Terms
 from holdfast.messages.units import Time
@@ -44,6 +44,8 @@ class CoordinatorOrders:
     """None when the first node will say what kind of job it is."""
     since_monotonic: float
     """When the launcher was started: the job's first second."""
+    requeued: bool = False
+    """Whether the job goes on after it had to stop, on nodes that are all new."""
 
 
 def run_coordinator(orders: CoordinatorOrders) -> int:
@@ -85,13 +87,17 @@ async def _run(orders: CoordinatorOrders) -> int:
             memories=memories,
             note_opened=orders.home.note_opened,
         )
-        restarted = None
+        restarted: AnyEvent | None = None
         if before is not None:
             coordinator.job, coordinator.acked = before.job, before.acked
             if not orders.home.opened_id():  # It died right after the job was opened.
                 orders.home.note_opened(before.job.id)
             restarted = CoordinatorRestarted(at=clock.now(), lost=missing)
-            log.warning("the coordinator is back, in round %d", before.job.membership.round)
+            if orders.requeued:
+                restarted = JobRequeued(at=clock.now(), since=before.at)
+                log.info("job %s goes on after round %d", name, before.job.membership.round)
+            else:
+                log.warning("the coordinator is back, in round %d", before.job.membership.round)
             if missing:
                 log.error("%d events of the journal are lost (see `holdfast incidents`)", missing)
                 journal.write_snapshot(before)  # Once is enough to have lost them.

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from holdfast.clock import JobClock
 from holdfast.coordinator import admission, greeting
@@ -35,7 +36,9 @@ from holdfast.coordinator.fault_requests import FaultRequests
 from holdfast.coordinator.journal import Journal
 from holdfast.coordinator.memories import Memories
 from holdfast.coordinator.stream import Stream
+from holdfast.coordinator.supply import SupplierStream
 from holdfast.coordinator.tune_requests import TuneRequests
+from holdfast.coordinator.wishes import refusal_of_scale, scale_line
 from holdfast.core import job as jobs
 from holdfast.core import leases, report
 from holdfast.core.chaos import plans as chaos
@@ -53,6 +56,7 @@ from holdfast.messages.actions import (
     Announce,
     Answered,
     AnyAction,
+    CarryOutPlan,
     CloseJob,
     Diagnose,
     Examine,
@@ -65,8 +69,10 @@ from holdfast.messages.events import (
     HangDecided,
     HangsRemembered,
     JobOpened,
+    JobStopAsked,
     LeaseEnded,
     NodeResumed,
+    ScaleAsked,
     SilenceRaised,
     StreamEnded,
     Tick,
@@ -81,13 +87,19 @@ from holdfast.messages.wire import (
     Ack,
     AskFault,
     AskHang,
+    AskScale,
+    AskStatus,
+    AskStop,
     AskTune,
     Beat,
     HangNoted,
     Hello,
     Lease,
     Rejected,
+    ScaleTaken,
     Sent,
+    StatusTold,
+    StopTaken,
     Visit,
     Welcome,
     Why,
@@ -98,6 +110,10 @@ log = logging.getLogger("holdfast.coordinator")
 
 LAST_LIMIT_S = 1.0
 EXAMINE_S = 1.0
+STATUS_RANKS = 2_000
+"""Ranks up to which an answer lists them all: a frame has a size limit."""
+NOT_BEGUN = "the job has not begun: no node has joined yet"
+OVER_OR_NOT_BEGUN = "the job is over, or has not begun; see `holdfast status`"
 COUNTED_EVERY_S = 0.5
 """Refused events are counted in the journal this often, however many there are."""
 
@@ -153,7 +169,12 @@ class Coordinator:
     _refused: Counter[str] = field(default_factory=Counter)
     """Events that did not fit their senders, by type and reason, since this was last journaled."""
 
+    supplier: SupplierStream = field(init=False)
+
     def __post_init__(self) -> None:
+        self.supplier = SupplierStream(
+            lambda: self.job, lambda event: self._post(Arrival(event)), self.clock.now
+        )
         self._fault_requests = FaultRequests(lambda: self.job)
         self._tune_requests = TuneRequests(lambda: self.job)
 
@@ -241,6 +262,8 @@ class Coordinator:
             self.examinations.keep(action.examination, action.incident)
         elif isinstance(action, Announce):
             log.warning("%s", action.text)
+        elif isinstance(action, CarryOutPlan):
+            self.supplier.send(action.plan)
         elif action.node:
             heard_of = self._returning[action.node] <= 0 or isinstance(action, Answered)
             if action.node in self._streams and heard_of:
@@ -347,6 +370,12 @@ class Coordinator:
             self._asked_about_hang(stream, visit.question)
         elif isinstance(visit.question, AskTune):
             self._asked_to_tune(stream, visit.question)
+        elif isinstance(visit.question, AskStatus):
+            self._asked_for_status(stream)
+        elif isinstance(visit.question, AskScale):
+            self._asked_to_scale(stream, visit.question)
+        elif isinstance(visit.question, AskStop):
+            self._asked_to_stop(stream, visit.question)
         else:
             self._asked_why(stream)
 
@@ -363,10 +392,57 @@ class Coordinator:
             answer = HangNoted(text=f"rank {rank} {what}")
         stream.answer(answer)
 
+    def _asked_for_status(self, stream: Stream) -> None:
+        job, now = self.job, self.clock.now()
+        if job is None:
+            stream.answer(Rejected(reason=NOT_BEGUN))
+            return
+        status = report.status(job, now, alive=True)
+        if len(job.ranks) > STATUS_RANKS:
+            status = replace(status, nodes=[])
+        told = StatusTold(
+            status=status,
+            goodput=report.goodput(job, now),
+            incident=report.incident_report(job, job.incidents[-1]) if job.incidents else None,
+        )
+        stream.answer(told)
+
+    def _asked_to_scale(self, stream: Stream, question: AskScale) -> None:
+        """Somebody wants another number of nodes."""
+        job = self.job
+        wrong = OVER_OR_NOT_BEGUN
+        if job is not None and job.result is None:
+            wrong = refusal_of_scale(job, question)
+        if wrong or job is None:
+            stream.answer(Rejected(reason=wrong))
+            return
+        asked = ScaleAsked(
+            at=self.clock.now(),
+            min_nodes=question.min_nodes,
+            max_nodes=question.max_nodes,
+            spares=question.spares,
+            by=question.by,
+        )
+        line = scale_line(job, question)
+        self._post(Arrival(asked))
+        stream.answer(ScaleTaken(line=line))
+
+    def _asked_to_stop(self, stream: Stream, question: AskStop) -> None:
+        """Somebody wants the job to end, with its newest snapshots saved."""
+        job = self.job
+        if job is None or job.result is not None:
+            stream.answer(Rejected(reason=OVER_OR_NOT_BEGUN))
+            return
+        asked = JobStopAsked(
+            at=self.clock.now(), reason=question.reason, code=question.code, by=question.by
+        )
+        self._post(Arrival(asked))
+        stream.answer(StopTaken(line=f"job {self.name} is being ended: {question.reason}"))
+
     def _asked_for_fault(self, stream: Stream, question: AskFault) -> None:
         """A user requests a fault."""
         job, injection = self.job, question.injection
-        wrong = "the job is over, or has not begun; see `holdfast status`"
+        wrong = OVER_OR_NOT_BEGUN
         if job is not None and job.result is None:
             world = job.world
             wrong = chaos.refusal(job.of(Chaos), injection, world, job.highest, job.ranks)
@@ -381,7 +457,7 @@ class Coordinator:
     def _asked_to_tune(self, stream: Stream, question: AskTune) -> None:
         """A user wants other settings for loaders."""
         job, config, auto = self.job, question.config, question.auto
-        wrong = "the job is over, or has not begun; see `holdfast status`"
+        wrong = OVER_OR_NOT_BEGUN
         if job is not None and job.result is None:
             wrong = tuning.refusal(job.of(Tunings), question.dataset, config, auto)
         if wrong or job is None:
@@ -454,6 +530,10 @@ class Coordinator:
 
     def connected(self, stream: Stream) -> None:
         keep_alive(stream.transport.get_extra_info("socket"), beat_s(len(self._streams)))
+
+    def let_in(self, stream: Stream) -> None:
+        """A caller that is no node has shown the token."""
+        self._door.greeted(stream.caller)
 
     def refusal(self, hello: Hello) -> str | None:
         """Say why a node may not join; None if it may."""
@@ -559,6 +639,8 @@ class Coordinator:
 
     def disconnected(self, stream: Stream) -> None:
         self._door.gone(stream.caller)
+        if stream.supplies and not self._closed.done():
+            self.supplier.disconnected(stream)
         if stream.node is not None and self._streams.get(stream.node) is stream:
             del self._streams[stream.node]
             if self._closed.done():
@@ -598,6 +680,7 @@ class Coordinator:
 
     async def _part(self) -> None:
         """Send what is still to be sent, and let every stream end in its own way."""
+        self.supplier.close()
         for stream in self._streams.values():
             stream.transport.close()
         if self._streams:

@@ -23,9 +23,11 @@ from holdfast.messages.wire import (
     Beat,
     EvidenceTaken,
     FromAgent,
+    FromSupplier,
     Hello,
     Rejected,
     Sent,
+    SupplierHello,
     Visit,
 )
 from holdfast.wire import framing
@@ -41,6 +43,9 @@ HELLO_BYTES = 1 << 14
 MAX_UNSENT_BYTES = 4 << 20
 FAREWELL_S = 1.0
 """How long a peer that was refused has to read why."""
+
+
+Spoken = FromAgent | FromSupplier
 
 
 class Unreadable(NamedTuple):
@@ -69,8 +74,10 @@ class Stream(asyncio.Protocol):
         self._cut = False
         self._coordinator = coordinator
         self._loop = asyncio.get_running_loop()
-        self._decoder = framing.FrameDecoder[FromAgent | Unreadable](
-            FromAgent,  # type: ignore[arg-type]
+        self.supplies = False
+        """Whether it is a supplier's."""
+        self._decoder = framing.FrameDecoder[Spoken | Unreadable](
+            Spoken,  # type: ignore[arg-type]
             HELLO_BYTES,
             Unreadable,
         )
@@ -158,8 +165,10 @@ class Stream(asyncio.Protocol):
 
     # ---- what is said ----
 
-    def _take(self, message: FromAgent | Unreadable) -> None:
-        if self.node is None:
+    def _take(self, message: Spoken | Unreadable) -> None:
+        if self.supplies:
+            self._take_from_supplier(message)
+        elif self.node is None:
             self._greet(message)
         elif isinstance(message, Sent):
             forged = admission.forgery(self.node, message.event)
@@ -176,15 +185,29 @@ class Stream(asyncio.Protocol):
         else:
             raise WireError("it said hello twice")
 
-    def _greet(self, hello: FromAgent | Unreadable) -> None:
+    def _take_from_supplier(self, message: Spoken | Unreadable) -> None:
+        if isinstance(message, Unreadable):
+            raise message.error
+        if not isinstance(message, FromSupplier):
+            raise WireError("it is a supplier, and spoke as a node")
+        self._coordinator.supplier.take(self, message)
+
+    def _greet(self, hello: Spoken | Unreadable) -> None:
         if isinstance(hello, Unreadable):
             raise greeting.unreadable(hello.body, hello.error, self._coordinator.token)
-        if not isinstance(hello, Hello | Visit):
+        if not isinstance(hello, Hello | Visit | SupplierHello):
             raise WireError("the first message was no hello")
         greeting.check_caller(hello, self._coordinator.token)
         if isinstance(hello, Visit):
             self._stop_waiting()
             self._coordinator.visited(self, hello)
+            return
+        if isinstance(hello, SupplierHello):
+            self._coordinator.supplier.greeted(self, hello)
+            self._coordinator.let_in(self)
+            self._stop_waiting()
+            self._decoder.max_bytes = framing.MAX_FRAME_BYTES
+            self.supplies = True
             return
         refusal = self._coordinator.refusal(hello)
         if refusal is not None:

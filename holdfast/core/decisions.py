@@ -93,6 +93,20 @@ class Note(Decision, frozen=True, kw_only=True):
     detail: str = ""
 
 
+class Rescale(Decision, frozen=True, kw_only=True):
+    """Want another number of nodes from now on."""
+
+    min_nodes: int
+    max_nodes: int
+    spares: int
+
+
+class Requeue(Decision, frozen=True, kw_only=True):
+    """Go on with a job whose nodes are all gone, and that may have ended."""
+
+    since: Time
+
+
 class AnswerRequest(Decision, frozen=True, kw_only=True):
     """Answer a held request, if its asker still waits."""
 
@@ -118,6 +132,8 @@ AnyDecision = (
     | Exclude
     | EndJob
     | Note
+    | Rescale
+    | Requeue
     | AnswerRequest
 )
 Effect = AnyAction | AnyDecision

@@ -19,7 +19,7 @@ from holdfast.messages.events import RankRaised, WorkerExited
 from holdfast.messages.records import FaultKind, Incident, Raised
 from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber, Time
 
-WANTED = frozenset({"leave", "exclude", "resize"})
+WANTED = frozenset({"leave", "exclude", "resize", "requeue"})
 """Changes that Holdfast makes itself: never judged, never counted against the job."""
 
 _OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})

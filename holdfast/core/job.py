@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from holdfast.core import faults
 from holdfast.core.chaos.events import ChaosMachine
 from holdfast.core.commits.events import CommitsMachine
-from holdfast.core.decisions import BreakRound, Refused
+from holdfast.core.decisions import BreakRound, EndJob, Refused, Requeue
 from holdfast.core.hangs.events import HangsMachine
 from holdfast.core.ledger.events import LedgerMachine
 from holdfast.core.machine import Effects, Machine, Rule
@@ -37,12 +37,20 @@ from holdfast.core.speed import windows
 from holdfast.core.speed.events import SpeedMachine
 from holdfast.core.states import OVER, AnyState, Ended, Gathering, Running
 from holdfast.core.stragglers.events import StragglersMachine
+from holdfast.core.supply.events import SupplyMachine
 from holdfast.core.suspects.events import SuspectsMachine
 from holdfast.core.transitions import STEPS, carry_out, settle
 from holdfast.core.tuning.events import TuningMachine
 from holdfast.core.view import JobSpeed, RankState, earliest
 from holdfast.messages.actions import AnyAction, CloseJob
-from holdfast.messages.events import AnyEvent, CoordinatorRestarted, JobOpened, Tick
+from holdfast.messages.events import (
+    AnyEvent,
+    CoordinatorRestarted,
+    JobOpened,
+    JobRequeued,
+    JobStopAsked,
+    Tick,
+)
 from holdfast.messages.records import Incident, JobResult, Terms, World
 from holdfast.messages.units import CauseId, NodeId, Rank, Seconds, StepNumber, Time
 
@@ -61,6 +69,7 @@ MACHINES: tuple[type[Machine], ...] = (
     SuspectsMachine,
     ChaosMachine,
     TuningMachine,
+    SupplyMachine,
 )
 
 if TYPE_CHECKING:
@@ -85,6 +94,10 @@ class Job(Struct, dict=True):
     """Events that changed nothing, by type and reason."""
     id: str = ""
     """Drawn when the job opened: see `JobOpened`."""
+    opened_terms: Terms = Terms()
+    """What the user asked of the job when it opened; `terms` are what holds since it was scaled."""
+    requeues: int = 0
+    """How often its platform started it again."""
 
     def of(self, kind: type[M]) -> M:
         """Find the machine of that type."""
@@ -191,6 +204,10 @@ class Job(Struct, dict=True):
         return self.of(RecoveryMachine)
 
     @cached_property
+    def supply(self) -> SupplyMachine:
+        return self.of(SupplyMachine)
+
+    @cached_property
     def requests(self) -> RequestsMachine:
         return self.of(RequestsMachine)
 
@@ -223,7 +240,7 @@ class Job(Struct, dict=True):
 def opened(event: JobOpened, machines: Sequence[type[Machine]] = MACHINES) -> Job:
     """Make a job as its first event makes it."""
     made = tuple(machine.opened(event.terms, event.at) for machine in machines)
-    return Job(event.job, event.terms, event.at, made, id=event.id)
+    return Job(event.job, event.terms, event.at, made, id=event.id, opened_terms=event.terms)
 
 
 def handle(job: Job, event: AnyEvent, now: Time) -> list[AnyAction]:
@@ -253,7 +270,8 @@ def decide(job: Job, event: AnyEvent, now: Time) -> list[AnyAction]:
             decisions = decisions or any(type(effect) in STEPS for effect in decided)
             actions += carry_out(job, decided, now)
     if own is not None:
-        decisions = kind is Tick  # After a restart, nodes come back before anything is decided.
+        # After a restart, nodes come back before anything is decided.
+        decisions = kind is not CoordinatorRestarted
         actions += carry_out(job, own(job, event, now), now)
     elif len(refusals) == len(listeners):
         refused = f"{kind.__name__}: {refusals[0] if refusals else 'nothing handles it'}"
@@ -293,11 +311,22 @@ def on_restarted(job: Job, event: CoordinatorRestarted, now: Time) -> Effects:
     return [restarted, BreakRound(fault=fault)]
 
 
+def on_stop(job: Job, event: JobStopAsked, now: Time) -> Effects:
+    return [EndJob(code=event.code, reason=event.reason)]
+
+
+def on_requeued(job: Job, event: JobRequeued, now: Time) -> Effects:
+    job.requeues += 1
+    return [Requeue(since=event.since)]
+
+
 def on_tick(job: Job, event: Tick, now: Time) -> Effects:
     return [moment(Machine.tick)]
 
 
 OWN: dict[type, Callable[[Job, Any, Time], Effects]] = {
     CoordinatorRestarted: on_restarted,
+    JobStopAsked: on_stop,
+    JobRequeued: on_requeued,
     Tick: on_tick,
 }

@@ -8,9 +8,10 @@
     await nodes             nobody can be asked: the job waits for nodes to join, within its join limit
     stop                    the same failure would only repeat, or the user set a limit
 
-`cheapest` picks the lowest rung that can repair a fault with what is there. Rungs that are not built
-are refused here and nowhere else. That the same failure moves up and never loops is for
-`core.recovery.rules` to see to, which alone decides on the last rung.
+`cheapest` picks the lowest rung that can repair a fault with what is there. That the same failure moves
+up and never loops is for `core.recovery.rules` to see to, which alone decides on the last rung. What is
+asked of a platform, and when, is for `core.supply`: a job that goes on with fewer nodes asks for more
+all the same.
 """
 
 from __future__ import annotations
@@ -31,8 +32,6 @@ RungName = Literal[
     "stop",
 ]
 
-NOT_BUILT: frozenset[RungName] = frozenset({"ask the platform"})
-
 
 class Resources(Struct, frozen=True, kw_only=True):
     """What there is to repair a round with, once all its workers are gone."""
@@ -49,14 +48,14 @@ class Resources(Struct, frozen=True, kw_only=True):
     """Ranks that the broken world had."""
     parked: int = 0
     """Processes that wait to enter their function again."""
+    platform: bool = False
+    """Whether there is a platform that can be asked for nodes."""
 
 
 class Again(Struct, frozen=True):
     """Try again in a new round, on this rung."""
 
     rung: RungName
-    refused: tuple[RungName, ...] = ()
-    """Cheaper rungs that would have done, and are not built."""
 
 
 class Stop(Struct, frozen=True):
@@ -74,6 +73,7 @@ DONE: dict[RungName, str] = {
     "standby": "gave the ranks to standbys",
     "spare": "gave the ranks to standbys; a spare took the lost node's place",
     "fewer nodes": "gave the ranks to standbys on fewer nodes",
+    "ask the platform": "asked the platform for nodes, then gave the ranks to standbys",
     "await nodes": "waited for nodes to join, then gave the ranks to standbys",
 }
 """What an incident says was done."""
@@ -90,24 +90,10 @@ def done(rung: RungName, there: Resources) -> str:
 
 def cheapest(fault: Fault, there: Resources) -> Again:
     """Climb from the bottom to the first rung that can repair the fault."""
-    refused: list[RungName] = []
-    for rung in _able(fault, there):
-        if rung not in NOT_BUILT:
-            return Again(rung, tuple(refused))
-        refused.append(rung)
-    raise AssertionError("no rung is left above the one that waits for nodes")
-
-
-def _able(fault: Fault, there: Resources) -> list[RungName]:
-    """All rungs that could repair it, cheapest first."""
-    rungs: list[RungName] = []
-    if there.formable >= there.needed:
-        if 0 < there.ranks <= there.parked and there.survivors >= there.seats:
-            rungs.append("re-enter the function")
-        if there.survivors >= there.seats:
-            rungs.append("standby")
-        elif there.formable >= there.seats:
-            rungs.append("spare")
-        else:
-            rungs.append("fewer nodes")
-    return [*rungs, "ask the platform", "await nodes"]
+    if there.formable < there.needed:
+        return Again("ask the platform" if there.platform else "await nodes")
+    if there.survivors < there.seats:
+        return Again("spare" if there.formable >= there.seats else "fewer nodes")
+    if 0 < there.ranks <= there.parked:
+        return Again("re-enter the function")
+    return Again("standby")

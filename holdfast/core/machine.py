@@ -120,6 +120,10 @@ class Machine(Struct):
         """The last node is gone."""
         return NONE
 
+    def job_requeued(self, job: View, since: Time, now: Time) -> Effects:
+        """The job goes on after it had ended, or was cut short, at that time. It has no nodes yet."""
+        return NONE
+
     def coordinator_restarted(self, job: View, now: Time) -> Effects:
         return NONE
 

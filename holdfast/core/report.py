@@ -26,6 +26,7 @@ from holdfast.core.shards.state import Shards
 from holdfast.core.states import Ended
 from holdfast.core.stragglers import windows as stragglers
 from holdfast.core.stragglers.windows import Stragglers
+from holdfast.core.supply import wording as supply
 from holdfast.core.suspects.state import Suspects
 from holdfast.core.tuning import wording as tuning
 from holdfast.core.tuning.state import Tunings
@@ -84,6 +85,8 @@ def status(job: Job, now: Time, alive: bool) -> StatusReport:
         no_step_s=_rounded(no_step_s, 3),
         skipped_shards=account.skipped(job.of(Shards)),
         tuning=tunings(job),
+        supply=supply.report(job.supply, job, now),
+        requeues=job.requeues,
     )
 
 
@@ -117,32 +120,33 @@ def data(job: Job) -> list[DataAccount]:
 
 def incidents(job: Job) -> list[IncidentReport]:
     """Report each fault: what, where, what was done, and what it cost."""
-    return [
-        IncidentReport(
-            id=incident.id,
-            kind=incident.kind,
-            node=incident.node,
-            rank=incident.rank,
-            round=incident.round,
-            step=incident.step,
-            at=incident.fault_at,
-            signature=incident.signature,
-            action=incident.action,
-            rung=incident.rung or None,
-            cause=incident.cause,
-            phases={name: round(s, 6) for name, s in phases(incident).items()},
-            lost_s=_rounded(lost_s(incident)),
-            lost_steps=incident.lost_steps,
-            also=incident.also,
-            detail=incident.detail,
-            injected=injected_by(job, incident) or None,
-            line=incident_line(job, incident),
-        )
-        for incident in job.incidents
-    ]
+    return [incident_report(job, incident) for incident in job.incidents]
 
 
 # ---- an incident ---------------------------------------------------------------------------------
+
+
+def incident_report(job: Job, incident: Incident) -> IncidentReport:
+    return IncidentReport(
+        id=incident.id,
+        kind=incident.kind,
+        node=incident.node,
+        rank=incident.rank,
+        round=incident.round,
+        step=incident.step,
+        at=incident.fault_at,
+        signature=incident.signature,
+        action=incident.action,
+        rung=incident.rung or None,
+        cause=incident.cause,
+        phases={name: round(s, 6) for name, s in phases(incident).items()},
+        lost_s=_rounded(lost_s(incident)),
+        lost_steps=incident.lost_steps,
+        also=incident.also,
+        detail=incident.detail,
+        injected=injected_by(job, incident) or None,
+        line=incident_line(job, incident),
+    )
 
 
 def phases(incident: Incident) -> dict[str, Seconds]:

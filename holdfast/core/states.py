@@ -8,6 +8,7 @@
                                        Ending ◀───────────┘  the last node is gone ──▶ Ended
 
 Any state but the last two may also pass to Ending: the job finished, gave up, or was told to stop.
+A job that is over passes to Gathering when its platform starts it again.
 A world exists only while running; a culprit only while stopping; a result only at the end.
 """
 
@@ -71,8 +72,8 @@ FOLLOWS: dict[type, tuple[type, ...]] = {
     Gathering: (Running, Stopping, Ending),
     Running: (Stopping, Ending),
     Stopping: (Gathering, Ending, Stopping),
-    Ending: (Ended,),
-    Ended: (),
+    Ending: (Ended, Gathering),
+    Ended: (Gathering,),
 }
 """Which states a state may pass to. A node that knows a round which the journal lost takes a job from
 Gathering to Stopping; Stopping follows itself when another culprit is found."""

@@ -27,6 +27,8 @@ from holdfast.core.decisions import (
     LoseNode,
     Note,
     Repeat,
+    Requeue,
+    Rescale,
     SendAway,
     Settle,
     Tell,
@@ -160,6 +162,7 @@ def _judge(job: Job, fault: Fault, now: Time) -> list[AnyAction]:
         needed=max(1, job.terms.min_nodes),
         ranks=len(job.ranks),
         parked=sum(one.parked for one in m.waiting.values() if one.round == m.round),
+        platform=job.supply.active,
     )
     rung = job.recovery.judge(job, fault, there, now)
     actions = announce(job, Machine.round_stopped, fault, now=now)
@@ -215,6 +218,8 @@ def _mind_shortage(job: Job, state: Gathering, now: Time) -> list[AnyAction]:
         return []
     if state.short_until is None:
         limit_s = job.terms.join_limit_s
+        if limit_s is None and job.supply.active:
+            return []  # Supply sees to it: it knows what the platform was asked for, and when.
         state.short_until = Time(now + (JOIN_LIMIT_S if limit_s is None else limit_s))
     if now < state.short_until:
         return []
@@ -284,6 +289,24 @@ def _exclude(job: Job, decision: Exclude, now: Time) -> list[AnyAction]:
     return []
 
 
+def _rescale(job: Job, decision: Rescale, now: Time) -> list[AnyAction]:
+    """Want another number of nodes. A world that is too large for it ends at once; one that is too
+    small trains on, and grows when nodes come."""
+    m = job.membership
+    job.terms = m.terms = replace(
+        job.terms,
+        min_nodes=decision.min_nodes,
+        max_nodes=decision.max_nodes,
+        spares=decision.spares,
+    )
+    size, most = len(m.placed), rounds.most_nodes(m)
+    if size <= most:
+        return carry_out(job, m.rescaled(job, now), now)
+    why = f"scaled down: from {size} to {most} nodes"
+    fault = faults.wanted("resize", NodeId(""), m.round, job.highest, why, now)
+    return _break_round(job, BreakRound(fault=fault), now)
+
+
 # ---- the job ends ------------------------------------------------------------------------------
 
 
@@ -303,6 +326,25 @@ def _close(job: Job, ended: JobResult, now: Time) -> list[AnyAction]:
     enter(job, Ended(result))
     actions = announce(job, Machine.job_closed, result, now=now)
     return [*actions, CloseJob(code=result.code, reason=result.reason)]
+
+
+def _requeue(job: Job, decision: Requeue, now: Time) -> list[AnyAction]:
+    """Go on with a job whose nodes are all gone: it waits for others, as after any lost node."""
+    m, since = job.membership, decision.since
+    result = job.result
+    why = (
+        f"requeued after it ended: {result.reason}" if result else "requeued after it was cut short"
+    )
+    if result is not None:
+        since = result.at
+        enter(job, Gathering())
+    actions = announce(job, Machine.job_requeued, since, now=now)
+    fault = faults.wanted("requeue", NodeId(""), m.round, job.highest, why, since)
+    actions += _break_round(job, BreakRound(fault=fault), now)
+    for node in m.known():
+        rounds.leave(m, node)
+        actions += announce(job, Machine.node_lost, node, False, now=now)
+    return actions
 
 
 # ---- the rest ----------------------------------------------------------------------------------
@@ -330,6 +372,8 @@ STEPS: dict[type, Callable[[Job, Any, Time], list[AnyAction]]] = {
     Repeat: _repeat,
     SendAway: _send_away,
     Exclude: _exclude,
+    Rescale: _rescale,
+    Requeue: _requeue,
     EndJob: _end,
     Note: _note,
     AnswerRequest: _answer,

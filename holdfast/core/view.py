@@ -88,6 +88,10 @@ class Members(Protocol):
         """Processes that entered their function again in the newest round."""
 
     @property
+    def excluded(self) -> Mapping[str, str]:
+        """Hosts that are not let in again, and why."""
+
+    @property
     def largest(self) -> int:
         """Nodes of the largest legal world."""
 

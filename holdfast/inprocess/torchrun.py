@@ -22,7 +22,7 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Final, Literal
@@ -95,7 +95,8 @@ def launched_as(environ: Mapping[str, str]) -> LaunchedAs:
 class TorchrunLink:
     """A `RoundLink` on torchrun's store."""
 
-    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, environ: MutableMapping[str, str] = os.environ) -> None:
+        self._environ = environ
         self._me = launched_as(environ)
         self._changed = threading.Condition()
         """Guards what the watcher thread tells the function's thread, from here on."""
@@ -183,6 +184,9 @@ class TorchrunLink:
             self._require(self._refused, "go")
         self._forget_exchanges(self._stale)
         self._exchanges.clear()
+        if self._me.store is not None:  # The entry before may have had other numbers (`assign=`).
+            numbers = {"RANK": str(self._me.rank), "WORLD_SIZE": str(self._me.world_size)}
+            self._environ.update(numbers)
         return self._entry(end.why)
 
     def gather(self, name: str, value: bytes) -> list[bytes]:

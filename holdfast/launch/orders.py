@@ -56,7 +56,11 @@ def agent_orders(
 
 
 def coordinator_orders(
-    site: Site, tls: TlsFiles | None, terms: Terms | None, since_monotonic: float
+    site: Site,
+    tls: TlsFiles | None,
+    terms: Terms | None,
+    since_monotonic: float,
+    requeued: bool = False,
 ) -> CoordinatorOrders:
     """Orders for this process, which is to be the coordinator."""
     from holdfast.coordinator.main import CoordinatorOrders
@@ -69,6 +73,7 @@ def coordinator_orders(
         tls=tls,
         terms=terms,
         since_monotonic=since_monotonic,
+        requeued=requeued,
     )
 
 

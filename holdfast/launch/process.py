@@ -341,7 +341,13 @@ def launch(settings: RunSettings, since_monotonic: float) -> tuple[int, JobHome 
     def be_coordinator() -> int:
         from holdfast.coordinator.main import run_coordinator
 
-        run_coordinator(coordinator_orders(site, settings.tls, settings.terms, since_monotonic))
+        assert launcher.coordinator is not None
+        first = launcher.coordinator.pid_before == 0
+        requeued = settings.requeued and first
+        orders = coordinator_orders(
+            site, settings.tls, settings.terms, since_monotonic, requeued=requeued
+        )
+        run_coordinator(orders)
         return 0  # The coordinator ended in order; the job's exit code is the agent's.
 
     launcher = Launcher(

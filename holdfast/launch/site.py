@@ -22,6 +22,7 @@ from holdfast.config.schema import Settings
 from holdfast.config.settings import RunSettings
 from holdfast.errors import JobError, UsageError
 from holdfast.jobhome import JobFile, JobHome
+from holdfast.messages.exits import EXIT_TRY_AGAIN
 
 log = logging.getLogger("holdfast")
 
@@ -92,8 +93,25 @@ def is_master(settings: RunSettings) -> bool:
 
 def _host(settings: RunSettings, host: str, port: int, token: str | None) -> Site:
     listener = listen(host, port)
-    home = jobhome.create(settings.job or settings.rendezvous.run_id, settings.script)
-    return hosted(home, listener, token)
+    name = settings.job or settings.rendezvous.run_id
+    if settings.requeued and name is not None and goes_on(name):
+        home = jobhome.reopen(name)
+        return hosted(home, listener, token or home.read_job_file().token)
+    return hosted(jobhome.create(name, settings.script), listener, token)
+
+
+def goes_on(name: str) -> bool:
+    """Whether a job of this name had to stop, and can go on: it ended with 75, or was cut short."""
+    from holdfast.coordinator.journal import replay
+
+    home = jobhome.home_of(name)
+    if not home.journal.exists() or home.alive():
+        return False
+    before = replay(home.journal)
+    if before is None:
+        return False
+    result = before.job.result
+    return result is None or result.code == EXIT_TRY_AGAIN
 
 
 def hosted(home: JobHome, listener: socket.socket, token: str | None) -> Site:

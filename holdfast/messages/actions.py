@@ -9,6 +9,7 @@ from holdfast.messages.checkpoints import SnapshotId, StoredFile
 from holdfast.messages.data import DataName, Span
 from holdfast.messages.records import Part
 from holdfast.messages.requests import AnyAnswer
+from holdfast.messages.supply import SupplyPlan
 from holdfast.messages.units import CauseId, Count, NodeId, Rank, RoundNumber, Seconds
 
 
@@ -190,6 +191,12 @@ class Announce(Action, frozen=True, kw_only=True):
     text: str
 
 
+class CarryOutPlan(Action, frozen=True, kw_only=True):
+    """Have the supplier start and stop nodes, if there is one now. For the coordinator itself."""
+
+    plan: SupplyPlan
+
+
 class CloseJob(Action, frozen=True, kw_only=True):
     """All nodes are gone and the job is over: the coordinator may end."""
 
@@ -213,6 +220,6 @@ NodeAction = (
     | LendShards
     | Inject
 )
-CoordinatorAction = Diagnose | KeepEvidence | Announce | CloseJob
+CoordinatorAction = Diagnose | KeepEvidence | Announce | CarryOutPlan | CloseJob
 """What the coordinator does itself."""
 AnyAction = NodeAction | CoordinatorAction

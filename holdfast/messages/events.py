@@ -27,6 +27,7 @@ from holdfast.messages.health import HealthResult
 from holdfast.messages.nodecheck import TestResult
 from holdfast.messages.records import NodeSpec, Raised, RankProgress, Terms
 from holdfast.messages.requests import AnyRequest, ChannelNumber, Number
+from holdfast.messages.supply import RequestId, Sighting
 from holdfast.messages.timings import RankTimings
 from holdfast.messages.tuning import LoaderConfig
 from holdfast.messages.units import (
@@ -35,6 +36,7 @@ from holdfast.messages.units import (
     ExitCode,
     Int64,
     Listed,
+    NodeCount,
     NodeId,
     Port,
     ProcessId,
@@ -280,6 +282,59 @@ class VerdictReached(Event, frozen=True, kw_only=True):
     left_s: Seconds | None = None
 
 
+class SupplierJoined(Event, frozen=True, kw_only=True):
+    """A supplier has a stream: nodes can be asked for. It is about to be told all that is wanted."""
+
+    platform: Word
+
+
+class SupplierLeft(Event, frozen=True, kw_only=True):
+    """The supplier's stream ended. It will be back; what is wanted is kept until then."""
+
+
+class NodesSighted(Event, frozen=True, kw_only=True):
+    """What the platform says of the job's requests."""
+
+    sightings: Listed[Sighting]
+    whole: bool = False
+    """Whether this is all that the platform knows of: what is missing is gone, if it was there."""
+
+
+class RequestsRefused(Event, frozen=True, kw_only=True):
+    """The platform does not take requests, or takes them and then refuses."""
+
+    requests: Listed[RequestId]
+    """Empty if it is about all of them."""
+    why: Text
+    for_good: bool = False
+    """Whether the same requests would be refused again: a queue that does not exist, no permission."""
+
+
+class ScaleAsked(Event, frozen=True, kw_only=True):
+    """Somebody wants another number of nodes."""
+
+    min_nodes: NodeCount
+    max_nodes: NodeCount
+    spares: NodeCount | None = None
+    """None to leave it as it is."""
+    by: Word = ""
+
+
+class JobStopAsked(Event, frozen=True, kw_only=True):
+    """Somebody wants the whole job to end: a person, or a platform that takes its nodes back."""
+
+    reason: Text
+    code: ExitCode
+    by: Word = ""
+
+
+class JobRequeued(Event, frozen=True, kw_only=True):
+    """The platform started the job again: the nodes of before are gone, and new ones come."""
+
+    since: Time
+    """When the job ended, or was last heard of."""
+
+
 class HangDecided(Event, frozen=True, kw_only=True):
     """A person decides about a rank that others wait for: end it now, or never."""
 
@@ -484,6 +539,13 @@ AnyEvent = (
     | VerdictReached
     | HangDecided
     | HangsRemembered
+    | SupplierJoined
+    | SupplierLeft
+    | NodesSighted
+    | RequestsRefused
+    | ScaleAsked
+    | JobStopAsked
+    | JobRequeued
     | NodeTested
     | HealthFound
     | SnapshotsSealed

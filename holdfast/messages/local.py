@@ -20,6 +20,8 @@ Entry = Literal["script", "module", "path", "command"]
 """How to start the user's code: as a file, with `-m`, `--run-path` or `--no-python`."""
 
 PACKET_BYTES = 1 << 16
+ASSIGN_FDS = 5
+"""Descriptors that come with `Assign`, at most; no other order has more."""
 REASON_MOST = 1000
 
 NOT_FORKABLE = 3

@@ -9,6 +9,7 @@ from msgspec import Struct, field
 from holdfast.messages.chaos import Injection, Trap
 from holdfast.messages.checkpoints import Holder, ImageId
 from holdfast.messages.hangs import HangTerms, Paces
+from holdfast.messages.supply import RequestId, SupplyTerms
 from holdfast.messages.units import (
     CauseId,
     Count,
@@ -65,12 +66,15 @@ FaultKind = Literal[
     "ending",
     "storage",
     "data",
+    "supply",
+    "requeue",
     "internal",
 ]
 """What broke a round (a worker's death in four ways, a hang, a lost node, a change that was wanted), or
 what broke none: an unfit node, a node that faults point at, a slow rank, a node with too little CPU
 time for its ranks, a process that hung after its script had ended, a checkpoint that was not written,
-a shard that was left out, an error of our own."""
+a shard that was left out, a node that the platform
+does not provide, an error of our own."""
 
 
 class Script(Struct, frozen=True, kw_only=True):
@@ -112,12 +116,15 @@ class Terms(Struct, frozen=True, kw_only=True):
     """Faults to inject."""
     script: Script | None = None
     """What is run."""
+    supply: SupplyTerms = SupplyTerms()
+    """What is asked of a platform that provides the nodes."""
 
 
 class NodeSpec(Struct, frozen=True, kw_only=True):
     """What a node brings along."""
 
     host: Word
+    """The platform's name for where it is, else the machine's."""
     address: Word
     slots: Slots
     pid: ProcessId
@@ -137,6 +144,8 @@ class NodeSpec(Struct, frozen=True, kw_only=True):
     block: Word = ""
     domain: Word = ""
     """The fast interconnect it shares with others (NVLink); segments lie within one."""
+    request: RequestId = ""
+    """The request that the platform started it for; empty if somebody else did."""
 
 
 Resumed = Literal["known", "none", "unknown"]

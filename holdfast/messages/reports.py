@@ -16,6 +16,7 @@ from holdfast.messages.chaos import FaultsReport
 from holdfast.messages.data import OrderKind, Sharing, Task
 from holdfast.messages.hangs import Proof, Sign
 from holdfast.messages.records import Cause, FaultKind
+from holdfast.messages.supply import ExitReason, PositionStatus, RequestId
 from holdfast.messages.timings import Kind
 from holdfast.messages.tuning import TuningReport
 from holdfast.messages.units import (
@@ -140,6 +141,53 @@ class SuspicionReport(Struct, frozen=True, kw_only=True):
     """All of it in one line."""
 
 
+class PositionReport(Struct, frozen=True, kw_only=True):
+    """One of the nodes that the job wants of its platform."""
+
+    position: int
+    """Its number; it outlives the nodes that fill it."""
+    request: RequestId
+    """The newest request for it."""
+    status: PositionStatus
+    """How far that has come."""
+    for_s: Seconds
+    """Time since the status became so."""
+    node: NodeId | None = None
+    """Node that fills it; null while none does."""
+    host: str | None = None
+    """The platform's name for where it is; null while unknown."""
+    reason: ExitReason | None = None
+    """Why the request before ended; null if there was none."""
+    detail: str | None = None
+    """The platform's own words on the request."""
+    memory_mib: int | None = None
+    """Memory that it was raised to after it ran out; null if it was not."""
+
+
+class SupplyReport(Struct, frozen=True, kw_only=True):
+    """What the job wants of its platform, and what has come of it."""
+
+    platform: str
+    """The platform's name."""
+    connected: bool
+    """Whether its supplier is there now."""
+    wanted: int
+    """Nodes that are wanted of it; those that somebody started by hand are not among them."""
+    counts: dict[PositionStatus, int]
+    """Positions by status."""
+    positions: list[PositionReport]
+    """The first of them, those that are not filled before the others."""
+    given_up: dict[str, str]
+    """Positions that are not asked for again, each with the reason."""
+    cordoned: dict[str, str]
+    """Hosts that are avoided because of what the platform said, each with the reason; `excluded` has
+    those that the job blames."""
+    refusal: str | None
+    """Why the platform takes no requests now; null if it does."""
+    plans: int
+    """Plans that were made."""
+
+
 class StatusReport(Struct, frozen=True, kw_only=True):
     """Where a job stands: what `holdfast status --json` prints."""
 
@@ -198,6 +246,10 @@ class StatusReport(Struct, frozen=True, kw_only=True):
     with that of another."""
     tuning: list[TuningReport] = field(default_factory=list)
     """Settings of loaders that can be changed while the job runs."""
+    supply: SupplyReport | None = None
+    """The platform that provides the nodes; null if none does."""
+    requeues: int = 0
+    """How often the platform started the job again."""
 
 
 class GoodputReport(Struct, frozen=True, kw_only=True):

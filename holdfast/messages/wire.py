@@ -20,16 +20,20 @@ from holdfast.messages.chaos import Injection, InjectionReport
 from holdfast.messages.events import AnyEvent
 from holdfast.messages.evidence import RankEvidence, Verdict
 from holdfast.messages.records import Terms
-from holdfast.messages.reports import SuspicionReport
+from holdfast.messages.reports import GoodputReport, IncidentReport, StatusReport, SuspicionReport
+from holdfast.messages.supply import RequestId, Sighting, SupplyPlan
 from holdfast.messages.tuning import LoaderConfig, TuningChange
 from holdfast.messages.units import (
     Count,
+    ExitCode,
     Int64,
     Listed,
+    NodeCount,
     NodeId,
     Rank,
     RoundNumber,
     Seconds,
+    Text,
     Time,
     Word,
 )
@@ -87,7 +91,29 @@ class AskTune(Struct, frozen=True, kw_only=True, tag=True):
     by: Word
 
 
-Question = AskWhy | AskFault | AskHang | AskTune
+class AskStatus(Struct, frozen=True, kw_only=True, tag=True):
+    """Ask where the job stands. Answered: StatusTold."""
+
+
+class AskScale(Struct, frozen=True, kw_only=True, tag=True):
+    """Change the number of nodes. Answered: ScaleTaken, or Rejected with a reason."""
+
+    min_nodes: NodeCount
+    max_nodes: NodeCount
+    spares: NodeCount | None = None
+    """None to leave it as it is."""
+    by: Word = ""
+
+
+class AskStop(Struct, frozen=True, kw_only=True, tag=True):
+    """End the whole job, with its newest snapshots saved. Answered: StopTaken."""
+
+    code: ExitCode
+    reason: Text
+    by: Word = ""
+
+
+Question = AskWhy | AskFault | AskHang | AskTune | AskStatus | AskScale | AskStop
 
 
 class Visit(Struct, frozen=True, kw_only=True, tag=True):
@@ -122,6 +148,53 @@ class TuneTaken(Struct, frozen=True, kw_only=True, tag=True):
     """What became of the change; None if that is not known yet."""
     line: str
     """The same in words."""
+
+
+class StatusTold(Struct, frozen=True, kw_only=True, tag=True):
+    status: StatusReport
+    goodput: GoodputReport
+    incident: IncidentReport | None
+    """The newest one."""
+
+
+class ScaleTaken(Struct, frozen=True, kw_only=True, tag=True):
+    line: str
+    """What is going to happen, in words."""
+
+
+class StopTaken(Struct, frozen=True, kw_only=True, tag=True):
+    line: str
+
+
+class SupplierHello(Struct, frozen=True, kw_only=True, tag=True):
+    """Greeting of a supplier. Answered: SupplierWelcome, then a whole SupplyPlan, then plans."""
+
+    protocol: int
+    token: str
+    platform: Word
+    version: Word = ""
+
+
+class SupplierWelcome(Struct, frozen=True, kw_only=True, tag=True):
+    job: str
+    job_id: Word
+
+
+class Sighted(Struct, frozen=True, kw_only=True, tag=True):
+    """What the platform says: see `NodesSighted`. The first of a stream is whole."""
+
+    sightings: Listed[Sighting]
+    whole: bool = False
+    more: bool = False
+    """Whether it goes on in the next message."""
+
+
+class RequestsDeclined(Struct, frozen=True, kw_only=True, tag=True):
+    """The platform does not take requests: see `RequestsRefused`."""
+
+    requests: Listed[RequestId]
+    why: Text
+    for_good: bool = False
 
 
 class Welcome(Struct, frozen=True, kw_only=True, tag=True):
@@ -183,5 +256,9 @@ class Ack(Struct, frozen=True, kw_only=True, tag=True):
 
 
 FromAgent = Hello | Visit | Sent | EvidenceTaken | Beat
-ToVisitor = Why | FaultTaken | HangNoted | TuneTaken | Rejected
+FromSupplier = SupplierHello | Sighted | RequestsDeclined
+ToVisitor = (
+    Why | FaultTaken | HangNoted | TuneTaken | StatusTold | ScaleTaken | StopTaken | Rejected
+)
+ToSupplier = SupplierWelcome | SupplyPlan | Rejected
 FromCoordinator = Welcome | Rejected | Ack | Lease | NodeAction

@@ -59,6 +59,16 @@ def labels(environ: Mapping[str, str]) -> tuple[str, str, str]:
     return switch, block, given.domain
 
 
+def node_name(environ: Mapping[str, str], host: str) -> str:
+    """The platform's name for this node, by which it can be avoided; the host's where it has none."""
+    return from_environment(environ).node_name or environ.get("SLURMD_NODENAME") or host
+
+
+def request(environ: Mapping[str, str]) -> str:
+    """The request that a supplier started this node for; empty if somebody else did."""
+    return from_environment(environ).request
+
+
 def _topology(address: str) -> tuple[str, str]:
     parts = address.split(".")
     return parts[0] if len(parts) > 1 else "0", parts[-1]

@@ -101,13 +101,9 @@ class Faults:
         self.cluster.clock.after(self.rng.expovariate(1 / mean_s), self._crash_coordinator)
 
     def _crash_coordinator(self) -> None:
-        if self.over:
-            return
-        point = self.rng.choice(_CRASH_POINTS)
-        self.counts["coordinator"] = self.counts.get("coordinator", 0) + 1
-        self.cluster.log.fault(self.cluster.clock.now, f"coordinator, {point}", "")
-        self.cluster.coordinator.crash(point)
-        self._plan_crash()
+        if not self.over:
+            self._crash_now()
+            self._plan_crash()
 
     def _plan_bad(self, host: Host) -> None:
         mean_s = 3600 / self.schedule.bad_host_rate

@@ -136,7 +136,6 @@ class SimEntry:
         self.functions = functions
         self.stage: Stage = "outside"
         self.living: Living | None = None
-        self._restored = False
         self._unheard: list[ToFunction] = []
         """Orders that it hears when it moves again."""
         if before is not None and before.entry is not None:

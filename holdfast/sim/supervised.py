@@ -222,8 +222,7 @@ class SimStarter:
         worker = SimWorker.of(one, part.round)
         worker.local_rank = local_rank
         if parked is not None:
-            worker.again, worker.before = True, parked.output
-            parked.reset_page()
+            worker.succeed(parked)
         monitor.expect(worker)
         if parked is not None and one.function is not None:
             assign = Assign(env={}, entry="script", agent_pid=0, round=part.round)

@@ -15,6 +15,7 @@ from holdfast.messages.reports import (
     RankReport,
     StatusReport,
     StoryStep,
+    SupplyReport,
 )
 from holdfast.messages.tuning import TuningReport
 from holdfast.view.data import skipped_lines
@@ -69,6 +70,9 @@ def print_status(status: StatusReport) -> None:
             print(f"overloaded: node {node.node}: {node.overload}")
     for suspect, why in status.suspects.items():
         print(f"suspect: node {suspect}: {why}")
+    if status.supply is not None:
+        for line in supply_lines(status.supply):
+            print(line)
     for host, why in status.excluded.items():
         print(f"excluded: host {host}: {why}")
     for line in skipped_lines(status.skipped_shards):
@@ -85,6 +89,22 @@ def print_status(status: StatusReport) -> None:
         print(f"last incident: {status.last_incident}")
     if status.reason:
         print(f"ended with {status.exit_code}: {status.reason}")
+
+
+def supply_lines(supply: SupplyReport) -> list[str]:
+    """Describe what the platform was asked for, and what is missing."""
+    counts = ", ".join(f"{count} {status}" for status, count in supply.counts.items())
+    away = "" if supply.connected else "; its supplier is away"
+    lines = [f"supply: {supply.wanted} nodes wanted of {supply.platform}: {counts or 'none'}{away}"]
+    for one in supply.positions:
+        if one.node is None and one.status in ("requested", "pending", "running"):
+            said = f": {one.detail}" if one.detail else ""
+            lines.append(f"  request {one.request}: {one.status} for {one.for_s:.0f} s{said}")
+    if supply.refusal is not None:
+        lines.append(f"  refused by {supply.platform}: {supply.refusal}")
+    lines += [f"  given up: position {number}: {why}" for number, why in supply.given_up.items()]
+    lines += [f"cordoned: host {host}: {why}" for host, why in supply.cordoned.items()]
+    return lines
 
 
 def tuning_lines(one: TuningReport) -> list[str]:

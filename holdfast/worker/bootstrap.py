@@ -78,11 +78,7 @@ def become_worker(
         worker.parked = False
         channel.send(local.Began(at=time.monotonic()))
 
-    def retire() -> None:
-        """Let go of the place before."""
-        worker.parked = True
-
-    rounds.install(AgentRoundLink(worker, store, recorder.write, retire, renew))
+    rounds.install(AgentRoundLink(worker, store, recorder.write, renew))
     channel.send(local.Began(at=time.monotonic()))
 
     def died(raised: Raised) -> None:

@@ -14,22 +14,19 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Final
 
 import msgspec
 
 from holdfast import kernel
 from holdfast.inprocess.link import Leave, RoundEntry
 from holdfast.messages import local
-from holdfast.messages.local import PACKET_BYTES, Assign, Dismiss, Release, ToFunction
+from holdfast.messages.local import ASSIGN_FDS, PACKET_BYTES, Assign, Dismiss, Release, ToFunction
 from holdfast.messages.records import Raised
 from holdfast.messages.requests import MAX_REASON, StopJob
 from holdfast.shm.vital_signs import UNWATCHED
 from holdfast.worker.channel import move_up
 from holdfast.worker.runtime import Runtime
 from holdfast.worker.torch_hooks.patches import StoreSocket
-
-MAX_FDS: Final = 5
 
 _decoder: msgspec.msgpack.Decoder[ToFunction] = msgspec.msgpack.Decoder(ToFunction)
 
@@ -42,14 +39,12 @@ class AgentRoundLink:
         worker: Runtime,
         store: StoreSocket,
         record: Callable[[str], None],
-        retire: Callable[[], None],
         renew: Callable[[Assign, list[int]], None],
     ) -> None:
         self._worker = worker
         self._store = store
         self._record = record
         """Writes the flight recorder's file, with the line that failed."""
-        self._retire = retire
         self._renew = renew
         self._leave: Leave = lambda why: None
         self._why = ""
@@ -94,7 +89,7 @@ class AgentRoundLink:
         for copies in self._worker.copies.values():
             for copy in copies:
                 copy.end()
-        self._retire()
+        self._worker.parked = True
         self._worker.channel.send(local.FunctionLeft())
 
     def next(self) -> RoundEntry | None:
@@ -154,7 +149,7 @@ class AgentRoundLink:
         kernel.name_process("holdfast-leave")  # Names this thread only.
         while True:
             packet, fds, _, _ = socket.recv_fds(
-                orders, PACKET_BYTES, MAX_FDS, socket.MSG_CMSG_CLOEXEC
+                orders, PACKET_BYTES, ASSIGN_FDS, socket.MSG_CMSG_CLOEXEC
             )
             if not packet:
                 return  # The agent is gone, and this process with it.

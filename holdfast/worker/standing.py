@@ -15,7 +15,15 @@ from typing import Any, Final
 
 import msgspec
 
-from holdfast.messages.local import GAVE_DEVICE_UP, Assign, Standing, TakeDevice, Test, ToWorker
+from holdfast.messages.local import (
+    ASSIGN_FDS,
+    GAVE_DEVICE_UP,
+    Assign,
+    Standing,
+    TakeDevice,
+    Test,
+    ToWorker,
+)
 from holdfast.worker.channel import Channel
 
 log = logging.getLogger("holdfast.worker")
@@ -32,7 +40,7 @@ def await_order(channel: Channel) -> tuple[Assign | Test, list[int]]:
     while True:
         while held is not None and not channel.has_packet(LOOK_EVERY_S):
             _leave_if_needed(held)
-        packet, fds = channel.receive(max_fds=5)
+        packet, fds = channel.receive(max_fds=ASSIGN_FDS)
         if not packet:
             os._exit(0)
         order = _decoder.decode(packet)

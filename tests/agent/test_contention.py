@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast import proc
 from holdfast.agent import contention
 from holdfast.agent.contention import CpuTicks, Quota, Reading, ThreadTime
 from holdfast.messages.timings import CpuShortage
@@ -56,11 +57,23 @@ def test_of_two_processes_that_share_a_cpu_each_waits_half_of_the_time() -> None
     assert lacked.throttled_s == 0.0
 
 
+def has_begun(pid: int) -> bool:
+    """Whether it is the command already, and no longer this process's child that becomes it."""
+    return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sleep")
+
+
 def test_a_process_that_only_sleeps_lacks_nothing() -> None:
-    before = contention.read(os.getpid(), time.monotonic())
-    time.sleep(0.05)
-    lacked = contention.shortage(before, contention.read(os.getpid(), time.monotonic()))
-    assert lacked.queued_s < 0.05
+    with subprocess.Popen(["sleep", "600"]) as sleeper:
+        try:
+            while proc.process_state(sleeper.pid) != "S" or not has_begun(sleeper.pid):
+                time.sleep(0.001)
+            time.sleep(0.05)
+            before = contention.read(sleeper.pid, time.monotonic())
+            time.sleep(0.05)
+            after = contention.read(sleeper.pid, time.monotonic())
+        finally:
+            sleeper.kill()
+    assert contention.shortage(before, after).queued_s == 0.0
 
 
 def test_every_thread_of_a_real_process_is_read() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import select
 import signal
 import subprocess
 import time
@@ -14,11 +15,22 @@ from typing import Any
 
 import pytest
 
+from holdfast.agent import file_timer
 from holdfast.agent.file_timer import FileTimers, timer_file
 from holdfast.errors import JobError
 
 SOON_S = 0.05
 LONG_S = 3600.0
+
+
+class StandingClock:
+    """The wall clock, as the test sets it."""
+
+    def __init__(self, now: float) -> None:
+        self.now = now
+
+    def time(self) -> float:
+        return self.now
 
 
 @pytest.fixture
@@ -37,7 +49,10 @@ def line(pid: int, after_s: float, scope: str = "a", number: int = signal.SIGKIL
 
 
 def serve(path: Path, rank: int, *writes: bytes, until: Callable[[], Any] | None = None) -> None:
-    """Serve one rank; each write is made by a client of its own."""
+    """Serve one rank; each write is made by a client of its own.
+
+    Without `until`, the clock stands still until all is read, and then a minute has passed.
+    """
 
     async def scenario() -> None:
         timers = FileTimers(str(path), lambda: {rank})
@@ -45,13 +60,19 @@ def serve(path: Path, rank: int, *writes: bytes, until: Callable[[], Any] | None
             fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
             os.write(fd, data)
             os.close(fd)
-            await asyncio.sleep(0)
-        fence = asyncio.get_running_loop().time() + 2 * SOON_S
-        while asyncio.get_running_loop().time() < fence if until is None else not until():
+            while select.select([timers._fd], [], [], 0)[0]:
+                await asyncio.sleep(0)
+        while until is not None and not until():
             await asyncio.sleep(0.001)
+        if until is None:
+            file_timer.time.now += 60.0  # type: ignore[attr-defined]
+            timers._look()
         timers.close()
 
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+    with pytest.MonkeyPatch.context() as patch:
+        if until is None:
+            patch.setattr(file_timer, "time", StandingClock(time.time()))
+        asyncio.run(asyncio.wait_for(scenario(), 60))
     assert not path.exists()
 
 
@@ -105,7 +126,7 @@ def test_torchs_own_client_is_understood(tmp_path: Path) -> None:
         assert (key, timer.signal) == ((os.getpid(), "b"), signal.SIGKILL)
         timers.close()
 
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+    asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
 def test_a_pipe_that_an_earlier_agent_left_is_replaced(tmp_path: Path, rank: Rank) -> None:

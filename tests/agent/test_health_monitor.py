@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.agent.health_monitor import HealthMonitor, monitoring
+from holdfast.agent.health_monitor import LIMIT_S, HealthMonitor, monitoring
 from holdfast.health.checker import Checker
 from holdfast.messages.health import HealthResult, Verdict
 from holdfast.tasks import BackgroundTasks
@@ -47,7 +47,7 @@ def watched(root: Path, enough: Callable[[Told], bool], thorough: bool = False) 
 
     async def watch() -> None:
         with monitoring(HealthMonitor(root, thorough, told.append), unfailing()):
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 60
             while not enough(told):
                 assert time.monotonic() < deadline, f"waited in vain; told {told}"
                 await asyncio.sleep(0.01)
@@ -94,13 +94,13 @@ def test_a_check_that_only_warned_is_reported_once_it_fails(
 def test_an_agent_that_ends_does_not_wait_for_a_check_that_hangs(node: Path) -> None:
     (node / "proc").mkdir()
     os.mkfifo(node / "proc" / "meminfo")
-    began = time.monotonic()
 
-    async def end_in_the_middle() -> None:
+    async def end_in_the_middle() -> float:
         watch = HealthMonitor(node, True, lambda results: None)
         with monitoring(watch, unfailing()):
             while not watch.pids:
                 await asyncio.sleep(0.01)
+            return time.monotonic()
 
-    asyncio.run(end_in_the_middle())
-    assert time.monotonic() - began < 3.0
+    ended = asyncio.run(end_in_the_middle())
+    assert time.monotonic() - ended < LIMIT_S / 2

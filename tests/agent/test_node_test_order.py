@@ -106,7 +106,7 @@ class Stage:
 
 def staged(act: Callable[[Stage], Coroutine[Any, Any, None]]) -> None:
     async def run() -> None:
-        await asyncio.wait_for(act(Stage()), 10)
+        await asyncio.wait_for(act(Stage()), 60)
 
     asyncio.run(run())
 

@@ -22,7 +22,7 @@ def test_what_the_socket_does_not_take_is_sent_later_in_order() -> None:
         sent = [bytes([i]) * 60_000 for i in range(30)]
         assert outbox.put(sent)
         got: list[bytes] = []
-        deadline = asyncio.get_running_loop().time() + 10
+        deadline = asyncio.get_running_loop().time() + 60
         while len(got) < len(sent) and asyncio.get_running_loop().time() < deadline:
             try:
                 got.append(theirs.recv(1 << 16))

@@ -6,7 +6,6 @@ import asyncio
 import os
 import resource
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -55,7 +54,7 @@ def written(make: Callable[[], Output], write: Callable[[int, int], object]) -> 
         output.close()
         return output
 
-    return asyncio.run(asyncio.wait_for(scenario(), 60))
+    return asyncio.run(asyncio.wait_for(scenario(), 200))
 
 
 def write_all(fd: int, data: bytes) -> None:
@@ -111,7 +110,7 @@ def test_a_hundred_megabytes_without_a_newline_are_kept_in_the_log_and_not_in_me
     assert resident_bytes() - before < 40 << 20
     console.close(limit_s=0.0)
     os.close(read_end)
-    console._thread.join(5)
+    console._thread.join(60)
     os.close(write_end)
     (tmp_path / "log").unlink()
 
@@ -173,14 +172,19 @@ def test_a_log_directory_that_cannot_be_made_does_not_stop_the_output(tmp_path: 
 def test_a_blocked_terminal_never_blocks_who_writes_to_it() -> None:
     read_end, write_end = os.pipe()
     console = Console()
-    began = time.monotonic()
-    for _ in range(1000):
-        console.write(write_end, b"x" * (1 << 16))
-    assert time.monotonic() - began < 5
+
+    def write_much() -> None:
+        for _ in range(1000):
+            console.write(write_end, b"x" * (1 << 16))
+
+    writer = threading.Thread(target=write_much, daemon=True)
+    writer.start()
+    writer.join(60)
+    assert not writer.is_alive()
     assert console._queued_bytes < outputs.CONSOLE_BYTES + (2 << 16)
     console.close(limit_s=0.05)
     os.close(read_end)
-    console._thread.join(5)
+    console._thread.join(60)
     os.close(write_end)
 
 
@@ -195,7 +199,7 @@ def test_a_terminal_that_reads_again_is_told_what_it_missed(
     got = bytearray()
     while len(got) <= outputs.CONSOLE_BYTES:
         got += os.read(read_end, 1 << 20)
-    console.close(5)
+    console.close(60)
     assert b"b" not in got
     assert "100 bytes not shown here" in capfd.readouterr().err
     os.close(read_end)
@@ -207,7 +211,7 @@ def test_a_terminal_that_is_gone_is_no_error() -> None:
     os.close(read_end)
     console = Console()
     console.write(write_end, b"x\n")
-    console.close(5)
+    console.close(60)
     assert not console._thread.is_alive()
     os.close(write_end)
 
@@ -220,7 +224,7 @@ def test_a_terminal_made_non_blocking_by_somebody_else_still_gets_everything() -
     got = 0
     while got < 300_000:
         got += len(os.read(read_end, 1 << 16))
-    console.close(5)
+    console.close(60)
     assert got == 300_000
     os.close(read_end)
     os.close(write_end)

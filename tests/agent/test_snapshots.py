@@ -59,7 +59,7 @@ from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber, Time
 from holdfast.wire.packets import Joiner, packets_of
 
 T = TypeVar("T")
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 C = "c"
 SNAPSHOT = SnapshotId(C, StepNumber(7), RoundNumber(1))
 

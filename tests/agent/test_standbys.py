@@ -53,7 +53,7 @@ def test_when_a_start_is_given_up_whoever_was_got_for_it_stands_by(turns: int) -
 # ---- GPUs ----
 
 GIB = 1 << 30
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 OUT_OF_MEMORY = Raised(type="OutOfMemoryError", message="", where="", traceback="")
 
 

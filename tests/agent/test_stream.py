@@ -25,7 +25,7 @@ from holdfast.messages.wire import Ack, Beat, FromAgent, Hello, Lease, Rejected,
 from holdfast.wire import framing
 from holdfast.wire.ends import address_of
 
-LIMIT_S = 10.0
+LIMIT_S = 50.0
 BEAT_S = 0.02
 NODE = NodeId("n")
 WARM = NodeWarm(at=Time(1.0), node=NODE)

@@ -70,7 +70,7 @@ def small_blocks(patch: pytest.MonkeyPatch, size: int = 1 << 12) -> None:
         patch.setattr(module, "BLOCK_BYTES", size)
 
 
-def until(condition: Callable[[], bool], what: str, limit_s: float = 10) -> None:
+def until(condition: Callable[[], bool], what: str, limit_s: float = 60) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline, f"in vain: {what}"

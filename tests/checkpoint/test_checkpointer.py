@@ -301,7 +301,7 @@ def test_a_ticket_that_is_asked_again_and_again_is_done_without_another_step(
     script = Script(link, overlap=True)
     script.step()
     ticket = script.checkpointer.save(1)
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while not ticket.done():
         assert time.monotonic() < until
         time.sleep(0.001)
@@ -439,7 +439,7 @@ def test_asking_whether_a_save_is_done_never_waits(link: FakeLink) -> None:
     ticket = Script(link, directory="d").checkpointer.save(1, block=True)
     assert not ticket.done()
     link.settled[1, "storage"] = SaveSettled(outcome="saved")
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while not ticket.done():
         assert time.monotonic() < until
         time.sleep(0.001)

@@ -54,7 +54,7 @@ from holdfast.messages.units import Rank, RoundNumber, StepNumber, Time
 
 NOW = Time(0.0)
 ROUND = RoundNumber(1)
-PROMPT_S = 20.0
+PROMPT_S = 60.0
 SAVED = SaveSettled(outcome="saved")
 
 
@@ -411,7 +411,7 @@ def test_who_listens_keeps_nobody_from_the_store() -> None:
     seat = DriverSeat(meeting)
     assert [post.directory for post in seat.collect()] == ["x"]
     seat.deliver({0: [CloseJob(code=0, reason="y")]})
-    assert heard.result(5) == (CloseJob(code=0, reason="y"),)
+    assert heard.result(60) == (CloseJob(code=0, reason="y"),)
 
 
 def test_a_store_that_is_gone_is_an_error_of_ours() -> None:

@@ -291,7 +291,7 @@ def run_plain_reader(*arguments: str | Path) -> subprocess.CompletedProcess[str]
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=90)
+        output, _ = process.communicate(timeout=200)
     finally:
         try:
             os.killpg(process.pid, signal.SIGKILL)
@@ -485,7 +485,7 @@ contents = Contents(1, 0, 0, 1, none, none, none, none, (item,), (value,))
 read_metadata(metadata([("f", contents, [Extent(0, 0, value.framed.end)])]))
 assert not {"torch", "numpy"} & set(sys.modules)
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
 
 
 # ---- foreign metadata ----

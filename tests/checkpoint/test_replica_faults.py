@@ -158,7 +158,7 @@ def test_a_peer_with_which_nothing_moves_is_given_up_on_both_sides(
 
     def meddle(index: int, up: bool, before: int, data: bytes) -> bytes:
         if before > 2 * BLOCK_BYTES:
-            moving_again.wait(10)
+            moving_again.wait(60)
         return data
 
     with between(there.peer, meddle) as peer:
@@ -169,7 +169,7 @@ def test_a_peer_with_which_nothing_moves_is_given_up_on_both_sides(
         there.store.put(an_image(step=8), LARGE)
         with pytest.raises(WireError, match="no progress"):
             pull(peer, TOKEN, None, an_image(step=8), here.store, limits=one_stream)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30
         moving_again.set()
 
 

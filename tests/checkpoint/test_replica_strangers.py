@@ -105,15 +105,18 @@ def stable() -> Iterator[Node]:
         node.close()
 
 
-def test_a_frame_that_is_too_large_is_refused_by_its_length(there: Node) -> None:
+def test_a_frame_that_is_too_large_is_refused_by_its_length(
+    new_node: NewNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not because the rest of it does not come."""
+    monkeypatch.setattr(replicaserver, "HELLO_LIMIT_S", 600.0)
+    there = new_node(stall_s=600.0)
     hello = framing.encode(PeerHello(protocol=PROTOCOL, token=TOKEN))
-    began = time.monotonic()
     for before, length in ((b"", 1 << 31), (b"", replicaserver.HELLO_BYTES + 1), (hello, 1 << 21)):
-        stranger = socket.create_connection((there.peer.host, there.peer.port), 3.0)
+        stranger = socket.create_connection((there.peer.host, there.peer.port), 60.0)
         with stranger, suppress(ConnectionError):
             stranger.sendall(before + length.to_bytes(4, "big"))
             assert stranger.recv(1) == b""
-    assert time.monotonic() - began < 2
 
 
 def test_a_stranger_that_sends_a_byte_now_and_then_is_closed_in_time(
@@ -124,7 +127,7 @@ def test_a_stranger_that_sends_a_byte_now_and_then_is_closed_in_time(
     hello = framing.encode(PeerHello(protocol=PROTOCOL, token=TOKEN))
     with socket.create_connection((there.peer.host, there.peer.port), 0.05) as stranger:
         assert any(is_closed_after(stranger, bytes([byte])) for byte in hello[:-1])
-    assert 0.3 < time.monotonic() - began < 2
+    assert time.monotonic() - began > 0.3
 
 
 def is_closed_after(stranger: socket.socket, data: bytes) -> bool:
@@ -137,13 +140,16 @@ def is_closed_after(stranger: socket.socket, data: bytes) -> bool:
         return True
 
 
-def test_silent_strangers_do_not_keep_peers_out(here: Node, there: Node) -> None:
+def test_silent_strangers_do_not_keep_peers_out(
+    here: Node, there: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicaserver, "HELLO_LIMIT_S", 600.0)
     address = (there.peer.host, there.peer.port)
     before = threading.active_count()  # Other tests may have left threads that are about to end.
     strangers = [socket.create_connection(address) for _ in range(80)]
     try:
-        push(there.peer, TOKEN, None, here.store.put(an_image(), 1000), TransferLimits(stall_s=3))
-        until(lambda: threading.active_count() < before + 50, "most of the strangers are gone", 3)
+        push(there.peer, TOKEN, None, here.store.put(an_image(), 1000), TransferLimits(stall_s=60))
+        until(lambda: threading.active_count() < before + 50, "most of the strangers are gone")
     finally:
         for stranger in strangers:
             stranger.close()
@@ -162,7 +168,7 @@ def asking(peer: Peer, image: ImageId) -> Iterator[Connection]:
 def busy(new_node: NewNode, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     """A node that serves one at a time, and has one to serve."""
     monkeypatch.setattr(replicaserver, "SERVED_AT_ONCE", 1)
-    node = new_node(stall_s=0.6)
+    node = new_node(stall_s=4.0)
     node.store.put(an_image(), 1000)
     with asking(node.peer, an_image()) as first:
         first.expect(Sending)
@@ -171,14 +177,14 @@ def busy(new_node: NewNode, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
 
 def test_others_wait_for_their_turn_however_long_it_takes(busy: Node) -> None:
     with asking(busy.peer, an_image()) as second:
-        second.stall_s = 0.5
+        second.stall_s = 3.5
         began = time.monotonic()
         second.expect(Sending)  # Once the first, which asks for nothing more, is given up.
-        assert time.monotonic() - began > 0.5
+        assert time.monotonic() - began > 3.5
 
 
 def test_a_push_waits_for_its_turn_and_its_parts_need_none(here: Node, busy: Node) -> None:
-    push(busy.peer, TOKEN, None, here.store.put(an_image(8), LARGE), TransferLimits(stall_s=0.5))
+    push(busy.peer, TOKEN, None, here.store.put(an_image(8), LARGE), TransferLimits(stall_s=3.5))
     assert an_image(8) in busy.store.images
 
 

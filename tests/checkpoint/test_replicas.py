@@ -84,17 +84,17 @@ def test_a_transfer_can_be_cancelled_and_a_newer_one_takes_its_place(
     def meddle(index: int, up: bool, before: int, data: bytes) -> bytes:
         if index == 1 and before > BLOCK_BYTES:
             under_way.set()
-            go_on.wait(10)
+            go_on.wait(60)
         return data
 
     with between(there.peer, meddle) as peer, ThreadPoolExecutor(1) as thread:
         pushing = thread.submit(push, peer, TOKEN, None, older, TransferLimits(), copying)
-        assert under_way.wait(10)
+        assert under_way.wait(60)
         began = time.monotonic()
         copying.cancel()
         with pytest.raises(Cancelled):
             pushing.result()
-        assert time.monotonic() - began < 0.5
+        assert time.monotonic() - began < 30
         push(there.peer, TOKEN, None, newer)
         go_on.set()
     until(lambda: there.store.dropped == 1, "the older one is dropped")
@@ -110,12 +110,12 @@ def test_closing_ends_a_transfer_that_is_under_way(here: Node, there: Node) -> N
     def meddle(index: int, up: bool, before: int, data: bytes) -> bytes:
         if index == 1 and before > BLOCK_BYTES:
             under_way.set()
-            go_on.wait(10)
+            go_on.wait(60)
         return data
 
     with between(there.peer, meddle) as peer, ThreadPoolExecutor(1) as thread:
         pushing = thread.submit(push, peer, TOKEN, None, held)
-        assert under_way.wait(10)
+        assert under_way.wait(60)
         there.server.close()
         with pytest.raises(WireError):
             pushing.result()
@@ -178,13 +178,13 @@ def test_in_tls_a_cancelled_push_never_goes_on_in_plain_text(
         leaked.append(TOKEN.encode() in data or secret in data)
         if index == 1 and before > BLOCK_BYTES:
             under_way.set()
-            go_on.wait(10)
+            go_on.wait(60)
         return data
 
     with between(there.peer, meddle) as peer, ThreadPoolExecutor(1) as thread:
         client = client_context(certificates)
         pushing = thread.submit(push, peer, TOKEN, client, held, TransferLimits(), copying)
-        assert under_way.wait(10)
+        assert under_way.wait(60)
         copying.cancel()
         with pytest.raises(Cancelled):
             pushing.result()

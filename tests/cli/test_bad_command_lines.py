@@ -326,7 +326,7 @@ def as_process(words: list[str], *before: str) -> tuple[int, str]:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
     return done.returncode, done.stderr

@@ -175,7 +175,7 @@ def test_watching_looks_again_and_ends_with_the_last_look(node: Path) -> None:
         while json.loads(watching.stdout.readline())["verdict"] != "fail":
             pass
         watching.send_signal(signal.SIGINT)
-        _, error = watching.communicate(timeout=30)
+        _, error = watching.communicate(timeout=200)
     assert watching.returncode == 1
     assert "Traceback" not in error
 
@@ -188,4 +188,4 @@ def test_watching_ends_when_nobody_reads_the_results_any_more(node: Path) -> Non
         assert watching.stdout is not None
         watching.stdout.readline()
         watching.stdout.close()
-        assert watching.wait(timeout=30) == 0
+        assert watching.wait(timeout=200) == 0

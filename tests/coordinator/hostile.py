@@ -58,7 +58,7 @@ from holdfast.messages.wire import (
 from holdfast.wire import framing
 
 GOOD = NodeId("good")
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 TORN_S = 0.02
 BEAT_S = 0.5
 EVIL_NAMES = [f"evil:{number}" for number in range(8)]

@@ -37,7 +37,7 @@ from holdfast.wire import framing
 from holdfast.wire.ends import address_of
 
 TOKEN = "a-token"
-LIMIT_S = 10.0
+LIMIT_S = 50.0
 BEAT_S = 0.5
 SPEC = NodeSpec(host="h", address="127.0.0.1", slots=1, pid=1)
 

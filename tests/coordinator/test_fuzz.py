@@ -15,4 +15,4 @@ def test_whatever_an_agent_sends_harms_nobody_else(
     seed: int, as_member: bool, tmp_path: Path
 ) -> None:
     episode = Episode(tmp_path / "journal.db", seed, as_member)
-    asyncio.run(asyncio.wait_for(episode.run(frames=1000), 100))
+    asyncio.run(asyncio.wait_for(episode.run(frames=1000), 250))

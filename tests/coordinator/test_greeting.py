@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from msgspec.structs import replace
-from serving import hello, run, served
+from serving import LIMIT_S, hello, run, served
 
 from holdfast.coordinator import greeting
 from holdfast.core import job as jobs
@@ -130,7 +130,7 @@ def test_remarks_are_logged_and_the_node_joins(
             await here.join()
             peer = await here.connect()
             peer.send(hello("other", terms=Terms(max_nodes=1, copies=2)))
-            assert isinstance(await asyncio.wait_for(peer.hear(), 5), Welcome)
+            assert isinstance(await asyncio.wait_for(peer.hear(), LIMIT_S), Welcome)
 
     run(scenario())
     assert "other: it was started with other terms (copies)" in caplog.text

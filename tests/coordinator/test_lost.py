@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import TOKEN, Peer, hello, joined, run, stepped
+from serving import LIMIT_S, TOKEN, Peer, hello, joined, run, stepped
 
 from holdfast.coordinator import lost
 from holdfast.coordinator.journal import VERSION, Journal, replay
@@ -234,7 +234,7 @@ def test_it_ends_when_no_node_has_asked_for_a_while(
             peer = await here.connect()
             peer.send(hello())
             assert (await peer.hear_a(Rejected)).lost
-            assert await asyncio.wait_for(here.task, 10.0) == EXIT_FAILED
+            assert await asyncio.wait_for(here.task, LIMIT_S) == EXIT_FAILED
 
     run(scenario())
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from serving import Peer, Served, hello, joined, run, served, stepped
+from serving import LIMIT_S, Peer, Served, hello, joined, run, served, stepped
 
 from holdfast import tasks
 from holdfast.clock import JobClock
@@ -440,7 +440,7 @@ def test_a_silent_stranger_does_not_hold_up_the_end(tmp_path: Path) -> None:
             good.send(Sent(number=3, event=left))
             assert await good.hear_a(Ack) == Ack(number=2)
             assert await good.hear_a(Ack) == Ack(number=3)
-            assert await asyncio.wait_for(asyncio.shield(here.serving), 3.0) == 75
+            assert await asyncio.wait_for(asyncio.shield(here.serving), LIMIT_S) == 75
 
     run(scenario())
 
@@ -608,7 +608,7 @@ def test_an_error_of_the_coordinators_own_ends_it_so_that_it_is_started_again(
             monkeypatch.setattr(here.coordinator.journal, "append", broken)
             good.send(Sent(number=2, event=stepped(5)))
             with pytest.raises(RuntimeError, match="a bug of ours"):
-                await asyncio.wait_for(asyncio.shield(here.serving), 3.0)
+                await asyncio.wait_for(asyncio.shield(here.serving), LIMIT_S)
 
     run(scenario())
 

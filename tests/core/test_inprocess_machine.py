@@ -18,7 +18,6 @@ from holdfast.messages.actions import AnyAction, ReleaseRanks, StartWorkers, Sto
 from holdfast.messages.events import (
     AnyEvent,
     JobOpened,
-    NodeReady,
     RankRaised,
     RanksReturned,
     WorkerStarted,
@@ -105,20 +104,7 @@ class InprocessMachine(JobMachine):
         assert order is not None
         stay = [rank for rank in agent.steps if rank not in order.replace]
         parked = max(0, len(stay) - gone) if order.leave_s > 0 else 0
-        ranks = tuple(self.progress(agent, rank, skew) for rank in agent.steps)
-        round, agent.stopping, agent.steps = agent.round, None, {}
-        self.take(
-            NodeReady(
-                at=self.at(skew),
-                node=NodeId(name),
-                round=round,
-                store_port=4001,
-                slowest_stop_s=None,
-                ranks=ranks,
-                parked=parked,
-                slowest_leave_s=slow,
-            )
-        )
+        self.say_ready(name, agent, skew, None, parked=parked, slowest_leave_s=slow)
 
     @rule(number=picks, skew=skews)
     def enter_again(self, number: int, skew: float) -> None:

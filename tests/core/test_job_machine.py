@@ -276,7 +276,11 @@ class JobMachine(RuleBasedStateMachine):
         stopping = [(n, a) for n, a in self.agents.items() if a.stopping is not None]
         if not stopping:
             return
-        name, agent = stopping[number % len(stopping)]
+        self.say_ready(*stopping[number % len(stopping)], skew, slow)
+
+    def say_ready(
+        self, name: str, agent: Agent, skew: float, slow: float | None, **parked: Any
+    ) -> None:
         ranks = tuple(self.progress(agent, rank, skew) for rank in agent.steps)
         round, agent.stopping, agent.steps = agent.round, None, {}
         self.take(
@@ -287,6 +291,7 @@ class JobMachine(RuleBasedStateMachine):
                 store_port=4001,
                 slowest_stop_s=slow,
                 ranks=ranks,
+                **parked,
             )
         )
 

@@ -23,6 +23,7 @@ from holdfast.messages.events import (
     AnyEvent,
     CoordinatorRestarted,
     JobOpened,
+    JobRequeued,
     NodeJoined,
     NodeLeaving,
     NodeResumed,
@@ -103,6 +104,8 @@ def test_a_machine_from_outside_hears_of_every_moment_in_order() -> None:
     driver.left("a")
     driver.left("b")
     assert driver.heard == ["node_lost", "node_lost", "job_closed"]
+    driver.after(60).take(JobRequeued(at=driver.at, since=driver.at))
+    assert driver.heard == ["job_requeued", "round_ended", "round_stopped"]
 
 
 def test_no_moment_is_left_out_of_that_story() -> None:

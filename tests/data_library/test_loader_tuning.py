@@ -30,7 +30,7 @@ from holdfast.messages.units import StepNumber
 OWN = LoaderConfig(micro_batch=8, workers=2, prefetch=2)
 OTHER = LoaderConfig(micro_batch=16)
 ROOM = MemoryRoom(free_bytes=5, total_bytes=10)
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class ScriptedLink:

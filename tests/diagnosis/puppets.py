@@ -14,7 +14,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 HERE = """
 import os as _os

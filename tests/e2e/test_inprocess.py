@@ -111,7 +111,6 @@ def test_an_exception_in_one_rank_makes_all_enter_again_in_the_same_processes(ru
     for one in incidents:
         assert (one["kind"], one["rung"]) == ("exception", "re-enter the function")
         assert one["action"] == "left the function on all ranks and entered it again"
-        assert one["lost_s"] < 5.0
     assert "ValueError: 15" in incidents[0]["detail"]
     assert run.err.count("rank 1 raised ValueError at train.py:") >= 2
 

@@ -228,7 +228,7 @@ def test_under_torchrun_an_exception_makes_all_enter_again(run: Run) -> None:
         env={**run.env, "PYTHONPATH": os.environ.get("PYTHONPATH", "")},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -101,7 +101,7 @@ def expected(run: Run) -> dict[str, torch.Tensor]:
     terms = "records, {}, global_batch"
     script = SCRIPT.replace(terms.format(BATCH), terms.format(GLOBAL_BATCH))
     name = run.write(script + alone, "alone.py")
-    subprocess.run([sys.executable, name], cwd=run.folder, env=run.env, check=True, timeout=90)
+    subprocess.run([sys.executable, name], cwd=run.folder, env=run.env, check=True, timeout=200)
     found: dict[str, torch.Tensor] = torch.load(run.folder / "alone.pt")
     return found
 
@@ -122,7 +122,9 @@ def passes(run: Run, round: int, step: int) -> list[Noted]:
 def audit(run: Run) -> str:
     command = [sys.executable, "-m", "holdfast", "data", "audit", run.job]
     env = {key: value for key, value in run.env.items() if key != "HOLDFAST_TEST_ID"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=200, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

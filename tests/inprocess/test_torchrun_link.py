@@ -36,7 +36,7 @@ class Rank:
     """A rank of a world: its link, a thread for its function, and what its watcher was told."""
 
     def __init__(self, rank: int, world_size: int, port: int, attempt: int = 0) -> None:
-        environ = {
+        self.environ = {
             "RANK": str(rank),
             "WORLD_SIZE": str(world_size),
             "LOCAL_RANK": str(rank),
@@ -46,7 +46,7 @@ class Rank:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
         }
-        self.link: RoundLink = TorchrunLink(environ)
+        self.link: RoundLink = TorchrunLink(self.environ)
         self.told: SimpleQueue[str] = SimpleQueue()
         self._thread = ThreadPoolExecutor(1, f"rank {rank}")
 
@@ -120,6 +120,18 @@ def test_an_exception_in_one_rank_makes_all_leave_and_enter_again(ranks: list[Ra
     assert [(e.round, e.rank, e.world_size, e.why) for e in again] == [
         (1, r, 3, why) for r in range(3)
     ]
+
+
+def test_an_entry_does_not_find_the_numbers_that_the_one_before_was_given(
+    ranks: list[Rank],
+) -> None:
+    opened(ranks)
+    for rank in ranks:
+        rank.environ.update(RANK="0", WORLD_SIZE="1")
+    ranks[1].do(ranks[1].link.raised, error())
+    all_next(ranks)
+    found = [(rank.environ["RANK"], rank.environ["WORLD_SIZE"]) for rank in ranks]
+    assert found == [("0", "3"), ("1", "3"), ("2", "3")]
 
 
 def test_nobody_enters_before_all_have_left(ranks: list[Rank]) -> None:

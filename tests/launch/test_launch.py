@@ -69,7 +69,7 @@ def play(folder: Path, agent: str, coordinator: str) -> subprocess.CompletedProc
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=200,
         check=False,
     )
 

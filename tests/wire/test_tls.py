@@ -18,7 +18,7 @@ from holdfast.wire import framing
 from holdfast.wire.gate import Gate
 from holdfast.wire.tls import TlsFiles, check_files, client_context, explained, server_context
 
-LIMIT_S = 10.0
+LIMIT_S = 50.0
 
 
 class Echo(asyncio.Protocol):

@@ -172,7 +172,7 @@ def test_times_are_those_that_the_script_took(with_torch: Run) -> None:
     whole = time.monotonic() - began
     expected = {"data": 0.05, "forward": 0.03, "backward": 0.04, "optimizer": 0.02}
     for name, least in expected.items():
-        assert len([t for t in took[name] if t >= least]) == 3, (name, took[name])
+        assert len([t for t in took[name] if t >= least]) >= 3, (name, took[name])
     assert sum(map(sum, took.values())) <= whole
     """
     said = with_torch(BEFORE, TORCH, script)
@@ -186,12 +186,15 @@ def test_of_short_steps_only_some_are_followed(with_torch: Run) -> None:
     assert steps(20) == 20, "until it is warm"
     vitals.warm_up = 0
     vitals.stepped(time.monotonic(), None)
+    began = time.monotonic()
     followed = steps(1000)
+    a_step_s = (time.monotonic() - began) / 1000
     assert 10 <= followed <= 300, followed
     assert vitals.marks > 1000, "that a step ends is a mark"
     took = vitals.times()
     assert abs(took["forward"].count - took["optimizer"].count) <= 1
-    assert max(took["between"].latest_s) < 0.05, "what was not followed is not booked"
+    between = sorted(took["between"].latest_s)
+    assert between[len(between) // 2] < 5 * a_step_s, "what was not followed is not booked"
     own = vitals.own_times()
     assert abs(own["forward"].count - own["backward"].count) <= 1
     assert sum(own["forward"].latest_s) <= sum(took["forward"].latest_s)
@@ -203,9 +206,10 @@ def test_of_short_steps_only_some_are_followed(with_torch: Run) -> None:
     while not phases._skips:
         train([ONES])
     assert seen(evaluate) == []
+    phases._stepped_at += 3600.0
     phases.wake()
     assert seen(evaluate) == [], "it may still be a short step"
-    phases._stepped_at -= 1.0
+    phases._stepped_at -= 3601.0
     phases.wake()
     assert without_between(evaluate) == ["data", "forward"] * 4 + ["data"]
 
@@ -256,8 +260,9 @@ def test_in_which_times_there_is_waiting_is_known(with_torch: Run) -> None:
         def _sync_buffers(self):
             time.sleep(0.2)
     before = vitals.times()["forward"].count
+    began = time.monotonic()
     assert waiting(Slowly(layers())) == WITH_GRADIENTS
-    assert max(vitals.times()["forward"].latest_s[-1:]) < 0.1
+    assert vitals.times()["forward"].latest_s[-1] <= time.monotonic() - began - 0.2
     assert vitals.times()["forward"].count == before + 1
 
     # Of a compiled model only the optimizer knows the parameters.
@@ -278,9 +283,12 @@ def test_waiting_for_other_ranks_is_not_counted_as_own_work(with_torch: Run) -> 
     import torch.distributed as dist
     import torch.distributed._functional_collectives as functional
 
+    waited_s = []
     def meet():
+        began = time.monotonic()
         dist.all_reduce(torch.ones(2), async_op=True).wait()  # As torch's own functions do.
         functional.all_reduce(torch.ones(2), "sum", dist.group.WORLD).sum()  # As DTensors do.
+        waited_s.append(time.monotonic() - began)
 
     child = os.fork()
     dist.init_process_group(
@@ -315,9 +323,10 @@ def test_waiting_for_other_ranks_is_not_counted_as_own_work(with_torch: Run) -> 
     times, own = vitals.times(), vitals.own_times()
     for name, work_s in (("forward", 0.02), ("backward", 0.03)):
         assert times[name].count == own[name].count == 3
-        for took_s, own_s in zip(times[name].latest_s, own[name].latest_s):
-            assert took_s > 0.08, (name, took_s)
-            assert work_s <= own_s < took_s - 0.04, (name, took_s, own_s)
+        each = zip(times[name].latest_s, own[name].latest_s, waited_s[name == "backward"::2])
+        for took_s, own_s, met_s in each:
+            assert took_s > met_s, (name, took_s, met_s)
+            assert work_s <= own_s < took_s - met_s / 2, (name, took_s, own_s, met_s)
 
     # Of another thread it does not count.
     before = phases._own_times.waited_s
@@ -343,6 +352,7 @@ def test_the_time_between_phases_is_one_duration_a_step_without_waits(with_torch
             time.sleep(0.2)  # Waits for rank 0.
     net = Buffered(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)))
     sgd = torch.optim.SGD(net.parameters(), lr=1e-3)
+    began = time.monotonic()
     for batch in DataLoader([ONES[0]] * 16, batch_size=4):
         time.sleep(0.02)  # After the loader ...
         net(batch).sum().backward()
@@ -352,8 +362,8 @@ def test_the_time_between_phases_is_one_duration_a_step_without_waits(with_torch
     times, own = vitals.times()["between"], vitals.own_times()["between"]
     assert times.count > 2 * own.count, (times, own)
     assert own.count == 3, "of the first step the start was not seen"
-    for own_s in own.latest_s:
-        assert 0.06 <= own_s < 0.2, own
+    assert min(own.latest_s) >= 0.06, own
+    assert sum(own.latest_s) <= time.monotonic() - began - 4 * 0.2, own
     dist.destroy_process_group()
     """
     with_torch(BEFORE, TORCH, script)
@@ -366,10 +376,12 @@ def test_after_steps_that_were_not_followed_only_the_followed_one_counts(with_to
             model(ONES).sum().backward()
             sgd.step()
             vitals.stepped(time.monotonic(), 0.001)
+    began = time.monotonic()
     steps(300)
+    a_step_s = (time.monotonic() - began) / 300
     own = vitals.own_times()["between"]
     assert 5 < own.count < 200, own.count
-    assert sorted(own.latest_s)[len(own.latest_s) // 2] < 0.002, own
+    assert sorted(own.latest_s)[len(own.latest_s) // 2] < 5 * a_step_s, own
     """
     with_torch(BEFORE, TORCH, script)
 
@@ -465,7 +477,7 @@ assert not any("holdfast" in type(finder).__module__ for finder in sys.meta_path
     before, _, after = script.partition("import torch, torch.utils.data\n")
     code = "\n".join([BEFORE, before, TORCH, after])
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stderr
 

@@ -82,14 +82,14 @@ class FakeAgent:
             self.socket.send(packet)
 
     def until_asked(self, count: int) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while len(self.asked) < count:
             assert time.monotonic() < deadline
             time.sleep(0.001)
 
     def close(self) -> None:
         self.channel.close()
-        self._thread.join(5)
+        self._thread.join(60)
         self.socket.close()
 
 
@@ -122,7 +122,7 @@ def test_each_thread_gets_its_own_answer(agent: FakeAgent) -> None:
 
     threads = [in_thread(lambda first=1000 * i: ask_often(first)) for i in range(20)]
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert not any(thread.is_alive() for thread in threads)
     assert wrong == []
     assert len(agent.asked) == 1000
@@ -147,7 +147,7 @@ def test_answers_may_come_in_any_order(agent: FakeAgent) -> None:
         assert isinstance(asked.request, Add)
         agent.reply(asked, Total(number=asked.request.amount))
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert got == {i: Total(number=i) for i in range(10)}
 
 
@@ -165,7 +165,7 @@ def test_the_largest_values_pass_both_ways(agent: FakeAgent) -> None:
         for _ in range(4)
     ]
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert got == [Values(values=(value,))] * 4
 
 
@@ -259,12 +259,12 @@ def test_an_interrupted_call_does_no_harm_to_the_next(
 def test_who_reads_may_leave_while_others_wait(agent: FakeAgent) -> None:
     agent.react = lambda ask: None
     got: list[AnyAnswer] = []
-    waiting = in_thread(lambda: got.append(agent.requests.ask(JoinBarrier(name="x"), 20)))
+    waiting = in_thread(lambda: got.append(agent.requests.ask(JoinBarrier(name="x"), 60)))
     agent.until_asked(1)
     with pytest.raises(RequestTimeout):
         agent.requests.ask(JoinBarrier(name="y"), patience_s=0.05)
     agent.reply(agent.asked[0], Granted())
-    waiting.join(10)
+    waiting.join(60)
     assert got == [Granted()]
 
 
@@ -282,7 +282,7 @@ def test_an_agent_that_is_gone_is_an_error_for_everybody(agent: FakeAgent) -> No
     agent.until_asked(3)
     agent.socket.shutdown(socket.SHUT_RDWR)
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert errors == [RequestError] * 3
     with pytest.raises(RequestError):
         agent.requests.ask(Add(key="k", amount=1))

@@ -66,13 +66,14 @@ def test_a_save_into_memory_is_none(with_torch: Run) -> None:
 def test_a_save_within_the_scripts_own_section_is_booked_once(with_torch: Run) -> None:
     script = """
     import torch, holdfast
+    before = time.monotonic()
     with holdfast.section("checkpoint"):
         began = time.monotonic()
         torch.save(torch.ones(3), Watched())
         torch.save(torch.ones(3), Watched())
         took = time.monotonic() - began
     assert page.read().saves == 1
-    assert took <= page.read().checkpoint_s < 1.5 * took + 0.01
+    assert took <= page.read().checkpoint_s <= time.monotonic() - before
     """
     with_torch(BEFORE, script)
 
@@ -153,7 +154,7 @@ assert dcp.save is state_dict_saver.save and dcp.save.__wrapped__
         [sys.executable, "-c", BEFORE + script],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stderr

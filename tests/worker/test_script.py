@@ -30,12 +30,12 @@ def ours(
     cwd: Path, name: str, *args: str, entry: str = "script"
 ) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", RUNNER, entry, name, *args]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=30)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=200)
 
 
 def plain(cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *words]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=30)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=200)
 
 
 def without_notice(stderr: str) -> str:

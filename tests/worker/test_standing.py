@@ -17,7 +17,7 @@ from holdfast.worker import device_rehearsal, standing
 from holdfast.worker.channel import Channel
 
 ORDER = TakeDevice(index=0, variables={}, nccl=False, leave_bytes=100)
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 class Standby:

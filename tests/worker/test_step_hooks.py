@@ -56,7 +56,7 @@ def counted(script: str, *, torch_first: bool = False) -> tuple[PageState, int]:
     subprocess.run(
         [sys.executable, "-c", code, str(far.fileno()), str(page_fd)],
         pass_fds=[far.fileno(), page_fd],
-        timeout=60,
+        timeout=200,
         check=True,
     )
     far.close()

@@ -275,6 +275,15 @@ def stopped(ledger: Ledger, now: Time) -> None:
     ledger.fault_at = ledger.noticed_at = None
 
 
+def requeued(ledger: Ledger, since: Time, now: Time) -> None:
+    """Book the time in which the job had no nodes, because its platform had taken them all."""
+    broke(ledger, since, since)
+    stopped(ledger, since)
+    for rank in ledger.accounts:
+        book(ledger, rank, now, "wait")
+    ledger.waiting_since = None
+
+
 def seconds_until(ledger: Ledger, now: Time) -> dict[Cause, Seconds]:
     """Return the seconds by cause as if all accounts were closed now."""
     seconds = dict(ledger.seconds)

@@ -70,5 +70,10 @@ class LedgerMachine(Ledger, Machine):
             books.book(self, rank, now)
         return NONE
 
+    def job_requeued(self, job: View, since: Time, now: Time) -> Effects:
+        self.now = now
+        books.requeued(self, since, now)
+        return NONE
+
     def validate(self, job: View) -> None:
         books.validate(self)

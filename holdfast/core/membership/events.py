@@ -250,6 +250,10 @@ class MembershipMachine(Membership, Machine):
         """Whether nodes that stop their workers have had all the time that they get."""
         return self.patient_until is None
 
+    def rescaled(self, job: View, now: Time) -> Effects:
+        """See whether a larger world can be formed, now that one is wanted."""
+        return self._grow(job, now)
+
     def _hurry(self, node: NodeId, round: RoundNumber) -> StopWorkers:
         why = "it takes too long to stop, and others could go on"
         return StopWorkers(node=node, round=round, grace_s=0.0, why=why)

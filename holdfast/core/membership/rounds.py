@@ -138,6 +138,7 @@ def _close(m: Membership, now: Time) -> World | None:
         return None
     m.closes_at = m.patient_until = m.dissolved_at = m.saves_at_wish = None
     m.round = RoundNumber(m.round + 1)
+    m.fewest = m.terms.min_nodes
     chosen = seating.choose(m.waiting, m.terms)
     order = seating.seat(chosen, m.waiting, m.seats, m.terms.segment)
     m.placed = {node: m.waiting.pop(node) for node in order}
@@ -244,7 +245,7 @@ def validate(m: Membership, world: World | None) -> None:
     assert world.round == m.round, "the world in force is not the newest"
     assert 0 < size <= m.terms.max_nodes, "an illegal number of nodes"
     assert size % seating.unit(m.terms) == 0, "not a multiple of the node unit"
-    assert size >= m.terms.min_nodes, "below the minimum"
+    assert size >= m.fewest, "below the minimum"
     first = 0
     for place in world.places:
         assert place.first_rank == first, "a gap in the ranks"

@@ -19,6 +19,8 @@ class Membership(Struct):
     """Members of the world in force; empty without one."""
     leaving: dict[NodeId, Candidate] = field(default_factory=dict)
     """Members no more: told to finish, while they still stop their workers."""
+    fewest: int = 0
+    """The minimum when the world in force was formed; a job may want more since."""
     stayed: int = 0
     """Processes of the last round that had been parked, and entered their function again in it."""
     seats: list[str] = field(default_factory=list)

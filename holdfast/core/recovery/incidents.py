@@ -10,7 +10,10 @@ from holdfast.messages.records import Incident
 from holdfast.messages.units import CauseId, Time
 
 QUIET = frozenset(
-    {"storage", "data", "straggler", "overload", "unfit", "suspect", "ending", "internal"}
+    {
+        *("storage", "data", "straggler", "overload", "unfit", "suspect", "ending", "supply"),
+        "internal",
+    }
 )
 """Kinds of incident that break no round."""
 ALSO_AT_MOST = 100

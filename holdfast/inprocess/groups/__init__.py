@@ -71,7 +71,7 @@ def unwatch() -> None:
         _Watched.frozen = False
 
 
-def abort_groups(limit_s: float = ABORT_LIMIT_S) -> bool:
+def abort_groups() -> bool:
     """End all waits for other ranks in this process; return whether that was done within the limit, or
     goes on in the background.
 
@@ -81,7 +81,7 @@ def abort_groups(limit_s: float = ABORT_LIMIT_S) -> bool:
     _Watched.aborted = True
     gloo.abort(_pairs())
     _Watched.stores.abort()
-    return _abort_others(limit_s)
+    return _abort_others()
 
 
 def forget_groups(*errors: BaseException | None) -> None:
@@ -93,7 +93,7 @@ def forget_groups(*errors: BaseException | None) -> None:
         abort_groups()
     else:  # What was made since.
         gloo.abort(0)
-        _abort_others(ABORT_LIMIT_S)
+        _abort_others()
     records.release_works()  # While the frames hold their tensors.
     for error in errors:
         drop_frames(error)
@@ -151,7 +151,7 @@ def _gone_soon(groups: list[weakref.ref[Any]]) -> bool:
     return False
 
 
-def _abort_others(limit_s: float) -> bool:
+def _abort_others() -> bool:
     """Abort what is not gloo's, each in a thread of its own: it waits for the device, which may be
     stuck, or for an operation of another communicator that is yet to be aborted."""
     for key, backend in _other_backends():
@@ -162,7 +162,7 @@ def _abort_others(limit_s: float) -> bool:
             _Watched.aborting[key] = thread
             thread.start()
     aborting = list(_Watched.aborting.values())
-    deadline = time.monotonic() + limit_s
+    deadline = time.monotonic() + ABORT_LIMIT_S
     for thread in aborting:
         thread.join(max(0.0, deadline - time.monotonic()))
     return not any(thread.is_alive() for thread in aborting)

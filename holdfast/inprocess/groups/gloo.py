@@ -8,8 +8,8 @@ which sockets are registered there, by number and inode.
 
 Where the kernel does not tell (gVisor, Linux before 4.13) nothing is touched, and nobody freed.
 
-Numbers are reused, so a socket is duplicated, and the duplicate shut down only if its inode is the one
-that was registered; the epoll descriptor is believed if the thread still waits on it afterwards.
+A socket is shut down only if its inode is the one that was registered; the epoll descriptor is believed
+if the thread still waits on it afterwards.
 
 A pair of ranks that is not connected yet waits at the device's listener for its peer. Shutting down a
 listener would crash gloo. Instead this module connects in place of the missing peer, says which pair it
@@ -18,17 +18,16 @@ comes for, as a peer does, and hangs up.
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import socket
 import struct
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 from holdfast import proc
+from holdfast.inprocess.groups.sockets import tcp_socket
 
 _LOOP_THREAD = "gloo_tcp_loop"
 _EPOLL_CALLS = ("epoll_wait", "epoll_pwait")
@@ -75,7 +74,7 @@ def _abort_device(thread: int, pairs: int) -> bool:
         return False
     listeners, connected = [], 0
     for one in registered:
-        with _duplicate(one) as found:
+        with tcp_socket(one.fd, one.inode) as found:
             if found is None:
                 continue
             if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
@@ -103,27 +102,6 @@ def _registered(epoll: int) -> Iterator[_Registered]:
         return
     for fd, inode in _REGISTERED.findall(text):
         yield _Registered(int(fd), int(inode, 16))
-
-
-@contextmanager
-def _duplicate(registered: _Registered) -> Iterator[socket.socket | None]:
-    """Have a registered socket under a number of its own; None if it is gone or is none of TCP."""
-    found = None
-    try:
-        fd = os.dup(registered.fd)
-        if os.fstat(fd).st_ino == registered.inode:
-            found = socket.socket(fileno=fd)
-        else:
-            os.close(fd)
-    except OSError as error:
-        if error.errno == errno.ENOTSOCK:  # A pipe: gloo wakes its thread with one.
-            os.close(fd)
-    try:
-        tcp = found is not None and found.family in (socket.AF_INET, socket.AF_INET6)
-        yield found if tcp else None
-    finally:
-        if found is not None:
-            found.close()
 
 
 def _shut_down(connection: socket.socket) -> None:

@@ -20,9 +20,11 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
+
+from holdfast.inprocess.groups.sockets import tcp_socket
 
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.001, 0.02
 _CONNECT_S = 3.0
@@ -147,10 +149,9 @@ class _StoreSockets:
         for inode, fd in _connected_to(self._port).items():
             if inode in self._others or (self._own is not None and inode not in self._own):
                 continue
-            try:
-                _shut_down(fd, inode)
-            except OSError:
-                pass  # Closed meanwhile.
+            with tcp_socket(fd, inode) as one, suppress(OSError):  # Closed by its peer meanwhile.
+                if one is not None:
+                    one.shutdown(socket.SHUT_RDWR)
 
 
 def _connected_to(port: int) -> dict[int, int]:
@@ -159,22 +160,11 @@ def _connected_to(port: int) -> dict[int, int]:
     for name in os.listdir("/proc/self/fd"):
         try:
             status = os.stat(int(name))
-            if stat.S_ISSOCK(status.st_mode) and _peer_port(int(name)) == port:
-                found[status.st_ino] = int(name)
+            if not stat.S_ISSOCK(status.st_mode):
+                continue
+            with tcp_socket(int(name), status.st_ino) as one:
+                if one is not None and one.getpeername()[1] == port:
+                    found[status.st_ino] = int(name)
         except OSError:
             pass  # Closed meanwhile, or not connected.
     return found
-
-
-def _peer_port(fd: int) -> int | None:
-    with socket.socket(fileno=os.dup(fd)) as one:
-        if one.family in (socket.AF_INET, socket.AF_INET6):
-            port: int = one.getpeername()[1]
-            return port
-        return None
-
-
-def _shut_down(fd: int, inode: int) -> None:
-    with socket.socket(fileno=os.dup(fd)) as one:
-        if os.fstat(one.fileno()).st_ino == inode:
-            one.shutdown(socket.SHUT_RDWR)

@@ -232,8 +232,7 @@ class KeptState:
             return choice
         rank = exchange.rank
         holds = part is not None and mine.step == choice.step
-        sums = [part.checksum(), part.replicated_checksum()] if part and holds else [0, 0]
-        rows = exchange.gather(sums)
+        rows = exchange.gather(part.checksums() if part and holds else (0, 0))
         apart = diverged(choice, standings, [row[1] for row in rows])
         if apart is not None:
             return LivingRefusal((apart,), nothing_lost=False)

@@ -82,8 +82,12 @@ class StatePart:
     def checksum(self) -> int:
         return self._checksum(self.lasting)
 
-    def replicated_checksum(self) -> int:
-        return self._checksum(self.compared)
+    def checksums(self) -> tuple[int, int]:
+        """Return that of all, and that of what is compared. Without buffers this is the same, and
+        the state is read once."""
+        whole = self.checksum()
+        alike = self.compared == self.lasting
+        return whole, whole if alike else self._checksum(self.compared)
 
     def _checksum(self, numbers: list[int]) -> int:
         names = [self.contents.items[number] for number in numbers]

@@ -38,7 +38,8 @@ def before_steps(
 
     def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         if not uncompiled:
-            # A script may compile its optimizer's step. To exempt a function takes milliseconds.
+            # A script may compile its optimizer's step. To exempt a function takes some 10 µs, so it is
+            # done once.
             dynamo = sys.modules.get("torch._dynamo")
             if dynamo is None:
                 begin_if_there()

@@ -70,9 +70,8 @@ class InterruptibleSteps:
         self.accumulation.fail(self._reduction is not None and self._reduction.failed)
 
     def finish(self) -> None:
-        """Note that the step was taken."""
+        """Note that the step was taken; its gradients are discarded next."""
         self._finished = self._place()
-        self.discard()
 
     def discard(self) -> None:
         """Begin a step anew."""
@@ -86,9 +85,8 @@ class InterruptibleSteps:
         self._able = False
 
     def forget(self) -> None:
-        """Begin a step somewhere else."""
+        """Note that the next step begins somewhere else, once gradients are discarded."""
         self._finished = None
-        self.discard()
 
     # ---- what kept state asks for ----
 

@@ -132,7 +132,7 @@ def test_processes_that_share_a_reader_do_not_disturb_each_other(
     for process in processes:
         process.start()
     here = [reader[index] for index in range(len(reader))]
-    results = [queue.get(timeout=60) for _ in processes]
+    results = [queue.get(timeout=200) for _ in processes]
     for process in processes:
         process.join()
     assert here == sample.records
