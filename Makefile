@@ -19,10 +19,12 @@ lint: $(VENV)/.ready
 unit: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q
 
-# The tests against real engines, which are installed first: Slurm by apt (as root), Ray by pip.
+# The tests against real engines, which are set up first (as root): Slurm by apt, Ray by pip, Kubernetes
+# built from Debian's source, which takes 15 minutes once. One pip call, or it would break s3fs.
 test-platforms: $(VENV)/.ready
 	tests/engines/install.sh
-	@$(PIP) -e '.[ray]'
+	tests/engines/kubernetes_build.sh
+	@$(PIP) -e '.[dev,ray,kubernetes]'
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m platform
 
 # Thousands of small jobs in chaos, then a thousand nodes for a day; about half an hour.

@@ -1,1 +1,1 @@
-"""Real engines on this machine: clusters of Slurm and Ray that tests start, break and end."""
+"""Real engines on this machine: Slurm, Ray and Kubernetes clusters that tests start, break and end."""
