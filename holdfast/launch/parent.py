@@ -106,7 +106,7 @@ class Parent:
     """Signals that it handles."""
 
     def run(self) -> int:
-        """Start the children and keep them running; return the exit code."""
+        """Start the children and keep them running; return the exit code. Signals stay blocked."""
         kernel.adopt_orphans()
         signal.pthread_sigmask(signal.SIG_BLOCK, self.signals | {signal.SIGCHLD})
         for child in self._children():
@@ -115,7 +115,6 @@ class Parent:
             return self._wait()
         finally:
             self._end_all()
-            self._listen_again()
 
     # ---- what a launcher of its kind decides ----
 
@@ -201,8 +200,8 @@ class Parent:
         """List the children that are not ended with the orphans."""
         return []
 
-    def _listen_again(self) -> None:
-        """Handle signals in the default way; those that came while all ended were for the job."""
+    def listen_again(self) -> None:
+        """Handle signals in the default way after the end; those that came before were for the job."""
         while signal.sigtimedwait(self.signals, 0) is not None:
             pass
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self.signals | {signal.SIGCHLD})

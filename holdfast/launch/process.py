@@ -193,6 +193,10 @@ def launch(settings: RunSettings, since_monotonic: float) -> tuple[int, JobHome 
         launch=launch,
     )
     try:
-        return launcher.run(), site.home if site.listener is not None else None
+        code = launcher.run()
     finally:
         images.remove()
+    if site.listener is None:
+        return code, None
+    launcher.listen_again()
+    return code, site.home

@@ -58,7 +58,9 @@ PLAY = """
     logging.basicConfig(format="%(message)s")
     children = Child("agent", agent), Child("coordinator", coordinator)
     launcher = Launcher(frozenset({{signal.SIGTERM}}), *children, True, read_end)
-    sys.exit(launcher.run())
+    code = launcher.run()
+    launcher.listen_again()
+    sys.exit(code)
 """
 
 
