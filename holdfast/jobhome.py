@@ -7,6 +7,7 @@
         incidents/    stacks and other evidence on hung ranks
         trace.json    opens in Perfetto, written when the job ends
         pauses.json   where its ranks were seen to pause; a new job of the same name inherits it
+        nodes/        <request>.json: processes of a node that `holdfast up` started
         imports.json  what its script imports, for standbys; inherited likewise
         lock          held by the launcher or coordinator while the job runs
 
@@ -63,6 +64,7 @@ class JobHome:
         self.trace = path / "trace.json"
         self.memories = path / "pauses.json"
         self.imports = path / "imports.json"
+        self.nodes = path / "nodes"
         self._job_file = path / "job.json"
         self._lock_file = path / "lock"
         self._lock_fd = -1

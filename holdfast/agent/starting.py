@@ -27,6 +27,7 @@ from holdfast.agent.processes import Process, ProcessTable, WorkerProcess, spawn
 from holdfast.agent.standbys import Pool
 from holdfast.agent.worker import Worker
 from holdfast.agent.worker_monitor import WorkerMonitor
+from holdfast.config.schema import Settings
 from holdfast.config.settings import RunSettings
 from holdfast.config.values import with_local_rank
 from holdfast.errors import JobError
@@ -196,6 +197,8 @@ class Starter:
 def node_environment(settings: RunSettings, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment that all processes of the node share."""
     env = dict(environ)
+    for setting in (Settings.request, Settings.node_name):
+        env.pop(setting.variables[0], None)  # Of this node, not of one that a script starts.
     if settings.nproc > 1:
         env.setdefault("OMP_NUM_THREADS", "1")
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from holdfast.config.schema import WITH_FLAGS, MostUsed, Said, Setting, Settings, settings_of
@@ -81,8 +81,9 @@ class _OneLineParser(argparse.ArgumentParser):
         name = max(match[1].split("/"), key=len)  # Long enough to be unambiguous.
         setting = next((s for s in flagged() if _begins(name, s)), None)
         spelling = setting.flag if setting is not None else name
-        missing = setting.takes if setting is not None else ""
-        why = f"{missing} is missing after it" if missing else "takes no value"
+        missing = setting.takes if setting is not None else "a value"
+        lacks = match[2].startswith("expected")
+        why = f"{missing} is missing after it" if lacks else "takes no value"
         raise UsageError(f"{spelling}: {why}")
 
 
@@ -167,6 +168,17 @@ def _from_flags(parsed: Mapping[str, object]) -> dict[str, Said]:
         if isinstance(value, str):
             said[setting.name] = Said(value, setting.flag)
     return said
+
+
+def given_flags(parsed: argparse.Namespace, without: Collection[str]) -> list[str]:
+    """The flags that were given, as words that mean the same, without those of these settings."""
+    said = _from_flags(vars(parsed))
+    words = []
+    for setting in flagged():
+        if setting.name in said and setting.name not in without:
+            value = f"={said[setting.name].text}" if setting.takes else ""
+            words.append(f"{setting.flag}{value}")
+    return words
 
 
 def _unknown(word: str) -> str:

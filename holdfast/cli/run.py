@@ -10,13 +10,15 @@ from collections.abc import Sequence
 
 from holdfast import proc
 from holdfast.cli.flags import parse_run
+from holdfast.platforms.topology import request
 
 
 def main(argv: Sequence[str]) -> int:
-    since = _process_start()
-    _fill_standard_fds()
+    since = process_start()
+    fill_standard_fds()
     settings = parse_run(argv)
-    for warning in settings.warnings:
+    # Who started a job of many nodes was told once.
+    for warning in settings.warnings if not request(os.environ) else ():
         print(f"holdfast run: {warning}", file=sys.stderr)
 
     from holdfast.launch.machine import check_machine
@@ -35,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     return code
 
 
-def _fill_standard_fds() -> None:
+def fill_standard_fds() -> None:
     """Open /dev/null for each closed standard stream, so that no socket of ours gets its number."""
     for fd in (0, 1, 2):
         try:
@@ -45,7 +47,7 @@ def _fill_standard_fds() -> None:
             os.set_inheritable(fd, True)
 
 
-def _process_start() -> float:
+def process_start() -> float:
     """When this process was started, on the monotonic clock; the job's ledger begins there."""
     ticks = int(proc.stat("self")[19])
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

@@ -16,14 +16,16 @@ from holdfast.agent.orders import AgentOrders
 from holdfast.jobhome import JobHome
 from holdfast.launch import process
 from holdfast.launch.orders import agent_orders, node_of
-from holdfast.launch.process import MAX_DEATHS, Launcher
+from holdfast.launch.parent import MAX_DEATHS
+from holdfast.launch.process import Launcher
 from holdfast.launch.site import Site
 from holdfast.messages.records import Terms
 
 PLAY = """
     import logging, os, signal, sys, time
     from holdfast.launch.orders import node_of
-    from holdfast.launch.process import Child, JobEnd, Launcher
+    from holdfast.launch.parent import Child, JobEnd
+    from holdfast.launch.process import Launcher
 
     def noted(word):
         return os.path.exists(word)
@@ -56,7 +58,9 @@ PLAY = """
     logging.basicConfig(format="%(message)s")
     children = Child("agent", agent), Child("coordinator", coordinator)
     launcher = Launcher(frozenset({{signal.SIGTERM}}), *children, True, read_end)
-    sys.exit(launcher.run())
+    code = launcher.run()
+    launcher.listen_again()
+    sys.exit(code)
 """
 
 
@@ -150,6 +154,28 @@ def test_an_agent_that_was_started_again_and_joined_ends_in_its_own_way(tmp_path
     assert done.returncode == 7, done.stderr
 
 
+def test_a_signal_that_comes_when_all_is_over_does_not_change_how_the_launcher_ends(
+    tmp_path: Path,
+) -> None:
+    """What follows, such as the removal of its images, is not to be cut off by it."""
+    agent = """
+    def agent():
+        return 7
+    """
+    coordinator = """
+    def coordinator():
+        return 0
+
+    end_orphans = Launcher._end_orphans
+    def signalled(launcher):
+        end_orphans(launcher)
+        os.kill(os.getpid(), signal.SIGTERM)
+    Launcher._end_orphans = signalled
+    """
+    done = play(tmp_path, agent, coordinator)
+    assert done.returncode == 7, done.stderr
+
+
 def test_a_node_that_the_coordinator_refused_ends_with_2_and_is_not_started_again(
     tmp_path: Path,
 ) -> None:
@@ -172,7 +198,7 @@ def test_an_agent_that_was_fenced_is_started_again_however_often_that_happens(
 ) -> None:
     agent = """
     def agent():
-        from holdfast.launch.process import MAX_DEATHS
+        from holdfast.launch.parent import MAX_DEATHS
         from holdfast.messages.exits import EXIT_REJOIN
         with open("lives", "a+") as file:
             file.write("x")

@@ -1,0 +1,101 @@
+"""`holdfast up` runs a whole job on this machine: coordinator, supplier, and nodes that it provides."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from holdfast.cli.flags import given_flags, parse_settings, run_parser
+from holdfast.cli.run import fill_standard_fds, process_start
+from holdfast.config.rendezvous import Rendezvous
+from holdfast.config.schema import Settings
+from holdfast.config.settings import RunSettings, run_settings
+from holdfast.errors import UsageError
+
+DESCRIPTION = """\
+Run a job of several nodes on this machine, where each node is a group of processes that takes itself
+for a host (node-0, node-1, ...). The nodes are provided by supply, as a cluster would do it: one that
+is lost is asked for again, and `holdfast scale` changes their number. Use it to see what your script
+does when nodes die, come back, and become more or fewer, before you pay for a cluster."""
+
+EPILOG = """\
+examples:
+  holdfast up --nodes 4 train.py
+      four nodes of one rank each
+  holdfast up --nodes 2:4 --spares 1 --nproc-per-node 2 --job try train.py --lr 0.1
+      two to four nodes of two ranks, and one that waits for a place
+
+while it runs, in another terminal:
+  holdfast status try                      the nodes that are wanted, and those that are there
+  kill -9 -- -$(pgrep -of 'node-1 ')       end the session leader of a node: another takes its place
+  holdfast scale try 2:6                   more nodes; 2:2 for fewer
+  holdfast incidents try                   what was lost, and what it cost
+
+It takes all flags of `holdfast run`, except those that say where nodes meet. All after SCRIPT is the
+script's. Memory (--memory) is not limited on one machine."""
+
+OWN = (
+    *("coordinator", "standalone", "node_rank", "master_addr", "master_port"),
+    *("rdzv_backend", "rdzv_endpoint"),
+)
+"""Settings that say where nodes meet: that is for `holdfast up` to know."""
+NOT_FOR_NODES = frozenset({*OWN, "nnodes", "job", "requeued", "token_file"})
+
+
+def main(argv: Sequence[str]) -> int:
+    since = process_start()
+    fill_standard_fds()
+    settings, flags = parse_up(argv)
+    for warning in settings.warnings:
+        print(f"holdfast up: {warning}", file=sys.stderr)
+
+    from holdfast.launch.machine import check_machine
+    from holdfast.launch.up import launch_job
+
+    logging.basicConfig(
+        format="[holdfast] %(message)s",
+        level=logging.ERROR if settings.terminal.quiet else logging.INFO,
+    )
+    check_machine(settings)
+    code, home = launch_job(settings, flags, since)
+
+    from holdfast.cli.view import tell_end
+
+    tell_end(home, settings.terminal.quiet)
+    return code
+
+
+def parse_up(argv: Sequence[str]) -> tuple[RunSettings, list[str]]:
+    """Read `holdfast up ARGV`: the settings of the job, and the flags that its nodes are given."""
+    parser = _parser()
+    given, command, parsed = parse_settings(parser, argv)
+    for name in OWN:
+        if name in given.said:
+            raise UsageError(
+                f"{given.shown(name)}: `holdfast up` starts all nodes, and decides where they meet; "
+                "leave it out"
+            )
+    settings = run_settings(given, command)
+    meeting = settings.rendezvous
+    here = Rendezvous(local_addr=meeting.local_addr, run_id=meeting.run_id)
+    return replace(settings, rendezvous=here), given_flags(parsed, NOT_FOR_NODES)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = run_parser(
+        "holdfast up",
+        usage="holdfast up --nodes N|MIN:MAX [flags of holdfast run] SCRIPT [its own arguments]",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+    )
+    parser.add_argument(
+        "--nodes",
+        dest=Settings.nnodes.name,
+        metavar=Settings.nnodes.takes,
+        help="number of nodes, or the fewest and the most to train with; the same as --nnodes",
+    )
+    return parser

@@ -1,0 +1,262 @@
+"""A parent is a process that starts others, restarts them when they die, and outlives them.
+
+It runs no event loop and no thread, and only waits for signals, so there is little that could bring it
+down. It is a child subreaper: what its children leave behind becomes its own, and is ended with it, so
+that no process of a job outlives it. Who its children are, and what their ends mean, is for those who
+derive from it: the launcher of a node (`launch/process.py`) and that of a job (`launch/up.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from holdfast import kernel, proc
+from holdfast.config.sources import from_environment
+from holdfast.errors import HoldfastError, JobError, JournalError, UsageError
+from holdfast.jobhome import JobHome
+from holdfast.messages.exits import EXIT_BROKEN, EXIT_FAILED, EXIT_TURNED_AWAY
+from holdfast.messages.units import NodeId
+
+log = logging.getLogger("holdfast")
+
+DEATHS_WINDOW_S = 60.0
+MAX_DEATHS = 5
+"""A child that dies more often than this within the window is not restarted."""
+TIDY_LIMIT_S = 5.0
+"""How long a manager of shared memory may take to remove what dead processes left there."""
+LATE_S = 1.0
+"""A parent that wakes up this much too late was stopped itself."""
+
+ALWAYS_HANDLED = frozenset({signal.SIGTERM, signal.SIGINT})
+
+
+@dataclass
+class Child:
+    """A process that is restarted when it dies."""
+
+    name: str
+    run: Callable[[], int]
+    pid: int = 0
+    pid_before: int = 0
+    """Of the process whose place it took."""
+    deaths: list[float] = field(default_factory=list)
+    stopped_at: float | None = None
+    """When it was stopped (SIGSTOP); None while it runs."""
+
+    def start(self) -> None:
+        self.stopped_at = None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid_before = self.pid
+        self.pid = os.fork()
+        if self.pid == 0:
+            os._exit(self._be())
+
+    def _be(self) -> int:
+        """Run in the forked process. Signals stay blocked until `run` is ready to handle them."""
+        os.setpgid(0, 0)
+        try:
+            return self.run()
+        except (JobError, UsageError) as error:  # A restarted one would fail the same way.
+            log.error("%s", error)
+            return EXIT_TURNED_AWAY
+        except HoldfastError as error:
+            log.error("%s: %s", self.name, error)
+        except BaseException:  # The edge of the process: the launcher restarts it.
+            log.exception("the %s crashed with an unhandled exception", self.name)
+        return EXIT_BROKEN
+
+    def note_stops(self) -> None:
+        """Note whether it was stopped or continued."""
+        how = os.WSTOPPED | os.WCONTINUED | os.WNOHANG
+        try:
+            while (change := os.waitid(os.P_PID, self.pid, how)) is not None:
+                stopped = change.si_code == os.CLD_STOPPED
+                self.stopped_at = time.monotonic() if stopped else None
+        except ChildProcessError:  # It has ended.
+            self.stopped_at = None
+
+    def too_often(self) -> bool:
+        """Note a death; True when there were too many within a minute."""
+        now = time.monotonic()
+        self.deaths = [at for at in self.deaths if now - at < DEATHS_WINDOW_S] + [now]
+        return len(self.deaths) > MAX_DEATHS
+
+
+@dataclass(frozen=True)
+class JobEnd:
+    """How a job ended."""
+
+    code: int
+    nodes: frozenset[NodeId] | None
+    """All nodes that ever joined; None when unknown."""
+
+
+@dataclass
+class Parent:
+    """A process that keeps its children running until the job is over."""
+
+    signals: frozenset[signal.Signals]
+    """Signals that it handles."""
+
+    def run(self) -> int:
+        """Start the children and keep them running; return the exit code. Signals stay blocked."""
+        kernel.adopt_orphans()
+        signal.pthread_sigmask(signal.SIG_BLOCK, self.signals | {signal.SIGCHLD})
+        for child in self._children():
+            child.start()
+        try:
+            return self._wait()
+        finally:
+            self._end_all()
+
+    # ---- what a launcher of its kind decides ----
+
+    def _children(self) -> list[Child]:
+        """List the children that are to run, in the order in which they are started."""
+        raise NotImplementedError
+
+    def _signalled(self, number: signal.Signals) -> int | None:
+        """Take in a signal; return an exit code to end with at once."""
+        raise NotImplementedError
+
+    def _ended(self, gone: Mapping[int, int]) -> int | None:
+        """Take in the exit codes of children by pid; return an exit code if that is the end."""
+        raise NotImplementedError
+
+    def _end_all(self) -> None:
+        """Let those finish who should, then kill what is left."""
+        raise NotImplementedError
+
+    # ---- waiting ----
+
+    def _wait(self) -> int:
+        while True:
+            got = self._next_signal()
+            if got != signal.SIGCHLD:
+                code = self._signalled(signal.Signals(got))
+            else:
+                for child in self._children():
+                    child.note_stops()
+                gone = {pid: os.waitstatus_to_exitcode(status) for pid, status in ended_children()}
+                code = self._ended(gone)
+            if code is not None:
+                return code
+
+    def _next_signal(self) -> int:
+        """Wait for the next signal; meanwhile, kill a child that stays stopped for too long."""
+        wanted = self.signals | {signal.SIGCHLD}
+        limit_s = from_environment(os.environ).stopped_limit
+        while since := [c.stopped_at for c in self._children() if c.stopped_at is not None]:
+            due = min(since) + limit_s
+            got = signal.sigtimedwait(wanted, max(0.0, due - time.monotonic()))
+            if got is not None:
+                return got.si_signo
+            self._kill_stopped(due, time.monotonic())
+        return signal.sigwait(wanted)
+
+    def _kill_stopped(self, due: float, now: float) -> None:
+        for child in self._children():
+            if child.stopped_at is None:
+                continue
+            if now > due + LATE_S:  # The parent was stopped too: the whole job may be continued.
+                child.stopped_at = now
+            else:
+                log.warning("the %s is stopped and nobody continues it; killing it", child.name)
+                child.stopped_at = None
+                send(child.pid, signal.SIGKILL)
+
+    def _restart(self, child: Child, code: int) -> None:
+        if child.too_often():
+            times = f"{len(child.deaths)} times within a minute"
+            raise JobError(f"the {child.name} {how(code)}, {times}")
+        log.warning("the %s %s; starting it again", child.name, how(code))
+        child.start()
+
+    def _end_orphans(self) -> None:
+        """Kill all processes that dead children left behind, which this process has adopted.
+
+        Managers of shared memory come last: they remove what the others had there, and end.
+        """
+        while others := [pid for pid in self._orphans() if not proc.removes_shared_memory(pid)]:
+            _end(others)
+        deadline = time.monotonic() + TIDY_LIMIT_S
+        for manager in self._orphans():
+            kernel.await_end(manager, max(0.0, deadline - time.monotonic()))
+        while orphans := self._orphans():
+            _end(orphans)
+
+    def _orphans(self) -> list[int]:
+        ours = {child.pid for child in self._spared()}
+        return [pid for pid in kernel.children(os.getpid()) if pid not in ours]
+
+    def _spared(self) -> list[Child]:
+        """List the children that are not ended with the orphans."""
+        return []
+
+    def listen_again(self) -> None:
+        """Handle signals in the default way after the end; those that came before were for the job."""
+        while signal.sigtimedwait(self.signals, 0) is not None:
+            pass
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self.signals | {signal.SIGCHLD})
+
+
+def how(code: int) -> str:
+    """Say in words how a process ended."""
+    return f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
+
+
+def ended_children() -> list[tuple[int, int]]:
+    """Reap all children that have ended: pids and statuses."""
+    ended: list[tuple[int, int]] = []
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return ended
+        if pid == 0:
+            return ended
+        ended.append((pid, status))
+
+
+def send(pid: int, number: signal.Signals) -> None:
+    """Signal a process, if it is still there."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass
+
+
+def _end(pids: Iterable[int]) -> None:
+    for pid in pids:
+        send(pid, signal.SIGKILL)
+        reap(pid)
+
+
+def reap(pid: int) -> None:
+    """Wait for the end of a child."""
+    try:
+        os.waitpid(pid, 0)
+    except ChildProcessError:
+        pass
+
+
+def read_end(home: JobHome) -> JobEnd:
+    """Read the end of a job from its journal."""
+    from holdfast.coordinator.journal import replay
+
+    try:
+        snapshot = replay(home.journal)
+    except JournalError as error:
+        log.error("the job's exit code is unknown: %s", error)
+        return JobEnd(EXIT_FAILED, None)
+    if snapshot is None or snapshot.job.result is None:
+        log.error("the job's exit code is unknown: its end is not in %s", home.journal)
+        return JobEnd(EXIT_FAILED, None)
+    return JobEnd(snapshot.job.result.code, frozenset(snapshot.acked))
