@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import os
 import resource
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -207,21 +206,24 @@ except SystemExit:
 
 
 @pytest.mark.parametrize("arguments", HELPS, ids=" ".join)
-def test_help_costs_at_most_0_15_s(arguments: list[str]) -> None:
-    costs = []
-    for _ in range(5):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run(
-            [sys.executable, "-m", "holdfast", *arguments],
-            stdout=subprocess.DEVNULL,
-            timeout=200,
-            check=True,
-            env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
-        )
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        costs.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    # The CPU's time and not the wall's: a busy machine is not our fault.
-    assert statistics.median(costs) <= 0.15
+def test_help_costs_little_more_than_to_start_python(arguments: list[str]) -> None:
+    pairs = [(cpu_s("-c", "pass"), cpu_s("-m", "holdfast", *arguments)) for _ in range(5)]
+    bare, helped = (min(costs) for costs in zip(*pairs, strict=True))
+    assert helped < 8 * bare
+
+
+def cpu_s(*words: str) -> float:
+    """What a run of Python costs: the CPU's time and not the wall's, as the machine may be busy."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(
+        [sys.executable, *words],
+        stdout=subprocess.DEVNULL,
+        timeout=200,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ log = logging.getLogger("holdfast.agent")
 JOURNALED_LIMIT_S: Final = 1.0
 """Longest time that a fault waits until its report is journaled."""
 
-_WAKE: Final = (
+WAKE: Final = (
     'while read -r _ _ state _ 2>/dev/null </proc/{pid}/stat && [ "$state" != T ]; do sleep 0.01; done;'
     " sleep {seconds:g}; kill -CONT {pid}"
 )
@@ -172,7 +172,7 @@ class Injector:
             os.kill(os.getpid(), signal.SIGKILL)
         else:
             if trap.value:
-                spawn(["sh", "-c", _WAKE.format(pid=os.getpid(), seconds=trap.value)], os.environ)
+                spawn(["sh", "-c", WAKE.format(pid=os.getpid(), seconds=trap.value)], os.environ)
             os.kill(os.getpid(), signal.SIGSTOP)
 
     async def _cut_off(self, seconds: float) -> None:

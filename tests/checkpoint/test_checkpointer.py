@@ -827,5 +827,8 @@ def test_checkpointers_that_come_and_go_leave_no_memory_and_no_hooks(link: FakeL
         del one
         gc.collect()
         hooks.add(len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks))
-    assert [one() for one in gone] == [None, None, None]
+    until = time.monotonic() + 60
+    while any(one() is not None for one in gone):  # The thread that copied may be about to let go.
+        assert time.monotonic() < until
+        gc.collect()
     assert len(hooks) == 1

@@ -168,7 +168,7 @@ def asking(peer: Peer, image: ImageId) -> Iterator[Connection]:
 def busy(new_node: NewNode, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     """A node that serves one at a time, and has one to serve."""
     monkeypatch.setattr(replicaserver, "SERVED_AT_ONCE", 1)
-    node = new_node(stall_s=4.0)
+    node = new_node(stall_s=8.0)
     node.store.put(an_image(), 1000)
     with asking(node.peer, an_image()) as first:
         first.expect(Sending)
@@ -177,14 +177,14 @@ def busy(new_node: NewNode, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
 
 def test_others_wait_for_their_turn_however_long_it_takes(busy: Node) -> None:
     with asking(busy.peer, an_image()) as second:
-        second.stall_s = 3.5
+        second.stall_s = 7.5
         began = time.monotonic()
         second.expect(Sending)  # Once the first, which asks for nothing more, is given up.
-        assert time.monotonic() - began > 3.5
+        assert time.monotonic() - began > 7.5
 
 
 def test_a_push_waits_for_its_turn_and_its_parts_need_none(here: Node, busy: Node) -> None:
-    push(busy.peer, TOKEN, None, here.store.put(an_image(8), LARGE), TransferLimits(stall_s=3.5))
+    push(busy.peer, TOKEN, None, here.store.put(an_image(8), LARGE), TransferLimits(stall_s=7.5))
     assert an_image(8) in busy.store.images
 
 
@@ -193,6 +193,7 @@ def test_whoever_leaves_while_it_waits_takes_no_turn(busy: Node) -> None:
         until(lambda: busy.server._waiting == 1, "one waits")
     until(lambda: busy.server._waiting == 0, "it is noticed that it left")
     with asking(busy.peer, an_image()) as third:
+        third.stall_s = 60.0
         third.expect(Sending)
 
 

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -26,6 +26,7 @@ from holdfast.messages.units import NodeId, Rank, RoundNumber
 
 GUILTY = 1
 RANKS = range(3)
+LOOKS = 5
 
 
 class Stage:
@@ -71,8 +72,10 @@ def stage() -> Iterator[Stage]:
 
 def gather(pids: list[int], folder: Path) -> list[RankEvidence]:
     """What an agent would gather, and send."""
+    for name in ("ask", *(f"dump_{rank}" for rank in RANKS)):
+        (folder / name).unlink(missing_ok=True)
     ages = [time.time() - (folder / f"beat_{rank}").stat().st_mtime for rank in RANKS]
-    found = asyncio.run(collect([Subject(pid) for pid in pids], 2.0))
+    found = asyncio.run(collect([Subject(pid) for pid in pids], 20.0))
     (folder / "ask").touch()
     alive = [r for r in RANKS if found[pids[r]].state != "T" and ages[r] < 1.0]
     wait_for(lambda: all((folder / f"dump_{r}").exists() for r in alive), "the dumps")
@@ -103,6 +106,22 @@ def gather(pids: list[int], folder: Path) -> list[RankEvidence]:
     return evidence
 
 
+def judged(
+    pids: list[int], folder: Path, right: Callable[[Verdict], object], proof: str | None
+) -> tuple[list[RankEvidence], Verdict]:
+    """The evidence and the verdict, once every rank stands where it hangs.
+
+    On a busy machine one may be late, and is not there at the first look. A wrong proof is wrong even
+    so."""
+    for _ in range(LOOKS):
+        evidence = gather(pids, folder)
+        verdict = judge(evidence, 3)
+        assert verdict.proof in (None, proof), verdict.sentence
+        if right(verdict):
+            break
+    return evidence, verdict
+
+
 AT_LOADER = r"rank 1 on node-0 sleeps in stage\.py:\d+ \(load_batch\); "
 
 PROOFS = {"skipped": "mismatch", "stopped": "stopped", "resized": "mismatch"}
@@ -127,8 +146,9 @@ def test_the_guilty_rank_is_named(stage: Stage, scene: str, tmp_path: Path) -> N
     try:
         wait_for(lambda: all((tmp_path / f"at_{r}").exists() for r in RANKS), "the hang")
         time.sleep(2.5 if scene == "gil" else 0.8)
-        evidence = gather(pids, tmp_path)
-        verdict = judge(evidence, 3)
+        evidence, verdict = judged(
+            pids, tmp_path, lambda v: re.search(SCENES[scene], v.sentence), PROOFS.get(scene)
+        )
         assert verdict.guilty == (GUILTY,), verdict.sentence
         assert re.search(SCENES[scene], verdict.sentence), verdict.sentence
         assert verdict.proof == PROOFS.get(scene)
@@ -157,7 +177,7 @@ CIRCLES = {
 def test_ranks_that_wait_for_each_other_in_a_circle_are_proven_to(
     stage: Stage, scene: str, tmp_path: Path
 ) -> None:
-    verdict = played(stage, scene, tmp_path)
+    verdict = played(stage, scene, tmp_path, lambda v: v.proof, "circle")
     assert re.search(CIRCLES[scene], verdict.sentence), verdict.sentence
     assert (verdict.proof, verdict.guilty, verdict.waiting) == ("circle", (), (0, 1, 2))
     assert re.fullmatch(rf"stage\.py:\d+ \({scene}\)", verdict.place)
@@ -167,17 +187,24 @@ def test_ranks_that_wait_for_each_other_in_a_circle_are_proven_to(
 def test_nothing_is_proven_where_the_other_end_may_have_been_called(
     stage: Stage, scene: str, tmp_path: Path
 ) -> None:
-    verdict = played(stage, scene, tmp_path)
+    guilty = (GUILTY,) if scene == "sent" else ()
+    verdict = played(stage, scene, tmp_path, lambda v: v.guilty == guilty, None)
     assert verdict.proof is None, verdict.sentence
-    assert verdict.guilty == ((GUILTY,) if scene == "sent" else ()), verdict.sentence
+    assert verdict.guilty == guilty, verdict.sentence
 
 
-def played(stage: Stage, scene: str, folder: Path) -> Verdict:
+def played(
+    stage: Stage,
+    scene: str,
+    folder: Path,
+    right: Callable[[Verdict], object],
+    proof: str | None,
+) -> Verdict:
     """The verdict on a scene that has come to stand still."""
     pids = stage.play(scene, folder)
     try:
         wait_for(lambda: all((folder / f"at_{r}").exists() for r in RANKS), "the hang")
         time.sleep(0.8)
-        return judge(gather(pids, folder), 3)
+        return judged(pids, folder, right, proof)[1]
     finally:
         stage.end_scene(pids)

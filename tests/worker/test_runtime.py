@@ -6,10 +6,10 @@ import os
 import socket
 import threading
 import time
-import timeit
 from collections.abc import Iterator
 
 import pytest
+from yardstick import cost_in_calls
 
 from holdfast.shm.rank_page import RankPage, create_page
 from holdfast.shm.vital_signs import BETWEEN, DATA, MOST_SECTIONS
@@ -284,11 +284,10 @@ def test_a_script_that_goes_back_by_itself_goes_on_counting_its_steps(
     assert (page.step, page.steps, page.trained_s) == (60, 110, 109.0)
 
 
-def test_counting_a_batch_costs_less_than_a_microsecond(
+def test_counting_a_batch_costs_a_few_function_calls(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     delivered = AgentDataLink(worker.runtime).delivered
-    took_s = min(timeit.repeat(lambda: delivered(32), number=10_000, repeat=20)) / 10_000
-    assert took_s < 1e-6
+    assert cost_in_calls(lambda: delivered(32)) < 25
