@@ -7,7 +7,7 @@ from driver import Driver
 
 from holdfast.core.supply.state import WantedNode
 from holdfast.messages.actions import AnyAction, CarryOutPlan, Finish
-from holdfast.messages.events import NodesSighted, ScaleAsked, SupplierJoined
+from holdfast.messages.events import CoordinatorRestarted, NodesSighted, ScaleAsked, SupplierJoined
 from holdfast.messages.supply import ExitReason, SeenStatus, Sighting, SupplyPlan, SupplyTerms
 
 
@@ -266,3 +266,12 @@ def test_when_the_job_ends_nothing_of_it_stays_with_the_platform() -> None:
     closed = job.left("node-0-1")
     final = [one.plan for one in closed if isinstance(one, CarryOutPlan)][-1]
     assert final.final
+
+
+def test_the_supplier_of_a_coordinator_that_died_is_away_until_it_is_back() -> None:
+    job = Supplied(min_nodes=1, max_nodes=1)
+    assert job.job.supply.connected
+    job.take_in(CoordinatorRestarted(at=job.at))
+    assert not job.job.supply.connected
+    job.take_in(SupplierJoined(at=job.at, platform="test"))
+    assert job.job.supply.connected

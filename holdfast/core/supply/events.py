@@ -103,6 +103,10 @@ class SupplyMachine(Supply, Machine):
 
     # ---- moments ----
 
+    def coordinator_restarted(self, job: View, now: Time) -> Effects:
+        self.connected = False  # Its stream died with the coordinator.
+        return NONE
+
     def node_joined(self, job: View, event: NodeJoined, now: Time) -> Effects:
         rules.note_change(self, now)
         if isinstance(job.state, OVER):
