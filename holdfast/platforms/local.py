@@ -17,6 +17,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from holdfast.platforms.local_node import NodeRecord, claim, lives, read_record,
 
 KILLED = 128 + signal.SIGKILL
 """Exit code of a guard that could not write down another."""
+CLAIM_LIMIT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -68,17 +70,25 @@ class LocalPlatform:
         return [sighting for sighting in seen if sighting is not None]
 
     async def ask(self, wishes: Sequence[NodeWish], avoid: Sequence[Cordon]) -> None:
-        """Start a guard for each request; a request that has one already is left to that one."""
+        """Start a guard for each request, and wait until all have claimed theirs or given way."""
         taken = {cordon.host for cordon in avoid} | set(self._hosts_in_use())
-        for number, wish in enumerate(wishes):
-            host = next(name for n in count(wish.position) if (name := f"node-{n}") not in taken)
-            taken.add(host)
-            self._forget_attempts_before(wish)
-            try:
-                self._start(wish.id, host)
-            except OSError as error:
-                rest = tuple(other.id for other in wishes[number:])
-                raise PlatformError(f"no process can be started: {error.strerror}", rest) from error
+        claimed, held = os.pipe()
+        waiting = deque(wishes)
+        try:
+            while waiting:
+                wish = waiting[0]
+                free = (name for n in count(wish.position) if (name := f"node-{n}") not in taken)
+                host = next(free)
+                taken.add(host)
+                self._forget_attempts_before(wish)
+                self._start(wish.id, host, held)
+                waiting.popleft()
+        except OSError as error:
+            rest = tuple(wish.id for wish in waiting)
+            raise PlatformError(f"no process can be started: {error.strerror}", rest) from error
+        finally:
+            os.close(held)
+            await _closed(claimed)
 
     async def release(self, requests: Sequence[RequestId]) -> None:
         """Tell nodes to leave. Their guards see to it that this is done once, and within a limit."""
@@ -109,12 +119,15 @@ class LocalPlatform:
         return _over(request, record.host, KILLED if code is None else code)
 
     def _unrecorded(self, request: RequestId) -> Sighting | None:
-        """A guard that has just been started, or could not even write its record."""
+        """Write down for a guard that could not even claim its record how it ended.
+
+        One that still runs is not seen yet: if this process were killed now, the next one would not
+        see it either.
+        """
         guard, host = self._guards[request]
-        code = guard.poll()
-        if code is None:
-            self._watch(request, record_of(guard.pid, host))
-            return Sighting(request=request, status="running", host=host)
+        if guard.poll() is None and self._watch(request, record_of(guard.pid, host)):
+            return None
+        code = guard.wait()
         code = code if code >= 0 else 128 - code
         path = self._path(request)
         claim(path, NodeRecord(pid=guard.pid, started=0, host=host, code=code))
@@ -160,15 +173,15 @@ class LocalPlatform:
 
     # ---- starting ----
 
-    def _start(self, request: RequestId, host: str) -> None:
+    def _start(self, request: RequestId, host: str, claimed: int) -> None:
         orders = self._orders
         guard = [sys.executable, "-m", "holdfast.platforms.local_node", str(self._path(request))]
-        told = [str(orders.lifeline), str(orders.limit_s), host]
+        told = [str(orders.lifeline), str(claimed), str(orders.limit_s), host]
         names = {"HOLDFAST_REQUEST": request, "HOLDFAST_NODE_NAME": host}
         process = subprocess.Popen(
             [*guard, *told, *orders.command],
             env={**orders.environ, **names},
-            pass_fds=(orders.lifeline,),
+            pass_fds=(orders.lifeline, claimed),
             start_new_session=True,
         )
         self._guards[request] = process, host
@@ -191,6 +204,19 @@ def _over(request: RequestId, host: str, code: int) -> Sighting:
     how = f"signal {code - 128}" if code > 128 else f"exit code {code}"
     detail = f"its launcher ended with {how} on {host}"
     return Sighting(request=request, status="failed", code=code, host=host, detail=detail)
+
+
+async def _closed(fd: int) -> None:
+    """Wait until nobody holds the other end of a pipe, within a limit, and close this one."""
+    loop, over = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(fd, over.set)
+    try:
+        await asyncio.wait_for(over.wait(), CLAIM_LIMIT_S)
+    except asyncio.TimeoutError:  # A guard is stopped, or starved: it is seen when it goes on.
+        pass
+    finally:
+        loop.remove_reader(fd)
+        os.close(fd)
 
 
 def _signal(record: NodeRecord) -> None:

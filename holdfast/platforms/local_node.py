@@ -1,11 +1,12 @@
 """Guards one node of the local platform: a process that starts the node's launcher and waits for it.
 
-    python -m holdfast.platforms.local_node RECORD LIFELINE LIMIT_S HOST COMMAND...
+    python -m holdfast.platforms.local_node RECORD LIFELINE CLAIMED LIMIT_S HOST COMMAND...
 
 A supplier may be killed at any moment, and the next one is not the parent of what it started. So what
 has to be known of a node is written down by its guard, in its *record*:
 
-    it claims the record     before anything is started; of two guards for one request, one starts it
+    it claims the record     before anything is started; of two guards for one request, one starts it;
+                             then it closes CLAIMED, for which its supplier waits
     it writes its pid        with the time at which it was started, since pids are reused
     it writes the exit code  before it ends itself; a guard that left none was killed, with its node
 
@@ -179,11 +180,13 @@ def _end_rest() -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    path, lifeline, limit_s, host, *command = argv
+    path, lifeline, claimed, limit_s, host, *command = argv
+    os.set_inheritable(int(lifeline), False)
     guard = _Guard(int(lifeline), float(limit_s))
     record = record_of(os.getpid(), host)
     if not claim(Path(path), record):
         return 0
+    os.close(int(claimed))
     kernel.name_process("holdfast-node")
     kernel.adopt_orphans()
     code = guard.run(command)

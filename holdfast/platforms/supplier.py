@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from holdfast import __version__, kernel
@@ -45,6 +45,7 @@ LIST_EVERY_S = 10.0
 """A platform that never says that something has changed is listed this often all the same."""
 FIRST_RETRY_S = 1.0
 LONGEST_RETRY_S = 30.0
+CANCEL_EVERY_S = 1.0
 SIGHTINGS_A_FRAME = 2_000
 ALIVE = frozenset({"pending", "running"})
 
@@ -99,18 +100,16 @@ class Supplier:
 
     async def run(self) -> None:
         """Supply nodes until the coordinator says that the job is over."""
-        watching = asyncio.ensure_future(self._watch())
+        await _first_of(self._serve_always(), self._watch())
+
+    async def _serve_always(self) -> None:
         pause = FIRST_PAUSE_S
-        try:
-            while not self._final:
-                if await self._serve():
-                    pause = FIRST_PAUSE_S
-                if self._final:
-                    break
+        while not self._final:
+            if await self._serve():
+                pause = FIRST_PAUSE_S
+            if not self._final:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_S)
-        finally:
-            watching.cancel()
 
     async def _watch(self) -> None:
         """Wake the loop when the platform says that something has changed."""
@@ -140,18 +139,17 @@ class Supplier:
             protocol=PROTOCOL, token=where.token, platform=self.platform.name, version=__version__
         )
         writer.write(framing.encode(hello))
-        reconciling = asyncio.ensure_future(self._reconcile_always(writer))
         try:
-            await self._read(reader, reconciling)
+            await _first_of(self._read(reader), self._reconcile_always(writer))
             return True
         except (OSError, WireError) as error:
             log.info("the coordinator's stream broke: %s", error)
             return False
         finally:
-            reconciling.cancel()
             writer.close()
 
-    async def _read(self, reader: asyncio.StreamReader, reconciling: asyncio.Future[None]) -> None:
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        """Take in plans until the stream ends; after a final one nothing is read any more."""
         decoder = framing.FrameDecoder[ToSupplier](ToSupplier)  # type: ignore[arg-type]
         parts: list[SupplyPlan] = []
         while not self._final:
@@ -168,7 +166,7 @@ class Supplier:
                 if not message.more:
                     self._take(parts)
                     parts = []
-        await reconciling
+        await asyncio.Event().wait()  # Until what is final is carried out.
 
     def _take(self, parts: Sequence[SupplyPlan]) -> None:
         """Take in one plan, which may have come in several messages."""
@@ -186,25 +184,26 @@ class Supplier:
     # ---- the comparison ----
 
     async def _reconcile_always(self, writer: asyncio.StreamWriter) -> None:
-        """Compare whenever there may be a difference; ends after the comparison of a final plan."""
+        """Compare whenever there may be a difference, until a final plan is carried out."""
         while True:
             self._wake.clear()
             final = self._final
             try:
                 await self._reconcile(writer)
                 self._retry_s = 0.0
+                if final:
+                    return
             except PlatformError as error:
                 self._decline(writer, error)
-            if final:
-                return
             await self._sleep()
 
     async def _sleep(self) -> None:
         limit_s = self._retry_s or LIST_EVERY_S
+        waking = asyncio.ensure_future(self._wake.wait())
         try:
-            await asyncio.wait_for(self._wake.wait(), limit_s)
-        except asyncio.TimeoutError:
-            pass
+            await asyncio.wait([waking], timeout=limit_s)
+        finally:
+            waking.cancel()
 
     async def _reconcile(self, writer: asyncio.StreamWriter) -> None:
         listed = {one.request: one for one in await self.platform.list()}
@@ -249,3 +248,19 @@ class Supplier:
         )
         self._asked.update(error.requests if error.for_good else ())
         writer.write(framing.encode(declined))
+
+
+async def _first_of(*parts: Coroutine[None, None, None]) -> None:
+    """Run these side by side until one of them ends, in whatever way; then end the others."""
+    tasks = [asyncio.ensure_future(part) for part in parts]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        # Before Python 3.12, `asyncio.wait_for` may swallow a cancellation. What goes on after the
+        # end of its stream would take news for told that nobody heard.
+        while left := [task for task in tasks if not task.done()]:
+            for task in left:
+                task.cancel()
+            await asyncio.wait(left, timeout=CANCEL_EVERY_S)
