@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import socket
 import sys
 from collections.abc import Sequence
 
@@ -14,7 +15,9 @@ from holdfast.cli.run import fill_standard_fds, process_start
 from holdfast.config.rendezvous import Rendezvous
 from holdfast.config.schema import Settings
 from holdfast.config.settings import RunSettings, run_settings
+from holdfast.config.values import joined
 from holdfast.errors import UsageError
+from holdfast.platforms.opening import PLATFORMS
 
 DESCRIPTION = """\
 Run a job of several nodes on this machine, where each node is a group of processes that takes itself
@@ -43,13 +46,14 @@ OWN = (
     *("rdzv_backend", "rdzv_endpoint"),
 )
 """Settings that say where nodes meet: that is for `holdfast up` to know."""
-NOT_FOR_NODES = frozenset({*OWN, "nnodes", "job", "requeued", "token_file"})
+NOT_FOR_NODES = frozenset({*OWN, "nnodes", "job", "requeued", "token_file", "local_addr"})
+LOCAL = "local"
 
 
 def main(argv: Sequence[str]) -> int:
     since = process_start()
     fill_standard_fds()
-    settings, flags = parse_up(argv)
+    platform, settings, flags = parse_up(argv)
     for warning in settings.warnings:
         print(f"holdfast up: {warning}", file=sys.stderr)
 
@@ -61,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         level=logging.ERROR if settings.terminal.quiet else logging.INFO,
     )
     check_machine(settings)
-    code, home = launch_job(settings, flags, since)
+    code, home = launch_job(settings, platform, flags, since)
 
     from holdfast.cli.view import tell_end
 
@@ -69,8 +73,8 @@ def main(argv: Sequence[str]) -> int:
     return code
 
 
-def parse_up(argv: Sequence[str]) -> tuple[RunSettings, list[str]]:
-    """Read `holdfast up ARGV`: the settings of the job, and the flags that its nodes are given."""
+def parse_up(argv: Sequence[str]) -> tuple[str, RunSettings, list[str]]:
+    """Read `holdfast up ARGV`: the platform, the job's settings, and the flags for its nodes."""
     parser = _parser()
     given, command, parsed = parse_settings(parser, argv)
     for name in OWN:
@@ -81,8 +85,15 @@ def parse_up(argv: Sequence[str]) -> tuple[RunSettings, list[str]]:
             )
     settings = run_settings(given, command)
     meeting = settings.rendezvous
-    here = Rendezvous(local_addr=meeting.local_addr, run_id=meeting.run_id)
-    return replace(settings, rendezvous=here), given_flags(parsed, NOT_FOR_NODES)
+    listens = "127.0.0.1" if parsed.on == LOCAL else meeting.local_addr or socket.gethostname()
+    here = Rendezvous(
+        coordinator=joined(listens, 0),
+        hosts_coordinator=True,
+        local_addr=meeting.local_addr,
+        run_id=meeting.run_id,
+    )
+    flags = given_flags(parsed, NOT_FOR_NODES)
+    return parsed.on, replace(settings, rendezvous=here), flags
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -91,6 +102,12 @@ def _parser() -> argparse.ArgumentParser:
         usage="holdfast up --nodes N|MIN:MAX [flags of holdfast run] SCRIPT [its own arguments]",
         description=DESCRIPTION,
         epilog=EPILOG,
+    )
+    parser.add_argument(
+        "--on",
+        default=LOCAL,
+        choices=tuple(PLATFORMS),
+        help="platform that provides the nodes (default: this machine)",
     )
     parser.add_argument(
         "--nodes",

@@ -1,7 +1,7 @@
-"""The launcher of `holdfast up`: a whole job on this machine, whose nodes are provided by supply.
+"""The launcher of `holdfast up`: a job's coordinator and the supplier of its platform.
 
-Its children are the job's coordinator and a supplier of the local platform; the nodes are the
-supplier's (see `platforms/local.py`). It has no agent, and imports neither agent nor torch.
+The nodes are the platform's (see `platforms/opening.py`); this launcher has no agent, and imports
+neither agent nor torch.
 
     coordinator died    it is restarted on the same listening socket, which never closed
     supplier died       it is restarted; its nodes go on, and the new one finds them
@@ -152,7 +152,7 @@ def stop_code(number: signal.Signals) -> int:
 
 
 def launch_job(
-    settings: RunSettings, flags: Sequence[str], since_monotonic: float
+    settings: RunSettings, platform: str, flags: Sequence[str], since_monotonic: float
 ) -> tuple[int, JobHome]:
     """Run a whole job to its end; the exit code, and the job's home. `flags` are for its nodes."""
     make_directories(settings)
@@ -176,7 +176,7 @@ def launch_job(
 
     def be_supplier() -> int:
         _die_with_launcher(launcher_pid)
-        return _supply(settings, site, flags, lifeline)
+        return _supply(settings, platform, site, flags, lifeline)
 
     def stopping(number: signal.Signals) -> Child:
         return Child("stop", partial(_ask_to_stop, settings, site.home, number))
@@ -200,9 +200,11 @@ def _die_with_launcher(launcher_pid: int) -> None:
         os._exit(1)
 
 
-def _supply(settings: RunSettings, site: Site, flags: Sequence[str], lifeline: int) -> int:
-    """Be the supplier of this machine until the job is over."""
-    from holdfast.platforms.local import LocalPlatform, NodeOrders
+def _supply(
+    settings: RunSettings, platform: str, site: Site, flags: Sequence[str], lifeline: int
+) -> int:
+    """Be the supplier of the job's platform until the job is over."""
+    from holdfast.platforms.opening import NodeOrders, open_platform
     from holdfast.platforms.supplier import Endpoint, Supplier
     from holdfast.wire.tls import client_context
 
@@ -213,15 +215,18 @@ def _supply(settings: RunSettings, site: Site, flags: Sequence[str], lifeline: i
     kernel.unblock_signals()
     grace_s = GRACE_S if settings.terms.grace_s is None else settings.terms.grace_s
     orders = NodeOrders(
+        job=site.home.name,
+        settings=settings,
         command=node_command(settings, site, flags),
         environ={**os.environ, Settings.token.variables[0]: site.token},
+        records=site.home.nodes,
         lifeline=lifeline,
         limit_s=grace_s + settings.save_deadline_s + LEAVE_SLACK_S,
     )
     where = Endpoint(site.host, site.port, site.token, client_context(settings.tls))
 
     async def supply() -> None:
-        await Supplier(LocalPlatform(site.home.nodes, orders), lambda: where).run()
+        await Supplier(open_platform(platform, orders), lambda: where).run()
 
     asyncio.run(supply())
     return 0

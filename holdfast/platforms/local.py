@@ -18,32 +18,19 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
 from holdfast.errors import PlatformError
 from holdfast.messages.supply import Cordon, NodeWish, RequestId, Sighting
 from holdfast.platforms.local_node import NodeRecord, claim, lives, read_record, record_of
+from holdfast.platforms.opening import NodeOrders
 
 KILLED = 128 + signal.SIGKILL
 """Exit code of a guard that could not write down another."""
 CLAIM_LIMIT_S = 10.0
-
-
-@dataclass(frozen=True)
-class NodeOrders:
-    """How nodes are started."""
-
-    command: Sequence[str]
-    """The launcher with its arguments; the first word is a path."""
-    environ: Mapping[str, str]
-    lifeline: int
-    """Reading end of a pipe that is closed when nobody is there any more for whom nodes should run."""
-    limit_s: float
-    """How long a node that was told to leave may take."""
 
 
 class LocalPlatform:
@@ -51,8 +38,8 @@ class LocalPlatform:
 
     name = "local"
 
-    def __init__(self, records: Path, orders: NodeOrders) -> None:
-        self._records, self._orders = records, orders
+    def __init__(self, orders: NodeOrders) -> None:
+        self._records, self._orders = orders.records, orders
         self._guards: dict[RequestId, tuple[subprocess.Popen[bytes], str]] = {}
         """Guards that this process started, and their hosts' names."""
         self._pidfds: dict[RequestId, int] = {}
@@ -196,6 +183,11 @@ class LocalPlatform:
 
     def _path(self, request: RequestId) -> Path:
         return self._records / f"{request}.json"
+
+
+def open_platform(orders: NodeOrders) -> LocalPlatform:
+    """Provide nodes on this machine."""
+    return LocalPlatform(orders)
 
 
 def _over(request: RequestId, host: str, code: int) -> Sighting:

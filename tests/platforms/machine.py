@@ -10,10 +10,13 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from types import TracebackType
 
+from holdfast.cli.flags import parse_run
 from holdfast.messages.supply import Cordon, NodeWish, Sighting
-from holdfast.platforms.local import LocalPlatform, NodeOrders
+from holdfast.platforms.local import LocalPlatform
 from holdfast.platforms.local_node import lives, read_record
+from holdfast.platforms.opening import NodeOrders
 
+SETTINGS = parse_run([__file__])
 PATIENCE_S = 30.0
 POLL_S = 0.01
 STARTED = 'echo "$HOLDFAST_REQUEST $HOLDFAST_NODE_NAME $$" >> "$STARTED"; '
@@ -73,7 +76,16 @@ class Machine:
         self, command: list[str], limit_s: float = 60.0, **environ: str
     ) -> LocalPlatform:
         env = {**os.environ, "STARTED": str(self._started), **environ}
-        return LocalPlatform(self.records, NodeOrders(command, env, self._lifeline, limit_s))
+        orders = NodeOrders(
+            job="test",
+            settings=SETTINGS,
+            command=command,
+            environ=env,
+            records=self.records,
+            lifeline=self._lifeline,
+            limit_s=limit_s,
+        )
+        return LocalPlatform(orders)
 
     def started(self) -> list[tuple[str, str, int]]:
         """What was started so far, in order: request, host and pid."""
