@@ -38,7 +38,7 @@ from holdfast.coordinator.memories import Memories
 from holdfast.coordinator.stream import Stream
 from holdfast.coordinator.supply import SupplierStream
 from holdfast.coordinator.tune_requests import TuneRequests
-from holdfast.coordinator.wishes import refusal_of_scale, scale_line
+from holdfast.coordinator.wishes import scale_line
 from holdfast.core import job as jobs
 from holdfast.core import leases, report
 from holdfast.core.chaos import plans as chaos
@@ -48,6 +48,7 @@ from holdfast.core.job import Job
 from holdfast.core.leases import Leases
 from holdfast.core.patience import beat_s, silence_s
 from holdfast.core.replay import Entry, Intake, JobSnapshot
+from holdfast.core.supply import rules as supply
 from holdfast.core.tuning import wording as tuning
 from holdfast.core.tuning.state import Tunings
 from holdfast.errors import JobUnknown
@@ -412,7 +413,7 @@ class Coordinator:
         job = self.job
         wrong = OVER_OR_NOT_BEGUN
         if job is not None and job.result is None:
-            wrong = refusal_of_scale(job, question)
+            wrong = supply.refusal(job.terms, question.min_nodes, question.max_nodes)
         if wrong or job is None:
             stream.answer(Rejected(reason=wrong))
             return

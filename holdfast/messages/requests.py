@@ -18,7 +18,15 @@ from holdfast.messages.checkpoints import Attempt, CheckpointerId, Holder, Image
 from holdfast.messages.data import DataName, DataSpec, PackedState, Span
 from holdfast.messages.timings import Finding
 from holdfast.messages.tuning import ConfigVersion, LoaderConfig, LoaderMeasured, NoticeNumber
-from holdfast.messages.units import MAX_ITEMS, Count, Int64, RoundNumber, Seconds, StepNumber
+from holdfast.messages.units import (
+    MAX_ITEMS,
+    Count,
+    Int64,
+    NodeCount,
+    RoundNumber,
+    Seconds,
+    StepNumber,
+)
 
 MAX_VALUE_BYTES = 512 << 10
 """Limit of one store value, and of all values in one answer together (but for a single one)."""
@@ -203,8 +211,19 @@ class SettleTuning(Request, frozen=True, kw_only=True):
     number: NoticeNumber
 
 
+class ChangeNodes(Request, frozen=True, kw_only=True):
+    """Want another number of nodes for the job. Answered: Granted, or Denied if it is impossible."""
+
+    min_nodes: NodeCount
+    max_nodes: NodeCount
+    spares: NodeCount | None = None
+    """None to leave it as it is."""
+
+
 StoreRequest = Set | Get | Add | CompareSet | Append | WaitForKeys | CheckKeys | Delete | CountKeys
-HeldRequest = FindState | AwaitSave | AwaitStragglers | OpenData | AwaitTuning | SettleTuning
+HeldRequest = (
+    FindState | AwaitSave | AwaitStragglers | OpenData | AwaitTuning | SettleTuning | ChangeNodes
+)
 """Requests that are answered by something other than another request."""
 AnyRequest = StoreRequest | JoinBarrier | CastVote | HeldRequest
 
@@ -376,6 +395,7 @@ Reason = Literal[
     "too many",
     "joined again",
     "data set",
+    "nodes",
 ]
 
 
