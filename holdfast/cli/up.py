@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-import socket
+import os
 import sys
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ from holdfast.config.schema import Settings
 from holdfast.config.settings import RunSettings, run_settings
 from holdfast.config.values import joined
 from holdfast.errors import UsageError
-from holdfast.platforms.opening import PLATFORMS
+from holdfast.platforms.opening import PLATFORMS, own_host
 
 DESCRIPTION = """\
 Run a job of several nodes on this machine, where each node is a group of processes that takes itself
@@ -85,7 +85,8 @@ def parse_up(argv: Sequence[str]) -> tuple[str, RunSettings, list[str]]:
             )
     settings = run_settings(given, command)
     meeting = settings.rendezvous
-    listens = "127.0.0.1" if parsed.on == LOCAL else meeting.local_addr or socket.gethostname()
+    listens = meeting.local_addr if parsed.on != LOCAL else None
+    listens = listens or own_host(parsed.on, os.environ)
     here = Rendezvous(
         coordinator=joined(listens, 0),
         hosts_coordinator=True,
