@@ -309,7 +309,7 @@ class SlurmPlatform:
         before = await self._expanded(excluded) if excluded else []
         hosts = ",".join(dict.fromkeys([*before, *self._avoided]))
         write_privately(self._orders.records / AVOIDED, f"{hosts}\n".encode())
-        if self._orders.environ.get("HOLDFAST_SLURM_DRAIN") != "1":
+        if not self._orders.settings.drain:
             return
         for host, why in fresh.items():
             reason = f"reason=holdfast job {self._orders.job}: {why}"[:200]

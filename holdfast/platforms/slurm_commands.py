@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import re
 import shutil
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -22,7 +23,6 @@ from holdfast.messages.supply import ExitReason, SeenStatus
 NEEDED = ("srun", "sbatch", "squeue", "scontrol", "scancel")
 LIMIT_S = 30.0
 """How long a command may take; a busy controller answers within seconds."""
-KILL_LIMIT_S = 2.0
 
 _VAIN = re.compile(
     r"invalid (partition|account|qos|user|reservation|feature|job array)|access/permission denied|"
@@ -69,6 +69,19 @@ class SlurmCommands:
         if process.returncode:
             raise failure(words, err.decode(errors="replace"))
         return out.decode(errors="replace")
+
+
+def run_now(*words: str, text: str = "") -> str:
+    """Run a command where no loop is yet; `text` is its input."""
+    try:
+        done = subprocess.run(words, input=text, capture_output=True, text=True, timeout=LIMIT_S)
+    except OSError as error:
+        raise PlatformError(f"{words[0]}: {error.strerror}") from error
+    except subprocess.TimeoutExpired:
+        raise PlatformError(f"{shown(words)}: no answer from Slurm in {LIMIT_S:g} s") from None
+    if done.returncode:
+        raise failure(words, done.stderr)
+    return done.stdout
 
 
 def require_commands() -> None:

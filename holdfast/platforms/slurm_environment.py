@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import re
 import socket
-import subprocess
 from collections.abc import Container, Mapping
 
 from holdfast.config.schema import Said
-from holdfast.errors import PlatformError, UsageError
-from holdfast.platforms.slurm_commands import LIMIT_S, failure, records, require_commands
+from holdfast.errors import UsageError
+from holdfast.platforms.slurm_commands import records, require_commands, run_now
 
 FIRST_PORT, PORTS = 20_000, 10_000
 """Below those that kernels give to clients."""
@@ -97,7 +96,7 @@ def address_of(host: str) -> str:
         return host
     except OSError:
         pass
-    fields = next(records(_run("scontrol", "show", "node", "--oneliner", host)), {})
+    fields = next(records(run_now("scontrol", "show", "node", "--oneliner", host)), {})
     address = fields.get("NodeAddr", "")
     if not address or address == host:
         raise UsageError(
@@ -111,7 +110,7 @@ def _meeting(environ: Mapping[str, str]) -> dict[str, Said]:
     """Say where the nodes of a step meet: at its first node, which hosts the coordinator."""
     require_commands()
     hostlist = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
-    hosts = _run("scontrol", "show", "hostnames", hostlist).split()
+    hosts = run_now("scontrol", "show", "hostnames", hostlist).split()
     if not hosts:
         raise UsageError(f"SLURM_STEP_NODELIST={hostlist!r} names no hosts; give --rdzv-endpoint")
     first = address_of(hosts[0])
@@ -144,15 +143,3 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     if not text.isdecimal():
         raise UsageError(f"{name}={text!r}: Slurm sets it to a number; unset it, or give --nnodes")
     return int(text)
-
-
-def _run(*words: str) -> str:
-    try:
-        done = subprocess.run(
-            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise PlatformError(f"{words[0]}: {error}; is Slurm's controller up?") from error
-    if done.returncode:
-        raise failure(words, done.stderr)
-    return done.stdout
