@@ -153,7 +153,6 @@ def sbatch_options(settings: RunSettings, parsed: argparse.Namespace, output: st
     options = [
         f"--job-name={settings.job or _stem(settings.script)}",
         f"--nodes={fewest}-{most}" if fewest < most else f"--nodes={most}",
-        "--ntasks-per-node=1",
         *(() if "shared" in parsed else ("--exclusive",)),
         "--no-kill",
         "--requeue",

@@ -87,6 +87,7 @@ class SlurmPlatform:
         self._told: dict[RequestId, float] = {}
         """When steps were told to leave."""
         self._avoided: dict[str, str] = {}
+        self._complaint = ""
 
     # ---- the four methods ----
 
@@ -98,7 +99,9 @@ class SlurmPlatform:
         except PlatformError as error:
             if self._jobs is None:
                 raise
-            log.warning("%s; going by what it said before", error)
+            if str(error) != self._complaint:
+                log.warning("%s; going by what it said before", error)
+            self._complaint = str(error)
         judged = [await self._judge(one) for one in steps]
         jobs = {} if self._jobs is None else self._jobs
         names = {one.request for one in judged}
@@ -258,15 +261,18 @@ class SlurmPlatform:
 
     async def _not_leaving(self, requests: Sequence[RequestId]) -> Sequence[RequestId]:
         """Return those that do not end by themselves at this moment, as at the end of their job."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + LEAVING_S
-        while True:
+
+        def left() -> Sequence[RequestId]:
             alive = {one.request for one in self._steps.seen() if one.status in ALIVE}
-            left = [request for request in requests if request in alive]
-            if not left or loop.time() >= deadline:
-                return left
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._steps.changed(), deadline - loop.time())
+            return [request for request in requests if request in alive]
+
+        async def all_ended() -> None:
+            while left():
+                await self._steps.changed()
+
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(all_ended(), LEAVING_S)
+        return left()
 
     async def _cancel(self, *words: str) -> None:
         """Run scancel. It also complains of what it has just ended (22.05): that is no error."""
@@ -334,7 +340,7 @@ def step_options(request: RequestId, host: str = "") -> list[str]:
 
 def further_options(fields: Mapping[str, str]) -> list[str]:
     """Options of a further job of one node, like those of the job whose fields these are."""
-    options = ["--nodes=1", "--ntasks-per-node=1", "--no-requeue", "--export=ALL"]
+    options = ["--nodes=1", "--no-requeue", "--export=ALL"]
     for option, field in (
         ("partition", "Partition"),
         ("account", "Account"),
