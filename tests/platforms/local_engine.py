@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 
@@ -53,7 +54,7 @@ class ForkedGuard:
             os.environ.clear()
             os.environ.update(environ)
             bounds = [2, *sorted(keep), 4096]
-            for low, high in zip(bounds, bounds[1:], strict=False):
+            for low, high in pairwise(bounds):
                 os.closerange(low + 1, high)
             os._exit(local_node.main(argv))
         finally:
