@@ -81,8 +81,8 @@ class SlurmPlatform:
         self._prefix = f"holdfast-{orders.job}-"
         self._jobs: dict[RequestId, tuple[QueuedJob, Sighting]] | None = None
         """What Slurm last said of jobs beyond the allocation; None before it ever did."""
-        self._broken: dict[RequestId, Sighting] = {}
-        """Steps that ended with their host."""
+        self._explained: dict[RequestId, Sighting] = {}
+        """Steps of whose end more is known than an exit code."""
         self._judged: set[RequestId] = set()
         self._told: dict[RequestId, float] = {}
         """When steps were told to leave."""
@@ -102,10 +102,10 @@ class SlurmPlatform:
             if str(error) != self._complaint:
                 log.warning("%s; going by what it said before", error)
             self._complaint = str(error)
-        judged = [await self._judge(one) for one in steps]
+        judged = await self._judge(steps)
         jobs = {} if self._jobs is None else self._jobs
         names = {one.request for one in judged}
-        return judged + [one for name, (_, one) in jobs.items() if name not in names]
+        return [*judged, *(one for name, (_, one) in jobs.items() if name not in names)]
 
     async def ask(self, wishes: Sequence[NodeWish], avoid: Sequence[Cordon]) -> None:
         """Start steps on hosts that are free, and submit jobs for what is left."""
@@ -185,27 +185,35 @@ class SlurmPlatform:
             request=request, status=status, reason=reason, code=code, host=job.hosts, detail=detail
         )
 
-    async def _judge(self, seen: Sighting) -> Sighting:
-        """Say of a step that failed whether its host did, where Slurm can say so."""
-        if seen.status != "failed" or seen.request in self._judged:
-            return self._broken.get(seen.request, seen)
-        self._judged.add(seen.request)
-        detail = ""
+    async def _judge(self, steps: Sequence[Sighting]) -> Sequence[Sighting]:
+        """Say of steps that are over whether their hosts failed, where Slurm can say so.
+
+        The srun of a host that went down may end with 0: nobody told it of another code.
+        """
+        fresh = [
+            one for one in steps if one.status not in ALIVE and one.request not in self._judged
+        ]
+        self._judged.update(one.request for one in fresh)
         try:
-            states = await self._states([seen.host])
-            down = flags(states.get(seen.host, "")) & BROKEN
-            detail = f"Slurm says that {seen.host} is {' and '.join(sorted(down)).lower()}"
-            if down:
-                one = replace(seen, reason="hardware", code=None, detail=detail)
-                self._broken[seen.request] = one
+            states = await self._states([one.host for one in fresh])
         except PlatformError as error:
-            log.warning("%s; nothing is known of %s", error, seen.host)
-        if seen.code == SRUN_FAILED and seen.request not in self._broken:
-            detail = (
-                f"srun could not start it on {seen.host}: see the output of Slurm job {self._id}"
-            )
-            self._broken[seen.request] = replace(seen, reason="unknown", detail=detail)
-        return self._broken.get(seen.request, seen)
+            log.warning("%s; nothing is known of hosts whose nodes ended", error)
+            states = {}
+        for one in fresh:
+            if down := flags(states.get(one.host, "")) & BROKEN:
+                detail = f"Slurm says that {one.host} is {' and '.join(sorted(down)).lower()}"
+                self._explained[one.request] = Sighting(
+                    request=one.request,
+                    status="failed",
+                    reason="hardware",
+                    host=one.host,
+                    detail=detail,
+                )
+            elif one.code == SRUN_FAILED:
+                output = f"see the output of Slurm job {self._id}"
+                detail = f"srun could not start it on {one.host}: {output}"
+                self._explained[one.request] = replace(one, reason="unknown", detail=detail)
+        return [self._explained.get(one.request, one) for one in steps]
 
     async def _job_fields(self, job: str) -> Mapping[str, str]:
         text = await self._commands.run("scontrol", "show", "job", "--oneliner", job)
