@@ -249,6 +249,7 @@ def test_the_page_has_the_meaning_of_each_state() -> None:
         for row in rows
         if len(row) == 5
         for name in row[1].split(",")
+        if "`" in name
     }
     for state, (status, reason) in MEANINGS.items():
         if status in ("failed", "deleted", "succeeded"):
@@ -573,7 +574,7 @@ def test_a_signal_to_the_script_ends_the_job_politely_whose_code_it_has(
 ) -> None:
     put(programs, "squeue", "#!/bin/sh\necho RUNNING\n")
     put(programs, "scontrol", '#!/bin/sh\necho "$@" >> scontrol.log\n')
-    waits = "trap 'sleep 0.2; exit 75' TERM; kill -USR1 $PPID; while :; do sleep 0.05; done"
+    waits = "trap 'sleep 0.2; exit 75' TERM; while :; do kill -USR1 $PPID; sleep 0.05; done"
     put(programs, "python", f"#!/bin/bash\n{waits}\n")
     text = script("--job", "llm", __file__).replace(submit_slurm.sys.executable, "python")
     env = {"PATH": f"{programs}:/usr/bin:/bin", "SLURM_JOB_ID": "17", "HOME": str(tmp_path)}
