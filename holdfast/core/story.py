@@ -50,17 +50,21 @@ class Recorder:
         """Tell the story of the incident of that number."""
         incident = job.incidents[number - 1]
         opened_by, closed_by = int(incident.cause), self._closed_by.get(number)
-        told: list[StoryStep] = []
+        steps: list[StoryStep] = []
         followed: set[str] = set()
         for one in self.handled:
             if one.number < opened_by or (closed_by is not None and one.number > closed_by):
                 continue
             event = one.entry.event
             if one.number in (opened_by, closed_by) or event.cause in followed:
-                told.append(_event(one, incident.fault_at))
                 followed |= {action.id for action in one.actions}
-                told += [_action(action, one, incident.fault_at) for action in one.actions]
-        return told
+                steps += told(one, incident.fault_at)
+        return steps
+
+
+def told(one: Handled, since: Time) -> list[StoryStep]:
+    """Tell an event and its actions as steps of a story that began then."""
+    return [_event(one, since), *(_action(action, one, since) for action in one.actions)]
 
 
 def _event(one: Handled, since: Time) -> StoryStep:
