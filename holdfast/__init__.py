@@ -8,6 +8,7 @@
     with holdfast.evaluating():
         ...                          # no training: not part of the job's speed
     holdfast.rank_info()             # rank, world size, round, restarts
+    holdfast.track(writer)           # goodput, incidents and speed into TensorBoard, MLflow, W&B
 
 These also work, at almost no cost, in a process that `holdfast run` did not start. The following ask
 the job's coordinator, and raise `holdfast.errors.NotUnderHoldfast` where there is none:
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from holdfast.worker.api import section as section
     from holdfast.worker.api import stop_job as stop_job
     from holdfast.worker.api import store as store
+    from holdfast.worker.api import track as track
     from holdfast.worker.api import vote as vote
     from holdfast.worker.checkpointer import Checkpointer as Checkpointer
     from holdfast.worker.elastic_trainer import ElasticTrainer as ElasticTrainer
@@ -88,6 +90,7 @@ _HOMES = {
     "section": "holdfast.worker.api",
     "stop_job": "holdfast.worker.api",
     "store": "holdfast.worker.api",
+    "track": "holdfast.worker.api",
     "vote": "holdfast.worker.api",
 }
 """The module of each name."""
@@ -121,6 +124,7 @@ __all__ = [
     "section",
     "stop_job",
     "store",
+    "track",
     "vote",
 ]
 

@@ -159,8 +159,10 @@ class GuardedNodes:
         self._news.set()
 
     def _hosts_in_use(self) -> Iterator[str]:
-        for guard, host in self._guards.values():
-            if guard.poll() is None:
+        for request, (guard, host) in self._guards.items():
+            record = read_record(self._path(request))
+            over = record is not None and record.code is not None  # Its guard is about to end.
+            if not over and guard.poll() is None:
                 yield host
         for path in self._records.glob("*.json"):
             record = read_record(path)

@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
@@ -214,6 +214,22 @@ def vote(name: str, value: bool | int | str, timeout_s: float | None = None) -> 
     answer = _worker("vote").requests.ask(request, _patience_s(timeout_s))
     assert isinstance(answer, Tally)
     return answer
+
+
+def track(tracker: Any = None, every: float = 30.0) -> None:
+    """Write goodput, incidents, restarts, speed and lost time into an experiment tracker.
+
+    `tracker` is a TensorBoard `SummaryWriter`, a run of MLflow or W&B (or the module `mlflow` or
+    `wandb`), a logger of Lightning, or a function that takes a dictionary of numbers and a step. None
+    takes the run of W&B or MLflow that is active. Rank 0 writes, every `every` seconds, from a thread
+    of its own; on all other ranks the call does nothing. The step is the highest that the job has
+    finished, so it never goes back, whatever restarts. A later call replaces the tracker. Nothing is
+    ever raised: what goes wrong is printed in one line, as in a script that `holdfast run` did not
+    start.
+    """
+    from holdfast.worker import tracking
+
+    tracking.begin(tracker, every, first=os.environ.get("RANK", "0") == "0")
 
 
 def exclude_this_node(reason: str) -> None:
