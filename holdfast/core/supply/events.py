@@ -168,6 +168,20 @@ class SupplyMachine(Supply, Machine):
             rules.left(self, node)
         return self._released(final=True) if self.active else NONE
 
+    def job_requeued(self, job: View, since: Time, now: Time) -> Effects:
+        """Ask for all nodes anew: those of before are gone, and what was given up may go well now."""
+        for number in list(self.positions):
+            rules.drop(self, number)
+        self.standing = 0
+        for of_before in (self.vacant, self.members, self.by_hand, self.given_up):
+            of_before.clear()
+        for of_before in (self.leaving, self.parting, self.to_release):
+            of_before.clear()
+        self.connected = self.at_least = False
+        self.short_since = self.look_at = None
+        rules.note_change(self, now)
+        return NONE
+
     def tick(self, job: View, now: Time) -> Effects:
         if not self.active or isinstance(job.state, OVER):
             return NONE

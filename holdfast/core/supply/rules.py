@@ -162,6 +162,7 @@ def fill(s: Supply, position: WantedNode, node: NodeId, host: str, now: Time) ->
     if position.joined_at is None:
         position.joined_at = now
         s.slowest_s = max(s.slowest_s, now - position.asked_at)
+    s.members.pop(position.node, None)  # Its launcher started another agent: that is the node now.
     position.node, position.host, position.away_since = node, host, None
     position.overdue = False
     s.members[node] = position.number
