@@ -47,12 +47,12 @@ def chaos(seed: int, liveness: bool = False) -> SimSettings:
         exclude_stragglers=rng.random() < 0.2,
         data=rng.random() < 0.5,
         inprocess=Random(f"inprocess {seed}").random() < 0.25,
-        **_supplied(seed),
+        **(_supplied(seed) if segment == 1 else {}),
     )
 
 
 def _supplied(seed: int) -> dict[str, Any]:
-    """Draw whether a platform provides the nodes, and on which terms."""
+    """Draw whether a platform provides the nodes, and on which terms; it knows of no segments."""
     rng = Random(f"supplied {seed}")
     if rng.random() >= SUPPLIED:
         return {}
@@ -70,7 +70,7 @@ def _supplied(seed: int) -> dict[str, Any]:
 def supplied(seed: int, liveness: bool = False) -> SimSettings:
     """Draw a job in chaos whose nodes a platform provides."""
     found = _supplied(seed) or {"supply": SupplyTerms(memory_mib=1024, memory_limit_mib=4096)}
-    return replace(chaos(seed, liveness), **found)
+    return replace(chaos(seed, liveness), segment=1, **found)
 
 
 def restarting(seed: int) -> SimSettings:
