@@ -8,7 +8,7 @@ due, and it is made on the next tick, so that all that happened together is one 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Final
+from typing import Final, Protocol
 
 from holdfast.core.supply.reasons import AskAgain, GiveUp, reason_of, relaunch
 from holdfast.core.supply.state import Supply, WantedNode
@@ -181,16 +181,26 @@ def others_of_group(s: Supply, position: WantedNode) -> list[WantedNode]:
 # ---- plans ---------------------------------------------------------------------------------------
 
 
+class Seated(Protocol):
+    """A member that may have a seat."""
+
+    seat: int | None
+
+
 def plan(
-    s: Supply, wanted: int, seats: Mapping[NodeId, int], avoid: Mapping[str, str], now: Time
+    s: Supply,
+    wanted: int,
+    placed: Mapping[NodeId, Seated],
+    avoid: Mapping[str, str],
+    now: Time,
 ) -> tuple[SupplyPlan | None, list[WantedNode]]:
     """Make what stands what is wanted; also return the positions that are released although their
-    nodes are members. `seats` are those of members that had one.
+    nodes are members, of which `placed` have a seat in the world.
 
     None if nothing is to be done.
     """
     s.due = None
-    surplus = _take_back(s, wanted - len(s.given_up), seats, now)
+    surplus = _take_back(s, wanted - len(s.given_up), placed, now)
     ask = [_ask(s, number, now) for number in _fillable(s, wanted - len(s.given_up), now)]
     hosts = {**s.cordoned, **avoid}
     released = tuple(s.to_release)
@@ -211,7 +221,9 @@ def whole_plan(s: Supply, avoid: Mapping[str, str]) -> SupplyPlan:
     return SupplyPlan(number=s.plans, ask=standing, avoid=cordons, whole=True)
 
 
-def _take_back(s: Supply, wanted: int, seats: Mapping[NodeId, int], now: Time) -> list[WantedNode]:
+def _take_back(
+    s: Supply, wanted: int, placed: Mapping[NodeId, Seated], now: Time
+) -> list[WantedNode]:
     """Drop positions beyond what is wanted; those that have a member are returned."""
     excess = s.standing + len(s.vacant) - max(0, wanted)
     if excess <= 0:
@@ -222,6 +234,7 @@ def _take_back(s: Supply, wanted: int, seats: Mapping[NodeId, int], now: Time) -
         drop(s, number)
         excess -= 1
     dispensable = [p for p in s.positions.values() if p.stands and p.number not in critical]
+    seats = {node: one.seat for node, one in placed.items() if one.seat is not None}
     dispensable.sort(key=lambda p: _attachment(p, seats))
     dropped = []
     for position in dispensable[: max(0, excess)]:
