@@ -86,7 +86,7 @@ def test_no_single_fault_ends_a_job_while_enough_nodes_live(fault):
 def test_chaos_reaches_every_fault_every_end_and_the_whole_vocabulary():
     injected, codes, replays, duplicates = set(), set(), 0, 0
     events, actions, requests = Counter(), Counter(), Counter()
-    runs = [*(chaos(seed, True) for seed in range(90, 140)), *map(supplied, range(40))]
+    runs = [*(chaos(seed, True) for seed in range(90, 175)), *map(supplied, range(40))]
     for settings in runs:
         cluster = Cluster(settings).run()
         injected |= set(cluster.faults.counts)
