@@ -17,7 +17,7 @@ from holdfast import proc
 from holdfast.errors import PlatformError
 from holdfast.messages.events import JobStopAsked, NodeJoined, ScaleAsked
 from holdfast.messages.records import NodeSpec, Terms
-from holdfast.messages.supply import Cordon, NodeWish, RequestId, Sighting
+from holdfast.messages.supply import Cordon, NodeWish, RequestId, Sighting, SupplyPlan
 from holdfast.messages.units import NodeId, Time
 from holdfast.messages.wire import Sent
 from holdfast.platforms import supplier as supplying
@@ -459,6 +459,26 @@ def test_hosts_that_are_cordoned_are_told_with_the_next_request(tmp_path: Path) 
                     await seen(here, r0_1="running", r1_2="running")
                     assert "node-1" in here.job.supply.cordoned
                     assert here.job.supply.positions[1].host == "node-2"
+
+    run(scenario())
+
+
+class Deaf:
+    """The writing end of a stream that nobody reads."""
+
+    def write(self, data: bytes) -> None: ...
+
+
+def test_a_final_plan_that_is_the_first_of_its_stream_releases_what_is_there() -> None:
+    """The supplier came in the moment in which the job ended: nobody tells it more than that."""
+
+    async def scenario() -> None:
+        platform = Catalogue()
+        platform.made["0-1"] = "running"
+        supplier = Supplier(platform, lambda: None)
+        supplier._take([SupplyPlan(number=1, final=True)])
+        await supplier._reconcile(Deaf())  # type: ignore[arg-type]
+        assert platform.released == ["0-1"]
 
     run(scenario())
 
