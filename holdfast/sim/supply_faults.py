@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from holdfast.messages.requests import ChangeNodes
 from holdfast.messages.units import Seconds
+from holdfast.sim.rank import PARTING
 
 if TYPE_CHECKING:
     from holdfast.sim.cluster import Cluster
@@ -103,12 +105,18 @@ class SupplyFaults:
     # ---- people ----
 
     def _scale(self, node: SimNode) -> None:
-        """Have somebody want another number of nodes."""
+        """Have a person or the script want another number of nodes."""
         settings = self.cluster.settings
         step = max(settings.node_unit, settings.segment)
         most = step * self.rng.randrange(1, 2 * settings.nodes // step + 1)
         least = step * self.rng.randrange(1, most // step + 1)
-        self.cluster.coordinator.ask_scale(min(least, settings.min_nodes), most)
+        least = min(least, settings.min_nodes)
+        agent = node.host.agent if node.host is not None else None
+        if agent is None or not agent.ranks or self.rng.random() < 0.5:
+            self.cluster.coordinator.ask_scale(least, most)
+            return
+        one = self.rng.choice(list(agent.ranks.values()))
+        agent.later(0.0, one.ask, PARTING, ChangeNodes(min_nodes=least, max_nodes=most))
 
     def _requeue(self, node: SimNode) -> None:
         """End all nodes and the coordinator at once; the platform starts the job again."""
