@@ -207,7 +207,7 @@ class Supplier:
             for request in part.release:
                 self._wanted.pop(request, None)
         self._avoid, self._final = parts[-1].avoid, parts[-1].final
-        if self._final:
+        if self._final:  # It may be the only plan of a stream that began as the job ended.
             self._wanted, self._told = {}, True
         self._wake.set()
 

@@ -498,6 +498,26 @@ def test_hosts_that_are_cordoned_are_told_with_the_next_request(tmp_path: Path) 
     run(scenario())
 
 
+class Deaf:
+    """The writing end of a stream that nobody reads."""
+
+    def write(self, data: bytes) -> None: ...
+
+
+def test_a_final_plan_that_is_the_first_of_its_stream_releases_what_is_there() -> None:
+    """The supplier came in the moment in which the job ended: nobody tells it more than that."""
+
+    async def scenario() -> None:
+        platform = Catalogue()
+        platform.made["0-1"] = "running"
+        supplier = Supplier(platform, lambda: None)
+        supplier._take([SupplyPlan(number=1, final=True)])
+        await supplier._reconcile(Deaf())  # type: ignore[arg-type]
+        assert platform.released == ["0-1"]
+
+    run(scenario())
+
+
 def test_a_newer_supplier_takes_the_place_of_one_that_hangs(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with coordinating(tmp_path, min_nodes=1, max_nodes=1) as here:
