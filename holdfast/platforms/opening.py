@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from holdfast.config.settings import RunSettings
     from holdfast.platforms.supplier import Platform
 
-PLATFORMS: Mapping[str, str] = {"local": "holdfast.platforms.local"}
+PLATFORMS: Mapping[str, str] = {
+    "local": "holdfast.platforms.local",
+    "ray": "holdfast.platforms.ray",
+}
 """Names for `--on`, and the module of each."""
 
 

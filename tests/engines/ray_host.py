@@ -22,6 +22,7 @@ class Host:
     """The cluster, with its nodes by Ray's node id."""
 
     def __init__(self, folder: str, system_config: dict[str, Any]) -> None:
+        os.makedirs("/tmp/ray", exist_ok=True)  # Ray writes the head's address there, unasked.
         self._cluster = Cluster()
         self._nodes: dict[str, Any] = {}
         self._head = {
