@@ -187,7 +187,8 @@ class RayPlatform:
         self, wishes: Sequence[NodeWish], hosts: Sequence[HostView]
     ) -> None:
         """Refuse for good what no host can ever hold: hosts that only are away may come back."""
-        if self._had_nodes or await self._client.scales():
+        had_nodes = self._had_nodes or any(wish.attempt > 1 for wish in wishes)
+        if had_nodes or await self._client.scales():
             return
         needs = self._terms_of(wishes[0], ()).needs()
         lacks = _lacks(needs, hosts)
@@ -273,7 +274,11 @@ def _holds(host: HostView, needs: Mapping[str, float]) -> bool:
 
 
 def _amounts(needs: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {amount:g}" for name, amount in needs.items()) or "a process"
+    return ", ".join(f"{name} {_amount(name, n)}" for name, n in needs.items()) or "a process"
+
+
+def _amount(name: str, number: float) -> str:
+    return f"{number / (1 << 30):.3g} GiB" if name == "memory" else f"{number:g}"
 
 
 def _lacks(needs: Mapping[str, float], hosts: Sequence[HostView]) -> str:
@@ -282,7 +287,7 @@ def _lacks(needs: Mapping[str, float], hosts: Sequence[HostView]) -> str:
         return ""
     most = {name: max((host.total.get(name, 0.0) for host in hosts), default=0.0) for name in needs}
     parts = [
-        f"{name} {amount:g} (the most is {most[name]:g})"
+        f"{name} {_amount(name, amount)} (the most is {_amount(name, most[name])})"
         for name, amount in needs.items()
         if most[name] < amount
     ]

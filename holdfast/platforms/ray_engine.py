@@ -258,11 +258,17 @@ def first_line(error: Exception) -> str:
 
 
 def _scales() -> bool:
-    """Whether an autoscaler with node types to add reports to this cluster."""
     from ray.experimental.internal_kv import _internal_kv_get
 
-    told = _internal_kv_get("__autoscaling_status")
-    if not told:
-        return False
-    report = json.loads(told).get("autoscaler_report") or {}
-    return bool(report.get("available_node_types") or report.get("node_types"))
+    return may_scale(_internal_kv_get("__autoscaling_status"))
+
+
+def may_scale(status: bytes | None) -> bool:
+    """Read the report of Ray's autoscaler: False only where it says that it cannot add nodes.
+
+    Without a configuration it makes up a node type for each node, `node_ID`.
+    """
+    if not status:
+        return True
+    types = (json.loads(status).get("autoscaler_report") or {}).get("node_type_mapping") or {}
+    return not types or any(kind != f"node_{node}" for node, kind in types.items())
