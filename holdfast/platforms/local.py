@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -183,6 +183,11 @@ class LocalPlatform:
 
     def _path(self, request: RequestId) -> Path:
         return self._records / f"{request}.json"
+
+
+def own_host(environ: Mapping[str, str]) -> str:
+    """Where nodes reach this machine: on loopback, as all of them are here."""
+    return "127.0.0.1"
 
 
 def open_platform(orders: NodeOrders) -> LocalPlatform:

@@ -21,8 +21,10 @@ resources until then.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
+import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from holdfast.config.schema import Settings
@@ -42,6 +44,8 @@ AWAY_PAUSE_S = 0.5
 VERDICT_S = 2.0
 """How long an actor that Ray does not list any more may take to say how it died."""
 MIB = 1 << 20
+ELSEWHERE = "192.0.2.1"
+"""An address that no machine has (RFC 5737): packets to it would leave by the default route."""
 
 
 class RayPlatform:
@@ -303,6 +307,17 @@ def _coordinator(command: Sequence[str]) -> tuple[str, int] | None:
         return None
     host, _, port = said.rpartition(":")
     return host.strip("[]"), int(port)
+
+
+def own_host(environ: Mapping[str, str]) -> str:
+    """Where the nodes of a Ray cluster reach this machine: names are not known everywhere, so it is
+    the address from which packets go there. None is sent."""
+    head, _, _ = environ.get("RAY_ADDRESS", "").rpartition(":")
+    for target in (head.rpartition("/")[2].strip("[]"), ELSEWHERE):
+        with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
+            probe.connect((target or ELSEWHERE, 9))
+            return str(probe.getsockname()[0])
+    return socket.gethostname()
 
 
 def open_platform(orders: NodeOrders) -> RayPlatform:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -301,3 +302,73 @@ def test_pending_nodes_are_demand_for_the_autoscaler(run: Run) -> None:
         assert len(set(hosts(job).values())) == 2
         run.end()
         assert run.code() == 0
+
+
+# ---- submitted -----------------------------------------------------------------------------------
+
+FOLLOW = """
+import json, sys, time
+from ray.job_submission import JobSubmissionClient
+client = JobSubmissionClient("{address}")
+while not client.get_job_status("{id}").is_terminal():
+    time.sleep(0.2)
+print(json.dumps([client.get_job_status("{id}").value, client.get_job_logs("{id}")]))
+"""
+
+
+@pytest.fixture(scope="module")
+def with_dashboard() -> Iterator[RayCluster]:
+    with pytest.MonkeyPatch.context() as patch:
+        own = os.path.dirname(sys.executable)
+        patch.setenv("PATH", f"{own}{os.pathsep}{os.environ['PATH']}")
+        with RayCluster(2, dashboard=True) as cluster:
+            yield cluster
+
+
+def submit(run: Run, cluster: RayCluster, *words: str) -> Any:
+    """`holdfast submit ray` for a script in the run's directory; what it prints."""
+    run.without_torch()
+    run.write(TRAINER)
+    # The job's processes have what Ray gives them; the directory is on all nodes of this cluster.
+    names = {k: v for k, v in run.env.items() if k.startswith(("HOLDFAST_", "PYTHONPATH"))}
+    run.write(json.dumps({"env_vars": names, "working_dir": str(run.folder)}), "env.json")
+    to = ["--address", cluster.dashboard, "--runtime-env", "env.json", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "holdfast", "submit", "ray", *to, "--job", run.job, *words],
+        env={**run.env, "RAY_ADDRESS": ""},
+        cwd=run.folder,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_job_that_was_submitted_runs_to_its_end(run: Run, with_dashboard: RayCluster) -> None:
+    told = submit(run, with_dashboard, "--nodes", "2", "--cpus", "1", "train.py", "20")
+    assert told["job"] == run.job
+    follow = FOLLOW.format(address=with_dashboard.dashboard, id=told["ray_job"])
+    status, logs = driver(run, with_dashboard, follow)
+    assert status == "SUCCEEDED", logs
+    assert f"job {run.job} finished" in logs
+
+
+def test_a_job_that_ray_is_told_to_stop_leaves_no_actor(
+    run: Run, with_dashboard: RayCluster
+) -> None:
+    told = submit(run, with_dashboard, "--nodes", "2", "train.py")
+    run.process = None
+
+    def training() -> bool:
+        job = run.peek()
+        return job is not None and job.highest > 10
+
+    wait_for(training, "the job to train")
+    stop = f"""
+    import json
+    from ray.job_submission import JobSubmissionClient
+    print(json.dumps(JobSubmissionClient("{with_dashboard.dashboard}").stop_job("{told["ray_job"]}")))
+    """
+    assert driver(run, with_dashboard, stop)
+    wait_for(lambda: not actors(run, with_dashboard), "all actors to be gone")
