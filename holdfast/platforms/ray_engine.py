@@ -201,10 +201,11 @@ class RayEngine:
 
 def connect(namespace: str) -> RayEngine:
     """Connect this process to the cluster that RAY_ADDRESS names, or the one on this machine."""
+    # Ranks that print the same are not one rank. Ray reads it when it is imported.
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     ray = require_ray()
-    address = os.environ.get("RAY_ADDRESS", "auto")
+    address = os.environ.get("RAY_ADDRESS") or "auto"
     _reach(address)
-    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # Ranks that print the same are not one rank.
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         if not ray.is_initialized():

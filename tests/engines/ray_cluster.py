@@ -148,6 +148,7 @@ class RayCluster(_Bed):
         ports = PortBlock()
         self._undo.callback(ports.close)
         extra = {"include_dashboard": True, "dashboard_port": ports.first}
+        extra["dashboard_agent_listen_port"] = ports.first + 1
         self.head = str(
             self._ask("add", num_cpus=0, **extra if self._has_dashboard else {})["node"]
         )
