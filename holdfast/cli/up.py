@@ -23,7 +23,8 @@ DESCRIPTION = """\
 Run a job whose nodes are provided by a platform: one that is lost is asked for again, and `holdfast
 scale` changes their number. On this machine each node is a group of processes that takes itself for a
 host (node-0, node-1, ...): see what your script does when nodes die, come back, and become more or
-fewer, before you pay for a cluster. In a Ray cluster (--on ray) each node is an actor."""
+fewer, before you pay for a cluster. In an allocation of Slurm (--on slurm) they are its
+nodes, in a Ray cluster (--on ray) they are actors."""
 
 EPILOG = """\
 examples:
@@ -31,6 +32,8 @@ examples:
       four nodes of one rank each
   holdfast up --nodes 2:4 --spares 1 --nproc-per-node 2 --job try train.py --lr 0.1
       two to four nodes of two ranks, and one that waits for a place
+  salloc --nodes 4 holdfast up --on slurm --nodes 3 --spares 1 train.py
+      three nodes of an allocation of Slurm, and one that waits; `holdfast submit slurm` is for batch
   HOLDFAST_RAY_GPUS=8 holdfast up --on ray --nodes 3 --spares 1 --nproc-per-node 8 train.py
       three actors of eight GPUs on a Ray cluster, and one that waits; RAY_ADDRESS says which cluster
 
@@ -48,7 +51,7 @@ OWN = (
     *("rdzv_backend", "rdzv_endpoint"),
 )
 """Settings that say where nodes meet: that is for `holdfast up` to know."""
-NOT_FOR_NODES = frozenset({*OWN, "nnodes", "job", "requeued", "token_file", "local_addr"})
+NOT_FOR_NODES = frozenset({*OWN, "nnodes", "job", "requeued", "token_file", "local_addr", "drain"})
 LOCAL = "local"
 
 

@@ -35,7 +35,7 @@ from holdfast.messages.supply import Cordon, ExitReason, NodeWish, RequestId, Si
 from holdfast.platforms.opening import NodeOrders
 from holdfast.platforms.ray_engine import ActorTerms, Death, HostView, RayClient, connect
 from holdfast.platforms.ray_job import RayRun, run
-from holdfast.platforms.ray_node import NodeStart, NodeState, forwarded
+from holdfast.platforms.ray_node import NodeState, RayNodeStart, forwarded
 
 __all__ = ["RayPlatform", "RayRun", "open_platform", "reason_of_death", "run"]
 
@@ -165,9 +165,9 @@ class RayPlatform:
     def _named(self, request: RequestId) -> str:
         return f"{self._orders.job}/{request}"
 
-    def _start(self, wish: NodeWish) -> NodeStart:
+    def _start(self, wish: NodeWish) -> RayNodeStart:
         orders = self._orders
-        return NodeStart(
+        return RayNodeStart(
             request=wish.id,
             command=tuple(orders.command[1:]),
             environ=forwarded(orders.environ),

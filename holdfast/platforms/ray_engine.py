@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from holdfast.errors import PlatformError, UsageError
-from holdfast.platforms.ray_node import NodeStart, NodeState, RayNode
+from holdfast.platforms.ray_node import NodeState, RayNode, RayNodeStart
 
 CONNECT_LIMIT_S = 5.0
 STRATEGIES: Mapping[str, str] = {"spread": "SPREAD", "pack": "DEFAULT"}
@@ -67,7 +67,7 @@ class RayClient(Protocol):
     async def names(self) -> Sequence[str]:
         """List the names of the job's actors that are pending or alive."""
 
-    async def create(self, name: str, start: NodeStart, terms: ActorTerms) -> None:
+    async def create(self, name: str, start: RayNodeStart, terms: ActorTerms) -> None:
         """Create an actor; nothing if there is one of this name."""
 
     async def runs(self, name: str) -> NodeState | Death | None:
@@ -101,7 +101,7 @@ class RayEngine:
 
         return list(await self._ask(ray.util.list_named_actors))
 
-    async def create(self, name: str, start: NodeStart, terms: ActorTerms) -> None:
+    async def create(self, name: str, start: RayNodeStart, terms: ActorTerms) -> None:
         await self._ask(self._create, name, start, terms)
 
     async def runs(self, name: str) -> NodeState | Death | None:
@@ -135,7 +135,7 @@ class RayEngine:
         except (RayError, RuntimeError, ConnectionError, TimeoutError) as error:
             raise PlatformError(f"Ray does not answer: {first_line(error)}") from error
 
-    def _create(self, name: str, start: NodeStart, terms: ActorTerms) -> None:
+    def _create(self, name: str, start: RayNodeStart, terms: ActorTerms) -> None:
         import ray
 
         options: dict[str, Any] = {"resources": dict(terms.resources)}

@@ -21,7 +21,7 @@ from holdfast import kernel
 from holdfast.errors import PlatformError, UsageError
 from holdfast.jobhome import home_of
 from holdfast.platforms.ray_engine import ActorTerms, Death, RayClient, connect
-from holdfast.platforms.ray_node import NodeStart, NodeState, forwarded
+from holdfast.platforms.ray_node import NodeState, RayNodeStart, forwarded
 
 DETACHED = "holdfast-detached"
 """Namespace of the actors that run detached jobs; their names are those of the jobs."""
@@ -83,7 +83,7 @@ def run(
     environ = {**os.environ, **said, **({"RAY_ADDRESS": address} if address else {})}
     home = home_of(name).path
     if detached:
-        start = NodeStart(
+        start = RayNodeStart(
             request="up",
             command=tuple(command[1:]),
             environ={**forwarded(environ), **said},
@@ -149,7 +149,7 @@ def _die_with_parent() -> None:
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-async def _start_detached(client: RayClient, name: str, start: NodeStart) -> None:
+async def _start_detached(client: RayClient, name: str, start: RayNodeStart) -> None:
     if name in await client.names():
         raise UsageError(f"job={name!r}: a detached job of this name runs; give another name")
     await client.create(name, start, ActorTerms(resources=HEAD))

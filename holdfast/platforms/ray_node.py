@@ -49,7 +49,7 @@ FORWARDED = ("HOLDFAST_", "PET_", "NCCL_", "TORCH_", "GLOO_", "UCX_", "FI_")
 """Beginnings of the variables that a node has from its supplier; the others are its host's."""
 
 
-class NodeStart(Struct, frozen=True, kw_only=True):
+class RayNodeStart(Struct, frozen=True, kw_only=True):
     """What an actor is told to run."""
 
     request: str
@@ -88,7 +88,7 @@ class RayNode:
     """The actor of one request."""
 
     def __init__(self, start: bytes, host: str = "", leave: Callable[[], None] | None = None):
-        """`start` is a NodeStart in JSON; `host` and `leave` are for tests without Ray."""
+        """`start` is a RayNodeStart in JSON; `host` and `leave` are for tests without Ray."""
         self._host = host or _own_host()
         self._end_process = leave or _end_process
         self._told = False
@@ -101,7 +101,7 @@ class RayNode:
             self._code = 93  # It would be so again.
             self._over.set()
             return
-        self._start = msgspec.convert(told, NodeStart)
+        self._start = msgspec.convert(told, RayNodeStart)
         self._folder = tempfile.mkdtemp(prefix="holdfast-node-")
         self._guard = self._run()
         threading.Thread(target=self._await_guard, daemon=True).start()

@@ -222,11 +222,11 @@ def test_actors_are_on_none_of_the_hosts_to_avoid(run: Run, cluster: RayCluster)
     script = f"""
     import asyncio, json, sys
     from holdfast.platforms.ray_engine import ActorTerms, connect
-    from holdfast.platforms.ray_node import NodeStart
+    from holdfast.platforms.ray_node import RayNodeStart
     async def place():
         engine = connect("avoiding")
         terms = ActorTerms(cpus=1, resources={{"spot": 0.1}}, avoid={tuple(cluster.nodes[:2])!r})
-        start = NodeStart(request="0-1", command=("-c", "pass"), environ={{}}, limit_s=1,
+        start = RayNodeStart(request="0-1", command=("-c", "pass"), environ={{}}, limit_s=1,
                           directory=".")
         await engine.create("avoiding/0-1", start, terms)
         await engine.create("avoiding/0-1", start, terms)

@@ -22,7 +22,7 @@ from holdfast.messages.supply import RequestId
 from holdfast.platforms.opening import NodeOrders
 from holdfast.platforms.ray import RayPlatform
 from holdfast.platforms.ray_engine import ActorTerms, Death, HostView
-from holdfast.platforms.ray_node import NodeStart, NodeState
+from holdfast.platforms.ray_node import NodeState, RayNodeStart
 
 JOB = "test"
 COMMAND = (sys.executable, "-m", "holdfast", "run", "--coordinator=10.0.0.1:29400", "train.py")
@@ -37,7 +37,7 @@ HOUR_S = 3600.0
 class FakeActor(Struct):
     """One actor, as the cluster has it."""
 
-    start: NodeStart
+    start: RayNodeStart
     terms: ActorTerms
     host: str = ""
     """Where it is; empty while it is pending."""
@@ -167,7 +167,7 @@ class FakeRay:
         await self._head()
         return list(self.actors)
 
-    async def create(self, name: str, start: NodeStart, terms: ActorTerms) -> None:
+    async def create(self, name: str, start: RayNodeStart, terms: ActorTerms) -> None:
         await self._head()
         if name not in self.actors:
             self.actors[name] = FakeActor(start, terms)

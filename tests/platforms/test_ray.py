@@ -24,7 +24,7 @@ from holdfast.messages.supply import Sighting
 from holdfast.platforms import ray_engine, ray_job, ray_node
 from holdfast.platforms.ray import RayPlatform, actor_terms, namespace_of, reason_of_death
 from holdfast.platforms.ray_engine import ActorTerms, Death, HostView, may_scale
-from holdfast.platforms.ray_node import NodeStart, NodeState, RayNode
+from holdfast.platforms.ray_node import NodeState, RayNode, RayNodeStart
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
@@ -398,7 +398,7 @@ class Node:
     def __init__(self, folder: Path, script: str, **more: Any) -> None:
         order = {"lifeline": None, "limit_s": 30.0, "kept_s": 0.0, **more}
         self.out = folder / "out"
-        start = NodeStart(
+        start = RayNodeStart(
             request="3-2",
             command=("-c", f"import os; os.execv('/bin/sh', ['sh', '-c', {script!r}])"),
             environ={"OUT": str(self.out), "HOLDFAST_JOB": "try"},
