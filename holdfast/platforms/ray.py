@@ -172,7 +172,7 @@ class RayPlatform:
             command=tuple(orders.command[1:]),
             environ=forwarded(orders.environ),
             limit_s=orders.limit_s,
-            directory=os.getcwd(),
+            directory=_directory(),
             lifeline=_coordinator(orders.command),
         )
 
@@ -298,6 +298,14 @@ def _lacks(needs: Mapping[str, float], hosts: Sequence[HostView]) -> str:
     if not parts:
         return f"no node of the Ray cluster has all of {_amounts(needs)}"
     return f"no node of the Ray cluster has {' and '.join(parts)}"
+
+
+def _directory() -> str:
+    """The working directory; none where Ray has removed it, as it does with copies of its own."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return ""
 
 
 def _coordinator(command: Sequence[str]) -> tuple[str, int] | None:
