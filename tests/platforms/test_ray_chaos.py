@@ -7,7 +7,7 @@ from chaos import endure
 from fake_ray import FakeRay
 
 
-@pytest.mark.parametrize("seed", range(1, 4))
+@pytest.mark.parametrize("seed", range(3))
 def test_ray_comes_through_500_faults(seed: int) -> None:
     counts = endure(FakeRay(autoscales=True), seed)
     assert counts.total() >= 500
