@@ -321,7 +321,7 @@ class Cluster:
         until = self.clock.now + ENDS_WITHIN_S
         while platform.alive() and self.clock.step(until):
             pass
-        left = [node.wish.id for node in platform.alive() if platform.supplier.final]
+        left = [node.wish.id for node in platform.alive()]
         self.invariants.demand(not left, f"the job is over, and nodes {left} are left")
 
     def _run_until(self, until: float, enough: Callable[[], bool] | None = None) -> None:
