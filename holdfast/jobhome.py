@@ -296,6 +296,11 @@ def home_of(name: str) -> JobHome:
     return JobHome(_jobs() / run_id(name, "job"))
 
 
+def homes() -> list[JobHome]:
+    """The homes of all jobs of this machine, in no order."""
+    return [JobHome(path) for path in _homes(_jobs())]
+
+
 def _jobs() -> Path:
     return holdfast_home() / "jobs"
 

@@ -15,6 +15,7 @@ COMMANDS = {
     "config": "every setting, its value and which flag, variable or file it came from",
     "status": "state of a job: round, step, speed, nodes",
     "incidents": "each fault of a job: what, where, what was done, seconds lost by phase",
+    "web": "show jobs in a browser: timeline, goodput, incidents, checkpoints, nodes",
     "goodput": "seconds of every rank by cause",
     "check": "health checks of this node: processors, memory, disks, GPUs, network",
     "data": "which records of its data sets a job has used, and whether each was used once",
