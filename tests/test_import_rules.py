@@ -142,6 +142,7 @@ OF_SHELLS = {
         "holdfast.coordinator.journal",
         "holdfast.agent.function",
         "holdfast.agent.life",
+        "holdfast.agent.node_sampler",
         "holdfast.agent.processes",
         "holdfast.agent.requests",
         "holdfast.agent.shards",

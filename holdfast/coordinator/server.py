@@ -41,7 +41,6 @@ from holdfast.coordinator.tune_requests import TuneRequests
 from holdfast.coordinator.wishes import (
     exclusion_line,
     refusal_of_exclusion,
-    refusal_of_scale,
     save_line,
     scale_line,
 )
@@ -54,6 +53,7 @@ from holdfast.core.job import Job
 from holdfast.core.leases import Leases
 from holdfast.core.patience import beat_s, silence_s
 from holdfast.core.replay import Entry, Intake, JobSnapshot
+from holdfast.core.supply import rules as supply
 from holdfast.core.tuning import wording as tuning
 from holdfast.core.tuning.state import Tunings
 from holdfast.errors import JobUnknown
@@ -433,7 +433,7 @@ class Coordinator:
         job = self.job
         wrong = OVER_OR_NOT_BEGUN
         if job is not None and job.result is None:
-            wrong = refusal_of_scale(job, question)
+            wrong = supply.refusal(job.terms, question.min_nodes, question.max_nodes)
         if wrong or job is None:
             stream.answer(Rejected(reason=wrong))
             return

@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 from holdfast.core.commits import rules
 from holdfast.core.commits.state import Commits
 from holdfast.core.job import Job
 from holdfast.messages.wire import AskExclude, AskScale
-
-
-def refusal_of_scale(job: Job, asked: AskScale) -> str:
-    """Say why a job cannot have these numbers of nodes; empty if it can."""
-    fewest, most = asked.min_nodes, asked.max_nodes
-    if not 1 <= fewest <= most:
-        return f"{fewest}:{most}: at least 1 node is needed, and no more at least than at most"
-    unit = math.lcm(job.terms.node_unit, job.terms.segment)
-    if most // unit * unit < fewest:
-        return f"no number of nodes from {fewest} to {most} is a multiple of {unit} (--node-unit)"
-    return ""
 
 
 def scale_line(job: Job, asked: AskScale) -> str:
