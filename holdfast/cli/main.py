@@ -15,6 +15,7 @@ COMMANDS = {
     "coordinator": "run a job's coordinator alone, for nodes that join with --coordinator",
     "config": "every setting, its value and which flag, variable or file it came from",
     "status": "state of a job: round, step, speed, nodes",
+    "top": "a running job on the screen: ranks, goodput, incidents, as they change",
     "incidents": "each fault of a job: what, where, what was done, seconds lost by phase",
     "web": "show jobs in a browser: timeline, goodput, incidents, checkpoints, nodes",
     "goodput": "seconds of every rank by cause",
