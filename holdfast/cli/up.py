@@ -51,7 +51,13 @@ OWN = (
     *("rdzv_backend", "rdzv_endpoint"),
 )
 """Settings that say where nodes meet: that is for `holdfast up` to know."""
-NOT_FOR_NODES = frozenset({*OWN, "nnodes", "job", "requeued", "token_file", "local_addr", "drain"})
+NOT_FOR_NODES = frozenset(
+    {
+        *OWN,
+        *("nnodes", "job", "requeued", "token_file", "local_addr", "drain"),
+        *("notify", "no_status_line"),
+    }
+)
 LOCAL = "local"
 
 

@@ -95,6 +95,11 @@ class Setting(Generic[T_co]):
         return bool(self.separator) and not self.torchrun
 
     @property
+    def secret(self) -> bool:
+        """Whether its value is never shown."""
+        return self.name in ("token", "notify")
+
+    @property
     def in_file(self) -> bool:
         return self.name not in NOT_IN_FILE
 
@@ -183,6 +188,12 @@ class MostUsed:
         "inject these faults, as in kill@step=50,rank=1; see holdfast chaos --help",
         otherwise="none", separator=";")
     quiet = _switch("print nothing but errors of Holdfast's own")
+    no_status_line = _switch(
+        "no line at the bottom of the terminal with step, speed, goodput and the last incident")
+    notify: Setting[tuple[str, ...]] = Setting(values.notice_targets, (), "URL|COMMAND",
+        "post a notice to this webhook, or run this command with it, when there was an incident and "
+        "when the job ends; repeat the flag for several. A URL is a secret: rather set it in "
+        "HOLDFAST_NOTIFY (one a line) or holdfast.toml", otherwise="none", separator="\n")
     module = _switch("SCRIPT is a module, as in python -m", short="-m", torchrun=True)
     standalone = _switch(
         "one node that shares nothing with others, which is the default", torchrun=True)

@@ -10,6 +10,7 @@ import glob
 import math
 import os
 import re
+import shlex
 import signal
 from collections.abc import Callable, Sequence
 from string import Template
@@ -239,6 +240,28 @@ def one_of(*names: str) -> Callable[[str, str], str]:
         return text
 
     return read
+
+
+def is_url(target: str) -> bool:
+    """Return whether a target of notices is posted to, and not run."""
+    return re.match(r"(?i)https?://", target) is not None
+
+
+def notice_targets(text: str, flag: str) -> tuple[str, ...]:
+    """Read URLs and commands, one a line; the message never shows them."""
+    targets = tuple(line.strip() for line in text.splitlines() if line.strip())
+    for target in targets:
+        if is_url(target):
+            if re.fullmatch(r"(?i)https?://[^\s/?#@:]+[^\s]*", target) is None:
+                raise UsageError(f"{flag}: a URL in it has no host or has white space in it")
+            continue
+        if re.match(r"(?i)[a-z][a-z0-9+.-]*://", target):
+            raise UsageError(f"{flag}: only http:// and https:// URLs can be posted to")
+        try:
+            shlex.split(target)
+        except ValueError as error:
+            raise UsageError(f"{flag}: a command in it cannot be read ({error})") from None
+    return targets
 
 
 def directory(text: str, flag: str) -> str:

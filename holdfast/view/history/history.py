@@ -16,7 +16,8 @@ from holdfast.core.replay import Entry
 from holdfast.core.stragglers import windows as stragglers
 from holdfast.core.stragglers.windows import Stragglers
 from holdfast.messages.actions import AnyAction
-from holdfast.messages.events import Progress
+from holdfast.messages.events import CoordinatorRestarted, HealthFound, Progress
+from holdfast.messages.health import HealthResult
 from holdfast.messages.reports import Booking
 from holdfast.messages.units import NodeId, RoundNumber, Time
 from holdfast.view.history.checkpoints import CheckpointHistory
@@ -25,7 +26,7 @@ from holdfast.view.history.stories import Stories
 from holdfast.view.history.timeline import Timeline
 
 SCORES_KEPT = 256
-RANKS_PER_S = 1000
+RANKS_PER_S = 100
 """Speeds are looked at once a second, and the more seldom the more ranks there are."""
 
 
@@ -51,8 +52,12 @@ class JobHistory:
         self.speed: Series[SpeedPoint] = Series()
         self.scores: dict[NodeId, Series[float]] = {}
         """Lowest score of each node's ranks."""
+        self.health: dict[NodeId, dict[str, HealthResult]] = {}
+        """What each node's own checks found last, by the name of the check."""
         self.rounds: list[tuple[Time, RoundNumber]] = []
         """When each round was frozen."""
+        self.coordinators = 1
+        """Coordinators that the job has had."""
         self._window_opened: Time | None = None
 
     def hear(self, job: Job, entry: Entry, actions: Sequence[AnyAction]) -> None:
@@ -63,6 +68,11 @@ class JobHistory:
             self.rounds.append((entry.at, job.membership.round))
         if isinstance(entry.event, Progress):
             self._progressed(job, entry.at)
+        elif isinstance(entry.event, CoordinatorRestarted):
+            self.coordinators += 1
+        elif isinstance(entry.event, HealthFound):
+            found = self.health.setdefault(entry.event.node, {})
+            found.update({result.check: result for result in entry.event.results})
 
     def settle(self) -> None:
         """Take in what the ledger has booked since the last time."""
