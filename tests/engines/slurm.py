@@ -52,6 +52,8 @@ Steps:
 - `--nodes=1-3` gets three nodes of four idle ones; with `--ntasks-per-node=1` it gets one.
 - SIGTERM and SIGHUP to srun kill its tasks with SIGKILL ("forcing job termination"); USR1 is passed on.
   `scancel --signal=TERM J.S` reaches the tasks, and then fails with "Invalid job id specified" (225).
+- An srun that is killed (SIGKILL) takes its tasks with it within a second, silent ones too.
+- An srun whose node goes DOWN ends with "Node failure on n2", and not always with a code of its own.
 - `scontrol requeue` within the batch script: with SIGTERM ignored, the script lives on for KillWait and
   may set `excnodelist`; `starttime=now` at that moment is overwritten when the job's end is complete.
 - Every step that shares the CPUs of another one needs `--overlap`; without it srun waits for them.

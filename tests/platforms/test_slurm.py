@@ -499,6 +499,32 @@ def test_blamed_hosts_are_written_down_for_a_requeue_and_drained_if_asked(tmp_pa
     run(scenario(drain=True))
 
 
+def test_a_host_that_this_user_may_not_drain_is_avoided_all_the_same(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        engine = FakeSlurm(tmp_path)
+        settings = parse_run(["--drain", __file__])
+        engine.orders = type(engine.orders)(**{**vars(engine.orders), "settings": settings})
+        engine.operator = False
+        await engine.open().ask([wish("0-1")], avoid("n1"))
+        assert engine.steps["0-1"].host == "n2"
+
+    run(scenario())
+
+
+def test_nodes_are_placed_in_slurms_order_and_further_ones_after_them(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        engine = FakeSlurm(tmp_path, hosts=2)
+        platform = engine.open()
+        await platform.ask([wish("0-1"), wish("1-1"), wish("2-1")], [])
+        places = {host: platform._step(wish("0-1"), host).environ for host in ("n1", "n2")}
+        assert [one["HOLDFAST_INFRA_RANK"] for one in places.values()] == ["0", "1"]
+        assert engine.environs[-1]["HOLDFAST_INFRA_RANK"] == "1000002"
+        assert "SLURM_JOB_ID" not in engine.environs[-1]
+        assert engine.environs[-1]["HOLDFAST_TOKEN"] == "t"
+
+    run(scenario())
+
+
 # ---- holdfast submit slurm ----
 
 
