@@ -15,6 +15,8 @@ Node loss (`SlurmdTimeout=10`, node killed with all its processes):
 - `sbatch --no-kill` with `srun --no-kill --kill-on-bad-exit=0`: the job and the step go on; the job's
   NodeList loses the node, the step's environment does not change. One without the other
   was not tried.
+- With `--no-kill` the loss of the node that ran the batch script leaves a job that is RUNNING for ever
+  on the others, without a script: BatchHost is not in NodeList any more. `scontrol requeue` helps.
 - A node that comes back is IDLE by itself (`ReturnToService=2`).
 
 Requeue:
@@ -52,7 +54,8 @@ Steps:
 - `--nodes=1-3` gets three nodes of four idle ones; with `--ntasks-per-node=1` it gets one.
 - SIGTERM and SIGHUP to srun kill its tasks with SIGKILL ("forcing job termination"); USR1 is passed on.
   `scancel --signal=TERM J.S` reaches the tasks, and then fails with "Invalid job id specified" (225).
-- An srun that is killed (SIGKILL) takes its tasks with it within a second, silent ones too.
+- An srun that is killed (SIGKILL) takes its tasks with it within a second, silent ones too: a helper of
+  its own cancels the step. If that is killed too, as with the node, the tasks elsewhere go on.
 - An srun whose node goes DOWN ends with "Node failure on n2", and not always with a code of its own.
 - `scontrol requeue` within the batch script: with SIGTERM ignored, the script lives on for KillWait and
   may set `excnodelist`; `starttime=now` at that moment is overwritten when the job's end is complete.

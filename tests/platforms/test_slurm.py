@@ -176,6 +176,37 @@ def test_without_an_allocation_up_says_what_to_do(monkeypatch: pytest.MonkeyPatc
         own_host("slurm", {})
 
 
+@pytest.mark.parametrize(
+    ("fields", "queued"),
+    [
+        ("JobState=RUNNING NodeList=n2 BatchHost=n9", True),
+        ("JobState=RUNNING NodeList=n2 BatchHost=n2", False),
+        ("JobState=COMPLETING NodeList=n2 BatchHost=n9", False),
+        ("JobState=PENDING NodeList= BatchHost=n9", False),
+    ],
+)
+def test_a_node_queues_a_job_again_whose_script_died_with_its_node(
+    programs: Path, tmp_path: Path, fields: str, queued: bool
+) -> None:
+    log = tmp_path / "log"
+    put(
+        programs,
+        "scontrol",
+        f"""#!/bin/sh
+case $2 in
+  job) echo "JobId=17 {fields}" ;;
+  hostnames) echo n2 ;;
+  *) echo "$@" >> {log} ;;
+esac
+""",
+    )
+    environ = {"SLURM_JOB_ID": "17", "HOLDFAST_REQUEST": "1-1"}
+    told = slurm_environment.queue_headless_again(environ)
+    assert ("queued again" in told) is queued
+    assert (log.read_text() if log.exists() else "") == ("requeue 17\n" if queued else "")
+    assert slurm_environment.queue_headless_again({"SLURM_JOB_ID": "17"}) == "", "not one of ours"
+
+
 # ---- what Slurm prints ----
 
 
