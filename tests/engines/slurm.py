@@ -24,6 +24,8 @@ Requeue:
 - A requeued job may not begin for 121 s (Reason=BeginTime). `scontrol update jobid=J starttime=now`
   lifts that, and the job runs 0.3 to 1.7 s later; once in twelve tries it had no effect in 90 s, so
   `start_now` repeats it.
+- A job that is started within a second of its requeue may be refused by nodes that have just ended it
+  ("Job credential revoked"): it is then over, with WEXITSTATUS 1. `start_now` waits for three seconds.
 - SLURM_RESTART_COUNT is absent in the first run and 1, 2, … in later ones; the job id stays.
 - `scontrol update jobid=J excnodelist=n2` works on a pending (requeued) job; on a running one it fails:
   "Job is no longer pending execution". So: requeue, exclude, start now.
@@ -104,6 +106,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 
@@ -123,6 +126,14 @@ FAST_SCHEDULING = "SchedulerParameters=sched_interval=2,bf_interval=2"
 
 _SBIN = "/usr/local/sbin:/usr/sbin:/sbin"
 _PATIENCE_S = 90.0
+
+
+REVOKED_S = 3.0
+"""How long nodes may refuse a job that ended there: it would fail if it came back before."""
+
+
+def _age_s(moment: str) -> float:
+    return (datetime.now() - datetime.fromisoformat(moment)).total_seconds()
 
 
 def missing() -> str | None:
@@ -371,7 +382,8 @@ class SlurmCluster:
 
         def runs() -> bool:
             fields = self.job(job)
-            if fields["JobState"] == "PENDING" and fields["Reason"] == "BeginTime":
+            waits = fields["JobState"] == "PENDING" and fields["Reason"] == "BeginTime"
+            if waits and _age_s(fields["SubmitTime"]) > REVOKED_S:
                 self.run("scontrol", "update", f"jobid={job}", "starttime=now")
             return fields["JobState"] == "RUNNING"
 
