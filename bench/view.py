@@ -45,7 +45,7 @@ from holdfast.view.web import answers
 from holdfast.view.web.app import encoded
 
 SCRIPT = """
-import sys, time
+import os, sys, time
 import holdfast
 times, n = [], int(sys.argv[1])
 for step in range(1, n + 1):
@@ -53,9 +53,9 @@ for step in range(1, n + 1):
     until = began + 0.005
     while time.perf_counter() < until:
         pass
-    holdfast.step(step)
+    holdfast.progress(step)
     times.append(time.perf_counter() - began)
-if holdfast.rank_info().rank == 0:
+if os.environ["RANK"] == "0":
     times = sorted(times[len(times) // 5:])
     print("STEP_MS", 1e3 * times[len(times) // 2], flush=True)
 """
