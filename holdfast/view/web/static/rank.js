@@ -1,0 +1,64 @@
+// Where one rank is in its code, asked of the running job when it is opened: `holdfast why` for a rank.
+
+import { get, path } from "./api.js";
+import { el, fill, pill } from "./dom.js";
+import { ranges } from "./format.js";
+import { RANKS } from "./palette.js";
+
+const TONES = { r: "good", h: "bad", s: "warn" };
+
+export function openRank(page, rank) {
+  const state = page.now?.map.ranks[rank];
+  const body = el("div", { class: "body", "aria-live": "polite" });
+  const again = el("button", { type: "button", onclick: () => ask() }, "Ask again");
+  const dialog = el("dialog", { "aria-labelledby": "rank-title", onclose: () => dialog.remove() },
+    el("header", {},
+      el("h2", { id: "rank-title" }, `Rank ${rank}`), state && pill(RANKS[state] ?? state, TONES[state]),
+      el("span", { class: "grow" }), again,
+      el("button", { type: "button", onclick: () => dialog.close() }, "Close")),
+    body);
+  document.body.append(dialog);
+  dialog.showModal();
+
+  async function ask() {
+    again.disabled = true;
+    fill(body, el("p", { class: "muted" }, whereabouts(page, rank)), el("p", { class: "muted" }, "Asking the rank where it is… training is not stopped."));
+    try {
+      fill(body, el("p", { class: "muted" }, whereabouts(page, rank)), told(await get(path(page.job, `why?rank=${rank}`)), rank));
+    } catch (error) {
+      fill(body, el("p", { class: "muted" }, whereabouts(page, rank)), el("p", { class: "note is-warn" }, error.message));
+    }
+    again.disabled = false;
+  }
+  ask();
+}
+
+function whereabouts(page, rank) {
+  const node = page.now?.map.nodes.find(([, , , first, ranks]) => rank >= first && rank < first + ranks);
+  return node ? `On ${node[1]} (${node[0]}), round ${page.now.status.round}.` : "";
+}
+
+function told(why, rank) {
+  const groups = [...(why.verdict?.groups ?? [])];
+  const mine = groups.filter((group) => group.ranks.includes(rank));
+  const rest = groups.filter((group) => !group.ranks.includes(rank));
+  return [
+    why.suspicion && el("p", { class: "note is-warn" }, why.suspicion.line),
+    el("p", {}, why.verdict?.sentence ?? ""),
+    mine.map((group) => stackOf(group, true)),
+    why.stack && el("pre", { class: "code", tabindex: "0" }, why.stack),
+    rest.length > 0 && el("details", {}, el("summary", {}, "Where the other ranks are"), el("div", { class: "stack" }, rest.map((group) => stackOf(group, false)))),
+  ];
+}
+
+export function stackOf(group, open) {
+  return el("section", { class: "stack-of" },
+    el("h3", {}, `${group.ranks.length === 1 ? "Rank" : "Ranks"} ${ranges(group.ranks)}`, el("span", { class: "muted" }, ` ${group.headline}`)),
+    el("pre", { class: open ? "code" : "code is-low", tabindex: "0" }, group.frames.map(frameText).join("\n")));
+}
+
+function frameText(frame) {
+  if (typeof frame === "string") return frame;
+  const place = frame.file ? `${frame.file}${frame.line ? `:${frame.line}` : ""}` : "";
+  return `${frame.name ?? frame.function ?? "?"}  ${place}`;
+}
