@@ -1,9 +1,9 @@
 """Serves the page with answers that no test could bring about for real.
 
-A job of ten thousand ranks in its seventh day, with a thousand incidents, takes a cluster and a week; every
-state that a rank can be in at one moment takes luck. This server answers the API of `holdfast web` for such
-jobs from formulas, with the same headers, so that the page's speed, memory and looks can be judged. What the
-real server says is tested against the real server.
+A job of ten thousand ranks in its seventh day, with a thousand incidents, takes a cluster and a week;
+ranks in every state at one moment take luck. This server answers the API of `holdfast web` for such
+jobs from formulas, with the same headers, so that the page's speed, memory and looks can be judged. What
+the real server says is tested against the real server.
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:;"
     " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+TYPES = {
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".svg": "image/svg+xml",
+}
 WEEK_S = 7 * 86400.0
 
 Json = Any
@@ -59,13 +64,13 @@ class PretendJob:
 
     def now(self) -> Json:
         now = time.time()
-        sample = [now, 0.62, 0.48, 0.97, 2.1e9]
+        sample = None
         nodes = [
-            [f"n{i}", f"gpu-{i:04d}", "placed", i * self.slots, self.slots, sample]
+            [f"n{i}", f"gpu-{i:04d}", "placed", i * self.slots, self.slots, sample, True]
             for i in range(self.nodes)
         ]
         nodes += [
-            [f"s{i}", f"spare-{i}", "waiting", self.ranks, 0, None] for i in range(self.spares)
+            [f"s{i}", f"spare-{i}", "waiting", -1, 0, None, False] for i in range(self.spares)
         ]
         status = {
             "job": self.name, "state": "running", "round": self.incident_count + 1,
@@ -79,11 +84,11 @@ class PretendJob:
                 f" {self.ranks - 1} ranks wait for it"}, "no_step_s": 41.2,
         }  # fmt: skip
         lost = {"redo": 90.0, "rendezvous": 30.1, "init": 88.0, "detect": 12.0, "stop": 14.0}
+        lost = {cause: seconds * self.ranks for cause, seconds in lost.items()}
         return {
-            "status": status, "now": now, "loss": 2.417, "incidents": self.incident_count,
-            "goodput": {"goodput": 0.973, "lost_s": lost, "lost_today_s": sum(lost.values())},
-            "map": {"nodes": nodes, "ranks": self.states, "standbys": self.nodes},
-            "actions": self.actions,
+            "status": status, "now": now, "loss": 2.417, 
+            "goodput": {"goodput": 0.973, "lost_s": lost, "lost_today_s": 234.0 * self.ranks},
+            "map": {"nodes": nodes, "ranks": self.states},
         }  # fmt: skip
 
     def fault_at(self, incident: int) -> float:
@@ -93,7 +98,7 @@ class PretendJob:
         begin, end, width = float(ask["from"]), float(ask["to"]), int(ask["width"])
         by_node = ask.get("fold") == "node"
         total = self.nodes if by_node else self.ranks
-        first = int(ask.get("first", 0))
+        first = int(ask.get("first", 0)) // (self.slots if by_node else 1)
         lanes = [
             {
                 "name": f"gpu-{i:04d}" if by_node else f"rank {i}",
@@ -105,7 +110,7 @@ class PretendJob:
         times = [(n, self.fault_at(n)) for n in range(1, self.incident_count + 1)]
         shown = [(n, at) for n, at in times if begin - 60 <= at <= end]
         return {
-            "from": begin, "to": end, "lanes": lanes, "total": total,
+            "from": begin, "to": end, "lanes": lanes, "ranks": self.ranks,
             "rounds": [[at + 3, n + 1] for n, at in shown[:400]],
             "incidents": [[n, at, at + 12.0, "signal"] for n, at in shown],
         }  # fmt: skip
@@ -115,9 +120,18 @@ class PretendJob:
         if bucket > 10:
             for i in range(width):
                 bad = 0.02 + 0.06 * abs(math.sin(i * 0.7 + lane))
-                shares = {"productive": 1 - bad, "redo": bad / 2, "init": bad / 4, "checkpoint": bad / 4}
+                shares = {
+                    "productive": 1 - bad,
+                    "redo": bad / 2,
+                    "init": bad / 4,
+                    "checkpoint": bad / 4,
+                }
                 at = begin + i * bucket
-                yield [round(at, 3), round(at + bucket, 3), {k: round(v, 3) for k, v in shares.items()}]
+                yield [
+                    round(at, 3),
+                    round(at + bucket, 3),
+                    {k: round(v, 3) for k, v in shares.items()},
+                ]
             return
         phases = [("redo", 0.4), ("detect", 0.15), ("stop", 0.6), ("rendezvous", 0.25), ("start", 1.2),
             ("init", 4.0), ("restore", 2.4), ("redo", 3.0)]  # fmt: skip
@@ -142,8 +156,8 @@ class PretendJob:
         rows = []
         for i in range(buckets):
             bad = 0.02 + 0.05 * abs(math.sin(i * 0.31)) + (0.3 if i % 41 == 3 else 0)
-            shares = {"redo": 0.4 * bad, "init": 0.3 * bad, "rendezvous": 0.2 * bad, "detect": 0.1 * bad,
-                "checkpoint": 0.01, "productive": 0.99 - bad}  # fmt: skip
+            shares = {"redo": 0.4 * bad, "init": 0.3 * bad, "rendezvous": 0.2 * bad,
+                "detect": 0.1 * bad, "checkpoint": 0.01, "productive": 0.99 - bad}  # fmt: skip
             seconds = {cause: share * each * self.ranks for cause, share in shares.items()}
             rows.append([self.opened_at + i * each, self.opened_at + (i + 1) * each, seconds])
             for cause, value in seconds.items():
@@ -152,7 +166,8 @@ class PretendJob:
         return {
             "buckets": rows, "total": total, "wall_s": self.wall_s, "ranks": self.ranks,
             "goodput": total["productive"] / wall,
-            "torchrun": {"goodput": 0.74, "lost_s": self.wall_s * 0.25, "assumption":
+            "torchrun": {"goodput": 0.74, "lost_s": self.wall_s * 0.25, "ours_s": self.wall_s * 0.03,
+                "faults": self.incident_count, "assumption":
                 "The same faults, each with a full restart from the newest checkpoint on storage."},
         }  # fmt: skip
 
@@ -176,13 +191,16 @@ class PretendJob:
         report = short | {
             "round": n, "step": n * 120, "signature": "killed by SIGKILL", "rung": "standby",
             "action": "gave the rank to a standby on the same node",
-            "phases": {"detect": 0.15, "stop": 0.6, "rendezvous": 0.25, "start": 1.2, "first_step": 9.8},
+            "phases": {"detect": 0.15, "stop": 0.6, "rendezvous": 0.25, "start": 1.2,
+                "first_step": 9.8},
             "also": ["rank 3: connection reset by peer"], "detail": "exit by signal 9\nlast step 4711",
             "cause": "812", "injected": None,
         }  # fmt: skip
-        told = [("event", "WorkerExited", "rank 5 was killed by SIGKILL"), ("action", "StopRound",
-            "stop round 3"), ("event", "RoundStopped", "all workers of round 3 are gone"), ("action",
-            "StartRound", "round 4: 8 ranks on 2 nodes"), ("event", "StepFinished", "first good step")]  # fmt: skip
+        told = [("event", "WorkerExited", "rank 5 was killed by SIGKILL"),
+            ("action", "StopRound", "stop round 3"),
+            ("event", "RoundStopped", "all workers of round 3 are gone"),
+            ("action", "StartRound", "round 4: 8 ranks on 2 nodes"),
+            ("event", "StepFinished", "first good step")]  # fmt: skip
         story = [
             {"at": short["at"] + i * 0.4, "after_s": i * 0.4, "id": f"{812 + i}", "cause": f"{811 + i}",
                 "kind": kind, "what": what, "node": "n0", "text": text}
@@ -192,7 +210,7 @@ class PretendJob:
         return {
             "incident": report, "story": story, "stacks": {"5": stack, "6": stack.replace("41", "57")},
             "log": {"5": ["step 4710 loss 2.41", "step 4711 loss 2.40"]},
-            "seen_before": [{"id": n - 1, "at": self.fault_at(n - 1)}] if n > 1 else [],
+            "seen_before": [n - 1] if n > 1 else [], "open": False, "left_out": {}, "verdict": None,
         }  # fmt: skip
 
     def checkpoints(self) -> Json:
@@ -200,12 +218,20 @@ class PretendJob:
         steps = []
         for i in range(24):
             at = end - i * self.wall_s / 30
-            tiers: Json = {"memory": {"at": at, "size_bytes": 3 << 32, "seconds": 0.8, "verified": True}}
+            tiers: Json = {
+                "memory": {"at": at, "size_bytes": 3 << 32, "seconds": 0.8, "verified": True}
+            }
             if i % 2 == 0:
-                tiers["peer"] = {"at": at + 2, "size_bytes": 3 << 32, "seconds": 4.1, "verified": True}
+                tiers["peer"] = {
+                    "at": at + 2,
+                    "size_bytes": 3 << 32,
+                    "seconds": 4.1,
+                    "verified": True,
+                }
             if i % 4 == 0:
                 tiers["storage"] = {"at": at + 30, "size_bytes": 3 << 32, "seconds": 31.0,
-                    "verified": None if i else False}  # fmt: skip
+                    "verified": False,
+                    "error": "" if i else "digest differs"}  # fmt: skip
             steps.append({"step": 121000 - i * 500, "at": at, "tiers": tiers})
         why = "every rank holds it in its own node's memory, and its digests match"
         return {
@@ -221,18 +247,28 @@ class PretendJob:
             nodes.append({
                 "node": f"n{i}", "host": f"gpu-{i:04d}", "state": "placed",
                 "cordoned": "3 faults in an hour" if i == 44 else None,
-                "health": [{"name": "gpu", "ok": i != 44, "detail": "ECC errors" if i == 44 else ""}],
+                "health": [{"check": "gpu-ecc", "verdict": "fail", "reason": "uncorrected errors",
+                    "seconds": 0.1, "facts": {}}] if i == 44 else [],
                 "score": [[at, score + 0.02 * math.sin(at)] for at in times],
                 "usage": [[at, 0.6 + 0.1 * math.sin(at), 0.5, 0.97, 2.0e9] for at in times],
             })  # fmt: skip
         return {"nodes": nodes}
 
+    def speed(self) -> Json:
+        times = [self.opened_at + i * self.wall_s / 120 for i in range(120)]
+        return {
+            "points": [
+                [at, i, 2 + 0.2 * math.sin(i / 5), 16500.0, self.ranks]
+                for i, at in enumerate(times)
+            ]
+        }
+
     def why(self, rank: int) -> Json:
-        frames = [{"function": "all_reduce", "file": "torch/distributed/distributed_c10d.py", "line": 2501},
-            {"function": "train", "file": "train.py", "line": 88}]  # fmt: skip
+        frames = [{"function": "all_reduce", "file": "distributed_c10d.py", "line": 2501}, {"function": "train", "file": "train.py", "line": 88}]  # fmt: skip
         group = {"ranks": [rank], "headline": f"rank {rank} is at train.py:88", "frames": frames}
         verdict = {"sentence": f"rank {rank} computes; nobody waits for it", "groups": [group]}
-        return {"verdict": verdict, "suspicion": None, "detects": True, "evidence": []}
+        text = "thread MainThread\n    all_reduce  distributed_c10d.py:2501\n    train  train.py:88"
+        return {"verdict": verdict, "suspicion": None, "detects": True, "ranks": {str(rank): text}}
 
 
 class PretendServer(ThreadingHTTPServer):
@@ -287,6 +323,9 @@ class _Answer(BaseHTTPRequestHandler):
             self._file(parts[1])
         elif self.server.locked_out:
             self._json({"error": "no token"}, 401)
+        elif parts == ["api", "session"]:
+            allowed = next(iter(self.server.jobs.values())).actions
+            self._json({"job": None, "may_act": bool(allowed), "actions": allowed})
         elif parts == ["api", "jobs"]:
             self._json([job.row() for job in self.server.jobs.values()])
         elif parts[:2] == ["api", "jobs"] and parts[2] in self.server.jobs:
@@ -298,7 +337,7 @@ class _Answer(BaseHTTPRequestHandler):
         size = int(self.headers.get("Content-Length", 0))
         body = json.loads(self.rfile.read(size))
         self.server.acted.append((self.path.rsplit("/", 1)[1], body))
-        self._json({"text": "asked for"})
+        self._json({"line": "asked for"})
 
     def _job(self, job: PretendJob, what: list[str], ask: dict[str, str]) -> None:
         if what == ["stream"]:
@@ -310,6 +349,8 @@ class _Answer(BaseHTTPRequestHandler):
                 "now": job.now, "timeline": lambda: job.timeline(ask), "nodes": job.node_list,
                 "goodput": lambda: job.goodput(int(ask.get("buckets", 200))),
                 "incidents": lambda: job.incidents(ask), "checkpoints": job.checkpoints,
+                "speed": job.speed,
+                "logs": lambda: {"rank": 0, "round": 1, "text": "step 1\nstep 2\n", "offset": 14},
                 "why": lambda: job.why(int(ask["rank"])),
             }[what[0]]())  # fmt: skip
 
@@ -329,6 +370,7 @@ class _Answer(BaseHTTPRequestHandler):
 
     def _event(self, name: str, data: Json) -> None:
         text = f"event: {name}\ndata: {json.dumps(data)}\n\n".encode()
+        self.server.sent_bytes += len(text)
         self.wfile.write(text)
         self.wfile.flush()
 

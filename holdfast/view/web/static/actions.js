@@ -13,7 +13,7 @@ const ACTIONS = {
 };
 
 export function offerActions(place, page) {
-  const allowed = page.over() ? [] : Object.keys(ACTIONS).filter((name) => (page.now.actions ?? []).includes(name));
+  const allowed = page.over() ? [] : Object.keys(ACTIONS).filter((name) => page.actions.includes(name));
   if (place.dataset.allowed === allowed.join()) return;
   place.dataset.allowed = allowed.join();
   if (!allowed.length) return fill(place);
@@ -46,7 +46,7 @@ function confirm(page, name) {
     try {
       const said = await act(page.job, name, body);
       answer.className = "note is-good";
-      fill(answer, said?.text ?? said?.said ?? "Done.");
+      fill(answer, said?.line ?? "Done.");
       typed.disabled = true;
     } catch (error) {
       answer.className = "note is-bad";

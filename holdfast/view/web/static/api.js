@@ -19,7 +19,7 @@ async function answer(response) {
   let text = `the viewer answered ${response.status}`;
   try {
     const body = await response.json();
-    text = body.error ?? body.detail ?? text;
+    text = body.error ?? text;
   } catch { /* no JSON: the status says enough */ }
   throw new Refused(response.status, text);
 }

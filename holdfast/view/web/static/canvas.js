@@ -44,7 +44,7 @@ export function hatch(context, x, y, width, height, colour) {
 
 const STEPS_S = [
   0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800,
-  3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800,
+  3600, 7200, 10800, 21600, 43200, 86400, 172800, 259200, 432000, 604800,
 ];
 
 /** Ticks of a time axis: [time, label], at round times of this machine's clock, with the date where it changes. */

@@ -10,15 +10,16 @@ const LEFT = 46, BOTTOM = 22, TOP = 6;
 /** Buckets [[begin, end, {cause: seconds}]] as shares of what was booked, stacked in the order of `causes`. */
 export function areaChart(label, causes, told) {
   const chart = frame(label, 260, (context, area, data) => {
-    axes(context, area, data, [0, 0.25, 0.5, 0.75, 1], (share) => `${share * 100} %`, 1);
+    const most = data.most ?? 1;
+    axes(context, area, data, [0, 0.25, 0.5, 0.75, 1].map((share) => share * most), (share) => `${Number((share * 100).toPrecision(3))} %`, most);
     for (const [begin, end, seconds] of data.buckets) {
       const all = Object.values(seconds).reduce((sum, each) => sum + each, 0);
       if (!all) continue;
-      const x = area.x(begin, data), wide = Math.max(1, area.x(end, data) - x + 0.4);
+      const x = Math.round(area.x(begin, data)), wide = Math.max(1, Math.round(area.x(end, data)) - x);
       let y = TOP + area.tall;
       for (const cause of causes) {
-        if (!seconds[cause]) continue;
-        const part = (seconds[cause] / all) * area.tall;
+        if (!seconds[cause] || data.without?.has(cause)) continue;
+        const part = Math.min((seconds[cause] / all / most) * area.tall, y - TOP);
         context.fillStyle = causeColour(cause);
         context.fillRect(x, y - part, wide, part);
         if (cause === "unknown") hatch(context, x, y - part, wide, part, colour("line-strong"));

@@ -73,7 +73,7 @@ function tierCell(tier, tone) {
   if (!tier) return el("span", { class: "muted" }, "–");
   const parts = [tier.size_bytes !== null && tier.size_bytes !== undefined && bytes(tier.size_bytes), tier.seconds !== null && tier.seconds !== undefined && duration(tier.seconds)].filter(Boolean);
   return el("span", { class: "tier" }, el("span", { class: "swatch", vars: { "--c": `var(--${tone})` } }), parts.join(" in ") || "held",
-    tier.verified === true ? pill("✓ verified", "good") : tier.verified === false ? pill("✗ damaged", "bad") : el("span", { class: "muted" }, "not verified"));
+    tier.error ? pill(`✗ ${tier.error}`, "bad") : tier.verified ? pill("✓ verified", "good") : el("span", { class: "muted" }, "not loaded yet"));
 }
 
 function drawTiers(canvas, steps, page) {
@@ -93,11 +93,11 @@ function drawTiers(canvas, steps, page) {
       const held = each.tiers[tier];
       if (!held) continue;
       const to = x(held.at ?? each.at), from = Math.min(to - 3, x((held.at ?? each.at) - (held.seconds ?? 0)));
-      context.fillStyle = colour(held.verified === false ? "bad" : tone);
+      context.fillStyle = colour(held.error ? "bad" : tone);
       context.fillRect(Math.max(left, from), y + (held.verified ? 2 : 8), Math.max(3, to - from), held.verified ? 16 : 4);
     }
   });
   context.fillStyle = colour("muted");
   context.textBaseline = "alphabetic";
-  context.fillText("tall: verified, low: not", left, height - 1);
+  context.fillText("tall: loaded and verified; low: not loaded yet", left, height - 1);
 }

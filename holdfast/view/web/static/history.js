@@ -39,10 +39,10 @@ export function jobList(current) {
     return el("tr", { class: job.job === current ? "is-this" : null },
       el("th", { scope: "row" }, el("a", { href: `/job/${encodeURIComponent(job.job)}` }, job.job), job.reason && job.exit_code !== 0 && el("div", { class: "muted reason" }, job.reason)),
       el("td", {}, statePill(job)),
-      el("td", { class: "nowrap" }, new Date(job.opened_at * 1000).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" })),
-      el("td", { class: "num" }, duration(job.wall_s)), el("td", { class: "num" }, count(job.world_size)), el("td", { class: "num" }, count(job.step)),
-      el("td", { class: "num" }, el("span", { class: "use" }, el("span", { class: "share", "aria-hidden": "true" }, el("i", { vars: { "--share": job.goodput ?? 0, "--c": "var(--accent)" } })), el("span", {}, percent(job.goodput)))),
-      el("td", { class: "num" }, count(job.incidents)), el("td", { class: "num" }, count(job.restarts)),
+      el("td", { class: "nowrap wide" }, job.opened_at === null ? "–" : new Date(job.opened_at * 1000).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" })),
+      el("td", { class: "num" }, duration(job.wall_s)), el("td", { class: "num wide" }, count(job.world_size)), el("td", { class: "num" }, count(job.step)),
+      el("td", { class: "num" }, el("span", { class: "use" }, el("span", { class: "share wide", "aria-hidden": "true" }, el("i", { vars: { "--share": job.goodput ?? 0, "--c": "var(--accent)" } })), el("span", {}, percent(job.goodput)))),
+      el("td", { class: "num" }, count(job.incidents)), el("td", { class: "num wide" }, count(job.restarts)),
       el("td", {}, el("input", { type: "checkbox", "aria-label": `Compare ${job.job}`, checked: chosen.has(job.job), onchange: (event) => choose(job.job, event.target) })));
   }
   function choose(name, box) {
@@ -63,8 +63,8 @@ export function jobList(current) {
 }
 
 const COLUMNS = [
-  ["job", "Job", ""], ["state", "State", ""], ["opened_at", "Started", ""], ["wall_s", "Took", "num"], ["world_size", "Ranks", "num"],
-  ["step", "Steps", "num"], ["goodput", "Goodput", "num"], ["incidents", "Incidents", "num"], ["restarts", "Restarts", "num"],
+  ["job", "Job", ""], ["state", "State", ""], ["opened_at", "Started", "wide"], ["wall_s", "Took", "num"], ["world_size", "Ranks", "num wide"],
+  ["step", "Steps", "num"], ["goodput", "Goodput", "num"], ["incidents", "Incidents", "num"], ["restarts", "Restarts", "num wide"],
 ];
 
 export function statePill(job) {
@@ -86,11 +86,11 @@ function compared(pairs) {
       el("span", { class: "meter is-tall", "aria-hidden": "true" }, used.map((cause) => el("i", { vars: { "--share": shares(pair)(cause), "--c": causeVar(cause) } }))),
       el("span", { class: "num" }, percent(pair[0].goodput)),
     ])),
-    el("div", { class: "flush" }, table("Jobs side by side", [["", ""], ...pairs.map(([job]) => [job.job, "num"])], [
+    el("div", { class: "flush" }, table("Jobs side by side", [["Figure", ""], ...pairs.map(([job]) => [job.job, "num"])], [
       figure("Took", (job) => duration(job.wall_s)), figure("Steps", (job) => count(job.step)),
       figure("Steps a second", (job) => (job.wall_s ? (job.step / job.wall_s).toFixed(2) : "–")),
       figure("Incidents", (job) => count(job.incidents)), figure("Restarts", (job) => count(job.restarts)),
-      ...used.map((cause) => [el("span", { class: "row" }, el("span", { class: "swatch", vars: { "--c": causeVar(cause) } }), cause), ...pairs.map((pair) => percent(shares(pair)(cause), 2))]),
+      ...used.map((cause) => [el("span", { class: "swatch-row" }, el("span", { class: "swatch", vars: { "--c": causeVar(cause) } }), cause), ...pairs.map((pair) => percent(shares(pair)(cause), 2))]),
     ])),
   ]);
 }

@@ -6,14 +6,14 @@ import { kindPill } from "./now.js";
 import { PHASES, causeVar } from "./palette.js";
 import { stackOf } from "./rank.js";
 
-export function incidentReport(page, { incident, story, stacks, log, verdict, seen_before: before }) {
+export function incidentReport(page, { incident, open, story, left_out: leftOut, stacks, log, verdict, seen_before: before }, known) {
   return [
     el("a", { class: "back", href: "#incidents" }, "‹ All incidents"),
-    head(page, incident, before ?? []),
+    head(page, { ...incident, open }, before.map((id) => known.find((each) => each.id === id) ?? { id })),
     guilt(incident, verdict),
     phases(incident),
     stackCards(stacks, verdict),
-    storyCard(story ?? []),
+    storyCard(story, leftOut),
     logCard(log),
     incident.also.length > 0 && card("What followed from it", el("ul", {}, incident.also.map((each) => el("li", {}, each)))),
   ];
@@ -23,7 +23,7 @@ function head(page, incident, before) {
   const around = Math.max(incident.lost_s ?? 5, 0.2);
   return el("section", { class: "card", "aria-label": "What happened" }, el("div", { class: "body stack" },
     el("div", { class: "row" },
-      el("h2", {}, `Incident ${incident.id}`), kindPill({ ...incident, open: incident.open ?? incident.lost_s === null }),
+      el("h2", {}, `Incident ${incident.id}`), kindPill(incident),
       incident.injected && pill(`injected: ${incident.injected}`, "accent"),
       el("span", { class: "grow" }),
       el("a", { href: `#timeline?from=${(incident.at - around * 0.4).toFixed(3)}&to=${(incident.at + around * 1.4).toFixed(3)}` }, "Show in the timeline")),
@@ -39,12 +39,8 @@ function head(page, incident, before) {
       before.length > 8 && ` and ${plural(before.length - 8, "more time")}`)));
 }
 
-function earlier(each, page) {
-  const id = typeof each === "object" ? each.id : each;
-  const text = typeof each === "object" && each.at ? `incident ${id} at ${moment(each.at, page.time())}` : `incident ${id}`;
-  return each.job && each.job !== page.job
-    ? el("a", { href: `/job/${encodeURIComponent(each.job)}#incidents/${id}` }, `${text} of ${each.job}`)
-    : el("a", { href: `#incidents/${id}` }, text);
+function earlier({ id, at }, page) {
+  return el("a", { href: `#incidents/${id}` }, at ? `incident ${id} at ${moment(at, page.time())}` : `incident ${id}`);
 }
 
 function facts(pairs) {
@@ -92,7 +88,7 @@ function stackCards(stacks, verdict) {
 
 const STORY_SHOWN = 40;
 
-function storyCard(story) {
+function storyCard(story, leftOut) {
   if (!story.length) return null;
   const line = (step) => el("li", { class: `is-${step.kind}` },
     el("span", { class: "when" }, `${step.after_s < 0 ? "−" : "+"}${duration(Math.abs(step.after_s))}`), el("span", { class: "mark" }),
@@ -100,6 +96,7 @@ function storyCard(story) {
   return card("The chain of causes", [
     el("ol", { class: "story" }, story.slice(0, STORY_SHOWN).map(line)),
     story.length > STORY_SHOWN && el("details", {}, el("summary", {}, `${story.length - STORY_SHOWN} more`), el("ol", { class: "story" }, story.slice(STORY_SHOWN).map(line))),
+    Object.keys(leftOut).length > 0 && el("p", { class: "muted" }, `Not shown: ${Object.entries(leftOut).map(([what, amount]) => `${count(amount)} ${what}`).join(", ")}.`),
     instead("With what each follows from", () => table("Events and actions", [["Number", ""], ["Follows from", ""], ["After", "num"], ["What", ""], ["Text", ""]],
       story.map((step) => [step.id, step.cause || "–", duration(step.after_s), step.what, step.text]))),
   ], el("span", { class: "muted" }, "● event  ◇ action"));

@@ -66,7 +66,7 @@ export function incidentsView(page, argument) {
     if (!again) fill(detail, el("p", { class: "card empty" }, "Reading…"));
     try {
       const answer = await get(path(page.job, `incidents/${id}`));
-      if (chosen === id) fill(detail, incidentReport(page, answer));
+      if (chosen === id) fill(detail, incidentReport(page, answer, known));
     } catch (error) {
       if (chosen === id) fill(detail, el("p", { class: "note is-bad" }, error.message));
     }

@@ -4,7 +4,7 @@ import { offerActions } from "./actions.js";
 import { follow, get, path } from "./api.js";
 import { checkpointsView } from "./checkpoints.js";
 import { el, fill, say } from "./dom.js";
-import { count } from "./format.js";
+import { count, percent } from "./format.js";
 import { goodputView } from "./goodput.js";
 import { historyView } from "./history.js";
 import { incidentsView } from "./incidents.js";
@@ -19,11 +19,10 @@ const VIEWS = {
 };
 
 const main = document.getElementById("main");
-const job = decodeURIComponent(location.pathname.split("/").pop());
 
 /** What all views share. A view gets it when it is shown, and again with each change. */
 const page = {
-  job, now: null, viewer: true, coordinator: true, skew: 0,
+  job: decodeURIComponent(location.pathname.split("/").pop()), actions: [], incidents: 0, now: null, viewer: true, coordinator: true, skew: 0,
   /** The job's clock: that of the machine that serves the page. */
   time: () => Date.now() / 1000 + page.skew,
   over: () => page.now !== null && ["ended", "lost"].includes(page.now.status.state),
@@ -52,7 +51,7 @@ function route() {
   shown = { name: known, view };
   fill(main, el("h2", { class: "sr", id: "view-title" }, `${document.querySelector(`.tabs a[href="#${known}"]`).firstChild.textContent.trim()}`), view.root);
   main.setAttribute("aria-labelledby", "view-title");
-  document.title = `${job} · ${known} · Holdfast`;
+  document.title = `${page.job} · ${known} · Holdfast`;
   if (!first) {
     scrollTo(0, 0);
     main.focus({ preventScroll: true });
@@ -65,7 +64,7 @@ function route() {
 // ---- what the stream says ----
 
 function takeNow(now) {
-  if (!now.map && page.now) now.map = page.now.map;
+  now.map = { nodes: [], ranks: "", ...page.now?.map, ...now.map };
   page.skew = now.now - Date.now() / 1000;
   page.now = now;
   header();
@@ -78,9 +77,15 @@ function takeIncident(incident) {
   const said = el("p", {}, `Incident ${incident.id}: ${incident.line}`);
   announcer.append(said);
   while (announcer.children.length > 5) announcer.firstChild.remove();
-  if (page.now) page.now.incidents = Math.max(page.now.incidents ?? 0, incident.id);
-  header();
+  countIncidents(incident.id);
   shown?.view.incident?.(incident);
+}
+
+function countIncidents(incidents) {
+  page.incidents = Math.max(page.incidents, incidents);
+  const counter = document.getElementById("incident-count");
+  counter.hidden = !page.incidents;
+  say(counter, count(page.incidents));
 }
 
 function header() {
@@ -91,10 +96,6 @@ function header() {
   const text = ended ? (status.exit_code === 0 ? "finished" : `ended, exit code ${status.exit_code}`) : word;
   badge.className = `pill is-${ended && status.exit_code !== 0 ? "bad" : tone || "none"}`;
   say(badge, text);
-  const counter = document.getElementById("incident-count");
-  const incidents = page.now.incidents ?? 0;
-  counter.hidden = !incidents;
-  say(counter, count(incidents));
   offerActions(document.getElementById("actions"), page);
   connection();
 }
@@ -109,7 +110,7 @@ function connection() {
   banner.classList.toggle("is-bad", trouble?.bad ?? false);
   say(banner, trouble?.text ?? "");
   const live = trouble === null && page.now !== null && !page.over();
-  fill(document.getElementById("link"), live ? [el("span", { class: "dot good pulse" }), " live"] : []);
+  fill(document.getElementById("link"), live ? [el("span", { class: "dot good pulse" }), el("span", { class: "wide" }, " live")] : []);
   document.body.classList.toggle("is-stale", trouble !== null);
 }
 
@@ -118,28 +119,41 @@ function problem() {
   if (!page.viewer && [401, 403].includes(page.error?.status)) {
     return { bad: true, text: "The viewer does not know this browser. Open the address that `holdfast web` printed; it holds the token." };
   }
-  if (!page.viewer && page.error?.status === 404) return { bad: true, text: `This viewer knows no job named ${job}.` };
+  if (!page.viewer && page.error?.status === 404) return { bad: true, text: `This viewer knows no job named ${page.job}.` };
   if (!page.viewer) {
     return { bad: true, text: "The viewer does not answer: `holdfast web` has ended, or the way to it is cut. The job is not affected. Trying again…" };
   }
   if (!page.coordinator && !page.over()) {
     return { bad: false, text: "The coordinator is gone. Training goes on without it while nothing else fails; the page goes on when it is back." };
   }
+  if (page.now?.trouble) return { bad: true, text: page.now.trouble };
+  if (page.now?.loading !== undefined) return { bad: false, text: `The journal is being read: ${percent(page.now.loading, 0)}.` };
   return null;
 }
 
-function start() {
-  say(document.getElementById("job-name"), job);
+/** What this visitor may do, and which job a page without a name in its address is of. */
+async function meet() {
+  const session = await get("/api/session");
+  page.job = page.job || session.job;
+  page.actions = session.actions;
+  if (page.now) header();
+}
+
+async function start() {
+  if (page.job) meet().catch(() => {});
+  else await meet();
+  say(document.getElementById("job-name"), page.job);
   themed(document.getElementById("theme"), () => shown?.view.show?.());
+  document.querySelector(".skip").addEventListener("click", (event) => {
+    event.preventDefault();
+    main.focus();
+  });
   addEventListener("hashchange", route);
   addEventListener("resize", () => shown?.view.show?.());
   route();
-  get(path(job, "now")).then(takeNow, (error) => {
-    page.viewer = false;
-    page.error = error;
-    connection();
-  });
-  follow(job, {
+  get(path(page.job, "now")).then(takeNow, lost);
+  get(path(page.job, "incidents?limit=1")).then(({ total }) => countIncidents(total), () => {});
+  follow(page.job, {
     now: takeNow,
     incident: takeIncident,
     coordinator: (there) => { page.coordinator = there; connection(); },
@@ -148,9 +162,15 @@ function start() {
       page.viewer = there;
       page.error = error ?? null;
       connection();
-      if (back) get(path(job, "now")).then((now) => { takeNow(now); shown?.view.refresh?.(); }, () => {});
+      if (back) get(path(page.job, "now")).then((now) => { takeNow(now); shown?.view.refresh?.(); }, () => {});
     },
   });
 }
 
-start();
+function lost(error) {
+  page.viewer = false;
+  page.error = error;
+  connection();
+}
+
+start().catch(lost);

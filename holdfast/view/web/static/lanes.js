@@ -6,6 +6,7 @@ import { CAUSES, causeColour, colour } from "./palette.js";
 
 export const AXIS = 44;
 const MARK = 9;
+const DENSE = 60;
 const ORDER = Object.keys(CAUSES);
 
 export function laneHeight(lanes, room) {
@@ -53,26 +54,23 @@ function grid(context, { at, left, width, height }, { window, rounds }) {
     context.lineTo(x, height);
     context.stroke();
     context.fillStyle = colour("muted");
-    context.fillText(label || date, x + 4, 18);
-    if (date && label) {
-      const wide = context.measureText(label).width;
-      context.fillStyle = colour("text");
-      context.fillText(date, x + 10 + wide, 18);
-    }
+    const shown = date && label ? `${date}, ${label}` : label || date;
+    if (x + context.measureText(shown).width < width) context.fillText(shown, x + 4, 18);
   }
   let free = left;
   context.font = font(10);
-  for (const [time, number] of rounds) {
+  const near = rounds.filter(([time]) => time >= window.from && time <= window.to);
+  for (const [time, number] of near.length > 40 ? [] : near) {
     const x = at(time);
-    if (time > window.to || x < free) continue;
+    if (x < free) continue;
     context.strokeStyle = colour("line-strong");
     context.beginPath();
     context.moveTo(Math.round(x) + 0.5, 24);
     context.lineTo(Math.round(x) + 0.5, AXIS);
     context.stroke();
     context.fillStyle = colour("muted");
-    context.fillText(`round ${number}`, x + 4, 39);
-    free = x + 64;
+    context.fillText(`round ${number}`, x + 8, 40);
+    free = x + 72;
   }
 }
 
@@ -89,7 +87,7 @@ function lane(context, drawn, scene, index, y) {
   context.beginPath();
   context.rect(0, y, left - 6, tall);
   context.clip();
-  context.fillText(found?.name ?? "…", 12, y + tall / 2 + 0.5);
+  context.fillText(ending(context, found?.name ?? "…", left - 18), 12, y + tall / 2 + 0.5);
   context.restore();
   if (!found) return;
   context.save();
@@ -104,6 +102,13 @@ function lane(context, drawn, scene, index, y) {
     else mixed(context, cause, x, y + gap / 2, wide, tall - gap);
   }
   context.restore();
+}
+
+/** A name that is too long loses its beginning: hosts differ at the end. */
+function ending(context, name, width) {
+  let kept = name;
+  while (kept.length > 2 && context.measureText(kept).width > width) kept = kept.slice(kept[0] === "…" ? 2 : 1).replace(/^/, "…");
+  return kept;
 }
 
 function plain(context, cause, x, y, wide, tall) {
@@ -136,7 +141,7 @@ function mixed(context, shares, x, y, wide, tall) {
 }
 
 function shades(context, { at, left, width, height }, { incidents, window }) {
-  if (incidents.length > 60) return;
+  if (incidents.length > DENSE) return;
   context.fillStyle = colour("bad");
   for (const [, begin, end] of incidents) {
     const until = end ?? window.end;
@@ -152,18 +157,19 @@ function shades(context, { at, left, width, height }, { incidents, window }) {
 
 /** Incidents that would cover each other become one mark with their number. */
 function incidentMarks({ at, left, width }, { incidents, window }) {
-  const marks = [];
+  const marks = [], dense = incidents.length > DENSE, apart = dense ? MARK - 3 : MARK * 2;
   for (const incident of [...incidents].sort((a, b) => a[1] - b[1])) {
     if (incident[1] < window.from || incident[1] > window.to) continue;
     const x = at(incident[1]), last = marks[marks.length - 1];
     if (x < left || x > width) continue;
-    if (last && x - last.x < MARK * 2) last.incidents.push(incident);
+    if (last && x - last.x < apart) last.incidents.push(incident);
     else marks.push({ x, incidents: [incident] });
   }
-  return marks;
+  return Object.assign(marks, { dense });
 }
 
 function drawMarks(context, drawn, marks) {
+  if (marks.dense) return drawDensity(context, marks);
   for (const { x, incidents } of marks) {
     context.fillStyle = colour("bad");
     context.beginPath();
@@ -176,6 +182,16 @@ function drawMarks(context, drawn, marks) {
     context.textBaseline = "alphabetic";
     context.fillStyle = colour("bad");
     context.fillText(String(incidents.length), x + 6, AXIS - 3);
+  }
+}
+
+/** More marks than can be told apart become bars, as high as there were incidents. */
+function drawDensity(context, marks) {
+  const most = Math.max(...marks.map(({ incidents }) => incidents.length));
+  context.fillStyle = colour("bad");
+  for (const { x, incidents } of marks) {
+    const tall = 3 + 13 * (incidents.length / most);
+    context.fillRect(x, AXIS - 2 - tall, MARK - 4, tall);
   }
 }
 

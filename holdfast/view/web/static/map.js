@@ -6,8 +6,9 @@ import { el, instead, once, say, table } from "./dom.js";
 import { count, plural } from "./format.js";
 import { RANKS, colour, rankColour } from "./palette.js";
 
-const HEIGHT = 460;
+const HEIGHT = 520;
 const ACROSS = 8;
+const LEAST = 5;
 
 export function rankMap(open) {
   const canvas = el("canvas", {
@@ -25,6 +26,7 @@ export function rankMap(open) {
     layout = arrange(map.nodes, canvas.parentElement.clientWidth);
     const { context } = fit(canvas, layout.height);
     for (const block of layout.blocks) drawBlock(context, block, layout.pitch, map.ranks);
+    if (layout.pitch < 13) enlarge(context, layout, map.ranks);
     for (const rank of new Set([over, document.activeElement === canvas ? at : -1])) ring(context, layout, rank);
   });
 
@@ -85,10 +87,10 @@ function countStates(legend, map) {
   const counts = {};
   for (const state of map.ranks) counts[state] = (counts[state] ?? 0) + 1;
   const spares = map.nodes.filter(([, , state, , ranks]) => state === "waiting" && !ranks).length;
-  const standbys = standbyTotal(map);
+  const warm = map.nodes.filter((node) => node[6]).length;
   const items = Object.keys(RANKS).filter((state) => counts[state])
     .map((state) => el("li", {}, sample(state), el("b", {}, count(counts[state])), RANKS[state]));
-  if (standbys) items.push(el("li", {}, sample("standby"), el("b", {}, count(standbys)), standbys === 1 ? "standby" : "standbys"));
+  if (warm) items.push(el("li", { title: "A rank given to such a node starts at once" }, sample("standby"), el("b", {}, count(warm)), warm === 1 ? "node with a standby" : "nodes with a standby"));
   if (spares) items.push(el("li", {}, sample("spare"), el("b", {}, count(spares)), spares === 1 ? "spare node" : "spare nodes"));
   const said = items.map((item) => item.textContent).join();
   if (legend.dataset.said !== said + document.documentElement.dataset.theme) {
@@ -96,11 +98,6 @@ function countStates(legend, map) {
     legend.replaceChildren(...items);
     for (const each of legend.querySelectorAll("canvas")) paintSample(each);
   }
-}
-
-function standbyTotal({ standbys }) {
-  if (!standbys) return 0;
-  return typeof standbys === "number" ? standbys : Object.values(standbys).reduce((sum, each) => sum + each, 0);
 }
 
 function sample(state) {
@@ -112,7 +109,8 @@ function paintSample(canvas) {
   context.setTransform(2, 0, 0, 2, 0, 0);
   context.clearRect(0, 0, 16, 16);
   const { state } = canvas.dataset;
-  if (state === "spare" || state === "standby") outline(context, 1, 1, 14, 14, state === "spare");
+  if (state === "spare") outline(context, 1, 1, 14, 14);
+  else if (state === "standby") circle(context, 8, 8, 5.5);
   else cell(context, state, 1, 1, 14);
 }
 
@@ -120,26 +118,26 @@ function paintSample(canvas) {
 
 /** Choose the largest cells with which all blocks fit, and place the blocks. */
 function arrange(nodes, width) {
-  for (const pitch of [30, 26, 22, 19, 16, 13, 11, 9, 8, 7, 6, 5]) {
+  for (let pitch = 40; pitch > LEAST; pitch -= pitch > 16 ? 2 : 0.5) {
     const layout = flow(nodes, width, pitch);
-    if (layout.height <= HEIGHT || pitch === 5) return layout;
+    if (layout.height <= (pitch > 30 ? HEIGHT / 2 : HEIGHT)) return layout;
   }
-  throw new Error("unreachable");
+  return flow(nodes, width, LEAST);
 }
 
 function flow(nodes, width, pitch) {
   const label = pitch >= 16 ? 18 : 0, gap = Math.max(4, Math.round(pitch * 0.55));
-  const blocks = [];
-  let x = 0, y = 0, tallest = 0;
+  const blocks = [], inset = pitch < 13 ? 6 : 1;
+  let x = inset, y = inset, tallest = 0;
   for (const [node, host, state, first, ranks] of nodes) {
     const columns = Math.max(1, Math.min(ranks || 4, ACROSS)), rows = Math.max(1, Math.ceil(ranks / columns));
     const wide = Math.max(columns * pitch, label ? Math.min(width, 92) : 0), tall = rows * pitch + label;
-    if (x > 0 && x + wide > width) { x = 0; y += tallest + gap; tallest = 0; }
+    if (x > inset && x + wide > width - inset) { x = inset; y += tallest + gap; tallest = 0; }
     blocks.push({ node, host, state, first, ranks, columns, x, y, top: y + label, label: label > 0, wide, tall });
     x += wide + gap;
     tallest = Math.max(tallest, tall);
   }
-  return locate(blocks, pitch, Math.max(40, y + tallest + 2));
+  return locate(blocks, pitch, Math.max(40, y + tallest + inset + 1));
 }
 
 function locate(blocks, pitch, height) {
@@ -188,7 +186,7 @@ function drawBlock(context, block, pitch, ranks) {
     context.fillText(shortened(context, block.host || block.node, block.wide), block.x, block.top - 5);
   }
   if (!block.ranks) {
-    outline(context, block.x, block.top, block.columns * pitch - 2, pitch - 2, true);
+    outline(context, block.x, block.top, block.columns * pitch - 2, pitch - 2);
     return;
   }
   for (let index = 0; index < block.ranks; index += 1) {
@@ -206,9 +204,9 @@ function shortened(context, text, width) {
 }
 
 function number(context, rank, state, x, y, size) {
-  context.fillStyle = "rcshif".includes(state) && state !== "s" && state !== "i" ? "#fff" : colour("text");
-  if (state === "h" || state === "s" || state === "w" || state === "i" || state === "-") return;
-  context.font = font(rank > 999 ? 9 : 11, 550);
+  if (!"rcw".includes(state)) return;
+  context.fillStyle = state === "w" ? colour("text") : "#fff";
+  context.font = font(rank > 999 ? 9 : size > 30 ? 13 : 11, 600);
   context.textAlign = "center";
   context.textBaseline = "middle";
   context.fillText(String(rank), x + size / 2, y + size / 2 + 0.5);
@@ -254,10 +252,30 @@ function shape(context, points) {
   context.fill();
 }
 
-function outline(context, x, y, width, height, dashed) {
+/** Few ranks are in trouble and they must be seen: among small cells theirs are drawn larger, over the others. */
+function enlarge(context, layout, ranks) {
+  const size = 13;
+  for (let rank = 0; rank < ranks.length; rank += 1) {
+    if (!"hs".includes(ranks[rank]) || !layout.of(rank)) continue;
+    const [x, y] = layout.box(rank), shift = (layout.pitch - size) / 2;
+    context.fillStyle = colour("surface");
+    context.fillRect(x + shift - 2, y + shift - 2, size + 4, size + 4);
+    cell(context, ranks[rank], x + shift, y + shift, size);
+  }
+}
+
+function circle(context, x, y, radius) {
   context.strokeStyle = colour("rank-w");
   context.lineWidth = 1.5;
-  context.setLineDash(dashed ? [3, 3] : []);
+  context.beginPath();
+  context.arc(x, y, radius, 0, 2 * Math.PI);
+  context.stroke();
+}
+
+function outline(context, x, y, width, height) {
+  context.strokeStyle = colour("rank-w");
+  context.lineWidth = 1.5;
+  context.setLineDash([3, 3]);
   context.strokeRect(x + 0.75, y + 0.75, width - 1.5, height - 1.5);
   context.setLineDash([]);
 }

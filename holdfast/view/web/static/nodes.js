@@ -18,7 +18,7 @@ export function nodesView(page) {
   const foot = el("p", { class: "empty" }, more);
   const root = el("section", { class: "card", "aria-label": "Nodes" },
     el("div", { class: "bar tools" }, search, sort, summary),
-    el("div", { class: "flush" }, el("table", {}, el("caption", { class: "sr" }, "Nodes of the job"),
+    el("div", { class: "flush" }, el("table", { class: "nodes" }, el("caption", { class: "sr" }, "Nodes of the job"),
       el("thead", {}, el("tr", {}, ["Node", "State", "Health", "Score", "CPU", "Memory", "GPU", "Network"].map((name) => el("th", { scope: "col" }, name)))), body)),
     foot);
   let nodes = [], asked = 0, shown = SHOWN;
@@ -45,18 +45,18 @@ export function nodesView(page) {
 }
 
 const last = (series) => series?.at(-1)?.[1] ?? null;
-const failed = (node) => (node.health ?? []).filter((check) => check.ok === false || check.passed === false || check.state === "failed");
+const failed = (node) => (node.health ?? []).filter((check) => check.verdict === "fail");
 
 function trouble(node) {
   const score = last(node.score);
-  return (node.cordoned ? 100 : 0) + failed(node).length * 10 + (score !== null && score < 0.8 ? 5 : 0) + (node.overload ? 3 : 0);
+  return (node.cordoned ? 100 : 0) + failed(node).length * 10 + (score !== null && score < 0.8 ? 5 : 0);
 }
 
 function row(node) {
   const score = last(node.score);
   return el("tr", {},
     el("th", { scope: "row" }, node.host, el("div", { class: "muted" }, node.node)),
-    el("td", {}, pill(node.state, node.state === "placed" ? "good" : ""), node.cordoned && el("div", {}, pill("cordoned", "bad"), ` ${node.cordoned}`), node.overload && el("div", { class: "warn" }, node.overload)),
+    el("td", {}, pill(node.state, node.state === "placed" ? "good" : ""), node.cordoned && el("div", {}, pill("cordoned", "bad"), ` ${node.cordoned}`)),
     el("td", {}, health(node)),
     el("td", {}, el("div", { class: "use" }, spark(node.score ?? [], { least: 0, most: 1, tone: score !== null && score < 0.8 ? "var(--warn)" : undefined }),
       el("span", { class: score !== null && score < 0.8 ? "warn" : "" }, number(score)))),
@@ -66,10 +66,10 @@ function row(node) {
 
 function health(node) {
   const checks = node.health ?? [];
-  if (!checks.length) return el("span", { class: "muted" }, "not checked");
-  const bad = failed(node);
-  if (!bad.length) return pill(`✓ ${plural(checks.length, "check")}`, "good");
-  return bad.map((check) => el("div", {}, pill(`✗ ${check.name ?? check.check ?? "check"}`, "bad"), ` ${check.detail ?? check.reason ?? ""}`));
+  if (!checks.length) return el("span", { class: "muted" }, "nothing found");
+  const found = checks.filter((check) => check.verdict !== "pass");
+  if (!found.length) return pill(`✓ ${plural(checks.length, "check")}`, "good");
+  return found.map(({ check, verdict, reason }) => el("div", {}, verdict === "fail" ? pill(`✗ ${check}`, "bad") : pill(`! ${check}`, "warn"), ` ${reason}`));
 }
 
 function use(node, column) {

@@ -6,23 +6,31 @@ import { ago, count, duration, number, percent } from "./format.js";
 import { rankMap } from "./map.js";
 import { causeVar } from "./palette.js";
 import { openRank } from "./rank.js";
+import { spark } from "./spark.js";
 
 const SHOWN = 6;
+const SPEED_EVERY_MS = 5000;
 
 export function nowView(page) {
   const figures = figureStrip();
-  const attention = el("div", { class: "stack" });
+  const attention = el("div", { class: "attention" });
   const map = rankMap((rank) => openRank(page, rank));
   const mapCard = card("Ranks", map.root);
   const latest = el("ol", { class: "brief" });
   const lost = el("div", { class: "stack" });
   const safe = el("div", { class: "stack" });
   const root = el("div", { class: "stack" }, figures.root, attention,
-    el("div", { class: "columns" }, mapCard,
-      el("div", { class: "stack" },
-        card("Latest incidents", latest, el("span", { class: "grow" }), el("a", { href: "#incidents" }, "all")),
-        card("Time lost today", lost), card("Saved", safe))));
-  let incidents = [], said = {};
+    el("div", { class: "columns" }, el("div", { class: "stack" }, mapCard, el("div", { class: "halves" }, card("Not productive so far", lost), card("Saved", safe))),
+      card("Latest incidents", latest, el("span", { class: "grow" }), el("a", { href: "#incidents" }, "all"))));
+  let incidents = [], said = {}, speedAt = -Infinity;
+
+  async function loadSpeed() {
+    speedAt = performance.now();
+    try {
+      const { points } = await get(path(page.job, "speed"));
+      figures.draw("speed", points.map((point) => [point[0], point[2]]));
+    } catch { /* the banner says so */ }
+  }
 
   /** Build a part of the view anew only if what it shows has changed. */
   const part = (name, node, data, build) => {
@@ -43,7 +51,7 @@ export function nowView(page) {
 
   return {
     root,
-    ready: loadIncidents(),
+    ready: Promise.all([loadIncidents(), loadSpeed()]),
     refresh: loadIncidents,
     show: map.draw,
     incident(incident) {
@@ -54,10 +62,11 @@ export function nowView(page) {
       const { now } = page;
       if (!now) return;
       figures.update(page);
+      if (performance.now() - speedAt > (page.over() ? Infinity : SPEED_EVERY_MS)) loadSpeed();
       part("attention", attention, attentionOf(now), () => attentionOf(now).map(([tone, text]) => el("p", { class: `note is-${tone}` }, text)));
       map.update(now.map);
       showIncidents();
-      part("lost", lost, now.goodput, () => lostToday(now.goodput));
+      part("lost", lost, [now.goodput.lost_s, now.status.world_size], () => losses(now.goodput.lost_s, now.status.world_size || 1));
       part("safe", safe, now.status.checkpoints, () => saved(now.status.checkpoints));
     },
   };
@@ -83,10 +92,10 @@ export function kindPill(incident) {
 
 const FIGURES = [
   ["step", "Step", ({ status }) => [count(status.step), status.no_step_s ? `none for ${duration(status.no_step_s)}` : `round ${status.round}`]],
-  ["speed", "Speed", ({ status }) => [number(status.steps_per_s), status.samples_per_s ? `steps/s · ${number(status.samples_per_s)} samples/s` : "steps/s"]],
+  ["speed", "Speed", ({ status }) => [status.steps_per_s ? `${number(status.steps_per_s)}/s` : "–", status.samples_per_s ? `${number(status.samples_per_s)} samples/s` : "steps a second"]],
   ["loss", "Loss", ({ loss }) => [number(loss), loss === null || loss === undefined ? "not told by the script" : ""]],
   ["goodput", "Goodput", ({ goodput }) => [percent(goodput.goodput), "of all rank-seconds"]],
-  ["lost", "Lost today", ({ goodput }) => [duration(goodput.lost_today_s), "a rank, to faults"]],
+  ["lost", "Lost today", ({ goodput, status }) => [duration(goodput.lost_today_s / (status.world_size || 1)), "a rank, not productive"]],
   ["ranks", "Ranks", ({ status, map }) => [count(status.world_size), `on ${count(map.nodes.filter((node) => node[4] > 0).length)} nodes`]],
   ["restarts", "Restarts", ({ status }) => [count(status.restarts), "rounds a fault cost"]],
   ["wall", "Since start", ({ status }) => [duration(status.wall_s), new Date(status.opened_at * 1000).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" })]],
@@ -95,10 +104,14 @@ const FIGURES = [
 function figureStrip() {
   const cells = FIGURES.map(([key, name, of]) => {
     const value = el("dd", { class: "value", "data-figure": key }, "–"), under = el("dd", { class: "under" }, " ");
-    return { of, value, under, root: el("div", {}, el("dt", {}, name), value, under) };
+    const trend = el("span", { class: "trend" });
+    return { key, of, value, under, trend, root: el("div", {}, el("dt", {}, name, trend), value, under) };
   });
   return {
     root: el("dl", { class: "figures card", "aria-label": "Key figures" }, cells.map((each) => each.root)),
+    draw(key, points) {
+      fill(cells.find((each) => each.key === key).trend, points.length > 2 ? spark(points, { least: 0 }) : null);
+    },
     update(page) {
       for (const { of, value, under } of cells) {
         const [text, note] = of(page.now);
@@ -122,14 +135,15 @@ function attentionOf({ status }) {
   return found.slice(0, 6);
 }
 
-function lostToday({ lost_s: seconds, lost_today_s: today }) {
-  const causes = Object.entries(seconds ?? {}).filter(([, each]) => each > 0).sort((a, b) => b[1] - a[1]);
+function losses(seconds, ranks) {
+  const causes = Object.entries(seconds).filter(([, each]) => each > 0).sort((a, b) => b[1] - a[1]);
   const all = causes.reduce((sum, [, each]) => sum + each, 0);
-  if (!all) return el("p", { class: "muted" }, today ? duration(today) : "Nothing was lost.");
+  if (!all) return el("p", { class: "muted" }, "Nothing was lost.");
   return [
     el("div", { class: "meter", "aria-hidden": "true" }, causes.map(([cause, each]) => el("i", { vars: { "--share": each / all, "--c": causeVar(cause) } }))),
-    el("ul", { class: "legend" }, causes.slice(0, 6).map(([cause, each]) =>
-      el("li", {}, el("span", { class: "swatch", vars: { "--c": causeVar(cause) } }), cause, el("b", {}, duration(each))))),
+    el("ul", { class: "legend" }, causes.slice(0, 8).map(([cause, each]) =>
+      el("li", {}, el("span", { class: "swatch", vars: { "--c": causeVar(cause) } }), cause, el("b", {}, duration(each / ranks))))),
+    el("p", { class: "muted" }, `${duration(all / ranks)} a rank; `, el("a", { href: "#goodput" }, "all of it")),
   ];
 }
 

@@ -19,9 +19,6 @@ export const CAUSES = {
   unknown: "not known yet, or never known",
 };
 
-/** Causes whose seconds a fault cost; the others are part of any training. */
-export const LOST = new Set(["redo", "detect", "stop", "rendezvous", "restore", "wait", "start", "init"]);
-
 export const RANKS = {
   r: "running", w: "waiting for others", c: "saving", s: "slow", h: "hung", i: "starting",
   f: "finished", "-": "not there",
@@ -57,8 +54,9 @@ export function themed(button, redraw) {
   const chosen = () => localStorage.getItem(THEME) ?? (system.matches ? "dark" : "light");
   const apply = () => {
     document.documentElement.dataset.theme = chosen();
-    button.textContent = chosen() === "dark" ? "Light" : "Dark";
+    button.textContent = "◐";
     button.setAttribute("aria-label", chosen() === "dark" ? "Light theme" : "Dark theme");
+    button.title = button.getAttribute("aria-label");
     known = {};
     redraw();
   };

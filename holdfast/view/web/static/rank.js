@@ -5,18 +5,20 @@ import { el, fill, pill } from "./dom.js";
 import { ranges } from "./format.js";
 import { RANKS } from "./palette.js";
 
+const LOG_LINES = 100;
 const TONES = { r: "good", h: "bad", s: "warn" };
 
 export function openRank(page, rank) {
   const state = page.now?.map.ranks[rank];
   const body = el("div", { class: "body", "aria-live": "polite" });
+  const log = el("div", { class: "body" });
   const again = el("button", { type: "button", onclick: () => ask() }, "Ask again");
   const dialog = el("dialog", { "aria-labelledby": "rank-title", onclose: () => dialog.remove() },
     el("header", {},
       el("h2", { id: "rank-title" }, `Rank ${rank}`), state && pill(RANKS[state] ?? state, TONES[state]),
       el("span", { class: "grow" }), again,
       el("button", { type: "button", onclick: () => dialog.close() }, "Close")),
-    body);
+    body, log);
   document.body.append(dialog);
   dialog.showModal();
 
@@ -30,7 +32,14 @@ export function openRank(page, rank) {
     }
     again.disabled = false;
   }
+  async function readLog() {
+    const { text } = await get(path(page.job, `logs?rank=${rank}`));
+    const lines = text.trimEnd().split("\n").slice(-LOG_LINES);
+    if (text) fill(log, el("h3", {}, "Its log"), el("pre", { class: "code is-low", tabindex: "0", "aria-label": `Log of rank ${rank}` }, lines.join("\n")));
+    log.querySelector("pre")?.scrollTo(0, 1e9);
+  }
   ask();
+  readLog().catch(() => {});
 }
 
 function whereabouts(page, rank) {
@@ -45,8 +54,8 @@ function told(why, rank) {
   return [
     why.suspicion && el("p", { class: "note is-warn" }, why.suspicion.line),
     el("p", {}, why.verdict?.sentence ?? ""),
-    mine.map((group) => stackOf(group, true)),
-    why.stack && el("pre", { class: "code", tabindex: "0" }, why.stack),
+    !why.ranks[rank] && mine.map((group) => stackOf(group, true)),
+    why.ranks[rank] && el("pre", { class: "code", tabindex: "0", "aria-label": `Stacks of rank ${rank}` }, why.ranks[rank]),
     rest.length > 0 && el("details", {}, el("summary", {}, "Where the other ranks are"), el("div", { class: "stack" }, rest.map((group) => stackOf(group, false)))),
   ];
 }
@@ -58,7 +67,6 @@ export function stackOf(group, open) {
 }
 
 function frameText(frame) {
-  if (typeof frame === "string") return frame;
-  const place = frame.file ? `${frame.file}${frame.line ? `:${frame.line}` : ""}` : "";
-  return `${frame.name ?? frame.function ?? "?"}  ${place}`;
+  const place = frame.line ? `${frame.file}:${frame.line}` : frame.file;
+  return `${frame.function}  ${place}`;
 }

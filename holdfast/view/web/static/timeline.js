@@ -14,6 +14,7 @@ import { TimeWindow } from "./window.js";
 
 const FOLD_ABOVE = 64;
 const SPANS_AT_ONCE = 12000;
+const SPANS_AT_FIRST = 5000;
 const REFRESH_MS = 2000;
 
 export function timelineView(page) {
@@ -30,7 +31,8 @@ export function timelineView(page) {
     el("option", { value: "rank" }, "Lane: rank"), el("option", { value: "node" }, "Lane: node"));
   const scene = { window: null, lanes: [], total: 0, tall: 20, scroll: 0, incidents: [], rounds: [], cursor: null, focused: false };
   const alternative = instead("As a table", () => spanTable(scene, page));
-  let fold = null, drawn = null, asked = null, loadedAt = 0, waiting = 0, loaded = null;
+  const incidents = new Map(), rounds = new Map();
+  let surveyed = null, fold = null, drawn = null, asked = null, loadedAt = 0, waiting = 0, loaded = null;
 
   const root = el("section", { class: "card", "aria-label": "Timeline" },
     el("div", { class: "bar", role: "toolbar", "aria-label": "Zoom" },
@@ -56,12 +58,19 @@ export function timelineView(page) {
       folds.value = fold;
       scene.ranks = ranks;
       fromAddress();
+      surveyed = survey();
     } else {
       scene.window.grow(begin, end);
     }
     scene.ranks = Math.max(scene.ranks ?? 0, ranks);
-    const nodes = page.now.map.nodes.filter((node) => node[4] > 0).length;
-    scene.total = fold === "node" ? (scene.told ?? nodes) : Math.max(scene.ranks, scene.told ?? 0);
+    scene.firsts = fold === "node" ? nodeFirsts() : null;
+    scene.total = scene.firsts?.length ?? scene.ranks;
+  }
+  /** The first rank of each node's lane; ranks that no node has any more share a last lane. */
+  function nodeFirsts() {
+    const placed = page.now.map.nodes.filter((node) => node[4] > 0).sort((a, b) => a[3] - b[3]);
+    const ranks = placed.reduce((sum, node) => sum + node[4], 0);
+    return [...placed.map((node) => node[3]), ...(ranks < scene.ranks ? [ranks] : [])];
   }
   function fromAddress() {
     const query = new URLSearchParams(location.hash.split("?")[1] ?? "");
@@ -92,7 +101,6 @@ export function timelineView(page) {
   }
   function forget() {
     scene.lanes = [];
-    scene.told = null;
     scene.cursor = null;
     loaded = null;
     begin();
@@ -122,10 +130,10 @@ export function timelineView(page) {
     const margin = window.whole ? 0 : window.span / 4;
     const from = Math.max(window.begin, window.from - margin), to = Math.min(window.end, window.to + margin);
     const pixels = Math.round((canvas.clientWidth - gutter(canvas.clientWidth)) / 2 * (to - from) / window.span);
-    const width = Math.max(60, Math.min(pixels, Math.floor(SPANS_AT_ONCE / Math.max(1, amount))));
+    const width = Math.max(60, Math.min(pixels, Math.floor((window.whole && scene.ranks > FOLD_ABOVE ? SPANS_AT_FIRST : SPANS_AT_ONCE) / Math.max(1, amount))));
     asked?.abort();
     asked = new AbortController();
-    const query = new URLSearchParams({ from: from.toFixed(4), to: to.toFixed(4), width, first, count: amount, fold });
+    const query = new URLSearchParams({ from: from.toFixed(4), to: to.toFixed(4), width, first: scene.firsts?.[first] ?? first, count: Math.max(1, amount), fold });
     try {
       take(await get(path(page.job, `timeline?${query}`), asked.signal), { from, to, span: window.span, first, count: amount, fold });
     } catch (error) {
@@ -135,15 +143,29 @@ export function timelineView(page) {
   function take(answer, about) {
     if (about.fold !== fold) return;
     answer.lanes.forEach((lane, index) => { scene.lanes[about.first + index] = lane; });
-    if (typeof answer.total === "number") scene.told = answer.total;
-    scene.rounds = answer.rounds;
-    scene.incidents = answer.incidents;
+    scene.ranks = Math.max(scene.ranks, answer.ranks);
+    remember(answer);
     loaded = about;
     loadedAt = performance.now();
     begin();
     showLegend(answer.lanes);
     alternative.refresh();
     draw();
+  }
+  /** Incidents and rounds are kept by their numbers, whatever stretch they came with. */
+  function remember(answer) {
+    for (const incident of answer.incidents) incidents.set(incident[0], incident);
+    for (const round of answer.rounds) rounds.set(round[1], round);
+    scene.incidents = [...incidents.values()];
+    scene.rounds = [...rounds.values()].sort((a, b) => a[0] - b[0]);
+  }
+  /** All incidents of the job, so that the next one is found wherever it is. */
+  async function survey() {
+    const { begin, end } = scene.window;
+    try {
+      remember(await get(path(page.job, `timeline?from=${begin.toFixed(4)}&to=${end.toFixed(4)}&width=1&first=0&count=1&fold=${fold}`)));
+      draw();
+    } catch { /* the banner says so */ }
   }
   function showLegend(lanes) {
     const seen = new Set(lanes.flatMap((lane) => lane.spans.flatMap(([, , cause]) => typeof cause === "string" ? [cause] : Object.keys(cause))));
@@ -224,14 +246,15 @@ export function timelineView(page) {
     const { lane, time } = scene.cursor, span = spanAt(scene.lanes[lane], time);
     choose(lane, span ? (way > 0 ? span[1] + 1e-5 : span[0] - 1e-5) : time + way * scene.window.span / 20);
   }
-  function toIncident(way) {
+  async function toIncident(way) {
     if (!scene.window) return;
+    await surveyed;
     const middle = (scene.window.from + scene.window.to) / 2;
     const sorted = scene.incidents.map((each) => [each[0], each[1], each[2] ?? scene.window.end]).sort((a, b) => a[1] - b[1]);
     const inView = scene.window.whole ? (way > 0 ? -Infinity : Infinity) : middle;
     const centre = ([, from, to]) => (from + to) / 2;
     const next = way > 0 ? sorted.find((each) => centre(each) > inView + 1e-3) : sorted.findLast((each) => centre(each) < inView - 1e-3);
-    if (!next) return say(readout, way > 0 ? "No later incident is on this stretch." : "No earlier incident is on this stretch.");
+    if (!next) return say(readout, way > 0 ? "There is no later incident." : "There is no earlier incident.");
     const room = Math.max(next[2] - next[1], 0.05) * 1.5;
     show(centre(next) - room, centre(next) + room);
     say(readout, `Incident ${next[0]}, ${moment(next[1])}: ${duration(next[2] - next[1])}`);
@@ -265,7 +288,7 @@ export function timelineView(page) {
     root, show: draw,
     argument() { if (scene.window) { fromAddress(); moved(); } },
     refresh() { loaded = null; load(); },
-    incident() { loaded = null; load(); },
+    incident() { loaded = null; load(); if (scene.window) surveyed = survey(); },
     update() {
       if (!page.now) return;
       begin();
