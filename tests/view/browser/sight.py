@@ -31,8 +31,13 @@ class Sight:
         page.on("console", self._said)
 
     def _said(self, message: Any) -> None:
-        if message.type == "error" and not any(word in message.text for word in self.forgiven):
-            self.errors.append(message.text)
+        text = f"{message.text} ({message.location['url']})"
+        if message.type == "error" and not any(word in text for word in self.forgiven):
+            self.errors.append(text)
+
+    def leave(self) -> None:
+        """Leave the page, before its server ends."""
+        self.page.goto("about:blank")
 
     def forgive(self, *words: str) -> None:
         """Errors that the test is about to cause: those with one of these words in them."""

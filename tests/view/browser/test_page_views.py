@@ -114,7 +114,9 @@ def test_the_timeline_zooms_by_wheel_keys_buttons_and_drag(
     sight.page.mouse.up()
     for _ in range(40):
         lanes.press("+")
-    sight.page.wait_for_function("document.querySelector('.range').innerText.endsWith('· 1 ms')")
+    sight.page.wait_for_function(
+        "() => document.querySelector('.range').innerText.endsWith('· 1 ms')"
+    )
 
 
 def test_the_timeline_is_read_by_keyboard(sight: Sight, small: PretendServer) -> None:

@@ -4,12 +4,14 @@
 import { act } from "./api.js";
 import { el, fill } from "./dom.js";
 
+const nodes = (page) => page.now.map.nodes.map(([node]) => node);
+
 const ACTIONS = {
   save: { title: "Save now", tone: "", about: "Asks every rank to save at the end of its step.", fields: [] },
-  exclude: { title: "Exclude a host", tone: "danger", about: "The host takes no further part. If it is in the round, the round ends and the job goes on without it, or with a spare.", fields: [["host", "Host", "text", ""], ["reason", "Reason", "text", "asked for on the page"]] },
-  fault: { title: "Inject a fault", tone: "danger", about: "Strikes a rank on purpose, to see that the job recovers. Steps since the last snapshot are taken again.", fields: [["fault", "Fault", ["kill", "term", "stop", "hang", "exception", "segfault", "slow"], "kill"], ["rank", "Rank", "number", "0"]] },
-  scale: { title: "Scale", tone: "", about: "Changes how many nodes the job wants. The round ends and a larger or smaller one follows.", fields: [["nodes", "Nodes", "number", "1"]] },
-  stop: { title: "Stop the job", tone: "danger", about: "Ends every rank of the job. Steps since the last checkpoint are lost.", fields: [] },
+  exclude: { title: "Exclude a node", tone: "danger", about: "Its host takes no further part. If it is in the round, the round ends and the job goes on without it, or with a spare.", fields: [["node", "Node", nodes, ""], ["reason", "Reason", "text", "excluded on the page"]] },
+  fault: { title: "Inject a fault", tone: "danger", about: "Strikes a rank on purpose, to see that the job recovers. Steps since the last snapshot are taken again.", fields: [["fault", "Fault", () => ["kill", "term", "stop", "hang", "exception", "segfault", "slow"], ""], ["rank", "Rank", "number", "0"]] },
+  scale: { title: "Scale", tone: "", about: "Changes how many nodes the job wants. The round ends and a larger or smaller one follows.", fields: [["min_nodes", "Nodes at least", "number", "1"], ["max_nodes", "Nodes at most", "number", "1"]] },
+  stop: { title: "Stop the job", tone: "danger", about: "Ends every rank of the job. Steps since the last checkpoint are lost.", fields: [["reason", "Reason", "text", "stopped on the page"]] },
 };
 
 export function offerActions(place, page) {
@@ -24,8 +26,8 @@ export function offerActions(place, page) {
 
 function confirm(page, name) {
   const { title, tone, about, fields } = ACTIONS[name];
-  const inputs = fields.map(([key, label, type, value]) => [key, type, Array.isArray(type)
-    ? el("select", { "aria-label": label }, type.map((each) => el("option", { value: each }, each)))
+  const inputs = fields.map(([key, label, type, value]) => [key, type, typeof type === "function"
+    ? el("select", { "aria-label": label }, type(page).map((each) => el("option", { value: each }, each)))
     : el("input", { type, value, required: true, "aria-label": label }), label]);
   const typed = el("input", { type: "text", autocomplete: "off", spellcheck: "false", "aria-label": `Type ${page.job} to confirm`, oninput: () => { go.disabled = typed.value !== page.job; } });
   const go = el("button", { type: "submit", class: tone || "primary", disabled: true }, title);

@@ -57,18 +57,18 @@ export function ticks(from, to, width, apart = 96) {
   for (let at = Math.ceil((from - shift) / step) * step + shift; at <= to; at += step) {
     const time = new Date(at * 1000);
     const date = time.toLocaleDateString("en-GB", { day: "numeric", month: "short" });
-    found.push([at, label(time, at, step, date !== last), date !== last ? date : ""]);
+    found.push([at, label(time, at, step, found.length === 0), date !== last ? date : ""]);
     last = date;
   }
   return found;
 }
 
-function label(time, at, step) {
+function label(time, at, step, first) {
   const two = (value) => String(value).padStart(2, "0");
   if (step >= 86400) return "";
   const minutes = `${two(time.getHours())}:${two(time.getMinutes())}`;
   if (step >= 60) return minutes;
   if (step >= 1) return `${minutes}:${two(time.getSeconds())}`;
   const digits = step >= 0.1 ? 1 : step >= 0.01 ? 2 : 3;
-  return `:${two(time.getSeconds())}${(at % 1).toFixed(digits).slice(1)}`;
+  return `${first ? minutes : ""}:${two(time.getSeconds())}${(at % 1).toFixed(digits).slice(1)}`;
 }

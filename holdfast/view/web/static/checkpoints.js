@@ -71,9 +71,9 @@ function stepTable(steps, page) {
 
 function tierCell(tier, tone) {
   if (!tier) return el("span", { class: "muted" }, "–");
-  const parts = [tier.size_bytes !== null && tier.size_bytes !== undefined && bytes(tier.size_bytes), tier.seconds !== null && tier.seconds !== undefined && duration(tier.seconds)].filter(Boolean);
+  const parts = [tier.size_bytes !== null && bytes(tier.size_bytes), tier.seconds > 0 && duration(tier.seconds)].filter(Boolean);
   return el("span", { class: "tier" }, el("span", { class: "swatch", vars: { "--c": `var(--${tone})` } }), parts.join(" in ") || "held",
-    tier.error ? pill(`✗ ${tier.error}`, "bad") : tier.verified ? pill("✓ verified", "good") : el("span", { class: "muted" }, "not loaded yet"));
+    tier.error ? pill(`✗ ${tier.error}`, "bad") : tier.verified ? pill("✓ verified", "good") : el("span", { class: "muted" }, "unverified"));
 }
 
 function drawTiers(canvas, steps, page) {
@@ -99,5 +99,5 @@ function drawTiers(canvas, steps, page) {
   });
   context.fillStyle = colour("muted");
   context.textBaseline = "alphabetic";
-  context.fillText("tall: loaded and verified; low: not loaded yet", left, height - 1);
+  context.fillText("tall: verified, which is when all ranks have loaded it and every digest was compared; low: unverified", left, height - 1);
 }

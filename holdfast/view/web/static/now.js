@@ -2,7 +2,7 @@
 
 import { get, path } from "./api.js";
 import { card, el, fill, pill, say } from "./dom.js";
-import { ago, count, duration, number, percent } from "./format.js";
+import { ago, count, duration, number, percent, plural } from "./format.js";
 import { rankMap } from "./map.js";
 import { causeVar } from "./palette.js";
 import { openRank } from "./rank.js";
@@ -96,7 +96,7 @@ const FIGURES = [
   ["loss", "Loss", ({ loss }) => [number(loss), loss === null || loss === undefined ? "not told by the script" : ""]],
   ["goodput", "Goodput", ({ goodput }) => [percent(goodput.goodput), "of all rank-seconds"]],
   ["lost", "Lost today", ({ goodput, status }) => [duration(goodput.lost_today_s / (status.world_size || 1)), "a rank, not productive"]],
-  ["ranks", "Ranks", ({ status, map }) => [count(status.world_size), `on ${count(map.nodes.filter((node) => node[4] > 0).length)} nodes`]],
+  ["ranks", "Ranks", ({ status, map }) => [count(status.world_size), `on ${plural(map.nodes.filter((node) => node[4] > 0).length, "node")}`]],
   ["restarts", "Restarts", ({ status }) => [count(status.restarts), "rounds a fault cost"]],
   ["wall", "Since start", ({ status }) => [duration(status.wall_s), new Date(status.opened_at * 1000).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" })]],
 ];
