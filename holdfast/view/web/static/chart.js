@@ -85,9 +85,14 @@ function axes(context, area, data, levels, written, most) {
   }
   context.textAlign = "start";
   context.textBaseline = "alphabetic";
+  let labelled = 0;
   for (const [time, label, date] of ticks(data.from, data.to, area.wide)) {
-    const x = area.x(time, data);
-    if (x < LEFT + area.wide - 30) context.fillText(date && label ? `${date} ${label}` : label || date, x + 2, TOP + area.tall + 16);
+    const x = area.x(time, data), shown = date && label ? `${date}, ${label}` : label || date;
+    const end = x + 2 + context.measureText(shown).width;
+    if (end <= LEFT + area.wide && x >= labelled) {
+      context.fillText(shown, x + 2, TOP + area.tall + 16);
+      labelled = end + 8;
+    }
     context.strokeStyle = colour("line-strong");
     context.beginPath();
     context.moveTo(x, TOP + area.tall);

@@ -54,7 +54,7 @@ function guilt(incident, verdict) {
     el("p", {}, el("b", {}, who), ": ", why),
     el("p", {}, el("span", { class: "muted" }, "What was done: "), incident.action || "nothing yet",
       incident.rung && el("span", { class: "muted" }, ` (${incident.rung})`)),
-    incident.detail && el("pre", { class: "code", tabindex: "0", "aria-label": "Details" }, incident.detail)));
+    incident.detail && incident.detail !== why && el("pre", { class: "code", tabindex: "0", "aria-label": "Details" }, incident.detail)));
 }
 
 function phases(incident) {
@@ -80,10 +80,13 @@ function stackCards(stacks, verdict) {
   const texts = Object.entries(stacks ?? {});
   const groups = verdict?.groups ?? [];
   if (!texts.length && !groups.length) return null;
-  return card("Stacks at that time", el("div", { class: "stacks" },
-    groups.map((group) => stackOf(group, true)),
-    texts.map(([rank, text]) => el("section", { class: "stack-of" }, el("h3", {}, `Rank ${rank}`),
-      el("pre", { class: "code", tabindex: "0", "aria-label": `Stack of rank ${rank}` }, text)))));
+  const each = texts.map(([rank, text]) => el("section", { class: "stack-of" }, el("h3", {}, `Rank ${rank}`),
+    el("pre", { class: "code", tabindex: "0", "aria-label": `Stack of rank ${rank}` }, text)));
+  if (!groups.length) return card("Stacks at that time", el("div", { class: "stacks" }, each));
+  return card("Stacks at that time", [
+    el("div", { class: "stacks" }, groups.map((group) => stackOf(group, true))),
+    each.length > 0 && el("details", {}, el("summary", {}, "All threads of each rank"), el("div", { class: "stacks" }, each)),
+  ]);
 }
 
 const STORY_SHOWN = 40;
@@ -107,5 +110,5 @@ function logCard(log) {
   if (!logs.length) return null;
   return card("Log lines around it", el("div", { class: "stacks" }, logs.map(([rank, lines]) =>
     el("section", { class: "stack-of" }, el("h3", {}, `Rank ${rank}`, el("span", { class: "muted" }, ` ${plural(lines.length, "line")}, ${bytes(lines.join("\n").length)}`)),
-      el("pre", { class: "code", tabindex: "0", "aria-label": `Log of rank ${rank}` }, lines.join("\n"))))));
+      el("pre", { class: "code is-tail", tabindex: "0", "aria-label": `Log of rank ${rank}` }, lines.join("\n"))))));
 }

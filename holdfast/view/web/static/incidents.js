@@ -66,7 +66,9 @@ export function incidentsView(page, argument) {
     if (!again) fill(detail, el("p", { class: "card empty" }, "Reading…"));
     try {
       const answer = await get(path(page.job, `incidents/${id}`));
-      if (chosen === id) fill(detail, incidentReport(page, answer, known));
+      if (chosen !== id) return;
+      fill(detail, incidentReport(page, answer, known));
+      for (const log of detail.querySelectorAll(".is-tail")) log.scrollTop = log.scrollHeight;
     } catch (error) {
       if (chosen === id) fill(detail, el("p", { class: "note is-bad" }, error.message));
     }

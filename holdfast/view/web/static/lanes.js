@@ -46,6 +46,7 @@ function grid(context, { at, left, width, height }, { window, rounds }) {
   context.font = font(11);
   context.textBaseline = "alphabetic";
   context.lineWidth = 1;
+  let labelled = 0;
   for (const [time, label, date] of ticks(window.from, window.to, width - left)) {
     const x = Math.round(at(time)) + 0.5;
     context.strokeStyle = colour("line");
@@ -55,7 +56,10 @@ function grid(context, { at, left, width, height }, { window, rounds }) {
     context.stroke();
     context.fillStyle = colour("muted");
     const shown = date && label ? `${date}, ${label}` : label || date;
-    if (x + context.measureText(shown).width < width) context.fillText(shown, x + 4, 18);
+    const end = x + 4 + context.measureText(shown).width;
+    if (end > width || x < labelled) continue;
+    context.fillText(shown, x + 4, 18);
+    labelled = end + 8;
   }
   let free = left;
   context.font = font(10);

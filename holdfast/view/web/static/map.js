@@ -68,7 +68,7 @@ export function rankMap(open) {
   return {
     root, draw,
     update(next) {
-      map = next;
+      map = { ...next, nodes: [...next.nodes, ...homeless(next)] };
       countStates(legend, map);
       if (over < 0 && document.activeElement !== canvas) tell(-1);
       alternative.refresh();
@@ -79,8 +79,20 @@ export function rankMap(open) {
 
 const hint = () => "Point at a rank, or use the arrow keys; click or Enter shows where it is in its code.";
 
+/** Ranks whose node has left, as one more block: those of a finished job, or of a node that was lost. */
+function homeless({ nodes, ranks }) {
+  const found = [];
+  let at = 0;
+  for (const [, , , first, held] of nodes.filter((node) => node[4] > 0).sort((a, b) => a[3] - b[3])) {
+    if (first > at) found.push(["no node", "node has left", "left", at, first - at, null, false]);
+    at = first + held;
+  }
+  if (at < ranks.length) found.push(["no node", "nodes have left", "left", at, ranks.length - at, null, false]);
+  return found;
+}
+
 function sentence(map, block, rank) {
-  return `Rank ${rank} on ${block.host} (${block.node}): ${RANKS[map.ranks[rank]] ?? "not there"}`;
+  return `Rank ${rank}${block.state === "left" ? "" : ` on ${block.host} (${block.node})`}: ${RANKS[map.ranks[rank]] ?? "not there"}`;
 }
 
 function countStates(legend, map) {

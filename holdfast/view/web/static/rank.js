@@ -62,8 +62,8 @@ function told(why, rank) {
 
 export function stackOf(group, open) {
   return el("section", { class: "stack-of" },
-    el("h3", {}, `${group.ranks.length === 1 ? "Rank" : "Ranks"} ${ranges(group.ranks)}`, el("span", { class: "muted" }, ` ${group.headline}`)),
-    el("pre", { class: open ? "code" : "code is-low", tabindex: "0" }, group.frames.map(frameText).join("\n")));
+    el("h3", {}, group.headline || `Ranks ${ranges(group.ranks)}`),
+    el("pre", { class: open ? "code" : "code is-low", tabindex: "0", "aria-label": `Stack of ranks ${ranges(group.ranks)}` }, group.frames.map(frameText).join("\n")));
 }
 
 function frameText(frame) {
