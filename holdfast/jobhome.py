@@ -37,6 +37,8 @@ from holdfast.errors import JobError, JobHomeError
 
 SHOWN_JOBS: Final = 5
 """Jobs that are named when one is not found."""
+LOCK_TRIES: Final = 5
+LOCK_PAUSE_S: Final = 0.01
 
 
 class JobFile(Struct, frozen=True, kw_only=True):
@@ -106,13 +108,20 @@ class JobHome:
             return ""
 
     def lock(self) -> bool:
-        """Lock the job for this process and those it forks; False if it runs already."""
+        """Lock the job for this process and those it forks; False if it runs already.
+
+        Whoever asks `alive` holds the lock for some microseconds, so it is tried a few times."""
         fd = open_privately(self._lock_file, os.O_RDWR)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            return False
+        for last in (*[False] * (LOCK_TRIES - 1), True):
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if last:
+                    os.close(fd)
+                    return False
+                time.sleep(LOCK_PAUSE_S)
+            else:
+                break
         self._lock_fd = fd
         return True
 
@@ -255,6 +264,15 @@ def at_port(port: int) -> JobHome | None:
     return None
 
 
+def shared_at(name: str, port: int) -> JobHome | None:
+    """The home of this job, of a coordinator with this port that may be on another machine."""
+    home = home_of(name)
+    try:
+        return home if home.has_job_file() and home.read_job_file().port == port else None
+    except JobError:  # Damaged, or set aside at this moment.
+        return None
+
+
 def find(name: str | None) -> JobHome:
     """Find the home of a job by its name, or of the newest job."""
     jobs = _jobs()
@@ -285,6 +303,11 @@ def _meant(name: str, jobs: Path) -> str:
 def home_of(name: str) -> JobHome:
     """The home of a job of this name. A path is no name, and is refused."""
     return JobHome(_jobs() / run_id(name, "job"))
+
+
+def homes() -> list[JobHome]:
+    """The homes of all jobs of this machine, in no order."""
+    return [JobHome(path) for path in _homes(_jobs())]
 
 
 def _jobs() -> Path:

@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from holdfast.clock import JobClock
 from holdfast.coordinator import admission, greeting
@@ -32,13 +31,19 @@ from holdfast.coordinator.admission import Unfit
 from holdfast.coordinator.complaints import Complaints
 from holdfast.coordinator.diagnosis import Examinations, fitting
 from holdfast.coordinator.door import Door
+from holdfast.coordinator.event_requests import EventRequests
 from holdfast.coordinator.fault_requests import FaultRequests
 from holdfast.coordinator.journal import Journal
 from holdfast.coordinator.memories import Memories
 from holdfast.coordinator.stream import Stream
 from holdfast.coordinator.supply import SupplierStream
 from holdfast.coordinator.tune_requests import TuneRequests
-from holdfast.coordinator.wishes import refusal_of_scale, scale_line
+from holdfast.coordinator.wishes import (
+    exclusion_line,
+    refusal_of_exclusion,
+    save_line,
+    scale_line,
+)
 from holdfast.core import job as jobs
 from holdfast.core import leases, report
 from holdfast.core.chaos import plans as chaos
@@ -48,6 +53,7 @@ from holdfast.core.job import Job
 from holdfast.core.leases import Leases
 from holdfast.core.patience import beat_s, silence_s
 from holdfast.core.replay import Entry, Intake, JobSnapshot
+from holdfast.core.supply import rules as supply
 from holdfast.core.tuning import wording as tuning
 from holdfast.core.tuning.state import Tunings
 from holdfast.errors import JobUnknown
@@ -71,7 +77,9 @@ from holdfast.messages.events import (
     JobOpened,
     JobStopAsked,
     LeaseEnded,
+    NodeExcludeAsked,
     NodeResumed,
+    SaveAsked,
     ScaleAsked,
     SilenceRaised,
     StreamEnded,
@@ -85,17 +93,22 @@ from holdfast.messages.records import Incident, Terms
 from holdfast.messages.units import NodeId, RoundNumber, Seconds, Time
 from holdfast.messages.wire import (
     Ack,
+    AskEvents,
+    AskExclude,
     AskFault,
     AskHang,
+    AskSave,
     AskScale,
     AskStatus,
     AskStop,
     AskTune,
     Beat,
+    ExcludeTaken,
     HangNoted,
     Hello,
     Lease,
     Rejected,
+    SaveTaken,
     ScaleTaken,
     Sent,
     StatusTold,
@@ -166,6 +179,7 @@ class Coordinator:
     """Examinations of visitors have negative numbers."""
     _fault_requests: FaultRequests = field(init=False)
     _tune_requests: TuneRequests = field(init=False)
+    _event_requests: EventRequests = field(init=False)
     _refused: Counter[str] = field(default_factory=Counter)
     """Events that did not fit their senders, by type and reason, since this was last journaled."""
 
@@ -177,6 +191,7 @@ class Coordinator:
         )
         self._fault_requests = FaultRequests(lambda: self.job)
         self._tune_requests = TuneRequests(lambda: self.job)
+        self._event_requests = EventRequests(self.journal, lambda: self.job)
 
     async def serve(
         self,
@@ -251,6 +266,7 @@ class Coordinator:
         self._tell_incidents()
         self._fault_requests.answer()
         self._tune_requests.answer()
+        self._event_requests.written()
         self._remember()
 
     def _carry_out(self, action: AnyAction) -> None:
@@ -376,6 +392,12 @@ class Coordinator:
             self._asked_to_scale(stream, visit.question)
         elif isinstance(visit.question, AskStop):
             self._asked_to_stop(stream, visit.question)
+        elif isinstance(visit.question, AskExclude):
+            self._asked_to_exclude(stream, visit.question)
+        elif isinstance(visit.question, AskSave):
+            self._asked_to_save(stream, visit.question)
+        elif isinstance(visit.question, AskEvents):
+            self._event_requests.add(visit.question, stream.answer)
         else:
             self._asked_why(stream)
 
@@ -397,9 +419,8 @@ class Coordinator:
         if job is None:
             stream.answer(Rejected(reason=NOT_BEGUN))
             return
-        status = report.status(job, now, alive=True)
-        if len(job.ranks) > STATUS_RANKS:
-            status = replace(status, nodes=[])
+        few = len(job.ranks) <= STATUS_RANKS
+        status = report.status(job, now, alive=True, with_nodes=few)
         told = StatusTold(
             status=status,
             goodput=report.goodput(job, now),
@@ -412,7 +433,7 @@ class Coordinator:
         job = self.job
         wrong = OVER_OR_NOT_BEGUN
         if job is not None and job.result is None:
-            wrong = refusal_of_scale(job, question)
+            wrong = supply.refusal(job.terms, question.min_nodes, question.max_nodes)
         if wrong or job is None:
             stream.answer(Rejected(reason=wrong))
             return
@@ -439,6 +460,36 @@ class Coordinator:
         self._post(Arrival(asked))
         stream.answer(StopTaken(line=f"job {self.name} is being ended: {question.reason}"))
 
+    def _asked_to_exclude(self, stream: Stream, question: AskExclude) -> None:
+        """Somebody does not want a node."""
+        job = self.job
+        wrong = OVER_OR_NOT_BEGUN
+        if job is not None and job.result is None:
+            wrong = refusal_of_exclusion(job, question)
+        if wrong or job is None:
+            stream.answer(Rejected(reason=wrong))
+            return
+        line = exclusion_line(job, question)
+        asked = NodeExcludeAsked(
+            at=self.clock.now(), node=question.node, reason=question.reason, by=question.by
+        )
+        self._post(Arrival(asked))
+        stream.answer(ExcludeTaken(line=line))
+
+    def _asked_to_save(self, stream: Stream, question: AskSave) -> None:
+        """Somebody wants what is in memory on storage."""
+        job = self.job
+        if job is None or job.result is not None:
+            stream.answer(Rejected(reason=OVER_OR_NOT_BEGUN))
+            return
+        line = save_line(job)
+        if not line:
+            reason = "no snapshot in memory is newer than what storage has; see `holdfast status`"
+            stream.answer(Rejected(reason=reason))
+            return
+        self._post(Arrival(SaveAsked(at=self.clock.now(), by=question.by)))
+        stream.answer(SaveTaken(line=line))
+
     def _asked_for_fault(self, stream: Stream, question: AskFault) -> None:
         """A user requests a fault."""
         job, injection = self.job, question.injection
@@ -451,7 +502,7 @@ class Coordinator:
             stream.answer(Rejected(reason=wrong))
             return
         number = self._fault_requests.add(stream.answer)
-        asked = FaultAsked(at=self.clock.now(), injection=injection, visit=number)
+        asked = FaultAsked(at=self.clock.now(), injection=injection, visit=number, by=question.by)
         self._post(Arrival(asked))
 
     def _asked_to_tune(self, stream: Stream, question: AskTune) -> None:
@@ -681,6 +732,7 @@ class Coordinator:
     async def _part(self) -> None:
         """Send what is still to be sent, and let every stream end in its own way."""
         self.supplier.close()
+        self._event_requests.close()
         for stream in self._streams.values():
             stream.transport.close()
         if self._streams:

@@ -49,6 +49,7 @@ from holdfast.messages.units import (
     Word,
     WorldSize,
 )
+from holdfast.messages.usage import NodeUsage
 
 
 class Event(Struct, frozen=True, kw_only=True, tag=True):
@@ -320,6 +321,20 @@ class ScaleAsked(Event, frozen=True, kw_only=True):
     by: Word = ""
 
 
+class NodeExcludeAsked(Event, frozen=True, kw_only=True):
+    """Somebody wants the job to go on without a node, and not to let its host in again."""
+
+    node: NodeId
+    reason: Text
+    by: Word = ""
+
+
+class SaveAsked(Event, frozen=True, kw_only=True):
+    """Somebody wants the newest snapshots in memory on storage now."""
+
+    by: Word = ""
+
+
 class JobStopAsked(Event, frozen=True, kw_only=True):
     """Somebody wants the whole job to end: a person, or a platform that takes its nodes back."""
 
@@ -361,6 +376,13 @@ class HealthFound(Event, frozen=True, kw_only=True):
 
     node: NodeId
     results: Listed[HealthResult]
+
+
+class NodeSampled(Event, frozen=True, kw_only=True):
+    """How much of the node's machine is in use; sent now and then, when that has changed."""
+
+    node: NodeId
+    usage: NodeUsage
 
 
 class SnapshotsSealed(Event, frozen=True, kw_only=True):
@@ -444,6 +466,7 @@ class FaultAsked(Event, frozen=True, kw_only=True):
     injection: Injection
     visit: Int64 = 0
     """Number of the request, which waits for an answer."""
+    by: Word = ""
 
 
 class FaultTold(Event, frozen=True, kw_only=True):
@@ -544,10 +567,13 @@ AnyEvent = (
     | NodesSighted
     | RequestsRefused
     | ScaleAsked
+    | NodeExcludeAsked
+    | SaveAsked
     | JobStopAsked
     | JobRequeued
     | NodeTested
     | HealthFound
+    | NodeSampled
     | SnapshotsSealed
     | ImagesHeld
     | RankFilesWritten
