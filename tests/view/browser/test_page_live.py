@@ -98,7 +98,6 @@ def web(trained: Run, sight: Sight) -> Iterator[Web]:
 
 def enter(sight: Sight, web: Web, run: Run, view: str = "now") -> None:
     """Log in with the first link, then look at the job."""
-    sight.forgive("favicon")
     sight.page.goto(web.links[0])
     sight.page.wait_for_url(f"{web.base}/")
     sight.look(web.base, run.job, view)

@@ -60,7 +60,7 @@ function guilt(incident, verdict) {
 function phases(incident) {
   const entries = Object.entries(incident.phases ?? {});
   const all = entries.reduce((sum, [, seconds]) => sum + seconds, 0);
-  if (!entries.length) return null;
+  if (!(all > 0)) return null;
   let from = 0;
   const rows = entries.map(([name, seconds]) => {
     const [cause, about] = PHASES[name] ?? ["unknown", ""];

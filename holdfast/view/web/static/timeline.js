@@ -255,7 +255,7 @@ export function timelineView(page) {
     const centre = ([, from, to]) => (from + to) / 2;
     const next = way > 0 ? sorted.find((each) => centre(each) > inView + 1e-3) : sorted.findLast((each) => centre(each) < inView - 1e-3);
     if (!next) return say(readout, way > 0 ? "There is no later incident." : "There is no earlier incident.");
-    const room = Math.max(next[2] - next[1], 0.05) * 1.5;
+    const room = Math.max((next[2] - next[1]) * 1.5, 0.1);
     show(centre(next) - room, centre(next) + room);
     say(readout, `Incident ${next[0]}, ${moment(next[1])}: ${duration(next[2] - next[1])}`);
   }
