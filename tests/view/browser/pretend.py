@@ -103,6 +103,7 @@ class PretendJob:
             {
                 "name": f"gpu-{i:04d}" if by_node else f"rank {i}",
                 "first_rank": i * self.slots if by_node else i,
+                "ranks": self.slots if by_node else 1,
                 "spans": list(self._spans(begin, end, width, i)),
             }
             for i in range(first, min(total, first + int(ask.get("count", total))))

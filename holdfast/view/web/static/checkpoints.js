@@ -99,5 +99,5 @@ function drawTiers(canvas, steps, page) {
   });
   context.fillStyle = colour("muted");
   context.textBaseline = "alphabetic";
-  context.fillText("tall: verified, which is when all ranks have loaded it and every digest was compared; low: unverified", left, height - 1);
+  context.fillText("tall: verified, which is when all ranks have loaded it and every digest was compared; low: unverified", left, height - 4);
 }

@@ -66,9 +66,17 @@ function route() {
 function takeNow(now) {
   now.map = { nodes: [], ranks: "", ...page.now?.map, ...now.map };
   page.skew = now.now - Date.now() / 1000;
+  const read = page.now?.loading !== undefined && now.loading === undefined;
   page.now = now;
   header();
   shown?.view.update?.();
+  if (read) catchUp();
+}
+
+/** The journal is read to its end: what was asked for before knew only a part of it. */
+function catchUp() {
+  get(path(page.job, "incidents?limit=1")).then(({ total }) => countIncidents(total), () => {});
+  shown?.view.refresh?.();
 }
 
 const announcer = document.getElementById("announcer");
@@ -152,7 +160,7 @@ async function start() {
   addEventListener("resize", () => shown?.view.show?.());
   route();
   get(path(page.job, "now")).then(takeNow, lost);
-  get(path(page.job, "incidents?limit=1")).then(({ total }) => countIncidents(total), () => {});
+  catchUp();
   follow(page.job, {
     now: takeNow,
     incident: takeIncident,

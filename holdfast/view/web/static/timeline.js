@@ -8,13 +8,14 @@ import { fit, place } from "./canvas.js";
 import { el, fill, instead, once, say, table } from "./dom.js";
 import { count, duration, moment, plural } from "./format.js";
 import { gestures } from "./gestures.js";
+import { LaneList } from "./lanelist.js";
 import { AXIS, drawLanes, gutter, laneHeight, spanAt } from "./lanes.js";
 import { CAUSES, causeVar } from "./palette.js";
 import { TimeWindow } from "./window.js";
 
 const FOLD_ABOVE = 64;
 const SPANS_AT_ONCE = 12000;
-const SPANS_AT_FIRST = 5000;
+const SPANS_AT_FIRST = 3500;
 const REFRESH_MS = 2000;
 
 export function timelineView(page) {
@@ -32,7 +33,7 @@ export function timelineView(page) {
   const scene = { window: null, lanes: [], total: 0, tall: 20, scroll: 0, incidents: [], rounds: [], cursor: null, focused: false };
   const alternative = instead("As a table", () => spanTable(scene, page));
   const incidents = new Map(), rounds = new Map();
-  let surveyed = null, fold = null, drawn = null, asked = null, loadedAt = 0, waiting = 0, loaded = null;
+  let list = null, surveyed = null, fold = null, drawn = null, asked = null, loadedAt = 0, waiting = 0, loaded = null;
 
   const root = el("section", { class: "card", "aria-label": "Timeline" },
     el("div", { class: "bar", role: "toolbar", "aria-label": "Zoom" },
@@ -63,14 +64,8 @@ export function timelineView(page) {
       scene.window.grow(begin, end);
     }
     scene.ranks = Math.max(scene.ranks ?? 0, ranks);
-    scene.firsts = fold === "node" ? nodeFirsts() : null;
-    scene.total = scene.firsts?.length ?? scene.ranks;
-  }
-  /** The first rank of each node's lane; ranks that no node has any more share a last lane. */
-  function nodeFirsts() {
-    const placed = page.now.map.nodes.filter((node) => node[4] > 0).sort((a, b) => a[3] - b[3]);
-    const ranks = placed.reduce((sum, node) => sum + node[4], 0);
-    return [...placed.map((node) => node[3]), ...(ranks < scene.ranks ? [ranks] : [])];
+    list = new LaneList(page.now.map.nodes, scene.ranks, fold);
+    scene.total = list.total;
   }
   function fromAddress() {
     const query = new URLSearchParams(location.hash.split("?")[1] ?? "");
@@ -133,22 +128,39 @@ export function timelineView(page) {
     const width = Math.max(60, Math.min(pixels, Math.floor((window.whole && scene.ranks > FOLD_ABOVE ? SPANS_AT_FIRST : SPANS_AT_ONCE) / Math.max(1, amount))));
     asked?.abort();
     asked = new AbortController();
-    const query = new URLSearchParams({ from: from.toFixed(4), to: to.toFixed(4), width, first: scene.firsts?.[first] ?? first, count: Math.max(1, amount), fold });
+    const { signal } = asked;
+    const piece = ([lane, lanes]) => {
+      const query = new URLSearchParams({ from: from.toFixed(4), to: to.toFixed(4), width, first: list.at(lane).first, count: lanes, fold });
+      return get(path(page.job, `timeline?${query}`), signal).then((answer) => fitted(answer, lane, lanes));
+    };
     try {
-      take(await get(path(page.job, `timeline?${query}`), asked.signal), { from, to, span: window.span, first, count: amount, fold });
+      const about = { from, to, span: window.span, first, count: amount, fold };
+      take(await Promise.all(list.pieces(first, amount).map(piece)), about);
     } catch (error) {
       if (error.name !== "AbortError") say(readout, error.message);
     }
   }
-  function take(answer, about) {
+  /** Give each lane of the screen what was answered for its first rank: the answer may join several. */
+  function fitted(answer, first, lanes) {
+    const found = [];
+    for (let index = first; index < first + lanes; index += 1) {
+      const { name, first: rank } = list.at(index);
+      const lane = answer.lanes.find((each) => rank >= each.first_rank && rank < each.first_rank + each.ranks);
+      if (lane) found.push([index, { ...lane, name, first_rank: rank }]);
+    }
+    return { ...answer, found };
+  }
+  function take(answers, about) {
     if (about.fold !== fold) return;
-    answer.lanes.forEach((lane, index) => { scene.lanes[about.first + index] = lane; });
-    scene.ranks = Math.max(scene.ranks, answer.ranks);
-    remember(answer);
+    for (const answer of answers) {
+      for (const [index, lane] of answer.found) scene.lanes[index] = lane;
+      scene.ranks = Math.max(scene.ranks, answer.ranks);
+      remember(answer);
+    }
     loaded = about;
     loadedAt = performance.now();
     begin();
-    showLegend(answer.lanes);
+    showLegend(answers.flatMap((answer) => answer.lanes));
     alternative.refresh();
     draw();
   }
