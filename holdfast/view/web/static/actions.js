@@ -7,7 +7,7 @@ import { el, fill } from "./dom.js";
 const nodes = (page) => page.now.map.nodes.map(([node]) => node);
 
 const ACTIONS = {
-  save: { title: "Save now", tone: "", about: "Asks every rank to save at the end of its step.", fields: [] },
+  save: { title: "Save now", tone: "", about: "The newest snapshots in memory are written to storage now. Training goes on meanwhile.", fields: [] },
   exclude: { title: "Exclude a node", tone: "danger", about: "Its host takes no further part. If it is in the round, the round ends and the job goes on without it, or with a spare.", fields: [["node", "Node", nodes, ""], ["reason", "Reason", "text", "excluded on the page"]] },
   fault: { title: "Inject a fault", tone: "danger", about: "Strikes a rank on purpose, to see that the job recovers. Steps since the last snapshot are taken again.", fields: [["fault", "Fault", () => ["kill", "term", "stop", "hang", "exception", "segfault", "slow"], ""], ["rank", "Rank", "number", "0"]] },
   scale: { title: "Scale", tone: "", about: "Changes how many nodes the job wants. The round ends and a larger or smaller one follows.", fields: [["min_nodes", "Nodes at least", "number", "1"], ["max_nodes", "Nodes at most", "number", "1"]] },
