@@ -6,13 +6,17 @@ much more as it takes longer for a fixed piece of JavaScript.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from .pretend import PretendServer
-from .sight import Sight
+from .sight import VIEWS, Sight
+from .viewer import Web
 
 pytestmark = pytest.mark.browser
 
@@ -144,3 +148,39 @@ def test_every_one_of_many_nodes_is_found(sight: Sight, giant: PretendServer) ->
     sight.until("tbody", "gpu-1249")
     assert sight.page.locator("tbody tr").count() == 1
     sight.keep("giant-node")
+
+
+def test_the_real_server_shows_ten_thousand_simulated_ranks(sight: Sight, tmp_path: Path) -> None:
+    pytest.importorskip("starlette", reason="holdfast[web] is not installed")
+    env = {**os.environ, "HOLDFAST_HOME": str(tmp_path / "home")}
+    sim = "sim --nodes 1250 --slots 8 --hours 0.03 --faults heavy --seed 3 --min-nodes 900 --job giant"
+    command = [sys.executable, "-m", "holdfast", *sim.split()]
+    subprocess.run(command, env=env, cwd=tmp_path, check=True, capture_output=True, timeout=250)
+    web = Web(tmp_path, env)
+    try:
+        received = transferred(sight)
+        sight.page.goto(web.links[0])
+        sight.page.wait_for_url(f"{web.base}/")
+        sight.look(web.base, "giant")
+        sight.page.wait_for_selector("#banner", state="hidden")
+        sight.until(".legend", "10,000\nrunning")
+        sight.turn("timeline")
+        sight.until_drawn(".lanes canvas", 0.2)
+        print(f"{sum(received) / 1e3:.0f} kB")
+        assert sum(received) <= TRANSFER_BYTES
+        sight.page.locator(".lanes canvas").focus()
+        assert sight.text(".readout").startswith("h")
+        for view in VIEWS:
+            sight.turn(view)
+            sight.keep(f"simulated-{view}")
+        sight.leave()
+    finally:
+        web.close()
+
+
+def transferred(sight: Sight) -> list[int]:
+    """Sizes of all that comes from now on, without what compression saves."""
+    session, sizes = sight.page.context.new_cdp_session(sight.page), []
+    session.send("Network.enable")
+    session.on("Network.dataReceived", lambda event: sizes.append(event["dataLength"]))
+    return sizes

@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from e2e.harness import PATIENCE_S, Run, wait_for
+from e2e.harness import PATIENCE_S, Run
 
 from .sight import VIEWS, Sight
+from .viewer import Web
 
 pytest.importorskip("starlette", reason="holdfast[web] is not installed")
 pytest.importorskip("uvicorn", reason="holdfast[web] is not installed")
@@ -49,29 +50,6 @@ TRAINER = """
 """
 
 
-class Web:
-    """One `holdfast web` of a run's home."""
-
-    def __init__(self, run: Run, *flags: str) -> None:
-        self.said = run.folder / "web.out"
-        command = [sys.executable, "-m", "holdfast", "web", *flags]
-        with open(self.said, "wb") as out:
-            self.process = subprocess.Popen(
-                command, cwd=run.folder, env=run.env, stdout=out, stderr=subprocess.STDOUT
-            )
-        self.links = wait_for(self._links, "the links of holdfast web")
-        self.base = self.links[0].split("/?")[0]
-
-    def _links(self) -> list[str]:
-        assert self.process.poll() is None, self.said.read_text()
-        found = re.findall(r"http://\S+[?&](?:token|view)=\S+", self.said.read_text())
-        return found if len(found) == 2 else []
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait(PATIENCE_S)
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
     run = Run(tmp_path)
@@ -90,7 +68,7 @@ def trained(run: Run) -> Run:
 
 @pytest.fixture
 def web(trained: Run, sight: Sight) -> Iterator[Web]:
-    web = Web(trained, "--allow-actions")
+    web = Web(trained.folder, trained.env, "--allow-actions")
     yield web
     sight.leave()
     web.close()
