@@ -56,16 +56,18 @@ def sight(chromium: Any) -> Iterator[Sight]:
 
 
 @pytest.fixture
-def small() -> Iterator[PretendServer]:
+def small(sight: Sight) -> Iterator[PretendServer]:
     """A job of 32 ranks in which ranks are in every state that there is."""
     server = PretendServer(PretendJob("small", 4, 8, 7200.0, 9)).start()
     yield server
+    sight.leave()
     server.stop()
 
 
 @pytest.fixture
-def giant() -> Iterator[PretendServer]:
+def giant(sight: Sight) -> Iterator[PretendServer]:
     """10,000 ranks, 1,000 incidents, 7 days."""
     server = PretendServer(PretendJob("giant", 1250, 8, WEEK_S, 1000)).start()
     yield server
+    sight.leave()
     server.stop()

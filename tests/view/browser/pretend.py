@@ -306,7 +306,6 @@ class PretendServer(ThreadingHTTPServer):
 
 class _Answer(BaseHTTPRequestHandler):
     server: PretendServer
-    protocol_version = "HTTP/1.1"
 
     def log_message(self, format: str, *args: object) -> None:
         pass
@@ -356,7 +355,6 @@ class _Answer(BaseHTTPRequestHandler):
         stream: queue.Queue[tuple[str, Json] | None] = queue.Queue()
         self.server.streams.append(stream)
         self._head(200, "text/event-stream", None)
-        self.close_connection = True
         try:
             self._event("now", job.now())
             while (told := stream.get()) is not None:

@@ -181,6 +181,17 @@ def test_a_lost_coordinator_does_not_end_the_page(sight: Sight, web: Web, traine
     sight.page.wait_for_selector("#banner", state="hidden")
 
 
+def test_the_page_of_one_job_needs_no_list(sight: Sight, web: Web, trained: Run) -> None:
+    alone = Web(trained.folder, trained.env, trained.job)
+    try:
+        sight.page.goto(alone.links[0])
+        sight.until("#job-name", trained.job)
+        further(sight)
+        sight.leave()
+    finally:
+        alone.close()
+
+
 def test_the_job_goes_on_when_the_viewer_is_killed_and_the_page_says_so(
     sight: Sight, web: Web, trained: Run
 ) -> None:

@@ -15,7 +15,7 @@ class Web:
     """One `holdfast web`, of the home that its environment names."""
 
     def __init__(self, folder: Path, env: Mapping[str, str], *flags: str) -> None:
-        self.said = folder / "web.out"
+        self.said = folder / f"web-{len(list(folder.glob('web-*')))}.out"
         command = [sys.executable, "-m", "holdfast", "web", *flags]
         with open(self.said, "wb") as out:
             self.process = subprocess.Popen(

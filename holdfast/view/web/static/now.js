@@ -126,6 +126,7 @@ function figureStrip() {
 
 function attentionOf({ status }) {
   const found = [];
+  if (status.state === "lost") found.push(["bad", "No process runs this job, and it has not ended: its launcher was killed or its machine went down. Start it again with the same name to go on."]);
   if (status.reason && status.exit_code !== 0) found.push(["bad", status.reason]);
   if (status.suspicion) found.push(["warn", status.suspicion.line]);
   for (const each of status.checkpoints ?? []) {
