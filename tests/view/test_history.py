@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from journals import home_with, simulated
 
 from holdfast.coordinator.journal import replay_spans
-from holdfast.core.ledger.books import Ledger
+from holdfast.core.ledger.books import Account, Ledger
 from holdfast.messages.reports import Booking
 from holdfast.messages.units import Rank, RoundNumber, StepNumber, Time
 from holdfast.view.follower import Follower
@@ -205,6 +205,15 @@ def test_ranks_of_a_large_job_are_answered_in_groups(monkeypatch: pytest.MonkeyP
             for cause, share in span.shares.items():
                 shown[cause] += share * (span.end - span.begin)
         assert shown == pytest.approx({"productive": 100.0, "stop": 50.0, "init": 50.0}, abs=1.0)
+
+
+def test_what_is_not_booked_yet_counts_until_now() -> None:
+    accounts = {Rank(0): Account(Time(0.0), Time(0.0), "start")}
+    timeline = Timeline(0.0, accounts)
+    assert timeline.ranks == 1
+    assert timeline.seconds(0.0, 8.0, 2, 8.0) == [{"start": 4.0}, {"start": 4.0}]
+    (lane,) = timeline.lanes(0.0, 8.0, 10, [RankBlock("rank 0", 0, 1)], 8.0)
+    assert [tuple(span) for span in lane.spans] == [(0.0, 8.0, {"start": 1.0})]
 
 
 def booked(rank: int, begin: float, end: float, cause: str) -> Booking:

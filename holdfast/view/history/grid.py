@@ -9,6 +9,7 @@ between is noted as one rank more from here and one less from there.
 from __future__ import annotations
 
 from array import array
+from itertools import accumulate
 
 from holdfast.messages.units import Seconds
 
@@ -31,11 +32,27 @@ class CauseGrid:
         self._whole: dict[int, array[float]] = {}
         """Change of the number of ranks that spend a whole bucket on the cause."""
 
+    @classmethod
+    def columns(cls, since: float, until: float, count: int) -> CauseGrid:
+        """Make a grid that divides a time into so many equal parts; nothing later may be added."""
+        grid = cls(since, count)
+        grid.width = (until - since) / count
+        return grid
+
+    def parts(self) -> list[dict[int, Seconds]]:
+        """Return the rank-seconds by cause of each bucket."""
+        found: list[dict[int, Seconds]] = [{} for _ in range(self._buckets)]
+        for cause, row in self.seconds().items():
+            for part, seconds in zip(found, row, strict=True):
+                if seconds > 1e-9:
+                    part[cause] = seconds
+        return found
+
     def add(self, begin: float, end: float, cause: int, ranks: float = 1.0) -> None:
         begin = max(begin, self.begin)
         if end <= begin:
             return
-        while end > self.begin + self._buckets * self.width:
+        while end > self.begin + self._buckets * self.width * (1 + 1e-12):
             self._widen()
         self._end = max(self._end, end)
         if cause not in self._partial:
@@ -66,10 +83,16 @@ class CauseGrid:
                 into = mine.setdefault(cause, self._row())
                 mine[cause] = array("d", map(float.__add__, into, row))
 
-    def seconds(self) -> dict[int, list[Seconds]]:
-        """Return the rank-seconds of each bucket, by cause."""
+    def seconds(self, count: int | None = None) -> dict[int, list[Seconds]]:
+        """Return the rank-seconds of each of the first buckets, by cause."""
+        width = self.width
         return {
-            cause: _summed(partial, self._whole[cause], self.width)
+            cause: [
+                seconds + ranks * width
+                for seconds, ranks in zip(
+                    partial[:count], accumulate(self._whole[cause][:count]), strict=True
+                )
+            ]
             for cause, partial in self._partial.items()
         }
 
@@ -83,12 +106,19 @@ class CauseGrid:
             return parts
         first = max(0, int((since - self.begin) / self.width))
         last = min(self._buckets, int((until - self.begin) / self.width) + 1)
-        for cause, row in self.seconds().items():
+        scale, origin = self.width / step, (self.begin - since) / step
+        stop = (self._end - since) / step
+        for cause, row in self.seconds(last).items():
             for bucket in range(first, last):
-                if row[bucket] > 0:
-                    begin = self.begin + bucket * self.width
-                    width = min(self.width, self._end - begin)
-                    spread(parts, cause, row[bucket], (begin - since) / step, width / step)
+                seconds = row[bucket]
+                if seconds > 0:
+                    begin = origin + bucket * scale
+                    width = min(scale, stop - begin)
+                    part = int(begin)
+                    if begin >= 0 and begin + width <= part + 1 <= count:
+                        parts[part][cause] = parts[part].get(cause, 0.0) + seconds
+                    else:
+                        spread(parts, cause, seconds, begin, width)
         return parts
 
     def _row(self) -> array[float]:
@@ -101,14 +131,6 @@ class CauseGrid:
             self._partial[cause] = array("d", halved + [0.0] * (self._buckets - len(halved)))
             self._whole[cause] = self._row()
         self.width *= 2
-
-
-def _summed(partial: array[float], whole: array[float], width: Seconds) -> list[Seconds]:
-    found, ranks = [], 0.0
-    for seconds, change in zip(partial, whole, strict=True):
-        ranks += change
-        found.append(seconds + ranks * width)
-    return found
 
 
 def spread(

@@ -18,7 +18,7 @@ from holdfast.core.ledger.books import Account
 from holdfast.messages.records import Cause
 from holdfast.messages.reports import Booking
 from holdfast.messages.units import Rank, Seconds
-from holdfast.view.history.grid import CauseGrid, spread
+from holdfast.view.history.grid import CauseGrid
 from holdfast.view.history.lanes import (
     AWAY,
     CAUSE_NAMES,
@@ -26,7 +26,6 @@ from holdfast.view.history.lanes import (
     Lane,
     LaneSpan,
     coarse,
-    cut,
 )
 
 MOST_SPANS = 3_000_000
@@ -34,14 +33,14 @@ MOST_SPANS = 3_000_000
 MOST_OF_LANE = 1 << 18
 LEAST_OF_LANE = 64
 BUCKETS = 2048
-GROUPS = 128
+GROUPS = 64
 """Groups of ranks that a large job is divided into, at most."""
-GROUP_BUCKETS = 512
-ONE_BY_ONE = 256
+GROUP_BUCKETS = 256
+ONE_BY_ONE = 128
 """Ranks up to which an answer is made from their lanes."""
 HELD_S: Seconds = 300.0
 """A span that lasts is told to the grids this often."""
-MOST_ANSWERED = 40_000
+MOST_ANSWERED = 12_000
 """Spans of an answer, at most."""
 
 Fold = Literal["rank", "node"]
@@ -89,7 +88,7 @@ class Timeline:
     @property
     def ranks(self) -> int:
         """Ranks that there ever were at the same time."""
-        return len(self._lanes)
+        return max(len(self._lanes), len(self._accounts))
 
     # ---- collecting ----
 
@@ -159,7 +158,7 @@ class Timeline:
     ) -> list[dict[Cause, Seconds]]:
         """Return the rank-seconds of a time by cause, divided into so many equal parts."""
         parts = self._total.between(since, until, count)
-        self._add_untold(parts, since, until, range(len(self._lanes)), now)
+        self._add_untold(parts, since, until, range(self.ranks), now)
         return [_named(one) for one in parts]
 
     def lanes(
@@ -189,14 +188,13 @@ class Timeline:
             if len(spans) > width:
                 spans = list(coarse(spans, 2 * (until - since) / width))
             return _without_gaps(spans)
-        parts: list[dict[int, Seconds]] = [{} for _ in range(width)]
-        step = (until - since) / width
+        columns = CauseGrid.columns(since, until, width)
         for rank in range(block.first_rank, block.first_rank + block.ranks):
             for span in self._spans(rank, since, until, now):
-                begin, length = (span.begin - since) / step, (span.end - span.begin) / step
+                length = span.end - span.begin
                 for cause, seconds in span.parts.items():
-                    spread(parts, cause, seconds, begin, length)
-        return _rows(parts, since, step)
+                    columns.add(span.begin, span.end, cause, seconds / length)
+        return _rows(columns.parts(), since, (until - since) / width)
 
     def _spans(self, rank: int, since: float, until: float, now: float) -> Iterator[LaneSpan]:
         """Yield what one rank did, as far as it is known, until now."""
@@ -239,16 +237,20 @@ class Timeline:
         now: float,
     ) -> None:
         """Add what the grids have not been told of these ranks."""
-        step = (until - since) / len(parts)
-        if step <= 0:
+        if until <= since:
             return
+        columns = CauseGrid.columns(since, until, len(parts))
+        lanes, told = self._lanes, self._told
         for rank in ranks:
-            for span in self._spans(rank, self._told[rank], now, now):
-                if span.begin < until and span.end > since:
-                    one = cut(span, since, until)
-                    begin, length = (one.begin - since) / step, (one.end - one.begin) / step
-                    for cause, seconds in one.parts.items():
-                        spread(parts, cause, seconds, begin, length)
+            last = lanes[rank].last() if rank < len(lanes) else None
+            if last is not None and last[1] > told[rank] and last[2] != AWAY:
+                columns.add(told[rank], min(last[1], until), last[2])
+            account = self._accounts.get(Rank(rank))
+            if account is not None and account.cursor < now:
+                columns.add(account.cursor, min(now, until), CAUSE_NUMBERS[account.cause])
+        for part, more in zip(parts, columns.parts(), strict=True):
+            for cause, seconds in more.items():
+                part[cause] = part.get(cause, 0.0) + seconds
 
 
 def _rows(parts: list[dict[int, Seconds]], since: float, step: Seconds) -> Iterator[LaneSpan]:

@@ -28,7 +28,7 @@ MOST_INCIDENTS: Final = 2000
 MOST_SAVES: Final = 300
 
 
-def now(follower: Follower) -> dict[str, Any]:
+def now(follower: Follower, lost_today_s: float) -> dict[str, Any]:
     """Where the job stands."""
     job, at, alive = follower.job, follower.now, follower.alive
     status = to_builtins(report.status(job, at, alive, with_nodes=False))
@@ -42,7 +42,7 @@ def now(follower: Follower) -> dict[str, Any]:
         "goodput": {
             "goodput": goodput.goodput,
             "lost_s": lost,
-            "lost_today_s": lost_today(follower, at),
+            "lost_today_s": lost_today_s,
             "unknown_since": goodput.unknown_since,
         },
         "map": {"nodes": rankmap.nodes(job), "ranks": rankmap.ranks(job)},
@@ -53,8 +53,9 @@ def now(follower: Follower) -> dict[str, Any]:
     return answer
 
 
-def lost_today(follower: Follower, at: float) -> float:
+def lost_today(follower: Follower) -> float:
     """Rank-seconds since midnight that were not productive."""
+    at = follower.now
     midnight = time.mktime((*time.localtime(at)[:3], 0, 0, 0, 0, 0, -1))
     since = max(midnight, follower.job.opened_at)
     if at <= since:

@@ -25,6 +25,7 @@ SLICE_S: Final[Seconds] = 0.03
 """How long a catch-up may keep others waiting."""
 IDLE_S: Final[Seconds] = 300.0
 """A job that nobody has asked for in this time is closed."""
+LOST_RANKS_PER_S: Final = 1000
 AGAIN_S: Final[Seconds] = 1.0
 """Pause before a journal that could not be read is read again."""
 
@@ -51,6 +52,7 @@ class WatchedJob:
         self.version = 0
         """Counts changes of any kind."""
         self._now: tuple[int, dict[str, Any]] | None = None
+        self._lost: tuple[float, float] | None = None
         self._changed = asyncio.Event()
         self._task = asyncio.get_running_loop().create_task(self._keep_up())
 
@@ -78,8 +80,15 @@ class WatchedJob:
     def told_now(self) -> dict[str, Any]:
         """Where the job stands, made once for each change."""
         if self._now is None or self._now[0] != self.version:
-            self._now = (self.version, answers.now(self.follower))
+            self._now = (self.version, answers.now(self.follower, self._lost_today()))
         return self._now[1]
+
+    def _lost_today(self) -> float:
+        """What was lost today; it is added up the more seldom the more ranks there are."""
+        now, every_s = time.monotonic(), self.follower.history.timeline.ranks / LOST_RANKS_PER_S
+        if self._lost is None or now - self._lost[0] > every_s:
+            self._lost = (now, answers.lost_today(self.follower))
+        return self._lost[1]
 
     async def changed(self, since: int) -> int:
         """Wait for a version other than that; return it."""
