@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-platforms lint unit fuzz sim bench clean
+.PHONY: demo test test-platforms test-browser lint unit fuzz sim bench clean
 
 demo: $(VENV)/.ready
 	@$(BIN)/python examples/demo.py
@@ -29,6 +29,16 @@ test-platforms: $(VENV)/.ready
 	@$(PIP) -e '.[dev,ray,kubernetes]' \
 		|| echo "test-platforms: packages for Ray or Kubernetes are missing; their tests are skipped"
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q -rs -m platform
+
+# The page of `holdfast web` in a real browser. Pictures of every view are left in .browser/pictures.
+test-browser: $(VENV)/.ready
+	@command -v chromium >/dev/null || test "$$(id -u)" = 0 \
+		|| { echo "chromium is missing, and only root can install it: apt-get install chromium"; exit 1; }
+	@command -v chromium >/dev/null || apt-get install -y -qq chromium
+	@$(PIP) -e '.[dev,web]' playwright
+	@test -d .browser/node_modules/axe-core || ! command -v npm >/dev/null \
+		|| npm install --silent --no-audit --no-fund --prefix .browser axe-core@4
+	$(BIN)/python -m pytest -q -m browser tests/view/browser
 
 # Thousands of small jobs in chaos, then a thousand nodes for a day; about half an hour.
 sim: $(VENV)/.ready
