@@ -16,10 +16,11 @@ from holdfast.core.replay import Entry
 from holdfast.core.stragglers import windows as stragglers
 from holdfast.core.stragglers.windows import Stragglers
 from holdfast.messages.actions import AnyAction
-from holdfast.messages.events import Progress
+from holdfast.messages.events import NodeSampled, Progress
 from holdfast.messages.reports import Booking
 from holdfast.messages.units import NodeId, RoundNumber, Time
 from holdfast.view.history.checkpoints import CheckpointHistory
+from holdfast.view.history.nodes import Seats, UsageHistory
 from holdfast.view.history.series import Series
 from holdfast.view.history.stories import Stories
 from holdfast.view.history.timeline import Timeline
@@ -51,6 +52,8 @@ class JobHistory:
         self.speed: Series[SpeedPoint] = Series()
         self.scores: dict[NodeId, Series[float]] = {}
         """Lowest score of each node's ranks."""
+        self.seats = Seats()
+        self.usage = UsageHistory()
         self.rounds: list[tuple[Time, RoundNumber]] = []
         """When each round was frozen."""
         self._window_opened: Time | None = None
@@ -61,8 +64,12 @@ class JobHistory:
         self.checkpoints.hear(job, entry, actions)
         if job.membership.round and (not self.rounds or self.rounds[-1][1] != job.membership.round):
             self.rounds.append((entry.at, job.membership.round))
+            if job.world is not None:
+                self.seats.begin_round(job.world, entry.at)
         if isinstance(entry.event, Progress):
             self._progressed(job, entry.at)
+        elif isinstance(entry.event, NodeSampled):
+            self.usage.add(entry.event.node, entry.event.at, entry.event.usage)
 
     def settle(self) -> None:
         """Take in what the ledger has booked since the last time."""
