@@ -16,6 +16,7 @@ COMMANDS = {
     "status": "state of a job: round, step, speed, nodes",
     "incidents": "each fault of a job: what, where, what was done, seconds lost by phase",
     "goodput": "seconds of every rank by cause",
+    "metrics": "a job's numbers for Prometheus and OpenTelemetry",
     "trace": "a job as a file that Perfetto opens: what every rank did, incidents, saves",
     "check": "health checks of this node: processors, memory, disks, GPUs, network",
     "data": "which records of its data sets a job has used, and whether each was used once",

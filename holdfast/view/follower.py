@@ -172,6 +172,12 @@ class Follower:
         at = self._following.snapshot.at
         return Time(max(time.time(), at)) if self.alive and not self.behind else at
 
+    @property
+    def known_until(self) -> Time:
+        """Time of the newest event that was taken in."""
+        assert self._following.snapshot is not None
+        return self._following.snapshot.at
+
     def status(self) -> StatusReport:
         return report.status(self.job, self.now, self.alive)
 
