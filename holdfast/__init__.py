@@ -19,6 +19,7 @@ the job's coordinator, and raise `holdfast.errors.NotUnderHoldfast` where there 
     if tally.all_yes:
         holdfast.stop_job("converged", code=0)
     holdfast.exclude_this_node("its GPU throttles")
+    holdfast.scale((4, 8))           # another number of nodes
 
 `holdfast.data` loads each record of a data set exactly once an epoch, whatever dies.
 
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from holdfast.worker.api import rank_info as rank_info
     from holdfast.worker.api import restarts as restarts
     from holdfast.worker.api import round as round
+    from holdfast.worker.api import scale as scale
     from holdfast.worker.api import section as section
     from holdfast.worker.api import stop_job as stop_job
     from holdfast.worker.api import store as store
@@ -84,6 +86,7 @@ _HOMES = {
     "rank_info": "holdfast.worker.api",
     "restarts": "holdfast.worker.api",
     "round": "holdfast.worker.api",
+    "scale": "holdfast.worker.api",
     "section": "holdfast.worker.api",
     "stop_job": "holdfast.worker.api",
     "store": "holdfast.worker.api",
@@ -117,6 +120,7 @@ __all__ = [
     "rank_info",
     "restarts",
     "round",
+    "scale",
     "section",
     "stop_job",
     "store",

@@ -264,6 +264,15 @@ def at_port(port: int) -> JobHome | None:
     return None
 
 
+def shared_at(name: str, port: int) -> JobHome | None:
+    """The home of this job, of a coordinator with this port that may be on another machine."""
+    home = home_of(name)
+    try:
+        return home if home.has_job_file() and home.read_job_file().port == port else None
+    except JobError:  # Damaged, or set aside at this moment.
+        return None
+
+
 def find(name: str | None) -> JobHome:
     """Find the home of a job by its name, or of the newest job."""
     jobs = _jobs()
@@ -294,6 +303,11 @@ def _meant(name: str, jobs: Path) -> str:
 def home_of(name: str) -> JobHome:
     """The home of a job of this name. A path is no name, and is refused."""
     return JobHome(_jobs() / run_id(name, "job"))
+
+
+def homes() -> list[JobHome]:
+    """The homes of all jobs of this machine, in no order."""
+    return [JobHome(path) for path in _homes(_jobs())]
 
 
 def _jobs() -> Path:

@@ -10,11 +10,13 @@ from holdfast.errors import HoldfastError
 
 COMMANDS = {
     "run": "start a training script, in place of torchrun, and keep it going",
-    "up": "run a job of several nodes on this machine, which come and go as on a cluster",
+    "up": "run a job whose nodes come and go: on this machine, or in an allocation of Slurm",
+    "submit": "submit a job to a cluster, where it runs by itself",
     "coordinator": "run a job's coordinator alone, for nodes that join with --coordinator",
     "config": "every setting, its value and which flag, variable or file it came from",
     "status": "state of a job: round, step, speed, nodes",
     "incidents": "each fault of a job: what, where, what was done, seconds lost by phase",
+    "web": "show jobs in a browser: timeline, goodput, incidents, checkpoints, nodes",
     "goodput": "seconds of every rank by cause",
     "metrics": "a job's numbers for Prometheus and OpenTelemetry",
     "trace": "a job as a file that Perfetto opens: what every rank did, incidents, saves",

@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from holdfast.clock import JobClock
 from holdfast.coordinator import admission, greeting
@@ -39,7 +38,12 @@ from holdfast.coordinator.memories import Memories
 from holdfast.coordinator.stream import Stream
 from holdfast.coordinator.supply import SupplierStream
 from holdfast.coordinator.tune_requests import TuneRequests
-from holdfast.coordinator.wishes import refusal_of_scale, scale_line
+from holdfast.coordinator.wishes import (
+    exclusion_line,
+    refusal_of_exclusion,
+    save_line,
+    scale_line,
+)
 from holdfast.core import job as jobs
 from holdfast.core import leases, report
 from holdfast.core.chaos import plans as chaos
@@ -49,6 +53,7 @@ from holdfast.core.job import Job
 from holdfast.core.leases import Leases
 from holdfast.core.patience import beat_s, silence_s
 from holdfast.core.replay import Entry, Intake, JobSnapshot
+from holdfast.core.supply import rules as supply
 from holdfast.core.tuning import wording as tuning
 from holdfast.core.tuning.state import Tunings
 from holdfast.errors import JobUnknown
@@ -72,7 +77,9 @@ from holdfast.messages.events import (
     JobOpened,
     JobStopAsked,
     LeaseEnded,
+    NodeExcludeAsked,
     NodeResumed,
+    SaveAsked,
     ScaleAsked,
     SilenceRaised,
     StreamEnded,
@@ -87,17 +94,21 @@ from holdfast.messages.units import NodeId, RoundNumber, Seconds, Time
 from holdfast.messages.wire import (
     Ack,
     AskEvents,
+    AskExclude,
     AskFault,
     AskHang,
+    AskSave,
     AskScale,
     AskStatus,
     AskStop,
     AskTune,
     Beat,
+    ExcludeTaken,
     HangNoted,
     Hello,
     Lease,
     Rejected,
+    SaveTaken,
     ScaleTaken,
     Sent,
     StatusTold,
@@ -381,6 +392,10 @@ class Coordinator:
             self._asked_to_scale(stream, visit.question)
         elif isinstance(visit.question, AskStop):
             self._asked_to_stop(stream, visit.question)
+        elif isinstance(visit.question, AskExclude):
+            self._asked_to_exclude(stream, visit.question)
+        elif isinstance(visit.question, AskSave):
+            self._asked_to_save(stream, visit.question)
         elif isinstance(visit.question, AskEvents):
             self._event_requests.add(visit.question, stream.answer)
         else:
@@ -404,9 +419,8 @@ class Coordinator:
         if job is None:
             stream.answer(Rejected(reason=NOT_BEGUN))
             return
-        status = report.status(job, now, alive=True)
-        if len(job.ranks) > STATUS_RANKS:
-            status = replace(status, nodes=[])
+        few = len(job.ranks) <= STATUS_RANKS
+        status = report.status(job, now, alive=True, with_nodes=few)
         told = StatusTold(
             status=status,
             goodput=report.goodput(job, now),
@@ -419,7 +433,7 @@ class Coordinator:
         job = self.job
         wrong = OVER_OR_NOT_BEGUN
         if job is not None and job.result is None:
-            wrong = refusal_of_scale(job, question)
+            wrong = supply.refusal(job.terms, question.min_nodes, question.max_nodes)
         if wrong or job is None:
             stream.answer(Rejected(reason=wrong))
             return
@@ -446,6 +460,36 @@ class Coordinator:
         self._post(Arrival(asked))
         stream.answer(StopTaken(line=f"job {self.name} is being ended: {question.reason}"))
 
+    def _asked_to_exclude(self, stream: Stream, question: AskExclude) -> None:
+        """Somebody does not want a node."""
+        job = self.job
+        wrong = OVER_OR_NOT_BEGUN
+        if job is not None and job.result is None:
+            wrong = refusal_of_exclusion(job, question)
+        if wrong or job is None:
+            stream.answer(Rejected(reason=wrong))
+            return
+        line = exclusion_line(job, question)
+        asked = NodeExcludeAsked(
+            at=self.clock.now(), node=question.node, reason=question.reason, by=question.by
+        )
+        self._post(Arrival(asked))
+        stream.answer(ExcludeTaken(line=line))
+
+    def _asked_to_save(self, stream: Stream, question: AskSave) -> None:
+        """Somebody wants what is in memory on storage."""
+        job = self.job
+        if job is None or job.result is not None:
+            stream.answer(Rejected(reason=OVER_OR_NOT_BEGUN))
+            return
+        line = save_line(job)
+        if not line:
+            reason = "no snapshot in memory is newer than what storage has; see `holdfast status`"
+            stream.answer(Rejected(reason=reason))
+            return
+        self._post(Arrival(SaveAsked(at=self.clock.now(), by=question.by)))
+        stream.answer(SaveTaken(line=line))
+
     def _asked_for_fault(self, stream: Stream, question: AskFault) -> None:
         """A user requests a fault."""
         job, injection = self.job, question.injection
@@ -458,7 +502,7 @@ class Coordinator:
             stream.answer(Rejected(reason=wrong))
             return
         number = self._fault_requests.add(stream.answer)
-        asked = FaultAsked(at=self.clock.now(), injection=injection, visit=number)
+        asked = FaultAsked(at=self.clock.now(), injection=injection, visit=number, by=question.by)
         self._post(Arrival(asked))
 
     def _asked_to_tune(self, stream: Stream, question: AskTune) -> None:

@@ -54,8 +54,9 @@ REPORTED_WITHIN_S: Seconds = 3.0
 """Agents report finished steps every second, and a journal is read a little later."""
 
 
-def status(job: Job, now: Time, alive: bool) -> StatusReport:
-    """Report where the job stands. `alive` says whether a process still runs it."""
+def status(job: Job, now: Time, alive: bool, with_nodes: bool = True) -> StatusReport:
+    """Report where the job stands. `alive` says whether a process still runs it. The nodes of a large
+    job cost most of it, and can be left out."""
     state = _state(job, alive)
     end = job.result
     no_step_s = _no_step_s(job, now) if state == "running" else None
@@ -71,7 +72,7 @@ def status(job: Job, now: Time, alive: bool) -> StatusReport:
         speed_stable=speed is not None and speed.stable,
         wall_s=round(_until(job, now) - job.opened_at, 3),
         restarts=job.recovery.history.restarts,
-        nodes=_nodes(job),
+        nodes=_nodes(job) if with_nodes else [],
         checkpoints=_checkpoints(job),
         excluded=job.membership.excluded,
         faults=_faults(job),
@@ -333,7 +334,7 @@ def _nodes(job: Job) -> list[NodeReport]:
             NodeReport(
                 node=node,
                 host=candidate.spec.host,
-                state=_node_state(job, node),
+                state=node_state(job, node),
                 ranks=ranks.get(node, []),
                 overload=str(overload) if overload is not None and node in ranks else None,
                 usage=sample.usage if sample is not None else None,
@@ -343,7 +344,7 @@ def _nodes(job: Job) -> list[NodeReport]:
     return found
 
 
-def _node_state(job: Job, node: NodeId) -> NodeState:
+def node_state(job: Job, node: NodeId) -> NodeState:
     check = job.of(Checking).check
     if check is not None and node in check.owed:
         return "testing"

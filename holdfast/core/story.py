@@ -35,16 +35,23 @@ class Recorder:
     def __init__(self) -> None:
         self.handled: list[Handled] = []
         self._closed_by: dict[int, int] = {}
+        self._open: set[int] = set()
+        self._known = 0
 
     def begin(self, job: Job) -> None:
         self.handled.clear()
         self._closed_by.clear()
+        self._open.clear()
+        self._known = 0
 
     def hear(self, job: Job, entry: Entry, actions: Sequence[AnyAction]) -> None:
         self.handled.append(Handled(job.events, entry, tuple(actions)))
-        for incident in job.incidents[-2:]:
-            if incident.closed_at is not None:
-                self._closed_by.setdefault(incident.id, job.events)
+        self._open |= {incident.id for incident in job.incidents[self._known :]}
+        self._known = len(job.incidents)
+        for number in list(self._open):
+            if job.incidents[number - 1].closed_at is not None:
+                self._open.discard(number)
+                self._closed_by[number] = job.events
 
     def story(self, job: Job, number: int) -> list[StoryStep]:
         """Tell the story of the incident of that number."""

@@ -321,6 +321,20 @@ class ScaleAsked(Event, frozen=True, kw_only=True):
     by: Word = ""
 
 
+class NodeExcludeAsked(Event, frozen=True, kw_only=True):
+    """Somebody wants the job to go on without a node, and not to let its host in again."""
+
+    node: NodeId
+    reason: Text
+    by: Word = ""
+
+
+class SaveAsked(Event, frozen=True, kw_only=True):
+    """Somebody wants the newest snapshots in memory on storage now."""
+
+    by: Word = ""
+
+
 class JobStopAsked(Event, frozen=True, kw_only=True):
     """Somebody wants the whole job to end: a person, or a platform that takes its nodes back."""
 
@@ -452,6 +466,7 @@ class FaultAsked(Event, frozen=True, kw_only=True):
     injection: Injection
     visit: Int64 = 0
     """Number of the request, which waits for an answer."""
+    by: Word = ""
 
 
 class FaultTold(Event, frozen=True, kw_only=True):
@@ -552,6 +567,8 @@ AnyEvent = (
     | NodesSighted
     | RequestsRefused
     | ScaleAsked
+    | NodeExcludeAsked
+    | SaveAsked
     | JobStopAsked
     | JobRequeued
     | NodeTested

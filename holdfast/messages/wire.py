@@ -69,6 +69,7 @@ class AskFault(Struct, frozen=True, kw_only=True, tag=True):
     """Inject a fault. Answered: FaultTaken, once the nodes have reported, or after a while."""
 
     injection: Injection
+    by: Word = ""
 
 
 class AskHang(Struct, frozen=True, kw_only=True, tag=True):
@@ -113,6 +114,20 @@ class AskStop(Struct, frozen=True, kw_only=True, tag=True):
     by: Word = ""
 
 
+class AskExclude(Struct, frozen=True, kw_only=True, tag=True):
+    """Go on without a node, whose host is not let in again. Answered: ExcludeTaken, or Rejected."""
+
+    node: NodeId
+    reason: Text
+    by: Word = ""
+
+
+class AskSave(Struct, frozen=True, kw_only=True, tag=True):
+    """Write the newest snapshots in memory to storage now. Answered: SaveTaken, or Rejected."""
+
+    by: Word = ""
+
+
 class AskEvents(Struct, frozen=True, kw_only=True, tag=True):
     """Ask for what the journal has after the event of a number. Answered: EventsTold, at once if there
     is anything, else when there is, or after a while without."""
@@ -122,7 +137,18 @@ class AskEvents(Struct, frozen=True, kw_only=True, tag=True):
     """Id of the job that the asker knows; of another one it is told from the first event."""
 
 
-Question = AskWhy | AskFault | AskHang | AskTune | AskStatus | AskScale | AskStop | AskEvents
+Question = (
+    AskWhy
+    | AskFault
+    | AskHang
+    | AskTune
+    | AskStatus
+    | AskScale
+    | AskStop
+    | AskExclude
+    | AskSave
+    | AskEvents
+)
 
 
 class Visit(Struct, frozen=True, kw_only=True, tag=True):
@@ -172,6 +198,14 @@ class ScaleTaken(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class StopTaken(Struct, frozen=True, kw_only=True, tag=True):
+    line: str
+
+
+class ExcludeTaken(Struct, frozen=True, kw_only=True, tag=True):
+    line: str
+
+
+class SaveTaken(Struct, frozen=True, kw_only=True, tag=True):
     line: str
 
 
@@ -297,6 +331,8 @@ ToVisitor = (
     | StatusTold
     | ScaleTaken
     | StopTaken
+    | ExcludeTaken
+    | SaveTaken
     | EventsTold
     | Rejected
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import ssl
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -19,26 +19,46 @@ LIMIT_S = 10.0
 T = TypeVar("T", bound=msgspec.Struct)
 
 
+class Coordinates(NamedTuple):
+    """Where a job's coordinator is, and what it wants to be shown."""
+
+    job: str
+    host: str
+    port: int
+    token: str
+    tls: TlsFiles | None = None
+
+
 def ask(home: JobHome, question: Question, answer: type[T], tls: TlsFiles | None = None) -> T:
     """Get the coordinator's answer; raise JobError if the job is over or refuses."""
+    return ask_at(coordinates(home, tls), question, answer)
+
+
+def coordinates(home: JobHome, tls: TlsFiles | None) -> Coordinates:
+    """Say where a job of this machine has its coordinator; JobError if it does not run."""
     if not home.alive():
         raise JobError(f"job {home.name} does not run; see `holdfast incidents {home.name}`")
     content = home.read_job_file()
-    address = (content.host, content.port)
-    visit = Visit(protocol=PROTOCOL, token=content.token, question=question)
+    return Coordinates(home.name, content.host, content.port, content.token, tls)
+
+
+def ask_at(where: Coordinates, question: Question, answer: type[T]) -> T:
+    """Get the answer of a coordinator that may be anywhere."""
+    visit = Visit(protocol=PROTOCOL, token=where.token, question=question)
     try:
-        told = _exchange(address, visit, tls)
+        told = _exchange((where.host, where.port), visit, where.tls)
     except OSError as error:
         reason = explained(error) if isinstance(error, ssl.SSLError) else error
-        where = f"{address[0]}:{address[1]}"
         raise JobError(
-            f"job {home.name}: no answer from its coordinator at {where}: {reason}"
+            f"job {where.job}: no answer from its coordinator at {where.host}:{where.port}: {reason}"
         ) from None
     if isinstance(told, Rejected):
-        raise JobError(f"job {home.name}: {told.reason}")
+        raise JobError(f"job {where.job}: {told.reason}")
     if not isinstance(told, answer):
-        hint = "; if the job uses TLS, give --tls-cert, --tls-key, --tls-ca" if tls is None else ""
-        raise JobError(f"job {home.name}: its coordinator closed the connection{hint}")
+        hint = ""
+        if where.tls is None:
+            hint = "; if the job uses TLS, give --tls-cert, --tls-key, --tls-ca"
+        raise JobError(f"job {where.job}: its coordinator closed the connection{hint}")
     return told
 
 

@@ -250,6 +250,19 @@ def stop_job(reason: str, code: int = EXIT_DO_NOT_REQUEUE) -> None:
     _worker("stop_job").requests.ask(messages.StopJob(reason=reason, code=code))
 
 
+def scale(nodes: int | tuple[int, int], spares: int | None = None) -> None:
+    """Want another number of `nodes` for this job, or a range of them, and so many `spares`.
+
+    The call returns when the coordinator has taken it. What is missing is asked for of the platform,
+    and a larger world is formed when it has come; a smaller one is formed at once: this rank is
+    stopped a moment later. Raises `RequestDenied` for numbers that the job cannot have, and
+    `NotUnderHoldfast` outside `holdfast run`.
+    """
+    fewest, most = (nodes, nodes) if isinstance(nodes, int) else nodes
+    request = messages.ChangeNodes(min_nodes=fewest, max_nodes=most, spares=spares)
+    _worker("scale").requests.ask(request)
+
+
 def _worker(function: str) -> runtime.Runtime:
     worker = runtime.current()
     if worker is None:

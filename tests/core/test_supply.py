@@ -5,10 +5,20 @@ from __future__ import annotations
 import pytest
 from driver import Driver
 
+from holdfast.core.supply import rules
 from holdfast.core.supply.state import WantedNode
-from holdfast.messages.actions import AnyAction, CarryOutPlan, Finish
-from holdfast.messages.events import CoordinatorRestarted, NodesSighted, ScaleAsked, SupplierJoined
+from holdfast.messages.actions import Answered, AnyAction, CarryOutPlan, Finish
+from holdfast.messages.events import (
+    Asked,
+    CoordinatorRestarted,
+    NodesSighted,
+    ScaleAsked,
+    SupplierJoined,
+)
+from holdfast.messages.records import Terms
+from holdfast.messages.requests import ChangeNodes, Denied, Granted
 from holdfast.messages.supply import ExitReason, SeenStatus, Sighting, SupplyPlan, SupplyTerms
+from holdfast.messages.units import Rank
 
 
 class Supplied(Driver):
@@ -48,6 +58,19 @@ class Supplied(Driver):
 
     def released(self) -> list[str]:
         return [request for plan in self.plans for request in plan.release]
+
+    def ask(self, rank: int, request: ChangeNodes) -> list[AnyAction]:
+        """A script asks for something."""
+        asked = Asked(
+            at=self.at,
+            node=self.node_of(rank),
+            round=self.round,
+            rank=Rank(rank),
+            channel=0,
+            number=1,
+            request=request,
+        )
+        return self.take_in(asked)
 
     def position(self, number: int) -> WantedNode:
         return self.job.supply.positions[number]
@@ -246,6 +269,51 @@ def test_a_node_that_is_away_for_too_long_is_lost_and_replaced() -> None:
     assert job.released() == ["1-1"]
 
 
+def test_a_position_that_is_wanted_again_never_has_a_name_twice() -> None:
+    """Its first node may still be there, or be remembered by the platform as one that is over."""
+    job = Supplied(min_nodes=1, max_nodes=2)
+    for most in (1, 2):
+        job.take_in(ScaleAsked(at=job.at, min_nodes=1, max_nodes=most))
+        job.tick_all()
+    assert job.asked() == ["0-1", "1-1", "1-2"]
+
+
+def test_what_was_given_up_is_asked_for_under_another_name_when_the_job_is_scaled() -> None:
+    job = Supplied(min_nodes=1, max_nodes=2)
+    job.see("1-1", "failed", reason="fatal")
+    job.take_in(ScaleAsked(at=job.at, min_nodes=1, max_nodes=2))
+    job.tick_all()
+    assert job.asked() == ["0-1", "1-1", "1-2"]
+
+
+def test_a_node_that_was_told_to_leave_and_is_never_heard_of_again_is_released() -> None:
+    """A spare that died: once it was sent away it is no member, and no lease of it ends."""
+    job = Supplied(min_nodes=1, max_nodes=1, spares=1)
+    job.arrive("0-1")
+    job.arrive("1-1")
+    job.take_in(ScaleAsked(at=job.at, min_nodes=1, max_nodes=1, spares=0))
+    job.tick_all()
+    job.after(1).end_lease("node-1-1")
+    job.tick_all()
+    assert job.released() == []
+    job.after(60).tick_all()
+    job.tick_all()
+    assert job.released() == ["1-1"]
+
+
+def test_two_agents_that_come_for_one_given_up_request_are_both_told_to_leave() -> None:
+    job = Supplied(min_nodes=1, max_nodes=1)
+    job.see("0-1", "deleted")
+    for agent in ("a", "b"):
+        told = job.join(agent, host="h", request="0-1")
+        assert [type(one) for one in told if isinstance(one, Finish)] == [Finish]
+        job.tick_all()
+    for agent in ("a", "b"):
+        job.left(agent)
+        job.tick_all()
+    assert job.released() == ["0-1"]
+
+
 def test_a_host_that_broke_is_avoided_from_then_on() -> None:
     job = Supplied(min_nodes=1, max_nodes=2)
     sighting = Sighting(
@@ -275,3 +343,37 @@ def test_the_supplier_of_a_coordinator_that_died_is_away_until_it_is_back() -> N
     assert not job.job.supply.connected
     job.take_in(SupplierJoined(at=job.at, platform="test"))
     assert job.job.supply.connected
+
+
+# ---- another number of nodes ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("fewest", "most"), [(0, 4), (5, 4), (0, 0)])
+def test_impossible_numbers_are_refused(fewest: int, most: int) -> None:
+    assert f"{fewest}:{most}" in rules.refusal(Terms(max_nodes=2), fewest, most)
+
+
+def test_numbers_without_a_whole_unit_between_them_are_refused() -> None:
+    terms = Terms(min_nodes=2, max_nodes=4, node_unit=2)
+    assert "multiple of 2" in rules.refusal(terms, 3, 3)
+    assert rules.refusal(terms, 3, 5) == ""
+
+
+def test_a_script_may_ask_for_more_nodes_and_is_answered() -> None:
+    job = Supplied(min_nodes=1, max_nodes=1)
+    job.arrive("0-1")
+    actions = job.ask(0, ChangeNodes(min_nodes=1, max_nodes=2, spares=1))
+    assert [one.answer for one in actions if isinstance(one, Answered)] == [Granted()]
+    job.tick_all()
+    assert job.asked() == ["0-1", "1-1", "2-1"]
+
+
+def test_a_script_that_asks_for_what_cannot_be_is_told_why_and_nothing_changes() -> None:
+    job = Supplied(min_nodes=1, max_nodes=1)
+    job.arrive("0-1")
+    (told,) = job.ask(0, ChangeNodes(min_nodes=3, max_nodes=2))
+    assert isinstance(told, Answered)
+    assert isinstance(told.answer, Denied)
+    assert "3:2" in told.answer.detail
+    job.tick_all()
+    assert job.asked() == ["0-1"]

@@ -199,7 +199,7 @@ class SlurmCluster:
         self.env["SLURM_CONF"] = str(self.conf)
         self.env["PATH"] = f"{self.env.get('PATH', '/usr/bin:/bin')}:{_SBIN}"
         self._start_munged()
-        self._keep("slurmctld", "-D", "-f", str(self.conf))
+        self.start_controller()
         for name in self.nodes:
             self.start_node(name)
         self.wait_for(
@@ -372,6 +372,16 @@ class SlurmCluster:
         names = ",".join(nodes or self.nodes)
         options = ("--partition=urgent", "--exclusive", f"--nodelist={names}")
         return self.submit(f"sleep {hold_s}", *options)
+
+    # The controller.
+
+    def start_controller(self) -> None:
+        """Start slurmctld, also after it was stopped: it goes on from its saved state."""
+        self._controller = self._keep("slurmctld", "-D", "-f", str(self.conf))
+
+    def stop_controller(self) -> None:
+        """Stop slurmctld as `kill -9` would; nodes and what runs there go on."""
+        end_kept(self._controller[0])
 
     # Nodes.
 

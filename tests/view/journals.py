@@ -36,6 +36,13 @@ def simulated(seed: int = 1, hours: float = 0.2, nodes: int = 4) -> tuple[Entry,
     return tuple(msgspec.json.decode(line[6:], type=Entry) for line in lines)
 
 
+@cache
+def unfinished() -> tuple[Entry, ...]:
+    """The same job up to a moment in which its ranks train."""
+    entries = simulated()
+    return entries[: len(entries) * 4 // 5]
+
+
 def home_with(entries: tuple[Entry, ...], name: str = "j") -> JobHome:
     """A job's home with these events in its journal; HOLDFAST_HOME says where."""
     home = create(name, "train.py")

@@ -25,7 +25,7 @@ from holdfast.core.decisions import (
 )
 from holdfast.core.faults import Fault
 from holdfast.core.machine import NONE, Effects, Machine, on
-from holdfast.core.states import ALWAYS, Ended, Ending, Running
+from holdfast.core.states import ALWAYS, LIVE, Ended, Ending, Running
 from holdfast.core.view import View
 from holdfast.messages.checkpoints import Holder, SnapshotId
 from holdfast.messages.events import (
@@ -34,6 +34,7 @@ from holdfast.messages.events import (
     ImagesHeld,
     NodeResumed,
     RankFilesWritten,
+    SaveAsked,
     SnapshotMissed,
     SnapshotsSealed,
     StoredFound,
@@ -102,6 +103,11 @@ class CommitsMachine(Commits, Machine):
     @on(CheckpointWritten, *ALWAYS)
     def on_checkpoint_written(self, job: View, event: CheckpointWritten, now: Time) -> Effects:
         return self._take_in(job, rules.checkpoint_written(self, event))
+
+    @on(SaveAsked, *LIVE, refusal="the job is ending")
+    def on_save_asked(self, job: View, event: SaveAsked, now: Time) -> Effects:
+        """Write what is newest in memory, as when a round breaks."""
+        return rules.secure(self)
 
     @on(StoredFound, *ALWAYS)
     def on_stored_found(self, job: View, event: StoredFound, now: Time) -> Effects | Refused:

@@ -76,6 +76,15 @@ def rank_ended(commits: Commits, nodes: Mapping[Rank, NodeId], reach: Reach) -> 
     return taken
 
 
+def best(book: Book) -> RestoreCandidate | None:
+    """Find the state that ranks would restore if they asked now; None if there is none."""
+    found = _known(book, memory=True)
+    stored = book.stored
+    if stored is not None:
+        found.append(RestoreCandidate("storage", stored.step, stored.round, 0))
+    return max(found, key=lambda one: one.place, default=None)
+
+
 def _named(step: int | None) -> str:
     return "the newest" if step is None else f"step {step}"
 
@@ -129,19 +138,23 @@ def _refuse(search: Search) -> None:
 def _candidates(book: Book, search: Search) -> list[RestoreCandidate]:
     """The states older than what was tried: the newest first, and of one step memory before
     storage."""
-    memory = [
-        RestoreCandidate("memory", s.id.step, s.id.round, s.world_size)
-        for s in book.snapshots
-        if search.memory and s.counts and s.alive
-    ]
-    storage = [RestoreCandidate("storage", s.step, s.round, s.world_size) for s in book.found]
     last = search.current
     wanted = [
         c
-        for c in (*memory, *storage)
+        for c in _known(book, search.memory)
         if search.step in (None, c.step) and (last is None or c.place < last.place)
     ]
     return sorted(wanted, key=lambda c: c.place, reverse=True)
+
+
+def _known(book: Book, memory: bool) -> list[RestoreCandidate]:
+    found = [
+        RestoreCandidate("memory", s.id.step, s.id.round, s.world_size)
+        for s in book.snapshots
+        if memory and s.counts and s.alive
+    ]
+    found += [RestoreCandidate("storage", s.step, s.round, s.world_size) for s in book.found]
+    return found
 
 
 class _Offers:

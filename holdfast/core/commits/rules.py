@@ -355,6 +355,12 @@ def secure(commits: Commits) -> list[AnyAction]:
     return taken.actions
 
 
+def securable(commits: Commits) -> dict[str, SnapshotId]:
+    """Name what `secure` would write, by checkpointer."""
+    newest = {name: _unstored(book, book.stored) for name, book in commits.books.items()}
+    return {name: found.id for name, found in newest.items() if found is not None}
+
+
 def busy(commits: Commits) -> bool:
     """Whether a snapshot is on its way to storage."""
     return any(b.writing is not None for b in commits.books.values())

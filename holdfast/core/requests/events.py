@@ -5,7 +5,7 @@ Everything that the scripts of a round share ends with the round.
 
 from __future__ import annotations
 
-from holdfast.core.decisions import Asker, EndJob, Exclude, Refused, SendAway
+from holdfast.core.decisions import NOT_A_MEMBER, Asker, EndJob, Exclude, Refused, SendAway
 from holdfast.core.faults import Fault, subject
 from holdfast.core.machine import Effects, Machine, on, tell
 from holdfast.core.requests import pending
@@ -14,7 +14,7 @@ from holdfast.core.requests.pending import Requests
 from holdfast.core.states import ALWAYS, LIVE, Running
 from holdfast.core.view import View, rank_in_force
 from holdfast.messages.actions import Answered
-from holdfast.messages.events import Asked, ExcludeAsked, StopAsked, WorkerExited
+from holdfast.messages.events import Asked, ExcludeAsked, NodeExcludeAsked, StopAsked, WorkerExited
 from holdfast.messages.exits import EXIT_DO_NOT_REQUEUE
 from holdfast.messages.records import JobResult
 from holdfast.messages.requests import AnyAnswer, HeldRequest
@@ -49,6 +49,19 @@ class RequestsMachine(Requests, Machine):
         return [
             Exclude(node=event.node, why=event.reason),
             SendAway(node=event.node, kind="exclude", code=code, why=why),
+        ]
+
+    @on(NodeExcludeAsked, *LIVE, refusal="the job is ending")
+    def on_node_exclude_asked(
+        self, job: View, event: NodeExcludeAsked, now: Time
+    ) -> Effects | Refused:
+        """Go on without a node that a person does not want."""
+        if not job.membership.has(event.node):
+            return NOT_A_MEMBER
+        why = f"excluded by {event.by or 'a user'}: {event.reason}"
+        return [
+            Exclude(node=event.node, why=why),
+            SendAway(node=event.node, kind="exclude", code=EXIT_DO_NOT_REQUEUE, why=why),
         ]
 
     @on(StopAsked, *LIVE, refusal="the job is ending")

@@ -16,7 +16,8 @@ from holdfast.core.replay import Entry
 from holdfast.core.stragglers import windows as stragglers
 from holdfast.core.stragglers.windows import Stragglers
 from holdfast.messages.actions import AnyAction
-from holdfast.messages.events import NodeSampled, Progress
+from holdfast.messages.events import CoordinatorRestarted, HealthFound, NodeSampled, Progress
+from holdfast.messages.health import HealthResult
 from holdfast.messages.reports import Booking
 from holdfast.messages.units import NodeId, RoundNumber, Time
 from holdfast.view.history.checkpoints import CheckpointHistory
@@ -54,8 +55,12 @@ class JobHistory:
         """Lowest score of each node's ranks."""
         self.seats = Seats()
         self.usage = UsageHistory()
+        self.health: dict[NodeId, dict[str, HealthResult]] = {}
+        """What each node's own checks found last, by the name of the check."""
         self.rounds: list[tuple[Time, RoundNumber]] = []
         """When each round was frozen."""
+        self.coordinators = 1
+        """Coordinators that the job has had."""
         self._window_opened: Time | None = None
 
     def hear(self, job: Job, entry: Entry, actions: Sequence[AnyAction]) -> None:
@@ -70,6 +75,11 @@ class JobHistory:
             self._progressed(job, entry.at)
         elif isinstance(entry.event, NodeSampled):
             self.usage.add(entry.event.node, entry.event.at, entry.event.usage)
+        elif isinstance(entry.event, CoordinatorRestarted):
+            self.coordinators += 1
+        elif isinstance(entry.event, HealthFound):
+            found = self.health.setdefault(entry.event.node, {})
+            found.update({result.check: result for result in entry.event.results})
 
     def settle(self) -> None:
         """Take in what the ledger has booked since the last time."""

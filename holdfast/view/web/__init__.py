@@ -1,0 +1,1 @@
+"""The page of `holdfast web` and its API: see `docs/web.md`."""

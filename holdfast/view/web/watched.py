@@ -1,0 +1,162 @@
+"""Keeps a follower for each job that somebody looks at.
+
+A job is opened when it is first asked for and closed when nobody has asked for a while. One task a job
+takes in what is new, in slices, so that the replay of a large journal does not keep others waiting.
+Whoever wants to hear of changes waits for the next one (`changed`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final
+
+from holdfast.errors import HoldfastError, JobError
+from holdfast.jobhome import JobHome, find
+from holdfast.messages.units import Seconds
+from holdfast.view.follower import EventSource, Follower, JournalFile
+from holdfast.view.web import answers
+from holdfast.wire.tls import TlsFiles
+from holdfast.wire.visitors import Coordinates, coordinates
+
+SLICE_S: Final[Seconds] = 0.03
+"""How long a catch-up may keep others waiting."""
+IDLE_S: Final[Seconds] = 300.0
+"""A job that nobody has asked for in this time is closed."""
+AGAIN_S: Final[Seconds] = 1.0
+"""Pause before a journal that could not be read is read again."""
+
+
+class WatchedJob:
+    """A job that somebody looks at."""
+
+    def __init__(
+        self,
+        source: EventSource,
+        home: JobHome | None,
+        coordinates: Callable[[], Coordinates],
+    ) -> None:
+        self.follower = Follower(source)
+        self.home = home
+        """Its home, if it is of this machine."""
+        self.coordinates = coordinates
+        """Where its coordinator can be asked; raises JobError if it does not run."""
+        self.trouble: str | None = None
+        """Why its journal cannot be read; None if it can."""
+        self.used_at = time.monotonic()
+        self.lookers = 0
+        """Streams that are open."""
+        self.version = 0
+        """Counts changes of any kind."""
+        self._now: tuple[int, dict[str, Any]] | None = None
+        self._changed = asyncio.Event()
+        self._task = asyncio.get_running_loop().create_task(self._keep_up())
+
+    @property
+    def name(self) -> str:
+        return self.follower.name
+
+    def close(self) -> None:
+        self._task.cancel()
+        self.follower.close()
+
+    async def opened(self) -> None:
+        """Wait until the journal was read to its end, or for a while if it is long."""
+        deadline = time.monotonic() + 2.0
+        while not self.follower.opened or self.follower.behind:
+            if self.trouble is not None or time.monotonic() > deadline:
+                break
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self.changed(self.version), 0.2)
+        if not self.follower.opened:
+            raise JobError(
+                self.trouble or f"job {self.name} has no events yet; try again in a moment"
+            )
+
+    def told_now(self) -> dict[str, Any]:
+        """Where the job stands, made once for each change."""
+        if self._now is None or self._now[0] != self.version:
+            self._now = (self.version, answers.now(self.follower))
+        return self._now[1]
+
+    async def changed(self, since: int) -> int:
+        """Wait for a version other than that; return it."""
+        while self.version == since:
+            await self._changed.wait()
+        return self.version
+
+    async def _keep_up(self) -> None:
+        alive = self.follower.alive
+        while True:
+            try:
+                news = self.follower.catch_up(SLICE_S)
+                trouble = None
+            except HoldfastError as error:  # A damaged journal: the page says so, and others go on.
+                news, trouble = False, str(error)
+            if news or trouble != self.trouble or self.follower.alive != alive:
+                alive, self.trouble = self.follower.alive, trouble
+                self._tell()
+            if trouble is not None:
+                await asyncio.sleep(AGAIN_S)
+            elif self.follower.behind:
+                await asyncio.sleep(0)
+            else:
+                with suppress(HoldfastError):  # The next catch-up says what it is.
+                    await self.follower.follow()
+
+    def _tell(self) -> None:
+        self.version += 1
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+class WatchedJobs:
+    """All jobs that somebody looks at."""
+
+    def __init__(self, tls: TlsFiles | None, remote: WatchedJob | None = None) -> None:
+        self._tls = tls
+        self._jobs: dict[str, WatchedJob] = {}
+        self._remote = remote
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._jobs
+
+    @property
+    def remote(self) -> WatchedJob | None:
+        """The one job on another machine, if this server shows that."""
+        return self._remote
+
+    async def get(self, name: str) -> WatchedJob:
+        """Find a job by its name; it is opened if it is not open. An unknown one is a JobError."""
+        job = self._jobs.get(name) or self._open(name)
+        job.used_at = time.monotonic()
+        await job.opened()
+        return job
+
+    def _open(self, name: str) -> WatchedJob:
+        if self._remote is not None:
+            if name != self._remote.name:
+                raise JobError(f"no job {name} here; this page shows job {self._remote.name} alone")
+            self._jobs[name] = self._remote
+            return self._remote
+        home = find(name)
+        job = WatchedJob(JournalFile(home), home, lambda: coordinates(home, self._tls))
+        self._jobs[name] = job
+        return job
+
+    async def close_unused(self) -> None:
+        """Close jobs that nobody has asked for in a while; runs until it is cancelled."""
+        while True:
+            await asyncio.sleep(IDLE_S / 10)
+            for name, job in list(self._jobs.items()):
+                unused = not job.lookers and time.monotonic() - job.used_at > IDLE_S
+                if unused and job is not self._remote:
+                    del self._jobs[name]
+                    job.close()
+
+    def close(self) -> None:
+        for job in self._jobs.values():
+            job.close()
+        self._jobs.clear()
