@@ -18,6 +18,7 @@ COMMANDS = {
     "incidents": "each fault of a job: what, where, what was done, seconds lost by phase",
     "web": "show jobs in a browser: timeline, goodput, incidents, checkpoints, nodes",
     "goodput": "seconds of every rank by cause",
+    "report": "a job on one page: HTML, Markdown or JSON, to be mailed or attached to a ticket",
     "metrics": "a job's numbers for Prometheus and OpenTelemetry",
     "trace": "a job as a file that Perfetto opens: what every rank did, incidents, saves",
     "check": "health checks of this node: processors, memory, disks, GPUs, network",
