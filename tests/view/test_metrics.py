@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import metrics_page
 import pytest
 from journals import home_with, simulated
 
@@ -359,3 +360,7 @@ def test_bad_options_are_one_line(home, capsys, words, why) -> None:
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert why in said
+
+
+def test_the_page_lists_them_all() -> None:
+    assert metrics_page.PAGE.read_text() == metrics_page.page(), "python tests/view/metrics_page.py"
