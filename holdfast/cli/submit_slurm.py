@@ -51,14 +51,15 @@ WARN_S = 120
 """Before the time limit: what saving and going back to the queue may take."""
 
 BODY = """
+# Slurm warns this script before the time limit (USR1), and when it is about to be killed (TERM). Then
+# what was trained is saved, and the job ends with 75.
+up=
+trap '[ -z "$up" ] || kill -TERM $up' USR1 TERM
+
 job={job}
 {python} -m holdfast up --on slurm {flags}--job "$job" ${{SLURM_RESTART_COUNT:+--requeued}} \\
     {command} &
 up=$!
-
-# Slurm warns this script before the time limit (USR1), and when it is about to be killed (TERM). Then
-# what was trained is saved, and the job ends with 75.
-trap 'kill -TERM $up' USR1 TERM
 wait $up
 while kill -0 $up 2> /dev/null; do wait $up; done
 wait $up
@@ -153,7 +154,6 @@ def sbatch_options(settings: RunSettings, parsed: argparse.Namespace, output: st
     options = [
         f"--job-name={settings.job or _stem(settings.script)}",
         f"--nodes={fewest}-{most}" if fewest < most else f"--nodes={most}",
-        "--ntasks-per-node=1",
         *(() if "shared" in parsed else ("--exclusive",)),
         "--no-kill",
         "--requeue",

@@ -81,12 +81,13 @@ class SlurmPlatform:
         self._prefix = f"holdfast-{orders.job}-"
         self._jobs: dict[RequestId, tuple[QueuedJob, Sighting]] | None = None
         """What Slurm last said of jobs beyond the allocation; None before it ever did."""
-        self._broken: dict[RequestId, Sighting] = {}
-        """Steps that ended with their host."""
+        self._explained: dict[RequestId, Sighting] = {}
+        """Steps of whose end more is known than an exit code."""
         self._judged: set[RequestId] = set()
         self._told: dict[RequestId, float] = {}
         """When steps were told to leave."""
         self._avoided: dict[str, str] = {}
+        self._complaint = ""
 
     # ---- the four methods ----
 
@@ -98,11 +99,13 @@ class SlurmPlatform:
         except PlatformError as error:
             if self._jobs is None:
                 raise
-            log.warning("%s; going by what it said before", error)
-        judged = [await self._judge(one) for one in steps]
+            if str(error) != self._complaint:
+                log.warning("%s; going by what it said before", error)
+            self._complaint = str(error)
+        judged = await self._judge(steps)
         jobs = {} if self._jobs is None else self._jobs
         names = {one.request for one in judged}
-        return judged + [one for name, (_, one) in jobs.items() if name not in names]
+        return [*judged, *(one for name, (_, one) in jobs.items() if name not in names)]
 
     async def ask(self, wishes: Sequence[NodeWish], avoid: Sequence[Cordon]) -> None:
         """Start steps on hosts that are free, and submit jobs for what is left."""
@@ -182,27 +185,35 @@ class SlurmPlatform:
             request=request, status=status, reason=reason, code=code, host=job.hosts, detail=detail
         )
 
-    async def _judge(self, seen: Sighting) -> Sighting:
-        """Say of a step that failed whether its host did, where Slurm can say so."""
-        if seen.status != "failed" or seen.request in self._judged:
-            return self._broken.get(seen.request, seen)
-        self._judged.add(seen.request)
-        detail = ""
+    async def _judge(self, steps: Sequence[Sighting]) -> Sequence[Sighting]:
+        """Say of steps that are over whether their hosts failed, where Slurm can say so.
+
+        The srun of a host that went down may end with 0: nobody told it of another code.
+        """
+        fresh = [
+            one for one in steps if one.status not in ALIVE and one.request not in self._judged
+        ]
+        self._judged.update(one.request for one in fresh)
         try:
-            states = await self._states([seen.host])
-            down = flags(states.get(seen.host, "")) & BROKEN
-            detail = f"Slurm says that {seen.host} is {' and '.join(sorted(down)).lower()}"
-            if down:
-                one = replace(seen, reason="hardware", code=None, detail=detail)
-                self._broken[seen.request] = one
+            states = await self._states([one.host for one in fresh])
         except PlatformError as error:
-            log.warning("%s; nothing is known of %s", error, seen.host)
-        if seen.code == SRUN_FAILED and seen.request not in self._broken:
-            detail = (
-                f"srun could not start it on {seen.host}: see the output of Slurm job {self._id}"
-            )
-            self._broken[seen.request] = replace(seen, reason="unknown", detail=detail)
-        return self._broken.get(seen.request, seen)
+            log.warning("%s; nothing is known of hosts whose nodes ended", error)
+            states = {}
+        for one in fresh:
+            if down := flags(states.get(one.host, "")) & BROKEN:
+                detail = f"Slurm says that {one.host} is {' and '.join(sorted(down)).lower()}"
+                self._explained[one.request] = Sighting(
+                    request=one.request,
+                    status="failed",
+                    reason="hardware",
+                    host=one.host,
+                    detail=detail,
+                )
+            elif one.code == SRUN_FAILED:
+                output = f"see the output of Slurm job {self._id}"
+                detail = f"srun could not start it on {one.host}: {output}"
+                self._explained[one.request] = replace(one, reason="unknown", detail=detail)
+        return [self._explained.get(one.request, one) for one in steps]
 
     async def _job_fields(self, job: str) -> Mapping[str, str]:
         text = await self._commands.run("scontrol", "show", "job", "--oneliner", job)
@@ -258,15 +269,18 @@ class SlurmPlatform:
 
     async def _not_leaving(self, requests: Sequence[RequestId]) -> Sequence[RequestId]:
         """Return those that do not end by themselves at this moment, as at the end of their job."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + LEAVING_S
-        while True:
+
+        def left() -> Sequence[RequestId]:
             alive = {one.request for one in self._steps.seen() if one.status in ALIVE}
-            left = [request for request in requests if request in alive]
-            if not left or loop.time() >= deadline:
-                return left
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._steps.changed(), deadline - loop.time())
+            return [request for request in requests if request in alive]
+
+        async def all_ended() -> None:
+            while left():
+                await self._steps.changed()
+
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(all_ended(), LEAVING_S)
+        return left()
 
     async def _cancel(self, *words: str) -> None:
         """Run scancel. It also complains of what it has just ended (22.05): that is no error."""
@@ -334,7 +348,7 @@ def step_options(request: RequestId, host: str = "") -> list[str]:
 
 def further_options(fields: Mapping[str, str]) -> list[str]:
     """Options of a further job of one node, like those of the job whose fields these are."""
-    options = ["--nodes=1", "--ntasks-per-node=1", "--no-requeue", "--export=ALL"]
+    options = ["--nodes=1", "--no-requeue", "--export=ALL"]
     for option, field in (
         ("partition", "Partition"),
         ("account", "Account"),

@@ -154,8 +154,8 @@ BROKEN = frozenset({"DOWN", "FAIL", "FAILING", "ERROR", "NOT_RESPONDING"})
 
 def flags(state: str) -> set[str]:
     """Split a node's state, such as "MIXED+DRAIN" or "DOWN*", into its words."""
-    words = set(re.split(r"[+&]", re.sub(r"[^\w+&]+$", "", state.upper())))
-    return words | ({"NOT_RESPONDING"} if state.rstrip("$~#!%@^-").endswith("*") else set())
+    words = set(re.findall(r"\w+", state.upper()))
+    return words | ({"NOT_RESPONDING"} if "*" in state else set())
 
 
 class Meaning(NamedTuple):

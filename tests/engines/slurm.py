@@ -49,6 +49,11 @@ Time limit:
 
 Steps:
 
+- `--nodes=1-3` gets three nodes of four idle ones; with `--ntasks-per-node=1` it gets one.
+- SIGTERM and SIGHUP to srun kill its tasks with SIGKILL ("forcing job termination"); USR1 is passed on.
+  `scancel --signal=TERM J.S` reaches the tasks, and then fails with "Invalid job id specified" (225).
+- `scontrol requeue` within the batch script: with SIGTERM ignored, the script lives on for KillWait and
+  may set `excnodelist`; `starttime=now` at that moment is overwritten when the job's end is complete.
 - Every step that shares the CPUs of another one needs `--overlap`; without it srun waits for them.
 - srun exits with the highest exit code of its tasks (75 stays 75), 137 after a task was killed by
   SIGKILL; with `--kill-on-bad-exit=1` it ended with 143, the code of the tasks that it killed, so the
@@ -380,8 +385,9 @@ class SlurmCluster:
         self._controller = self._keep("slurmctld", "-D", "-f", str(self.conf))
 
     def stop_controller(self) -> None:
-        """Stop slurmctld as `kill -9` would; nodes and what runs there go on."""
-        end_kept(self._controller[0])
+        """Stop slurmctld in order, so that it knows its jobs later; nodes and what runs there go on."""
+        self.run("scontrol", "shutdown", "slurmctld")
+        self._controller[0].wait(_PATIENCE_S)
 
     # Nodes.
 

@@ -229,7 +229,8 @@ def test_a_spare_takes_the_place_of_a_node_that_is_lost_and_its_host_is_excluded
     lost = next(host for host in job.hosts(before).values() if host != "n1")
     site.cluster.kill_node(lost)
     job.stepping(2, round=2)
-    assert "a spare took the lost node's place" in site.holdfast("incidents", job.name)
+    incidents = json.loads(site.holdfast("incidents", job.name, "--json"))
+    assert "a spare took the lost node's place" in incidents[-1]["action"]
     after = job.until(lambda one: lost in one.supply.cordoned, "the host to be blamed")
     job.until(lambda one: len(one.membership.waiting) == 1, "another spare")
     assert lost not in job.hosts(after).values()

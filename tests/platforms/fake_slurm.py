@@ -86,6 +86,7 @@ class FakeSlurm:
         self.delay_s = 0.0
         self.preempt_time = "None"
         self._last_id = int(ALLOCATION)
+        self._hosts = hosts
         self._news: list[asyncio.Event] = []
         self.orders = NodeOrders(
             job=JOB,
@@ -111,6 +112,10 @@ class FakeSlurm:
     def settle(self) -> None:
         self.away = self.half = self.late = self.silent = False
         self.failures, self.delay_s = 0, 0.0
+        for host in [host for host, state in self.hosts.items() if state != "ALLOCATED"]:
+            del self.hosts[host]  # Another takes its place: hosts must not run out.
+            self._hosts += 1
+            self.hosts[f"n{self._hosts}"] = "ALLOCATED"
         for step in self.steps.values():
             if step.leaving and step.alive:
                 step.code = 75
@@ -215,7 +220,7 @@ class FakeSteps:
         for request in requests:
             if request in self._engine.steps and self._engine.steps[request].alive:
                 self._engine.steps[request].code = 137
-        self._engine.tell()
+                self._engine.tell()
 
     async def changed(self) -> None:
         await self._news.wait()
@@ -257,8 +262,8 @@ class FakeCommands:
             case ("scontrol", "show", "hostnames", hostlist):
                 return "\n".join(hostlist.split(","))
             case ("scontrol", "show", "node", "--oneliner", hosts):
-                states = engine.hosts | {f"x{id}": "ALLOCATED" for id in engine.jobs}
-                return "".join(f"NodeName={h} State={states[h]}\n" for h in hosts.split(","))
+                states = [(host, engine.hosts.get(host, "DOWN")) for host in hosts.split(",")]
+                return "".join(f"NodeName={host} State={state}\n" for host, state in states)
             case ("scontrol", "show", "job", "--oneliner", id):
                 return self._job(id)
             case ("scontrol", "update", *_):
