@@ -10,8 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import IO, Any, NoReturn
 
+from holdfast import jobhome
 from holdfast.cli.view import print_json
+from holdfast.coordinator.journal import Journal
 from holdfast.errors import UsageError
+from holdfast.jobhome import JobFile
 from holdfast.sim import look, report
 from holdfast.sim.clock import START
 from holdfast.sim.cluster import Cluster, SimSettings
@@ -44,15 +47,17 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     seeds = _seeds(arguments.seeds) if arguments.seeds else [arguments.seed]
-    if len(seeds) > 1 and arguments.log:
-        raise UsageError("--log wants a single seed")
+    if len(seeds) > 1 and (arguments.log or arguments.job):
+        raise UsageError(f"{'--log' if arguments.log else '--job'} wants a single seed")
     log: Any = open(arguments.log, "wb") if arguments.log else nullcontext()  # noqa: SIM115
     found: list[dict[str, Any]] = []
     violated: list[str] = []
-    with log as file, _seldom_collecting():
+    with log as file, _journal(arguments.job) as journal, _seldom_collecting():
         for seed in seeds:
             try:
-                found.append(_run(_settings(arguments, seed), file, len(found), len(seeds)))
+                found.append(
+                    _run(_settings(arguments, seed), file, journal, len(found), len(seeds))
+                )
             except Violated as violation:
                 violated.append(str(violation))
                 print(f"holdfast sim: {violation}", file=sys.stderr)
@@ -81,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--liveness", action="store_true", help="heal everything at the end and require progress")
     add("--inprocess", action="store_true", help="ranks train in a restartable function")
     add("--log", metavar="FILE", help="write the event log")
+    add("--job", metavar="NAME", help="keep it as a job, for `holdfast web NAME` and other viewers")
     add("--json", action="store_true", help="print JSON for programs")
     return parser
 
@@ -137,14 +143,31 @@ def _settings(arguments: argparse.Namespace, seed: int) -> SimSettings:
     )
 
 
-def _run(settings: SimSettings, file: IO[bytes] | None, done: int, of: int) -> dict[str, Any]:
+def _run(
+    settings: SimSettings, file: IO[bytes] | None, journal: Journal | None, done: int, of: int
+) -> dict[str, Any]:
     begun = time.monotonic()
-    cluster = Cluster(settings, file)
+    cluster = Cluster(settings, file, None if journal is None else journal.append)
     cluster.on_progress = _teller(begun, done, of)
     cluster.run()
     if sys.stderr.isatty():
         sys.stderr.write("\r\x1b[K")
     return report.numbers(cluster)
+
+
+@contextmanager
+def _journal(job: str | None) -> Iterator[Journal | None]:
+    """Open the journal of a simulated job, in a home like that of any other."""
+    if job is None:
+        yield None
+        return
+    home = jobhome.create(job, job)
+    home.write_job_file(JobFile(job=job, host="127.0.0.1", port=1, token="simulated", pid=0))
+    journal = Journal(home.journal)
+    try:
+        yield journal
+    finally:
+        journal.close()
 
 
 def _teller(begun: float, done: int, of: int) -> Callable[[Cluster], None] | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
@@ -18,6 +18,7 @@ from typing import IO
 
 import msgspec
 
+from holdfast.core.replay import Entry
 from holdfast.messages.actions import AnyAction, Diagnose, Finish
 from holdfast.messages.checkpoints import ImageId
 from holdfast.messages.events import VerdictReached
@@ -184,8 +185,15 @@ class Log:
 class Cluster:
     """A simulated cluster and the job on it."""
 
-    def __init__(self, settings: SimSettings, log: IO[bytes] | None = None) -> None:
+    def __init__(
+        self,
+        settings: SimSettings,
+        log: IO[bytes] | None = None,
+        keep: Callable[[Sequence[Entry]], None] | None = None,
+    ) -> None:
+        """`keep` is given what the coordinator journals, as it does."""
         self.settings = settings
+        self.keep = keep
         self.rng = Random(settings.seed)
         self.clock = SimClock()
         self.log = Log(log)

@@ -11,7 +11,7 @@ have, or when its time is up. The simulated evidence is empty, the verdict is th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Literal
 
@@ -46,7 +46,9 @@ from holdfast.messages.events import (
     HangsRemembered,
     JobOpened,
     LeaseEnded,
+    NodeExcludeAsked,
     NodeResumed,
+    SaveAsked,
     SilenceRaised,
     StreamEnded,
     TaskFailed,
@@ -90,8 +92,9 @@ class HandlerError(Exception):
 class MemoryJournal:
     """Encoded entries since the newest encoded state."""
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: Log, keep: Callable[[Sequence[Entry]], None] | None = None) -> None:
         self._log = log
+        self._keep = keep
         self._state: bytes | None = None
         self._entries: list[bytes] = []
 
@@ -100,6 +103,8 @@ class MemoryJournal:
             encoded = _encoder.encode(entry)
             self._entries.append(encoded)
             self._log.event(encoded)
+        if self._keep is not None:
+            self._keep(entries)
 
     def snapshot_if_due(self, job: Job, at: Time, acked: dict[NodeId, int]) -> None:
         if len(self._entries) >= max(SNAPSHOT_EVERY, SNAPSHOT_PER_RANK * look.rank_count(job)):
@@ -117,7 +122,7 @@ class SimCoordinator:
     def __init__(self, cluster: Cluster, terms: Terms) -> None:
         self.cluster = cluster
         self.clock = cluster.clock
-        self.journal = MemoryJournal(cluster.log)
+        self.journal = MemoryJournal(cluster.log, cluster.keep)
         opened = JobOpened(at=self.clock.now, job="sim", terms=terms)
         self.journal.append([Entry(opened.at, opened)])
         self.job = jobs.opened(opened)
@@ -421,6 +426,16 @@ class SimCoordinator:
     def ask_hang(self, rank: Rank, act: bool) -> None:
         """Take in what a person decides about a rank."""
         self._post(HangDecided(at=self.clock.now, rank=rank, act=act))
+
+    def ask_exclude(self, node: NodeId) -> None:
+        """Take in that a person does not want a node."""
+        self._post(
+            NodeExcludeAsked(at=self.clock.now, node=node, reason="a bad cable", by="a visitor")
+        )
+
+    def ask_save(self) -> None:
+        """Take in that a person wants what is in memory on storage."""
+        self._post(SaveAsked(at=self.clock.now, by="a visitor"))
 
     def ask_why(self) -> None:
         """Have all nodes look at their workers, for a visitor."""

@@ -248,6 +248,7 @@ class Faults:
 
     def _why(self, host: Host, agent: SimAgent) -> None:
         self.cluster.coordinator.ask_why()
+        self.cluster.coordinator.ask_save()
 
     def _decide(self, host: Host, agent: SimAgent) -> None:
         """Have a person decide about a rank, whether anything is suspected or not."""
@@ -256,9 +257,14 @@ class Faults:
             self.cluster.coordinator.ask_hang(one.rank, act=self.rng.random() < 0.3)
 
     def _exclude(self, host: Host, agent: SimAgent) -> None:
+        """Have a script exclude its node, or every second time a person."""
         one = self._any_rank(agent)
-        if one is not None:
+        if one is None:
+            return
+        if self.counts["exclude"] % 2:
             agent.later(0.0, one.ask, PARTING, ExcludeNode(reason="ECC errors"))
+        else:
+            self.cluster.coordinator.ask_exclude(agent.node)
 
     def _health(self, host: Host, agent: SimAgent) -> None:
         """Have the node's own checks find something."""

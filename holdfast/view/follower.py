@@ -30,7 +30,7 @@ from holdfast.messages.reports import DataAccount, GoodputReport, IncidentReport
 from holdfast.messages.units import Seconds, Time
 from holdfast.view.history.history import JobHistory
 
-LOOK_EVERY_S: Seconds = 0.1
+LOOK_EVERY_S: Seconds = 0.05
 """How often the file is looked at. A look costs some microseconds."""
 ALIVE_EVERY_S: Seconds = 0.5
 BATCH = 500

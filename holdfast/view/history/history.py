@@ -27,7 +27,7 @@ from holdfast.view.history.stories import Stories
 from holdfast.view.history.timeline import Timeline
 
 SCORES_KEPT = 256
-RANKS_PER_S = 1000
+RANKS_PER_S = 100
 """Speeds are looked at once a second, and the more seldom the more ranks there are."""
 
 

@@ -1,0 +1,344 @@
+"""What the page costs: the job that it shows, and the page itself when the job is very large.
+
+    view.py                          all of the below
+    view.py --only cost              the step of a job, and its coordinator, with and without a page
+    view.py --only latency           from a fault's row in the journal to the event on the stream
+    view.py --only week              timelines of 10,000 ranks, 1,000 faults and 7 days
+    view.py --only giant --hours 2   a simulated job of 10,000 ranks: replay, and each answer of the API
+
+`cost` runs the same real job twice, by turns: 2 ranks that step every 5 ms. While it is looked at, a
+client reads the stream and another asks for `/now` once a second. `week` feeds the bookings of the
+ledger to the timeline as a job of that size would make them, without the events around them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gzip
+import json
+import os
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from holdfast.coordinator.journal import Journal
+from holdfast.core.ledger.books import Account
+from holdfast.core.replay import Entry
+from holdfast.jobhome import find
+from holdfast.messages.events import LeaseEnded
+from holdfast.messages.records import Cause
+from holdfast.messages.reports import Booking
+from holdfast.messages.units import Rank, RoundNumber, StepNumber, Time
+from holdfast.view.follower import Follower, JournalFile
+from holdfast.view.history.timeline import RankBlock, Timeline
+from holdfast.view.web import answers
+from holdfast.view.web.app import encoded
+
+SCRIPT = """
+import os, sys, time
+import holdfast
+times, n = [], int(sys.argv[1])
+for step in range(1, n + 1):
+    began = time.perf_counter()
+    until = began + 0.005
+    while time.perf_counter() < until:
+        pass
+    holdfast.progress(step)
+    times.append(time.perf_counter() - began)
+if os.environ["RANK"] == "0":
+    times = sorted(times[len(times) // 5:])
+    print("STEP_MS", 1e3 * times[len(times) // 2], flush=True)
+"""
+RANKS, INCIDENTS, WEEK_S = 10_000, 1_000, 7 * 86_400.0
+
+
+def rss_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+
+
+# ---- cost ----
+
+
+@contextmanager
+def page(home: str) -> Iterator[tuple[str, str, int]]:
+    """A real `holdfast web`; its address, token and pid."""
+    command = [sys.executable, "-m", "holdfast", "web"]
+    web = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(home))
+    assert web.stdout is not None
+    found = re.match(r"(http://[^/]+)/\?token=(\S+)", web.stdout.readline())
+    assert found is not None
+    try:
+        yield found[1], found[2], web.pid
+    finally:
+        web.terminate()
+        web.wait()
+
+
+def environment(home: str) -> dict[str, str]:
+    return {**os.environ, "HOLDFAST_HOME": home}
+
+
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def coordinator_pid(launcher: int) -> int | None:
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            text = path.read_text()
+        except OSError:
+            continue
+        parent = int(text.rpartition(")")[2].split()[1])
+        if "(holdfast-coord)" in text and parent == launcher:
+            return int(path.parent.name)
+    return None
+
+
+def run_job(home: str, script: Path, name: str, steps: int) -> tuple[float, float]:
+    """Median step in milliseconds, and the coordinator's share of a core."""
+    command = [sys.executable, "-m", "holdfast", "run", "--job", name, "--nproc-per-node", "2"]
+    run = subprocess.Popen(
+        [*command, str(script), str(steps)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment(home),
+    )
+    began, coordinator, used = time.monotonic(), None, 0.0
+    while run.poll() is None:
+        coordinator = coordinator or coordinator_pid(run.pid)
+        if coordinator is not None:
+            try:
+                used = cpu_s(coordinator)
+            except OSError:
+                pass
+        time.sleep(0.2)
+    assert run.stdout is not None
+    said = re.search(r"STEP_MS ([0-9.]+)", run.stdout.read())
+    assert said is not None, f"the job failed with {run.returncode}"
+    return float(said[1]), used / (time.monotonic() - began)
+
+
+def look_at(base: str, token: str, name: str) -> list[subprocess.Popen[bytes]]:
+    """A client of the stream, and one that asks once a second, until they are ended."""
+    code = f"""
+import time, urllib.request
+def get(path):
+    request = urllib.request.Request({base!r} + path, headers={{"authorization": "Bearer {token}"}})
+    return urllib.request.urlopen(request, timeout=60)
+while True:
+    try:
+        PLACE
+    except OSError:
+        time.sleep(0.2)
+"""
+    places = (
+        f'[None for line in get("/api/jobs/{name}/stream")]',
+        f'get("/api/jobs/{name}/now").read(); time.sleep(1)',
+    )
+    return [
+        subprocess.Popen([sys.executable, "-c", code.replace("PLACE", place)]) for place in places
+    ]
+
+
+def cost(steps: int, turns: int) -> None:
+    with tempfile.TemporaryDirectory() as home:
+        script = Path(home) / "train.py"
+        script.write_text(SCRIPT)
+        alone, looked_at = [], []
+        for turn in range(turns):
+            alone.append(run_job(home, script, f"alone{turn}", steps))
+            with page(home) as (base, token, _):
+                lookers = look_at(base, token, f"seen{turn}")
+                try:
+                    looked_at.append(run_job(home, script, f"seen{turn}", steps))
+                finally:
+                    for looker in lookers:
+                        looker.kill()
+                        looker.wait()
+        for name, found in (("alone", alone), ("with a page", looked_at)):
+            step = statistics.median(one[0] for one in found)
+            share = statistics.median(one[1] for one in found)
+            print(f"{name}: step {step:.4f} ms, coordinator {share:.2%} of a core")
+
+
+# ---- latency ----
+
+
+def latency(tries: int) -> None:
+    """From the journal's commit to the bytes of the event at a client."""
+    with tempfile.TemporaryDirectory() as home:
+        os.environ["HOLDFAST_HOME"] = home
+        found = [one_fault(home, number) for number in range(tries)]
+    found.sort()
+    print(
+        f"a fault is on the stream {statistics.median(found) * 1e3:.0f} ms after its row was written"
+        f" (median of {tries}), {found[-1] * 1e3:.0f} ms at most"
+    )
+
+
+def one_fault(home: str, number: int) -> float:
+    name = f"j{number}"
+    command = [sys.executable, "-m", "holdfast", "sim", "--nodes", "4", "--hours", "0.05"]
+    command += ["--seed", str(number), "--faults", "default", "--job", name]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment(home))
+    with page(home) as (base, token, _):
+        request = urllib.request.Request(
+            f"{base}/api/jobs/{name}/stream", headers={"authorization": f"Bearer {token}"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as stream:
+            while not stream.readline().startswith(b"event: now"):
+                pass
+            home_of_job = find(name)
+            follower = Follower.open(home_of_job)
+            node, at = next(iter(follower.job.membership.placed)), Time(follower.now + 1.0)
+            follower.close()
+            journal = Journal(home_of_job.journal)
+            began = time.monotonic()
+            journal.append([Entry(at, LeaseEnded(at=at, node=node, why="its agent died"))])
+            while not stream.readline().startswith(b"event: incident"):
+                pass
+            took = time.monotonic() - began
+            journal.close()
+            return took
+
+
+# ---- very large jobs ----
+
+
+def bookings() -> Iterator[list[Booking]]:
+    """What the ledger books for 10,000 ranks: a fault each ten minutes, and all ranks start again."""
+    period = WEEK_S / INCIDENTS
+    for number in range(INCIDENTS):
+        at = number * period
+        ends: list[tuple[Cause, float]] = [
+            ("start", 1.0),
+            ("init", 9.0),
+            ("restore", 13.0),
+            ("productive", period - 7.0),
+            ("redo", period - 6.0),
+            ("detect", period - 5.9),
+            ("stop", period - 0.1),
+            ("rendezvous", period),
+        ]
+        batch: list[Booking] = []
+        for rank in range(RANKS):
+            begin, shift = at, rank * 1e-4
+            for cause, end in ends:
+                until = at + end + (shift if cause in ("init", "productive") else 0.0)
+                batch.append(
+                    Booking(
+                        Rank(rank),
+                        cause,
+                        Time(begin),
+                        Time(until),
+                        RoundNumber(number + 1),
+                        StepNumber(number),
+                    )
+                )
+                begin = until
+        yield batch
+
+
+def week() -> None:
+    before, began = rss_mb(), time.monotonic()
+    accounts: dict[Rank, Account] = {}
+    timeline, count, taking = Timeline(0.0, accounts), 0, 0.0
+    for batch in bookings():
+        since = time.process_time()
+        timeline.take(batch)
+        taking += time.process_time() - since
+        count += len(batch)
+    print(
+        f"{RANKS} ranks, {INCIDENTS} faults, 7 days: {count / 1e6:.0f} M bookings,"
+        f" {taking / count * 1e6:.1f} us each, {rss_mb() - before:.0f} MB,"
+        f" {time.monotonic() - began:.0f} s with making them"
+    )
+    ranks = [RankBlock(f"rank {rank}", rank, 1) for rank in range(RANKS)]
+    for name, blocks, since, until in (
+        ("all ranks, all time", ranks, 0.0, WEEK_S),
+        ("256 ranks, all time", ranks[:256], 0.0, WEEK_S),
+        ("64 ranks, the last minute", ranks[:64], WEEK_S - 60.0, WEEK_S),
+        ("all ranks, one hour in the middle", ranks, WEEK_S / 2, WEEK_S / 2 + 3600.0),
+    ):
+        measure(name, lambda: timeline.lanes(since, until, 1000, blocks, WEEK_S))  # noqa: B023
+    measure("goodput", lambda: timeline.seconds(0.0, WEEK_S, 200, WEEK_S))
+
+
+def measure(name: str, make: Callable[[], Any]) -> None:
+    took = []
+    for _ in range(3):
+        began = time.perf_counter()
+        body = encoded(make())
+        took.append(time.perf_counter() - began)
+    sent = len(gzip.compress(body, 5))
+    print(f"  {name}: {min(took) * 1e3:.1f} ms, {len(body) / 1e3:.0f} kB, {sent / 1e3:.0f} kB sent")
+
+
+def giant(hours: float) -> None:
+    with tempfile.TemporaryDirectory() as home:
+        os.environ["HOLDFAST_HOME"] = home
+        command = [sys.executable, "-m", "holdfast", "sim", "--nodes", "1250", "--slots", "8"]
+        command += ["--hours", str(hours), "--faults", "heavy", "--seed", "7", "--job", "giant"]
+        command += ["--check", "never", "--json"]
+        began = time.monotonic()
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        numbers = json.loads(done.stdout)
+        print(
+            f"simulated {hours} h in {time.monotonic() - began:.0f} s: {numbers['events']} events"
+        )
+        before, began = rss_mb(), time.process_time()
+        follower = Follower(JournalFile(find("giant")))
+        follower.catch_up()
+        took = time.process_time() - began
+        events = follower.job.events
+        print(
+            f"replayed {events} events in {took:.1f} s of CPU ({events / took:.0f} a second),"
+            f" {rss_mb() - before:.0f} MB"
+        )
+        asyncio.run(answered(follower))
+
+
+async def answered(follower: Follower) -> None:
+    measure("now", lambda: answers.now(follower))
+    measure("timeline", lambda: answers.timeline(follower, None, None, 1000, 0, None, "rank"))
+    measure("by node", lambda: answers.timeline(follower, None, None, 1000, 0, None, "node"))
+    measure("64 ranks", lambda: answers.timeline(follower, None, None, 1000, 0, 64, "rank"))
+    measure("goodput", lambda: answers.goodput(follower, 200))
+    measure("incidents", lambda: answers.incidents(follower, None, 50))
+    measure("checkpoints", lambda: answers.checkpoints(follower))
+    measure("nodes", lambda: answers.nodes(follower))
+    measure("speed", lambda: answers.speed(follower))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", choices=("cost", "latency", "week", "giant"))
+    parser.add_argument("--hours", type=float, default=2.0, help="of the giant (2)")
+    parser.add_argument("--steps", type=int, default=4000, help="of each job of the cost (4000)")
+    parser.add_argument("--turns", type=int, default=3)
+    given = parser.parse_args()
+    chosen = {
+        "cost": lambda: cost(given.steps, given.turns),
+        "latency": lambda: latency(5),
+        "week": week,
+        "giant": lambda: giant(given.hours),
+    }
+    for name, act in chosen.items():
+        if given.only in (None, name):
+            act()
+
+
+if __name__ == "__main__":
+    main()
