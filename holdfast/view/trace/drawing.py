@@ -215,7 +215,9 @@ class _JobDrawing:
             for phase, seconds in incident.phases.items():
                 if seconds > 0:
                     until = min(begin + seconds, end)
-                    self._trace.slice(track, phase.replace("_", " "), "phase", begin, until)
+                    told_of = {"incident": incident.id, "round": incident.round}
+                    name = phase.replace("_", " ")
+                    self._trace.slice(track, name, "phase", begin, until, told_of)
                     begin = until
             self._draw_arrow(incident, track, end)
         for row in range(max(1, min(len(rows), ROWS))):
