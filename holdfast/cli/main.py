@@ -10,7 +10,7 @@ from holdfast.errors import HoldfastError
 
 COMMANDS = {
     "run": "start a training script, in place of torchrun, and keep it going",
-    "up": "run a job whose nodes come and go: on this machine, or in an allocation of Slurm",
+    "up": "run a job whose nodes come and go: on this machine, or on a cluster",
     "submit": "submit a job to a cluster, where it runs by itself",
     "coordinator": "run a job's coordinator alone, for nodes that join with --coordinator",
     "config": "every setting, its value and which flag, variable or file it came from",

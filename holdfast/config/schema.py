@@ -308,10 +308,21 @@ class OfTheMachine:
     fake_node = Setting(values.any_text, None, "DIR",
         "directory with sys/, proc/, dev/ and nvml.json that health checks read instead of this "
         "machine's; for tests", otherwise="none")
+
+
+class OfRay:
+    ray_cpus: Setting[float | None] = Setting(values.amount, None, "N",
+        "CPUs that Ray reserves for each node", otherwise="one a rank")
+    ray_gpus = Setting(values.amount, 0.0, "N",
+        "GPUs that Ray reserves for each node")
+    ray_resources: Setting[dict[str, float]] = Setting(values.amounts, {}, "NAME=N,...",
+        "custom resources of Ray for each node", otherwise="none")
+    ray_strategy = Setting(values.one_of("spread", "pack"), "spread", "spread|pack",
+        "whether nodes are spread over the hosts of the Ray cluster, or packed on few")
 # fmt: on
 
 
-class Settings(MostUsed, OfThePlatform, AsInTorchrun, WithoutEffect, OfTheMachine):
+class Settings(MostUsed, OfThePlatform, AsInTorchrun, WithoutEffect, OfTheMachine, OfRay):
     """What the user said; as attributes, the values of all settings."""
 
     def __init__(self, said: Mapping[str, Said], warnings: tuple[str, ...] = ()) -> None:
@@ -331,9 +342,13 @@ WITH_FLAGS: dict[str, type] = {
     "accepted for torchrun's sake, without effect": WithoutEffect,
 }
 
-GROUPS: dict[str, type] = {**WITH_FLAGS, "of this machine, by variable only": OfTheMachine}
+GROUPS: dict[str, type] = {
+    **WITH_FLAGS,
+    "of this machine, by variable only": OfTheMachine,
+    "of nodes on Ray, by variable only": OfRay,
+}
 
-NOT_IN_FILE = {"config", *vars(OfTheMachine)}
+NOT_IN_FILE = {"config", *vars(OfTheMachine), *vars(OfRay)}
 """Settings that say where to look, or that differ between machines which share a file."""
 
 SET_FOR_WORKERS = {"HOLDFAST_WORKER", "HOLDFAST_FIRST_PATH", "HOLDFAST_NURSERY_PRELOAD"}

@@ -302,6 +302,24 @@ def key_values(text: str, flag: str) -> dict[str, str]:
     return pairs
 
 
+def amount(text: str, flag: str) -> float:
+    """Read a number that need not be whole, 0 or more."""
+    if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,4})?", text.strip()) is None:
+        raise UsageError(f"{flag} {text}: a number, 0 or more, is needed")
+    return float(text)
+
+
+def amounts(text: str, flag: str) -> dict[str, float]:
+    """Read NAME=N pairs separated by commas."""
+    found: dict[str, float] = {}
+    for pair in comma_list(text, flag):
+        name, _, number = (part.strip() for part in pair.partition("="))
+        if not name or not number:
+            raise UsageError(f"{flag} {pair}: NAME=N is needed, as in spot=1")
+        found[name] = amount(number, flag)
+    return found
+
+
 def memory(text: str, source: str) -> int:
     """Read an amount of memory, in MiB: "16GiB", "512MiB", "1TiB"; a plain number is MiB."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(MiB|GiB|TiB|M|G|T)?", text.strip(), re.IGNORECASE)
