@@ -24,21 +24,30 @@ def ask(home: JobHome, question: Question, answer: type[T], tls: TlsFiles | None
     if not home.alive():
         raise JobError(f"job {home.name} does not run; see `holdfast incidents {home.name}`")
     content = home.read_job_file()
-    address = (content.host, content.port)
-    visit = Visit(protocol=PROTOCOL, token=content.token, question=question)
+    return ask_at(home.name, (content.host, content.port), content.token, question, answer, tls)
+
+
+def ask_at(
+    job: str,
+    address: tuple[str, int],
+    token: str,
+    question: Question,
+    answer: type[T],
+    tls: TlsFiles | None = None,
+) -> T:
+    """Get the answer of a coordinator on any machine; raise JobError if there is none."""
+    visit = Visit(protocol=PROTOCOL, token=token, question=question)
     try:
         told = _exchange(address, visit, tls)
     except OSError as error:
         reason = explained(error) if isinstance(error, ssl.SSLError) else error
         where = f"{address[0]}:{address[1]}"
-        raise JobError(
-            f"job {home.name}: no answer from its coordinator at {where}: {reason}"
-        ) from None
+        raise JobError(f"job {job}: no answer from its coordinator at {where}: {reason}") from None
     if isinstance(told, Rejected):
-        raise JobError(f"job {home.name}: {told.reason}")
+        raise JobError(f"job {job}: {told.reason}")
     if not isinstance(told, answer):
         hint = "; if the job uses TLS, give --tls-cert, --tls-key, --tls-ca" if tls is None else ""
-        raise JobError(f"job {home.name}: its coordinator closed the connection{hint}")
+        raise JobError(f"job {job}: its coordinator closed the connection{hint}")
     return told
 
 
