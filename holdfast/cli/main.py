@@ -12,6 +12,7 @@ COMMANDS = {
     "run": "start a training script, in place of torchrun, and keep it going",
     "up": "run a job of several nodes on this machine, which come and go as on a cluster",
     "coordinator": "run a job's coordinator alone, for nodes that join with --coordinator",
+    "operator": "run jobs on Kubernetes that are described by HoldfastJob resources",
     "config": "every setting, its value and which flag, variable or file it came from",
     "status": "state of a job: round, step, speed, nodes",
     "incidents": "each fault of a job: what, where, what was done, seconds lost by phase",
