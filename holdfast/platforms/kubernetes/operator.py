@@ -171,7 +171,7 @@ def _settings(kopf: Any) -> Any:
 
 def _registry(kopf: Any, jobs: Jobs) -> Any:
     """The handlers: all of them only tell the jobs."""
-    registry = kopf.OperatorRegistry()
+    registry = kopf.get_default_registry()
 
     @kopf.on.event(crd.GROUP, crd.VERSION, crd.PLURAL, registry=registry)  # type: ignore[untyped-decorator]
     async def job_seen(event: Any, body: Any, **_: Any) -> None:
