@@ -116,7 +116,7 @@ class Operator:
     def pod(self, name: str) -> Json | None:
         return self.cluster.api.find(f"/api/v1/namespaces/{self.space}/pods/{name}")
 
-    def until(self, true: Callable[[], object], what: str, limit_s: float = 20.0) -> None:
+    def until(self, true: Callable[[], object], what: str, limit_s: float = 60.0) -> None:
         def holds() -> bool:
             assert self._process is None or self._process.poll() is None, self.log.read_text()
             return bool(true())
