@@ -9,6 +9,9 @@ the other stopped.
     a request is made     if it is wanted, was never seen by anybody, and is not listed
     a request is released if it is listed, alive, and not wanted; only by a supplier that has been told
                           all that is wanted
+    a request is gone     if it is wanted, was listed once and is not any more, or was made a while ago
+                          and never listed; the coordinator is told so on each stream, because it may
+                          not know that the request was ever there
 
 The coordinator may be away: the supplier knocks until it is back. Meanwhile nothing is started or
 stopped: nobody who could decide it is there.
@@ -19,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from holdfast import __version__, kernel
@@ -47,6 +50,8 @@ FIRST_RETRY_S = 1.0
 LONGEST_RETRY_S = 30.0
 CANCEL_EVERY_S = 1.0
 SIGHTINGS_A_FRAME = 2_000
+UNLISTED_LIMIT_S = 60.0
+"""How long a platform may take to list a request that it has taken."""
 ALIVE = frozenset({"pending", "running"})
 
 
@@ -92,7 +97,10 @@ class Supplier:
         self._told = False
         """Whether all that is wanted is known, on this stream."""
         self._final = False
-        self._asked: set[RequestId] = set()
+        self._asked: dict[RequestId, float] = {}
+        """When this supplier made each request; they are not made again."""
+        self._seen: set[RequestId] = set()
+        """Requests that were listed; they are not made again."""
         self._sent: Mapping[RequestId, Sighting] | None = None
         """What the coordinator was told of each request, on this stream; None before the first."""
         self._wake = asyncio.Event()
@@ -206,7 +214,7 @@ class Supplier:
             waking.cancel()
 
     async def _reconcile(self, writer: asyncio.StreamWriter) -> None:
-        listed = {one.request: one for one in await self.platform.list()}
+        listed = await self._list()
         self._tell(writer, listed)
         if not self._told:
             return
@@ -217,13 +225,27 @@ class Supplier:
         missing = [
             wish
             for name, wish in self._wanted.items()
-            if name not in listed and name not in self._asked and not wish.seen
+            if name not in self._seen and name not in self._asked and not wish.seen
         ]
         if missing:
             await self.platform.ask(missing, self._avoid)
-            self._asked.update(wish.id for wish in missing)
+            self._note_asked(wish.id for wish in missing)
         if missing or unwanted:
-            self._tell(writer, {one.request: one for one in await self.platform.list()})
+            self._tell(writer, await self._list())
+
+    async def _list(self) -> Mapping[RequestId, Sighting]:
+        """List what is there, and what is wanted and not there any more."""
+        listed = {one.request: one for one in await self.platform.list()}
+        self._seen.update(listed)
+        latest = asyncio.get_running_loop().time() - UNLISTED_LIMIT_S
+        for name in self._wanted if self._told else ():
+            gone = name in self._seen or self._asked.get(name, latest) < latest
+            if name not in listed and gone:
+                listed[name] = Sighting(request=name, status="deleted")
+        return listed
+
+    def _note_asked(self, requests: Iterable[RequestId]) -> None:
+        self._asked.update(dict.fromkeys(requests, asyncio.get_running_loop().time()))
 
     def _tell(self, writer: asyncio.StreamWriter, listed: Mapping[RequestId, Sighting]) -> None:
         """Tell the coordinator what it does not know; all of it at first."""
@@ -246,7 +268,7 @@ class Supplier:
         declined = RequestsDeclined(
             requests=tuple(error.requests), why=str(error), for_good=error.for_good
         )
-        self._asked.update(error.requests if error.for_good else ())
+        self._note_asked(error.requests if error.for_good else ())
         writer.write(framing.encode(declined))
 
 

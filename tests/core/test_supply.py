@@ -246,6 +246,51 @@ def test_a_node_that_is_away_for_too_long_is_lost_and_replaced() -> None:
     assert job.released() == ["1-1"]
 
 
+def test_a_position_that_is_wanted_again_never_has_a_name_twice() -> None:
+    """Its first node may still be there, or be remembered by the platform as one that is over."""
+    job = Supplied(min_nodes=1, max_nodes=2)
+    for most in (1, 2):
+        job.take_in(ScaleAsked(at=job.at, min_nodes=1, max_nodes=most))
+        job.tick_all()
+    assert job.asked() == ["0-1", "1-1", "1-2"]
+
+
+def test_what_was_given_up_is_asked_for_under_another_name_when_the_job_is_scaled() -> None:
+    job = Supplied(min_nodes=1, max_nodes=2)
+    job.see("1-1", "failed", reason="fatal")
+    job.take_in(ScaleAsked(at=job.at, min_nodes=1, max_nodes=2))
+    job.tick_all()
+    assert job.asked() == ["0-1", "1-1", "1-2"]
+
+
+def test_a_node_that_was_told_to_leave_and_is_never_heard_of_again_is_released() -> None:
+    """A spare that died: once it was sent away it is no member, and no lease of it ends."""
+    job = Supplied(min_nodes=1, max_nodes=1, spares=1)
+    job.arrive("0-1")
+    job.arrive("1-1")
+    job.take_in(ScaleAsked(at=job.at, min_nodes=1, max_nodes=1, spares=0))
+    job.tick_all()
+    job.after(1).end_lease("node-1-1")
+    job.tick_all()
+    assert job.released() == []
+    job.after(60).tick_all()
+    job.tick_all()
+    assert job.released() == ["1-1"]
+
+
+def test_two_agents_that_come_for_one_given_up_request_are_both_told_to_leave() -> None:
+    job = Supplied(min_nodes=1, max_nodes=1)
+    job.see("0-1", "deleted")
+    for agent in ("a", "b"):
+        told = job.join(agent, host="h", request="0-1")
+        assert [type(one) for one in told if isinstance(one, Finish)] == [Finish]
+        job.tick_all()
+    for agent in ("a", "b"):
+        job.left(agent)
+        job.tick_all()
+    assert job.released() == ["0-1"]
+
+
 def test_a_host_that_broke_is_avoided_from_then_on() -> None:
     job = Supplied(min_nodes=1, max_nodes=2)
     sighting = Sighting(

@@ -85,6 +85,8 @@ class Catalogue:
         self.released: list[RequestId] = []
         self.avoided: list[str] = []
         self.refusals: list[Exception] = []
+        self.lost: set[RequestId] = set()
+        """What it takes and never makes."""
         self.news = asyncio.Event()
 
     async def list(self) -> Sequence[Sighting]:
@@ -94,7 +96,7 @@ class Catalogue:
         self.avoided = [cordon.host for cordon in avoid]
         self._refuse()
         self.asked += [wish.id for wish in wishes]
-        self.made.update((wish.id, "running") for wish in wishes)
+        self.made.update((wish.id, "running") for wish in wishes if wish.id not in self.lost)
 
     async def release(self, requests: Sequence[RequestId]) -> None:
         self._refuse()
@@ -334,6 +336,76 @@ def test_a_request_that_disappears_while_it_is_watched_is_told_as_deleted(tmp_pa
                 platform.change("0-1", None)
                 await seen(here, r0_2="running")
                 assert here.job.supply.positions[0].reason == "deleted"
+
+    run(scenario())
+
+
+def test_a_request_that_came_and_went_between_two_streams_is_told_as_deleted(
+    tmp_path: Path,
+) -> None:
+    """The coordinator never heard of it, so no list could show that it is gone."""
+
+    async def scenario() -> None:
+        async with coordinating(tmp_path, min_nodes=1, max_nodes=1) as here:
+            platform = Catalogue()
+            here.coordinator.supplier.take, take = (
+                lambda stream, message: None,
+                here.coordinator.supplier.take,
+            )
+            async with supplying_from(here, platform):
+                await until(lambda: platform.asked == ["0-1"], "the request")
+                await until(lambda: platform.made, "the node")
+                stream = here.coordinator.supplier._stream
+                assert stream is not None
+                here.coordinator.supplier.take = take
+                platform.change("0-1", None)
+                stream.abort()
+                await seen(here, r0_2="running")
+                assert here.job.supply.positions[0].reason == "deleted"
+
+    run(scenario())
+
+
+class Forgetful(Catalogue):
+    """A platform that makes requests and fails before it says so."""
+
+    async def ask(self, wishes: Sequence[NodeWish], avoid: Sequence[Cordon]) -> None:
+        await super().ask(wishes, avoid)
+        self.news.set()
+        if len(self.asked) == 1:
+            raise PlatformError("the connection was reset")
+
+
+def test_a_request_that_was_seen_is_never_made_again_although_its_making_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supplying, "FIRST_RETRY_S", 0.05)
+
+    async def scenario() -> None:
+        async with coordinating(tmp_path, min_nodes=1, max_nodes=1) as here:
+            platform = Forgetful()
+            async with supplying_from(here, platform):
+                await seen(here, r0_1="running")
+                platform.change("0-1", None)
+                await seen(here, r0_2="running")
+                assert platform.asked == ["0-1", "0-2"]
+
+    run(scenario())
+
+
+def test_a_request_that_is_never_listed_counts_as_gone_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supplying, "UNLISTED_LIMIT_S", 0.2)
+    monkeypatch.setattr(supplying, "LIST_EVERY_S", 0.05)
+
+    async def scenario() -> None:
+        async with coordinating(tmp_path, min_nodes=1, max_nodes=1) as here:
+            platform = Catalogue()
+            platform.lost = {"0-1"}
+            async with supplying_from(here, platform):
+                await seen(here, r0_2="running")
+                assert platform.asked == ["0-1", "0-2"]
 
     run(scenario())
 

@@ -27,7 +27,7 @@ from holdfast.messages.events import (
 )
 from holdfast.messages.exits import EXIT_DO_NOT_REQUEUE, EXIT_TRY_AGAIN
 from holdfast.messages.records import JobResult, Terms, World
-from holdfast.messages.supply import ExitReason, SupplyPlan
+from holdfast.messages.supply import ExitReason, RequestId, SupplyPlan
 from holdfast.messages.units import NodeId, Seconds, Time
 
 NAMED = 8
@@ -95,7 +95,7 @@ class SupplyMachine(Supply, Machine):
     def on_scale(self, job: View, event: ScaleAsked, now: Time) -> Effects:
         spares = job.terms.spares if event.spares is None else event.spares
         for number in self.given_up:  # Somebody looked at it: what failed may go well now.
-            del self.positions[number]
+            rules.drop(self, number)
         self.given_up.clear()
         self.at_least, self.short_since = False, None
         rules.note_change(self, now)
@@ -119,15 +119,13 @@ class SupplyMachine(Supply, Machine):
             rules.fill(self, position, event.node, event.spec.host, now)
             return NONE
         why = f"request {event.spec.request} was given up: another has its position"
-        self.leaving[event.node] = event.spec.request
+        self._let_leave(event.node, event.spec.request, now)
         return [SendAway(node=event.node, kind="leave", code=EXIT_TRY_AGAIN, why=why)]
 
     def node_lost(self, job: View, node: NodeId, placed: bool, now: Time) -> Effects:
         rules.note_change(self, now)
         self.by_hand.pop(node, None)
-        left = self.leaving.pop(node, None)
-        if left is not None:
-            self.to_release[left] = None
+        rules.left(self, node)
         number = self.members.pop(node, None)
         if number is None:
             return NONE
@@ -143,7 +141,7 @@ class SupplyMachine(Supply, Machine):
         if number is None or isinstance(job.state, OVER):
             return NONE
         position = self.positions[number]
-        self.leaving[node] = position.request
+        self._let_leave(node, position.request, now)
         excluded = position.host in job.membership.excluded
         reason: ExitReason = "excluded" if excluded else "preempted"
         rules.end(self, position, "deleted", reason, now)
@@ -166,8 +164,8 @@ class SupplyMachine(Supply, Machine):
         for position in self.positions.values():
             if position.stands:
                 rules.release(self, position, now)
-        self.to_release.update(dict.fromkeys(self.leaving.values()))
-        self.leaving.clear()
+        for node in list(self.leaving):
+            rules.left(self, node)
         return self._released(final=True) if self.active else NONE
 
     def tick(self, job: View, now: Time) -> Effects:
@@ -206,6 +204,7 @@ class SupplyMachine(Supply, Machine):
             self.due = earliest(*pauses)
         why = "the job was scaled down"
         for position in surplus:
+            self._look_by(Time(now + rules.LEAVE_S))
             away = SendAway(node=position.node, kind="leave", code=EXIT_TRY_AGAIN, why=why)
             actions.append(away)
         return actions
@@ -237,7 +236,7 @@ class SupplyMachine(Supply, Machine):
                 node = other.node
                 if node:
                     why = f"its group is started anew: request {position.request} ended"
-                    self.leaving[node] = other.request
+                    self._let_leave(node, other.request, now)
                     effects.append(SendAway(node=node, kind="leave", code=EXIT_TRY_AGAIN, why=why))
                 else:
                     self.to_release[other.request] = None
@@ -276,14 +275,21 @@ class SupplyMachine(Supply, Machine):
 
     # ---- what takes too long ----
 
+    def _let_leave(self, node: NodeId, request: RequestId, now: Time) -> None:
+        rules.let_leave(self, node, request, now)
+        self._look_by(Time(now + rules.LEAVE_S))
+
     def _look_by(self, at: Time) -> None:
         self.look_at = at if self.look_at is None else min(self.look_at, at)
 
     def _look(self, job: View, now: Time) -> list[Effect]:
-        """Find nodes that were away for too long, and requests that are overdue."""
+        """Find nodes that are away or leaving for too long, and requests that are overdue."""
         limit_s = rules.pending_limit_s(self)
         lost, overdue, next_at = self._late(now, limit_s)
-        self.look_at = next_at
+        for node in rules.overstaying(self, now):
+            rules.left(self, node)
+            rules.note_change(self, now)
+        self.look_at = earliest(next_at, *self.parting.values())
         effects: list[Effect] = []
         for position in lost:
             self.to_release[position.request] = None

@@ -26,6 +26,8 @@ from holdfast.messages.units import NodeId, Seconds, Time
 
 RETURN_S: Final[Seconds] = 30.0
 """How long a node that runs, they say, may be away from the job before it is lost."""
+LEAVE_S: Final[Seconds] = 60.0
+"""How long a node that was told to leave may take before its request is released."""
 PENDING_FLOOR_S: Final[Seconds] = 900.0
 PENDING_FACTOR: Final = 3.0
 
@@ -68,7 +70,7 @@ def sight(s: Supply, sighting: Sighting, now: Time) -> GiveUp | None:
     """Take in what the platform says of a request; GiveUp if its position is not asked for again."""
     position = find(s, sighting.request)
     if position is None or not position.stands:
-        if sighting.status in ("pending", "running") and sighting.request not in s.leaving.values():
+        if sighting.status in ("pending", "running") and sighting.request not in s.parting:
             s.to_release[sighting.request] = None  # Nobody wants it, or not any more.
             note_change(s, now)
         return None
@@ -122,6 +124,29 @@ def release(s: Supply, position: WantedNode, now: Time) -> None:
     _set(s, position, "deleted", now)
     s.members.pop(position.node, None)
     position.node, position.joined_at, position.away_since = NodeId(""), None, None
+
+
+def let_leave(s: Supply, node: NodeId, request: RequestId, now: Time) -> None:
+    """Note that a node was told to leave; its request is released once it is gone, or after a while:
+    nobody may ever hear of it again."""
+    if request in s.parting:  # Its launcher started another agent meanwhile: that is the node now.
+        for other in [one for one, name in s.leaving.items() if name == request]:
+            del s.leaving[other]
+    s.leaving[node] = request
+    s.parting[request] = Time(now + LEAVE_S)
+
+
+def left(s: Supply, node: NodeId) -> None:
+    """Release the request of a node that was told to leave, if it was."""
+    request = s.leaving.pop(node, None)
+    if request is not None:
+        del s.parting[request]
+        s.to_release[request] = None
+
+
+def overstaying(s: Supply, now: Time) -> list[NodeId]:
+    """Return the nodes that were told to leave, and had all the time that they get."""
+    return [node for node, request in s.leaving.items() if s.parting[request] <= now]
 
 
 def _set(s: Supply, position: WantedNode, status: PositionStatus, now: Time) -> None:
@@ -192,21 +217,27 @@ def _take_back(s: Supply, wanted: int, seats: Mapping[NodeId, int], now: Time) -
         return []
     critical = frozenset(s.terms.critical)
     for number in [n for n in reversed(s.vacant) if n not in critical][:excess]:
-        del s.vacant[number], s.positions[number]
+        del s.vacant[number]
+        drop(s, number)
         excess -= 1
     dispensable = [p for p in s.positions.values() if p.stands and p.number not in critical]
     dispensable.sort(key=lambda p: _attachment(p, seats))
     dropped = []
     for position in dispensable[: max(0, excess)]:
         if position.node:
-            s.leaving[position.node] = position.request
+            let_leave(s, position.node, position.request, now)
             s.members.pop(position.node)
             _set(s, position, "deleted", now)
             dropped.append(position)
         else:
             release(s, position, now)
-        del s.positions[position.number]
+        drop(s, position.number)
     return dropped
+
+
+def drop(s: Supply, number: int) -> None:
+    """Forget a position; should it be wanted again, its requests have names of their own."""
+    s.dropped[number] = s.positions.pop(number).attempt
 
 
 def _attachment(position: WantedNode, seats: Mapping[NodeId, int]) -> tuple[bool, int, int]:
@@ -220,7 +251,8 @@ def _fillable(s: Supply, wanted: int, now: Time) -> list[int]:
     for _ in range(wanted - s.standing - len(s.vacant)):
         while number in s.positions or number in s.given_up:
             number += 1
-        s.positions[number] = WantedNode(number, since=now)
+        attempt = s.dropped.pop(number, 0)
+        s.positions[number] = WantedNode(number, attempt, since=now)
         s.vacant[number] = None
     due = []
     for number in s.vacant:
@@ -280,3 +312,4 @@ def validate(s: Supply) -> None:
     for position in stand:
         assert not position.node or s.members.get(position.node) == position.number
     assert not {p.request for p in stand} & s.to_release.keys(), "what is wanted is released"
+    assert set(s.leaving.values()) == s.parting.keys(), "a leaving node has no time limit"

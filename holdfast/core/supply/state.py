@@ -76,10 +76,14 @@ class Supply(Struct):
     """Positions by the member that fills them."""
     by_hand: dict[NodeId, None] = field(default_factory=dict)
     """Members that the platform was not asked for."""
+    dropped: dict[int, int] = field(default_factory=dict)
+    """Last attempts of positions that are not wanted now: a request's name is used once."""
     given_up: dict[int, str] = field(default_factory=dict)
     """Positions that are not asked for again, and why."""
     leaving: dict[NodeId, RequestId] = field(default_factory=dict)
     """Nodes that were told to leave: their requests are released once they are gone."""
+    parting: dict[RequestId, Time] = field(default_factory=dict)
+    """Requests of nodes that were told to leave, and when each is released in any case."""
     to_release: dict[RequestId, None] = field(default_factory=dict)
     """Requests that the next plan releases."""
     cordoned: dict[str, str] = field(default_factory=dict)
