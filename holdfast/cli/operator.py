@@ -26,6 +26,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--liveness", metavar="URL", help="answer probes there, such as http://0.0.0.0:8080/healthz"
     )
+    parser.add_argument(
+        "--dlrover",
+        action="store_true",
+        help="also run DLRover's ElasticJobs, and obey its ScalePlans; DLRover's operator must not run",
+    )
     parser.add_argument("--print-crd", action="store_true", help="print the resource's definition")
     given = parser.parse_args(argv)
     if given.print_crd:
@@ -38,4 +43,4 @@ def main(argv: Sequence[str]) -> int:
     from holdfast.platforms.kubernetes.operator import run_operator
 
     logging.basicConfig(format="[holdfast] %(message)s", level=logging.INFO)
-    return run_operator(given.namespace, given.liveness)
+    return run_operator(given.namespace, given.liveness, given.dlrover)

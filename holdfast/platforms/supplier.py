@@ -91,6 +91,8 @@ class Supplier:
     def __init__(self, platform: Platform, find: Callable[[], Endpoint | None]) -> None:
         """`find` says where the coordinator is now; None if nobody knows."""
         self.platform = platform
+        self.refusal = ""
+        """Why the coordinator does not let it in; empty if it does, or cannot be reached."""
         self._find = find
         self._wanted: dict[RequestId, NodeWish] = {}
         self._avoid: tuple[Cordon, ...] = ()
@@ -152,6 +154,7 @@ class Supplier:
             return True
         except (OSError, WireError) as error:
             log.info("the coordinator's stream broke: %s", error)
+            self.refusal = str(error) if isinstance(error, WireError) else ""
             return False
         finally:
             writer.close()
@@ -168,6 +171,7 @@ class Supplier:
                 if isinstance(message, Rejected):
                     raise WireError(message.reason)
                 if isinstance(message, SupplierWelcome):
+                    self.refusal = ""
                     log.info("supplying job %s with nodes of %s", message.job, self.platform.name)
                     continue
                 parts.append(message)

@@ -1,9 +1,9 @@
 """DLRover's resources in terms of ours: `ElasticJob` and `ScalePlan` of elastic.iml.github.io/v1alpha1.
 
-Both are converted by pure functions; the operator then treats an ElasticJob as a HoldfastJob. `FIELDS` has
-one row for each field of theirs and says what becomes of it; docs/kubernetes.md shows the same table, and
-a test compares them. A field that is not in the table, or that has no effect here, is named in a warning
-on the resource. What would change the training without a word (roles that do not exist here) is refused.
+Both are converted by pure functions; the operator then treats an ElasticJob as a HoldfastJob. `FIELDS`
+has one row for each field of theirs and says what becomes of it; docs/kubernetes.md shows the same
+table, and a test compares them. A field that is not in the table, or has no effect here, is named in a
+warning on the resource. What would change the training (roles that do not exist here) is refused.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ FIELDS: Final[Mapping[str, str]] = {
     "ElasticJob.spec.replicaSpecs.worker.replicas": "nodes.max; nodes.min too, unless --nnodes of the "
     "command names a smaller one",
     "ElasticJob.spec.replicaSpecs.worker.template": "template; `dlrover-run` becomes `holdfast run`",
-    "ElasticJob.spec.replicaSpecs.worker.restartPolicy": "Never; any other has no effect, and a warning",
+    "ElasticJob.spec.replicaSpecs.worker.restartPolicy": "Never; any other has no effect, "
+    "and a warning",
     "ElasticJob.spec.replicaSpecs.worker.restartCount": "the setting relaunches",
     "ElasticJob.spec.replicaSpecs.worker.autoScale": "no effect, and a warning if true",
     "ElasticJob.spec.replicaSpecs.worker.restartTimeout": "the setting pending-limit; 0 has no effect",
@@ -258,6 +259,11 @@ def _without_effect(given: Mapping[str, Any], worker: Mapping[str, Any]) -> Iter
         )
     if given.get("brainService"):
         yield "spec.brainService has no effect: there is no such service here"
+    boxes = (worker["template"].get("spec") or {}).get("containers") or [{}]
+    words = " ".join(map(str, [*(boxes[0].get("command") or ()), *(boxes[0].get("args") or ())]))
+    for flag in _FLAGS_WITHOUT_EFFECT:
+        if flag in words.split():
+            yield f"{flag} of dlrover-run has no effect, and was taken out of the command"
     if worker.get("autoScale"):
         yield "spec.replicaSpecs.worker.autoScale has no effect: change replicas, or make a ScalePlan"
     if worker.get("restartPolicy", "Never") not in ("Never", ""):

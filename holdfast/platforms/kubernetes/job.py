@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -40,6 +39,7 @@ from holdfast.messages.wire import (
 from holdfast.platforms.kubernetes import objects, pods
 from holdfast.platforms.kubernetes import status as statuses
 from holdfast.platforms.kubernetes.client import MERGE, KubeApi, find
+from holdfast.platforms.kubernetes.kinds import Body, ResourceKind
 from holdfast.platforms.kubernetes.making import JobObjects
 from holdfast.platforms.kubernetes.objects import Owner, coordinator_name
 from holdfast.platforms.kubernetes.platform import KubernetesPlatform
@@ -52,7 +52,6 @@ from holdfast.wire.visitors import ask_at
 log = logging.getLogger("holdfast.operator")
 
 T = TypeVar("T", bound=msgspec.Struct)
-Body = Mapping[str, Any]
 Step = Literal["hold", "start", "wait", "replace", "serve", "finish", "resume"]
 
 STATUS_EVERY_S = 3.0
@@ -80,25 +79,18 @@ def next_step(pod: CoordinatorPod, suspend: bool, status: JobStatus) -> Step:
 class JobRun:
     """One job, as long as its resource is there."""
 
-    def __init__(
-        self,
-        api: KubeApi,
-        body: Body,
-        read: Callable[[Body], JobSpec],
-        path: str,
-        write: Callable[[JobStatus], Json] = statuses.to_json,
-    ) -> None:
-        """`read` understands this kind of resource; `path` is that of the resource itself."""
+    def __init__(self, api: KubeApi, kind: ResourceKind, body: Body) -> None:
         self.owner = Owner.of(body)
-        self._api, self._read, self._path, self._write = api, read, path, write
+        self._api, self._kind = api, kind
         self._objects = JobObjects(api, self.owner)
         self._body = body
         self._spec: JobSpec | None = None
-        self._status = statuses.read_status(body.get("status"))
+        self._status = kind.recall(body.get("status"))
         self._written: Json | None = None
         self._pod = CoordinatorPod("absent")
         self._token = self._opened = ""
         self._platform = KubernetesPlatform(api, self.owner, self._known_spec, lambda: self._opened)
+        self._supplier: Supplier | None = None
         self._supplying: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._pause_s = 0.0
@@ -152,13 +144,13 @@ class JobRun:
             self._status, observed_generation=generation, selector=self.owner.selector
         )
         try:
-            self._spec = self._read(self._body)
+            self._spec, warnings = self._kind.read(self._body)
         except UsageError as error:
             await self._refuse(str(error))
             if self._spec is None:  # It was never understood: there is nothing to keep going.
                 return IDLE_S
         else:
-            self._condition("Accepted", True, "Valid", "the spec is understood")
+            await self._accept("; ".join(warnings))
         found = await find(self._api, self._pod_path)
         if found is not None and not self.owner.owns(found):
             raise PlatformError(
@@ -183,6 +175,13 @@ class JobRun:
         self._condition("Accepted", False, "Invalid", why)
         if before is None or before.message != why:
             await self._event("Warning", "Invalid", why)
+
+    async def _accept(self, warning: str) -> None:
+        if warning and warning != self._status.warning:
+            await self._event("Warning", "LeftOut", warning)
+        self._set(warning=warning)
+        message = f"the spec is understood, but {warning}" if warning else "the spec is understood"
+        self._condition("Accepted", True, "LeftOut" if warning else "Valid", message)
 
     async def _hold(self) -> float:
         self._set(phase="Suspended")
@@ -260,6 +259,9 @@ class JobRun:
         self._condition("CoordinatorReady", True, "Answers", "the coordinator answers")
         before = self._status
         self._status = statuses.of_running(before, told, spec.suspend, now())
+        if self._supplier is not None and self._supplier.refusal:
+            why = f"the coordinator refuses the operator: {self._supplier.refusal}"
+            self._condition("NodesProvided", False, "Refused", why)
         await self._tell_news(before)
         if spec.suspend:
             await self._ask_to_stop(told)
@@ -310,9 +312,9 @@ class JobRun:
 
     async def _supply(self) -> None:
         """Supply nodes until the job is over."""
-        supplier = Supplier(self._platform, self._endpoint)
+        self._supplier = Supplier(self._platform, self._endpoint)
         try:
-            await supplier.run()
+            await self._supplier.run()
         except HoldfastError as error:
             log.error("job %s/%s: %s", self.owner.namespace, self.owner.name, error)
         self._wake.set()
@@ -346,11 +348,12 @@ class JobRun:
 
     async def _tell(self) -> None:
         """Write the status, if it has changed."""
-        written = self._write(self._status)
+        written = self._kind.write(self._status)
         if written == self._written:
             return
         try:
-            await self._api.request("PATCH", f"{self._path}/status", {"status": written}, MERGE)
+            path = f"{self._kind.path(self.owner)}/status"
+            await self._api.request("PATCH", path, {"status": written}, MERGE)
         except ApiRefused as refused:
             if refused.code != 404:  # The resource is gone; the operator hears of it.
                 raise

@@ -8,16 +8,18 @@ selector, because a cluster has many that are not ours.
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from holdfast.errors import PlatformError, UsageError
-from holdfast.platforms.kubernetes import crd
-from holdfast.platforms.kubernetes.client import Json, KubeApi, KubeClient
-from holdfast.platforms.kubernetes.job import Body, JobRun
-from holdfast.platforms.kubernetes.objects import JOB, ROLE
-from holdfast.platforms.kubernetes.spec import JobSpec, read_spec
+from holdfast.platforms.kubernetes import crd, dlrover
+from holdfast.platforms.kubernetes.client import MERGE, Json, KubeApi, KubeClient
+from holdfast.platforms.kubernetes.dlrover import PlannedNodes
+from holdfast.platforms.kubernetes.job import JobRun, now
+from holdfast.platforms.kubernetes.kinds import HOLDFAST, Body, ElasticJobs, ResourceKind
+from holdfast.platforms.kubernetes.objects import JOB, ROLE, Owner, event
 
 log = logging.getLogger("holdfast.operator")
 
@@ -32,7 +34,7 @@ class Jobs:
         self._api = api
         self._runs: dict[Key, tuple[JobRun, asyncio.Task[None]]] = {}
 
-    def seen(self, body: Body, path: str, read: Callable[[Body], JobSpec], gone: bool) -> None:
+    def seen(self, kind: ResourceKind, body: Body, gone: bool) -> None:
         """Take in the newest state of a resource."""
         meta = body["metadata"]
         key = (meta["namespace"], meta["name"])
@@ -46,7 +48,7 @@ class Jobs:
             run.changed(body)
             return
         self._drop(key)
-        made = JobRun(self._api, body, read, path)
+        made = JobRun(self._api, kind, body)
         self._runs[key] = made, asyncio.ensure_future(made.run())
 
     def _drop(self, key: Key) -> None:
@@ -61,6 +63,13 @@ class Jobs:
         if found is not None:
             found[0].pod_changed(labels.get(ROLE, ""))
 
+    def plan_seen(self, namespace: str, job: str) -> bool:
+        """Wake the job that a plan is for; False if there is none."""
+        found = self._runs.get((namespace, job))
+        if found is not None:
+            found[0].pod_changed("coordinator")
+        return found is not None
+
     def look_again(self) -> None:
         """Wake all jobs: changes may have been missed."""
         for run, _ in self._runs.values():
@@ -72,15 +81,6 @@ class Jobs:
             self._drop(key)
         if tasks:
             await asyncio.wait(tasks)
-
-
-def job_path(group: str, plural: str, meta: Mapping[str, Any]) -> str:
-    return f"/apis/{group}/namespaces/{meta['namespace']}/{plural}/{meta['name']}"
-
-
-def of_holdfast(body: Body) -> JobSpec:
-    """Read the spec of a HoldfastJob."""
-    return read_spec(body["metadata"]["name"], dict(body.get("spec") or {}))
 
 
 RIGHTS: Sequence[tuple[str, str, str]] = (
@@ -129,7 +129,7 @@ async def check_resource(api: KubeApi) -> None:
         )
 
 
-def run_operator(namespace: str, liveness: str | None) -> int:
+def run_operator(namespace: str, liveness: str | None, with_dlrover: bool) -> int:
     """Serve all jobs of a namespace (empty: of all) until the process is told to end."""
     try:
         import kopf
@@ -147,7 +147,7 @@ def run_operator(namespace: str, liveness: str | None) -> int:
         api.watch(f"/api/v1{where}/pods", JOB, jobs.pod_seen, jobs.look_again)
         try:
             await kopf.operator(
-                registry=_registry(kopf, jobs),
+                registry=_registry(kopf, api, jobs, with_dlrover),
                 settings=_settings(kopf),
                 standalone=True,
                 clusterwide=not namespace,
@@ -169,20 +169,53 @@ def _settings(kopf: Any) -> Any:
     return settings
 
 
-def _registry(kopf: Any, jobs: Jobs) -> Any:
+def _registry(kopf: Any, api: KubeApi, jobs: Jobs, with_dlrover: bool) -> Any:
     """The handlers: all of them only tell the jobs."""
-    registry = kopf.get_default_registry()
+    registry = kopf.get_default_registry()  # It knows how to log in.
 
-    @kopf.on.event(crd.GROUP, crd.VERSION, crd.PLURAL, registry=registry)  # type: ignore[untyped-decorator]
     async def job_seen(event: Any, body: Any, **_: Any) -> None:
-        path = job_path(f"{crd.GROUP}/{crd.VERSION}", crd.PLURAL, body["metadata"])
-        jobs.seen(_plain(body), path, of_holdfast, event["type"] == "DELETED")
+        jobs.seen(HOLDFAST, _plain(body), event["type"] == "DELETED")
 
+    kopf.on.event(crd.GROUP, crd.VERSION, crd.PLURAL, registry=registry)(job_seen)
+    if with_dlrover:
+        _register_dlrover(kopf, registry, api, jobs)
     return registry
+
+
+def _register_dlrover(kopf: Any, registry: Any, api: KubeApi, jobs: Jobs) -> None:
+    theirs = ElasticJobs()
+
+    async def elastic_job_seen(event: Any, body: Any, **_: Any) -> None:
+        jobs.seen(theirs.kind, _plain(body), event["type"] == "DELETED")
+
+    async def scale_plan_seen(event: Any, body: Any, **_: Any) -> None:
+        gone = event["type"] == "DELETED"
+        plan = theirs.plan_seen(_plain(body), gone)
+        namespace = body["metadata"]["namespace"]
+        if jobs.plan_seen(namespace, plan.job) and not gone:
+            await _finish_plan(api, _plain(body), plan)
+
+    where = (dlrover.GROUP, dlrover.VERSION)
+    kopf.on.event(*where, dlrover.JOBS, registry=registry)(elastic_job_seen)
+    kopf.on.event(*where, dlrover.PLANS, registry=registry)(scale_plan_seen)
+
+
+async def _finish_plan(api: KubeApi, body: Json, plan: PlannedNodes) -> None:
+    """Say in a plan that it counts now, and what of it was left out; once."""
+    if (body.get("status") or {}).get("phase") == "Succeeded":
+        return
+    owner = Owner.of(body)
+    path = owner.path_in(f"{dlrover.GROUP}/{dlrover.VERSION}", dlrover.PLANS, owner.name)
+    done = {"status": {"phase": "Succeeded", "finishTime": now()}}
+    try:
+        await api.request("PATCH", f"{path}/status", done, MERGE)
+        if plan.warnings:
+            posted = event(owner, "Warning", "LeftOut", "; ".join(plan.warnings), now())
+            await api.request("POST", owner.path("events"), posted)
+    except PlatformError as error:
+        log.warning("%s", error)
 
 
 def _plain(body: Any) -> Json:
     """A copy that nobody changes."""
-    import copy
-
     return copy.deepcopy(dict(body))
