@@ -1,8 +1,8 @@
 """A fake API server: objects in dictionaries, pods that run nothing, and all that real ones do wrong.
 
 `FakeApi` is what `KubeClient` is, for tests that need no cluster; what the real server answers is
-tested in tests/engines. `FakeCluster` is an engine for the chaos harness: the platform of one job on this
-server, and faults of pods, nodes, requests and watches.
+tested in tests/engines. `FakeCluster` is an engine for the chaos harness: the platform of one job on
+this server, and faults of pods, nodes, requests and watches.
 """
 
 from __future__ import annotations
