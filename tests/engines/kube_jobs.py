@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -38,8 +37,9 @@ def define(cluster: Cluster, definition: Json) -> None:
 class Operator:
     """One `holdfast operator` for one namespace, as a process."""
 
-    def __init__(self, cluster: Cluster, space: str, folder: Path) -> None:
+    def __init__(self, cluster: Cluster, space: str, folder: Path, *flags: str) -> None:
         self.cluster, self.space, self.folder = cluster, space, folder
+        self._flags = flags
         self.log = folder / "operator.log"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -59,6 +59,7 @@ class Operator:
     def start(self, kubeconfig: Path | None = None) -> None:
         env = {**os.environ, "KUBECONFIG": str(kubeconfig or self.cluster.kubeconfig)}
         words = [sys.executable, "-m", "holdfast", "operator", "--namespace", self.space]
+        words += self._flags
         with open(self.log, "ab") as log:
             self._process = subprocess.Popen(words, env=env, stdout=log, stderr=log)
 
@@ -67,6 +68,12 @@ class Operator:
             self._process.send_signal(signal.SIGKILL)
             self._process.wait()
             self._process = None
+
+    def until_ended(self) -> None:
+        """Wait until the operator has ended by itself."""
+        assert self._process is not None
+        self._process.wait(60.0)
+        self._process = None
 
     def _show(self) -> None:
         print(f"--- operator\n{self.log.read_text()[-8000:]}", file=sys.stderr)
@@ -162,7 +169,3 @@ def training(folder: Path, min: int = 2, max: int = 2, steps: str = "", **more: 
 def finish(folder: Path) -> None:
     """Let the trainer come to its end."""
     (folder / "work" / "end").touch()
-
-
-def moment() -> float:
-    return time.monotonic()

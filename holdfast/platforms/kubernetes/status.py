@@ -34,7 +34,7 @@ _TRAINING: Final = {
 }
 
 
-class Condition(Struct, frozen=True, kw_only=True, rename="camel"):
+class JobCondition(Struct, frozen=True, kw_only=True, rename="camel"):
     """One aspect of a job, in the form that all of Kubernetes uses."""
 
     type: ConditionType
@@ -54,7 +54,7 @@ class JobStatus(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults
 
     phase: Phase = "Pending"
     """Where the job stands, in one word."""
-    conditions: tuple[Condition, ...] = ()
+    conditions: tuple[JobCondition, ...] = ()
     """Aspects of the job, each with the reason."""
     nodes: int = 0
     """Nodes that are in the job."""
@@ -97,7 +97,7 @@ def with_condition(
     word: TrueFalse = "Unknown" if is_so is None else "True" if is_so else "False"
     before = next((one for one in status.conditions if one.type == type), None)
     since = before.last_transition_time if before is not None and before.status == word else now
-    made = Condition(
+    made = JobCondition(
         type=type, status=word, reason=reason, message=message, last_transition_time=since
     )
     others = [one for one in status.conditions if one.type != type]
@@ -107,7 +107,7 @@ def with_condition(
     )
 
 
-def condition(status: JobStatus, type: ConditionType) -> Condition | None:
+def condition(status: JobStatus, type: ConditionType) -> JobCondition | None:
     return next((one for one in status.conditions if one.type == type), None)
 
 
