@@ -8,6 +8,7 @@
     with holdfast.evaluating():
         ...                          # no training: not part of the job's speed
     holdfast.rank_info()             # rank, world size, round, restarts
+    holdfast.track(writer)           # goodput, incidents and speed into TensorBoard, MLflow, W&B
 
 These also work, at almost no cost, in a process that `holdfast run` did not start. The following ask
 the job's coordinator, and raise `holdfast.errors.NotUnderHoldfast` where there is none:
@@ -18,6 +19,7 @@ the job's coordinator, and raise `holdfast.errors.NotUnderHoldfast` where there 
     if tally.all_yes:
         holdfast.stop_job("converged", code=0)
     holdfast.exclude_this_node("its GPU throttles")
+    holdfast.scale((4, 8))           # another number of nodes
 
 `holdfast.data` loads each record of a data set exactly once an epoch, whatever dies.
 
@@ -54,9 +56,11 @@ if TYPE_CHECKING:
     from holdfast.worker.api import rank_info as rank_info
     from holdfast.worker.api import restarts as restarts
     from holdfast.worker.api import round as round
+    from holdfast.worker.api import scale as scale
     from holdfast.worker.api import section as section
     from holdfast.worker.api import stop_job as stop_job
     from holdfast.worker.api import store as store
+    from holdfast.worker.api import track as track
     from holdfast.worker.api import vote as vote
     from holdfast.worker.checkpointer import Checkpointer as Checkpointer
     from holdfast.worker.elastic_trainer import ElasticTrainer as ElasticTrainer
@@ -82,9 +86,11 @@ _HOMES = {
     "rank_info": "holdfast.worker.api",
     "restarts": "holdfast.worker.api",
     "round": "holdfast.worker.api",
+    "scale": "holdfast.worker.api",
     "section": "holdfast.worker.api",
     "stop_job": "holdfast.worker.api",
     "store": "holdfast.worker.api",
+    "track": "holdfast.worker.api",
     "vote": "holdfast.worker.api",
 }
 """The module of each name."""
@@ -114,9 +120,11 @@ __all__ = [
     "rank_info",
     "restarts",
     "round",
+    "scale",
     "section",
     "stop_job",
     "store",
+    "track",
     "vote",
 ]
 

@@ -37,6 +37,8 @@ from holdfast.errors import JobError, JobHomeError
 
 SHOWN_JOBS: Final = 5
 """Jobs that are named when one is not found."""
+LOCK_TRIES: Final = 5
+LOCK_PAUSE_S: Final = 0.01
 
 
 class JobFile(Struct, frozen=True, kw_only=True):
@@ -106,13 +108,20 @@ class JobHome:
             return ""
 
     def lock(self) -> bool:
-        """Lock the job for this process and those it forks; False if it runs already."""
+        """Lock the job for this process and those it forks; False if it runs already.
+
+        Whoever asks `alive` holds the lock for some microseconds, so it is tried a few times."""
         fd = open_privately(self._lock_file, os.O_RDWR)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            return False
+        for last in (*[False] * (LOCK_TRIES - 1), True):
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if last:
+                    os.close(fd)
+                    return False
+                time.sleep(LOCK_PAUSE_S)
+            else:
+                break
         self._lock_fd = fd
         return True
 
@@ -253,6 +262,15 @@ def at_port(port: int) -> JobHome | None:
         except JobError:  # Damaged. That of another job must not keep a node from joining its own.
             continue
     return None
+
+
+def shared_at(name: str, port: int) -> JobHome | None:
+    """The home of this job, of a coordinator with this port that may be on another machine."""
+    home = home_of(name)
+    try:
+        return home if home.has_job_file() and home.read_job_file().port == port else None
+    except JobError:  # Damaged, or set aside at this moment.
+        return None
 
 
 def find(name: str | None) -> JobHome:

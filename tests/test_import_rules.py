@@ -72,8 +72,8 @@ RULES: dict[str, set[str]] = {
     "diagnosis": {"messages", "core", "cgroups", *LEAVES},
     # The simulated coordinator is restarted from the real journal, the agents' supervisor is real.
     "sim": {"coordinator", "agent", "core", "messages", "clock", "shm", *LEAVES},
-    # Viewers know reports, and nothing else of a job.
-    "view": {"messages"},
+    # Viewers replay the journal through the core, and ask a coordinator what a visitor may ask.
+    "view": {"messages", "core", "coordinator", *LEAVES, *TOOLS},
     # The commands that look at a job read its journal; nothing else of a shell is theirs to use.
     "cli": {
         *("launch", "coordinator", "sim", "core", "messages", "view"),
@@ -126,7 +126,7 @@ def test_a_module_imports_only_what_its_part_may(path: Path) -> None:
 
 def test_nothing_but_the_command_line_and_the_launcher_may_import_a_shell() -> None:
     may = {part for part, allowed in RULES.items() if allowed & (SHELLS - {part})}
-    assert may == {"cli", "launch", "sim", "__init__"}
+    assert may == {"cli", "launch", "sim", "view", "__init__"}
 
 
 def test_viewers_are_leaves() -> None:
@@ -134,12 +134,15 @@ def test_viewers_are_leaves() -> None:
 
 
 OF_SHELLS = {
+    # A viewer that crashes must not take anything of the job with it: it only reads.
+    "view": {"holdfast.coordinator.journal"},
     "cli": {"holdfast.coordinator.journal", "holdfast.coordinator.main"},
     "sim": {
         "holdfast.coordinator.admission",
         "holdfast.coordinator.journal",
         "holdfast.agent.function",
         "holdfast.agent.life",
+        "holdfast.agent.node_sampler",
         "holdfast.agent.processes",
         "holdfast.agent.requests",
         "holdfast.agent.shards",

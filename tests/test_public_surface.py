@@ -32,7 +32,7 @@ SURFACE = {
         "progress",
     ),
     "inprocess",
-    *("rank_info", "restarts", "round", "section", "stop_job", "store", "vote"),
+    *("rank_info", "restarts", "round", "scale", "section", "stop_job", "store", "track", "vote"),
 }
 LAUNCHER = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"]
 LAUNCHER += ["GROUP_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"]

@@ -144,6 +144,18 @@ def _victim(operator: Operator) -> tuple[int, int] | None:
     return position, attempt
 
 
+def _next_victim(operator: Operator) -> tuple[int, int]:
+    found: list[tuple[int, int] | None] = []
+
+    def look() -> bool:
+        found[:] = [_victim(operator)]
+        return found[0] is not None
+
+    operator.until(look, "all pods run")
+    assert found[0] is not None
+    return found[0]
+
+
 def _replaced(
     cluster: kubernetes.Cluster,
     folder: Path,
@@ -155,8 +167,7 @@ def _replaced(
     taken = []
     with _job(cluster, folder, NODES) as (operator, seen):
         for _ in range(tries):
-            operator.until(lambda: _victim(operator), "all pods run")
-            position, attempt = _victim(operator) or (0, 1)
+            position, attempt = _next_victim(operator)
             began = fault(operator, f"b-{position}-{attempt}")
             after = seen.wait(f"b-{position}-{attempt + 1}")
             taken.append(after - began)

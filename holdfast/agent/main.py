@@ -20,6 +20,7 @@ from holdfast.agent import launcher_error
 from holdfast.agent.file_timer import PIPE, serving, timer_file
 from holdfast.agent.health_monitor import HealthMonitor, monitoring
 from holdfast.agent.lease import RoundLease
+from holdfast.agent.node_sampler import NodeSampler, sampling
 from holdfast.agent.nodecheck import NodeTester
 from holdfast.agent.orders import AgentOrders
 from holdfast.agent.output import Console
@@ -31,10 +32,11 @@ from holdfast.agent.starting import Starter, node_environment
 from holdfast.agent.stream import CoordinatorStream, NodeRefused
 from holdfast.agent.supervisor import Supervisor
 from holdfast.clock import JobClock
-from holdfast.messages.events import HealthFound, NodeJoined, NodeWarm
+from holdfast.messages.events import HealthFound, NodeJoined, NodeSampled, NodeWarm
 from holdfast.messages.exits import EXIT_REFUSED, EXIT_REJOIN
 from holdfast.messages.health import HealthResult
 from holdfast.messages.records import NodeSpec
+from holdfast.messages.usage import NodeUsage
 from holdfast.platforms import topology
 from holdfast.tasks import BackgroundTasks, TaskFailure
 
@@ -64,7 +66,8 @@ async def _run(orders: AgentOrders) -> int:
     agent = _Agent(orders, table, pool, env)
     try:
         pids = agent.supervisor.rank_pids
-        with monitoring(agent.health, agent.tasks), serving(timers, pids):
+        watching = monitoring(agent.health, agent.tasks)
+        with watching, sampling(agent.sampler), serving(timers, pids):
             return await agent.run()
     finally:
         agent.tasks.close()
@@ -127,7 +130,11 @@ class _Agent:
         self._found: tuple[HealthResult, ...] = ()
         """What the health checks found before the node joined."""
         self.health: HealthMonitor | None = None
-        node_check = orders.terms.node_check
+        terms = orders.terms
+        self._usage: NodeUsage | None = None
+        """The newest sample, if the node has not joined yet."""
+        self.sampler = NodeSampler(terms.max_nodes + terms.spares, self._tell_usage)
+        node_check = terms.node_check
         if HealthMonitor.is_useful(node_check):
             self.health = HealthMonitor(orders.home.path, node_check, self._tell_health)
             table.spared = lambda: self.health.pids if self.health is not None else ()
@@ -211,6 +218,8 @@ class _Agent:
         self.snapshots.tell_images()
         if self._found:
             self._tell_health(self._found)
+        if self._usage is not None:
+            self._tell_usage(self._usage)
         self.shutdown.joined()
         if self.pool.warm:
             self._tell_warm()
@@ -221,6 +230,12 @@ class _Agent:
             self.stream.send(HealthFound(at=self.clock.now(), node=self.node, results=results))
         else:
             self._found = results
+
+    def _tell_usage(self, usage: NodeUsage) -> None:
+        if self._joined:
+            self.stream.send(NodeSampled(at=self.clock.now(), node=self.node, usage=usage))
+        else:
+            self._usage = usage
 
     def _task_failed(self, failure: TaskFailure) -> None:
         if self._joined:

@@ -73,8 +73,6 @@ AT_LOCK_S: Final = 0.1
 BUSY_SHARE: Final = 0.5
 ROOTED_S: Final = 0.95
 """A thread seen at one line for this long stands there."""
-STILL_S: Final = 5.0
-"""Time without a sign of life that is worth a report."""
 PAUSE_S: Final = 1.0
 """Shortest pause that is reported."""
 PAUSES_AT_ONCE: Final = 32
@@ -394,7 +392,8 @@ class StallDetector:
 
     def _gist_of(self, stall: Stall) -> tuple[object, ...]:
         settled = self._watched[stall.rank].settled
-        return stall.rank, stall.kind, settled, stall.still_s >= STILL_S, bool(stall.signs)
+        silent = stall.still_s >= self._terms.silent_s
+        return stall.rank, stall.kind, settled, silent, bool(stall.signs)
 
     # ---- when it is late ----
 

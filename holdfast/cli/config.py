@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from holdfast.cli.flags import parse_settings, run_parser
+from holdfast.cli.flags import parse_settings, run_parser, with_slurm
 from holdfast.config.schema import GROUPS, WITH_FLAGS, Setting, Settings, all_settings, settings_of
 from holdfast.errors import UsageError
 
@@ -50,6 +50,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
     split = argv.index("--") if "--" in argv else len(argv)  # `holdfast config -- --nnodes 2`
     given, command, parsed = parse_settings(parser, [*argv[:split], *argv[split + 1 :]])
+    given = with_slurm(given)
     _show(given, "json" in parsed)
     problems = _problems(given, command)
     for line in (*given.warnings, *problems):

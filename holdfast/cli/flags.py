@@ -53,7 +53,19 @@ def parse_run(argv: Sequence[str]) -> RunSettings:
 
     from holdfast.config.settings import run_settings
 
-    return run_settings(given, command)
+    return run_settings(with_slurm(given), command)
+
+
+def with_slurm(given: Settings) -> Settings:
+    """Settings with what Slurm's environment says of those that nobody set."""
+    if not os.environ.get("SLURM_JOB_ID"):
+        return given
+
+    from holdfast.platforms import slurm_environment
+
+    said = slurm_environment.settings(os.environ, given.said, given.spares)
+    warning = slurm_environment.warning(os.environ, given.said)
+    return Settings({**said, **given.said}, (*given.warnings, *filter(None, [warning])))
 
 
 def parse_settings(

@@ -10,7 +10,8 @@ from holdfast.errors import HoldfastError
 
 COMMANDS = {
     "run": "start a training script, in place of torchrun, and keep it going",
-    "up": "run a job of several nodes on this machine, which come and go as on a cluster",
+    "up": "run a job whose nodes come and go: on this machine, or in an allocation of Slurm",
+    "submit": "submit a job to a cluster, where it runs by itself",
     "coordinator": "run a job's coordinator alone, for nodes that join with --coordinator",
     "operator": "run jobs on Kubernetes that are described by HoldfastJob resources",
     "config": "every setting, its value and which flag, variable or file it came from",

@@ -1,10 +1,10 @@
-"""`holdfast up` runs a whole job on this machine: coordinator, supplier, and nodes that it provides."""
+"""`holdfast up` runs a whole job: its coordinator, and the supplier of the platform it runs on."""
 
 from __future__ import annotations
 
 import argparse
 import logging
-import socket
+import os
 import sys
 from collections.abc import Sequence
 
@@ -17,13 +17,13 @@ from holdfast.config.schema import Settings
 from holdfast.config.settings import RunSettings, run_settings
 from holdfast.config.values import joined
 from holdfast.errors import UsageError
-from holdfast.platforms.opening import PLATFORMS
+from holdfast.platforms.opening import PLATFORMS, own_host
 
 DESCRIPTION = """\
-Run a job of several nodes on this machine, where each node is a group of processes that takes itself
-for a host (node-0, node-1, ...). The nodes are provided by supply, as a cluster would do it: one that
-is lost is asked for again, and `holdfast scale` changes their number. Use it to see what your script
-does when nodes die, come back, and become more or fewer, before you pay for a cluster."""
+Run a job whose nodes are provided by a platform: one that is lost is asked for again, and `holdfast
+scale` changes their number. On this machine each node is a group of processes that takes itself for a
+host (node-0, node-1, ...): see what your script does when nodes die, come back, and become more or
+fewer, before you pay for a cluster. In an allocation of Slurm (--on slurm) they are its nodes."""
 
 EPILOG = """\
 examples:
@@ -31,6 +31,8 @@ examples:
       four nodes of one rank each
   holdfast up --nodes 2:4 --spares 1 --nproc-per-node 2 --job try train.py --lr 0.1
       two to four nodes of two ranks, and one that waits for a place
+  salloc --nodes 4 holdfast up --on slurm --nodes 3 --spares 1 train.py
+      three nodes of an allocation of Slurm, and one that waits; `holdfast submit slurm` is for batch
 
 while it runs, in another terminal:
   holdfast status try                      the nodes that are wanted, and those that are there
@@ -46,7 +48,7 @@ OWN = (
     *("rdzv_backend", "rdzv_endpoint"),
 )
 """Settings that say where nodes meet: that is for `holdfast up` to know."""
-NOT_FOR_NODES = frozenset({*OWN, "nnodes", "job", "requeued", "token_file", "local_addr"})
+NOT_FOR_NODES = frozenset({*OWN, "nnodes", "job", "requeued", "token_file", "local_addr", "drain"})
 LOCAL = "local"
 
 
@@ -85,7 +87,8 @@ def parse_up(argv: Sequence[str]) -> tuple[str, RunSettings, list[str]]:
             )
     settings = run_settings(given, command)
     meeting = settings.rendezvous
-    listens = "127.0.0.1" if parsed.on == LOCAL else meeting.local_addr or socket.gethostname()
+    listens = meeting.local_addr if parsed.on != LOCAL else None
+    listens = listens or own_host(parsed.on, os.environ)
     here = Rendezvous(
         coordinator=joined(listens, 0),
         hosts_coordinator=True,

@@ -274,6 +274,9 @@ class OfThePlatform:
         "that get its high one", otherwise="the platform's own")
     pending_limit = Setting(values.time_limit, None, "SECONDS",
         "how long a node may be asked for in vain", otherwise="learnt, at least 900")
+    drain = _switch(
+        "have the platform take hosts that the job blames out of service, where it lets this user: "
+        "Slurm drains them, with the reason")
     requeued = _switch(
         "this start continues the job of the same name, which had to stop (exit code 75)")
 

@@ -55,6 +55,7 @@ class RunSettings(Struct, frozen=True, kw_only=True):
     entry: Entry
     job: str | None
     requeued: bool  # whether it continues a job that had to stop
+    drain: bool  # whether hosts that the job blames are taken out of service
     nproc: int
     node_rank: int | None
     save_deadline_s: float  # for the newest snapshot to reach storage when the node must stop
@@ -97,6 +98,7 @@ def run_settings(given: Settings, command: Sequence[str]) -> RunSettings:
         entry=entry,
         job=given.job,
         requeued=given.requeued,
+        drain=given.drain,
         nproc=nproc,
         node_rank=_node_rank(given, terms.max_nodes + terms.spares),
         save_deadline_s=given.save_deadline,

@@ -64,6 +64,7 @@ AGENT_EVENTS: tuple[type, ...] = (
     events.RanksStalled,
     events.NodeTested,
     events.HealthFound,
+    events.NodeSampled,
     events.SnapshotsSealed,
     events.ImagesHeld,
     events.RankFilesWritten,
@@ -79,7 +80,7 @@ AGENT_EVENTS: tuple[type, ...] = (
 INFORMING = frozenset(
     {
         *("NodeWarm", "Progress", "RanksStalled", "NodeTested", "HealthFound", "ImagesHeld"),
-        *("FaultTold", "TaskFailed"),
+        *("FaultTold", "TaskFailed", "NodeSampled"),
     }
 )
 """Events that may be dropped: nothing waits for them for ever."""

@@ -16,7 +16,7 @@ all others count. A journal that is gone, empty or no journal at all is not made
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -32,6 +32,7 @@ from holdfast.errors import JournalCorrupt, JournalError
 from holdfast.messages.events import AnyEvent, EventLost
 from holdfast.messages.reports import Booking
 from holdfast.messages.units import NodeId, Time
+from holdfast.messages.wire import JournalRow
 
 VERSION = 5
 SNAPSHOT_EVERY = 2000
@@ -107,7 +108,7 @@ class Journal:
 
     def read(self) -> tuple[JobSnapshot | None, list[Entry]]:
         """Read the newest snapshot, and what came after it, written or not."""
-        with _Reader(self.path) as reader:
+        with JournalReader(self.path) as reader:
             snapshot, after = reader.newest_snapshot()
             return snapshot, [*reader.entries(after), *self._backlog]
 
@@ -144,7 +145,7 @@ def replay(path: Path) -> JobSnapshot | None:
 
 def reopen(path: Path) -> tuple[JobSnapshot | None, int]:
     """Replay the journal; also return how many events of those it read are lost."""
-    with _Reader(path) as reader:
+    with JournalReader(path) as reader:
         snapshot = replaying.replay(reader.since_snapshot)
         return snapshot, reader.lost
 
@@ -157,17 +158,17 @@ def replay_spans(path: Path) -> tuple[JobSnapshot | None, list[Booking]]:
         spans.clear()
         job.of(Ledger).spans = spans
 
-    with _Reader(path) as reader:
+    with JournalReader(path) as reader:
         return replaying.replay(reader.from_the_start, prepare=keep_spans), spans
 
 
 def replay_story(path: Path, recorder: Recorder) -> JobSnapshot | None:
     """Replay the journal from its first event, and record each event with its actions."""
-    with _Reader(path) as reader:
+    with JournalReader(path) as reader:
         return replaying.replay(reader.from_the_start, prepare=recorder.begin, hear=recorder.hear)
 
 
-class _Reader:
+class JournalReader:
     """A read-only handle on a journal that a running coordinator may be writing."""
 
     def __init__(self, path: Path) -> None:
@@ -179,16 +180,19 @@ class _Reader:
         except sqlite3.Error as error:
             raise JournalError(f"{path}: cannot be read: {error}") from None
         (version,) = next(self._select("PRAGMA user_version"))
-        self._empty = version == 0  # Its writer has just begun, or was killed before it had.
+        self._empty: bool = version == 0  # Its writer has just begun, or was killed before it had.
         if version not in (0, VERSION):
             raise JournalError(
                 f"{path}: written as version {version} of the journal; this holdfast reads {VERSION}"
             )
 
-    def __enter__(self) -> _Reader:
+    def __enter__(self) -> JournalReader:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         self._db.close()
 
     def newest_snapshot(self) -> tuple[JobSnapshot | None, int]:
@@ -209,40 +213,52 @@ class _Reader:
     def from_the_start(self) -> tuple[None, Iterator[Entry]]:
         return None, self.entries(0)
 
+    @property
+    def empty(self) -> bool:
+        """Whether no journal had been begun in the file when it was opened."""
+        return self._empty
+
+    def writes(self) -> int:
+        """Return a number that changes whenever another process has written to the journal."""
+        ((version,),) = self._select("PRAGMA data_version")
+        return int(version)
+
+    def last(self) -> int:
+        """Return the number of the newest event."""
+        if self._empty:
+            return 0
+        ((last,),) = self._select("SELECT max(number) FROM events")
+        return last or 0
+
+    def rows(self, after: int, limit: int) -> list[JournalRow]:
+        """Read so many rows at most, as they were written; none is locked meanwhile or afterwards."""
+        if self._empty:
+            return []
+        return [JournalRow(*row) for row in self._rows(after, limit)]
+
     def entries(self, after: int) -> Iterator[Entry]:
         if self._empty:
             return
-        expected, last_at, self.lost = after + 1, 0.0, 0
-        for number, at, node, node_number, event in self._rows(after):
-            if number - expected > MISSING_AT_MOST:
-                raise JournalCorrupt(f"{self._path}: events {expected} to {number - 1} are missing")
-            while expected < number:
-                yield self._lost(last_at, f"event {expected} is missing")
-                expected += 1
-            expected, last_at = number + 1, at
-            try:
-                yield Entry(at, _event_decoder.decode(event), node, node_number)
-            except msgspec.DecodeError as error:
-                yield self._lost(at, f"event {number} is damaged: {error}", node, node_number)
+        self.lost = 0
+        for entry in decoded(
+            (JournalRow(*row) for row in self._rows(after)), after, str(self._path)
+        ):
+            self.lost += isinstance(entry.event, EventLost)
+            yield entry
 
-    def _lost(
-        self, at: float, error: str, node: NodeId | None = None, node_number: int | None = None
-    ) -> Entry:
-        self.lost += 1
-        return Entry(Time(at), EventLost(at=Time(at), error=error), node, node_number or 0)
-
-    def _rows(self, after: int) -> Iterator[Any]:
+    def _rows(self, after: int, limit: int = -1) -> Iterator[Any]:
         """Read the rows in order; where pages of the file are damaged, those that can be read."""
         columns, number = "number, at, node, node_number, event", after
         try:
-            query = f"SELECT {columns} FROM events WHERE number > ? ORDER BY 1"
-            for row in self._select(query, after):
+            query = f"SELECT {columns} FROM events WHERE number > ? ORDER BY 1 LIMIT ?"
+            for row in self._select(query, after, limit):
                 number = row[0]
                 yield row
             return
         except JournalCorrupt:
             ((last,),) = self._select("SELECT max(number) FROM events")
-        while number < (last or 0):
+        stop = last or 0 if limit < 0 else min(last or 0, after + limit)
+        while number < stop:
             number += 1
             try:
                 yield from self._select(f"SELECT {columns} FROM events WHERE number = ?", number)
@@ -256,3 +272,25 @@ class _Reader:
                 yield row
         except sqlite3.DatabaseError as error:
             raise JournalCorrupt(f"{self._path}: {error}") from None
+
+
+def decoded(rows: Iterable[JournalRow], after: int, where: str) -> Iterator[Entry]:
+    """Decode rows that follow the event of a number; what is missing or damaged is an `EventLost`."""
+    expected, last_at = after + 1, 0.0
+    for number, at, node, node_number, event in rows:
+        if number - expected > MISSING_AT_MOST:
+            raise JournalCorrupt(f"{where}: events {expected} to {number - 1} are missing")
+        while expected < number:
+            yield _lost(last_at, f"event {expected} is missing")
+            expected += 1
+        expected, last_at = number + 1, at
+        try:
+            yield Entry(Time(at), _event_decoder.decode(event), node, node_number or 0)
+        except msgspec.DecodeError as error:
+            yield _lost(at, f"event {number} is damaged: {error}", node, node_number)
+
+
+def _lost(
+    at: float, error: str, node: NodeId | None = None, node_number: int | None = None
+) -> Entry:
+    return Entry(Time(at), EventLost(at=Time(at), error=error), node, node_number or 0)

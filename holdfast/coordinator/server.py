@@ -32,13 +32,14 @@ from holdfast.coordinator.admission import Unfit
 from holdfast.coordinator.complaints import Complaints
 from holdfast.coordinator.diagnosis import Examinations, fitting
 from holdfast.coordinator.door import Door
+from holdfast.coordinator.event_requests import EventRequests
 from holdfast.coordinator.fault_requests import FaultRequests
 from holdfast.coordinator.journal import Journal
 from holdfast.coordinator.memories import Memories
 from holdfast.coordinator.stream import Stream
 from holdfast.coordinator.supply import SupplierStream
 from holdfast.coordinator.tune_requests import TuneRequests
-from holdfast.coordinator.wishes import refusal_of_scale, scale_line
+from holdfast.coordinator.wishes import scale_line
 from holdfast.core import job as jobs
 from holdfast.core import leases, report
 from holdfast.core.chaos import plans as chaos
@@ -48,6 +49,7 @@ from holdfast.core.job import Job
 from holdfast.core.leases import Leases
 from holdfast.core.patience import beat_s, silence_s
 from holdfast.core.replay import Entry, Intake, JobSnapshot
+from holdfast.core.supply import rules as supply
 from holdfast.core.tuning import wording as tuning
 from holdfast.core.tuning.state import Tunings
 from holdfast.errors import JobUnknown
@@ -85,6 +87,7 @@ from holdfast.messages.records import Incident, Terms
 from holdfast.messages.units import NodeId, RoundNumber, Seconds, Time
 from holdfast.messages.wire import (
     Ack,
+    AskEvents,
     AskFault,
     AskHang,
     AskScale,
@@ -166,6 +169,7 @@ class Coordinator:
     """Examinations of visitors have negative numbers."""
     _fault_requests: FaultRequests = field(init=False)
     _tune_requests: TuneRequests = field(init=False)
+    _event_requests: EventRequests = field(init=False)
     _refused: Counter[str] = field(default_factory=Counter)
     """Events that did not fit their senders, by type and reason, since this was last journaled."""
 
@@ -177,6 +181,7 @@ class Coordinator:
         )
         self._fault_requests = FaultRequests(lambda: self.job)
         self._tune_requests = TuneRequests(lambda: self.job)
+        self._event_requests = EventRequests(self.journal, lambda: self.job)
 
     async def serve(
         self,
@@ -251,6 +256,7 @@ class Coordinator:
         self._tell_incidents()
         self._fault_requests.answer()
         self._tune_requests.answer()
+        self._event_requests.written()
         self._remember()
 
     def _carry_out(self, action: AnyAction) -> None:
@@ -376,6 +382,8 @@ class Coordinator:
             self._asked_to_scale(stream, visit.question)
         elif isinstance(visit.question, AskStop):
             self._asked_to_stop(stream, visit.question)
+        elif isinstance(visit.question, AskEvents):
+            self._event_requests.add(visit.question, stream.answer)
         else:
             self._asked_why(stream)
 
@@ -412,7 +420,7 @@ class Coordinator:
         job = self.job
         wrong = OVER_OR_NOT_BEGUN
         if job is not None and job.result is None:
-            wrong = refusal_of_scale(job, question)
+            wrong = supply.refusal(job.terms, question.min_nodes, question.max_nodes)
         if wrong or job is None:
             stream.answer(Rejected(reason=wrong))
             return
@@ -681,6 +689,7 @@ class Coordinator:
     async def _part(self) -> None:
         """Send what is still to be sent, and let every stream end in its own way."""
         self.supplier.close()
+        self._event_requests.close()
         for stream in self._streams.values():
             stream.transport.close()
         if self._streams:

@@ -1,22 +1,9 @@
-"""Checks what somebody wants of the number of a job's nodes, and says what will come of it."""
+"""Says what will come of another number of nodes that somebody wants for a job."""
 
 from __future__ import annotations
 
-import math
-
 from holdfast.core.job import Job
 from holdfast.messages.wire import AskScale
-
-
-def refusal_of_scale(job: Job, asked: AskScale) -> str:
-    """Say why a job cannot have these numbers of nodes; empty if it can."""
-    fewest, most = asked.min_nodes, asked.max_nodes
-    if not 1 <= fewest <= most:
-        return f"{fewest}:{most}: at least 1 node is needed, and no more at least than at most"
-    unit = math.lcm(job.terms.node_unit, job.terms.segment)
-    if most // unit * unit < fewest:
-        return f"no number of nodes from {fewest} to {most} is a multiple of {unit} (--node-unit)"
-    return ""
 
 
 def scale_line(job: Job, asked: AskScale) -> str:

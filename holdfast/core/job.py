@@ -41,6 +41,7 @@ from holdfast.core.supply.events import SupplyMachine
 from holdfast.core.suspects.events import SuspectsMachine
 from holdfast.core.transitions import STEPS, carry_out, settle
 from holdfast.core.tuning.events import TuningMachine
+from holdfast.core.usage.events import UsageMachine
 from holdfast.core.view import JobSpeed, RankState, earliest
 from holdfast.messages.actions import AnyAction, CloseJob
 from holdfast.messages.events import (
@@ -70,6 +71,7 @@ MACHINES: tuple[type[Machine], ...] = (
     ChaosMachine,
     TuningMachine,
     SupplyMachine,
+    UsageMachine,
 )
 
 if TYPE_CHECKING:
@@ -183,6 +185,14 @@ class Job(Struct, dict=True):
         """Time of a step between the two latest reports, whatever filled it."""
         pace = self._ranks.pace
         return pace.step_s if pace is not None else None
+
+    @property
+    def restarts(self) -> int:
+        return self.recovery.history.restarts
+
+    @property
+    def incident_count(self) -> int:
+        return len(self.incidents)
 
     @property
     def saves(self) -> int:

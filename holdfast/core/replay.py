@@ -129,6 +129,46 @@ def replay(
             bad.add(failed.number)
 
 
+class Following:
+    """Rebuilds a job event by event, as its journal grows, without keeping the events.
+
+    An event that sets others aside comes after them, when they have been given to the job already;
+    then the job is to be rebuilt from the first event without them. That is as rare as the error which
+    it stems from.
+    """
+
+    def __init__(self, prepare: Callable[[Job], None], hear: Hearer) -> None:
+        self.snapshot: JobSnapshot | None = None
+        self._prepare = prepare
+        self._hear = hear
+        self._skipped: set[int] = set()
+
+    def forget(self) -> None:
+        """Begin anew, with the first event of another journal."""
+        self.snapshot = None
+        self._skipped.clear()
+
+    def take(self, entries: Iterable[Entry]) -> bool:
+        """Take the next events in; False if all events are to be given again, from the first one."""
+        for entry in entries:
+            if self.snapshot is None:
+                self.snapshot = _opened(entry)
+                self._prepare(self.snapshot.job)
+                continue
+            number = self.snapshot.job.events + 1
+            again = _set_aside_by(entry) - self._skipped
+            try:
+                if not again:
+                    _take(self.snapshot, entry, number, self._skipped, self._hear)
+            except _Failed:
+                again = {number}
+            if again:
+                self._skipped |= again
+                self.snapshot = None
+                return False
+        return True
+
+
 class _Failed(Exception):
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -146,35 +186,51 @@ def _replay(
     entries = list(entries)
     skipped = set(bad)
     for entry in entries:
-        if isinstance(entry.event, EventSetAside):
-            skipped |= set(range(entry.event.number, entry.event.last + 1))
+        skipped |= _set_aside_by(entry)
     if snapshot is not None:
         prepare(snapshot.job)
     for entry in entries:
         if snapshot is None:
-            if not isinstance(entry.event, JobOpened):
-                raise JournalCorrupt("the journal does not begin with the opening of a job")
-            snapshot = JobSnapshot(jobs.opened(entry.event), entry.at)
+            snapshot = _opened(entry)
             prepare(snapshot.job)
             continue
         number = snapshot.job.events + 1
         if number == before:
             break
-        if number in skipped:
-            snapshot.job.events = number
-        else:
-            _give(snapshot.job, entry, number, hear)
-        snapshot.at = entry.at
-        if entry.node is not None:
-            snapshot.acked[entry.node] = entry.node_number
+        _take(snapshot, entry, number, skipped, hear)
     return snapshot
+
+
+def _opened(entry: Entry) -> JobSnapshot:
+    if not isinstance(entry.event, JobOpened):
+        raise JournalCorrupt("the journal does not begin with the opening of a job")
+    return JobSnapshot(jobs.opened(entry.event), entry.at)
+
+
+def _set_aside_by(entry: Entry) -> set[int]:
+    if not isinstance(entry.event, EventSetAside):
+        return set()
+    return set(range(entry.event.number, entry.event.last + 1))
+
+
+def _take(
+    snapshot: JobSnapshot, entry: Entry, number: int, skipped: set[int], hear: Hearer | None
+) -> None:
+    if number in skipped:
+        snapshot.job.events = number
+    else:
+        _give(snapshot.job, entry, number, hear)
+    snapshot.at = entry.at
+    if entry.node is not None:
+        snapshot.acked[entry.node] = entry.node_number
 
 
 def _give(job: Job, entry: Entry, number: int, hear: Hearer | None) -> None:
     try:
         if hear is None:
             jobs.decide(job, entry.event, entry.at)
-        else:
-            hear(job, entry, jobs.handle(job, entry.event, entry.at))
+            return
+        actions = jobs.handle(job, entry.event, entry.at)
     except Exception as error:  # It was set aside when it came, or would have been.
         raise _Failed(number) from error
+    hear(job, entry, actions)

@@ -30,6 +30,7 @@ from holdfast.core.supply import wording as supply
 from holdfast.core.suspects.state import Suspects
 from holdfast.core.tuning import wording as tuning
 from holdfast.core.tuning.state import Tunings
+from holdfast.core.usage.events import NodeSamples
 from holdfast.core.view import JobSpeed
 from holdfast.messages.chaos import FaultsReport, InjectionReport
 from holdfast.messages.records import Incident
@@ -320,13 +321,14 @@ def _world_size(job: Job) -> int:
 
 
 def _nodes(job: Job) -> list[NodeReport]:
-    ranks = _ranks(job)
+    ranks, samples = _ranks(job), job.of(NodeSamples).newest
     m = job.membership
     found = []
     for node in m.nodes():
         candidate = m.find(node)
         assert candidate is not None
         overload = stragglers.overload(job.of(Stragglers), candidate.spec.host)
+        sample = samples.get(node)
         found.append(
             NodeReport(
                 node=node,
@@ -334,6 +336,8 @@ def _nodes(job: Job) -> list[NodeReport]:
                 state=_node_state(job, node),
                 ranks=ranks.get(node, []),
                 overload=str(overload) if overload is not None and node in ranks else None,
+                usage=sample.usage if sample is not None else None,
+                usage_at=sample.at if sample is not None else None,
             )
         )
     return found

@@ -35,32 +35,43 @@ class Recorder:
     def __init__(self) -> None:
         self.handled: list[Handled] = []
         self._closed_by: dict[int, int] = {}
+        self._open: set[int] = set()
+        self._known = 0
 
     def begin(self, job: Job) -> None:
         self.handled.clear()
         self._closed_by.clear()
+        self._open.clear()
+        self._known = 0
 
     def hear(self, job: Job, entry: Entry, actions: Sequence[AnyAction]) -> None:
         self.handled.append(Handled(job.events, entry, tuple(actions)))
-        for incident in job.incidents[-2:]:
-            if incident.closed_at is not None:
-                self._closed_by.setdefault(incident.id, job.events)
+        self._open |= {incident.id for incident in job.incidents[self._known :]}
+        self._known = len(job.incidents)
+        for number in list(self._open):
+            if job.incidents[number - 1].closed_at is not None:
+                self._open.discard(number)
+                self._closed_by[number] = job.events
 
     def story(self, job: Job, number: int) -> list[StoryStep]:
         """Tell the story of the incident of that number."""
         incident = job.incidents[number - 1]
         opened_by, closed_by = int(incident.cause), self._closed_by.get(number)
-        told: list[StoryStep] = []
+        steps: list[StoryStep] = []
         followed: set[str] = set()
         for one in self.handled:
             if one.number < opened_by or (closed_by is not None and one.number > closed_by):
                 continue
             event = one.entry.event
             if one.number in (opened_by, closed_by) or event.cause in followed:
-                told.append(_event(one, incident.fault_at))
                 followed |= {action.id for action in one.actions}
-                told += [_action(action, one, incident.fault_at) for action in one.actions]
-        return told
+                steps += told(one, incident.fault_at)
+        return steps
+
+
+def told(one: Handled, since: Time) -> list[StoryStep]:
+    """Tell an event and its actions as steps of a story that began then."""
+    return [_event(one, since), *(_action(action, one, since) for action in one.actions)]
 
 
 def _event(one: Handled, since: Time) -> StoryStep:

@@ -156,6 +156,14 @@ class View(Protocol):
         """Speed of the newest round, at the end of that, or now; for those who change the world."""
 
     @property
+    def restarts(self) -> int:
+        """Rounds that a fault made necessary."""
+
+    @property
+    def incident_count(self) -> int:
+        """Incidents so far, open ones included."""
+
+    @property
     def saves(self) -> int:
         """Checkpoints that rank 0 has finished in the newest round."""
 

@@ -23,11 +23,18 @@ from holdfast.config.settings import RunSettings
 from holdfast.errors import JobError, UsageError
 from holdfast.jobhome import JobFile, JobHome
 from holdfast.messages.exits import EXIT_TRY_AGAIN
+from holdfast.platforms.slurm_environment import in_step
 
 log = logging.getLogger("holdfast")
 
 JOB_FILE_LIMIT_S = 5.0
 JOB_FILE_LOOK_S = 0.02
+SHARED_FILE_LIMIT_S = 40.0
+"""How long a file on a shared file system may take to be seen: NFS remembers a missing one for 30 s."""
+STEP_LIMIT_S = 300.0
+"""How long the tasks of one step of Slurm may be started apart."""
+STEP_LOOK_S = 0.2
+LISTENS_LIMIT_S = 5.0
 MAX_TOKEN_CHARS = 1024
 READ_CHARS = 1 << 16
 
@@ -137,14 +144,12 @@ def _join(settings: RunSettings, host: str, port: int, token: str | None) -> Sit
     name = settings.job or settings.rendezvous.run_id
     if token is not None:
         return Site(host, port, token, jobhome.share(name or f"joined-{port}"), None)
-    # A coordinator that starts on this machine at this moment has its port before its job.json.
-    deadline = time.monotonic() + JOB_FILE_LIMIT_S
-    while (home := jobhome.at_port(port)) is None and time.monotonic() < deadline:
-        time.sleep(JOB_FILE_LOOK_S)
+    home = _home_with_token(name, host, port)
     if home is None:
         raise JobError(
             f"no token for the coordinator at {host}:{port}; set HOLDFAST_TOKEN or --token-file"
-            " (the token is in job.json on the coordinator's machine)"
+            " (the token is in job.json on the coordinator's machine), or HOLDFAST_HOME to a directory"
+            " that all nodes share"
         )
     if name is not None and name != home.name:
         raise JobError(
@@ -152,6 +157,34 @@ def _join(settings: RunSettings, host: str, port: int, token: str | None) -> Sit
             " correct --job or the address"
         )
     return Site(host, port, home.read_job_file().token, home, None)
+
+
+def _home_with_token(name: str | None, host: str, port: int) -> JobHome | None:
+    """Find the home of the job whose coordinator is there, on this machine or a shared file system."""
+    now = time.monotonic()
+    deadline, comes_by = now + JOB_FILE_LIMIT_S, now
+    if in_step(
+        os.environ
+    ):  # The task that hosts the coordinator may be started later than this one.
+        deadline, comes_by = now + SHARED_FILE_LIMIT_S, now + STEP_LIMIT_S
+    while True:
+        home = jobhome.at_port(port) or (jobhome.shared_at(name, port) if name else None)
+        now = time.monotonic()
+        if home is not None or now >= deadline:
+            return home
+        # A coordinator that starts at this moment has its port before its job.json.
+        if now < comes_by and not _listens(host, port):
+            deadline = now + SHARED_FILE_LIMIT_S
+            time.sleep(STEP_LOOK_S)
+        time.sleep(JOB_FILE_LOOK_S)
+
+
+def _listens(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=LISTENS_LIMIT_S).close()
+        return True
+    except OSError:
+        return False
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -49,6 +49,7 @@ from holdfast.messages.units import (
     Word,
     WorldSize,
 )
+from holdfast.messages.usage import NodeUsage
 
 
 class Event(Struct, frozen=True, kw_only=True, tag=True):
@@ -363,6 +364,13 @@ class HealthFound(Event, frozen=True, kw_only=True):
     results: Listed[HealthResult]
 
 
+class NodeSampled(Event, frozen=True, kw_only=True):
+    """How much of the node's machine is in use; sent now and then, when that has changed."""
+
+    node: NodeId
+    usage: NodeUsage
+
+
 class SnapshotsSealed(Event, frozen=True, kw_only=True):
     """All of the node's ranks have a whole image of that step."""
 
@@ -548,6 +556,7 @@ AnyEvent = (
     | JobRequeued
     | NodeTested
     | HealthFound
+    | NodeSampled
     | SnapshotsSealed
     | ImagesHeld
     | RankFilesWritten

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
 
@@ -85,6 +85,10 @@ class Paces(Struct, frozen=True):
     """Longest completed duration of each section."""
 
 
+SILENT_S: Final[Seconds] = 5.0
+"""A rank of which nothing has moved for this long is silent; sooner where `--hang-after` is shorter."""
+
+
 class HangTerms(Struct, frozen=True, kw_only=True):
     """What the user said about hangs; deadlines left unset are learnt, or there is none."""
 
@@ -101,3 +105,8 @@ class HangTerms(Struct, frozen=True, kw_only=True):
     """Hard limits of sections."""
     safety_factor: Float | None = None
     """Factor from the longest pause seen at a place to its deadline."""
+
+    @property
+    def silent_s(self) -> Seconds:
+        """How long nothing of a rank has moved before it is silent, which its agent reports at once."""
+        return SILENT_S if self.hang_after is None else min(SILENT_S, self.hang_after)

@@ -28,6 +28,7 @@ from holdfast.messages.units import (
     StepNumber,
     Time,
 )
+from holdfast.messages.usage import NodeUsage
 
 JobState = Literal["gathering", "running", "stopping", "ending", "ended", "lost"]
 """A job's state as reports name it; a job is lost when no process runs it and it has not ended."""
@@ -93,6 +94,10 @@ class NodeReport(Struct, frozen=True, kw_only=True):
     """Ranks of the round in force that run on the node."""
     overload: str | None = None
     """What keeps the CPUs from the node's ranks, in words; null for a node that is not overloaded."""
+    usage: NodeUsage | None = None
+    """How much of the machine is in use; null until the node has reported it."""
+    usage_at: Time | None = None
+    """When it was reported, in seconds since 1970. A node reports it again when it has changed."""
 
 
 class CheckpointerReport(Struct, frozen=True, kw_only=True):

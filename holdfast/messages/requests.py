@@ -16,9 +16,18 @@ from msgspec import Meta, Struct
 
 from holdfast.messages.checkpoints import Attempt, CheckpointerId, Holder, ImageId, Tier, Tried
 from holdfast.messages.data import DataName, DataSpec, PackedState, Span
+from holdfast.messages.records import Cause
 from holdfast.messages.timings import Finding
 from holdfast.messages.tuning import ConfigVersion, LoaderConfig, LoaderMeasured, NoticeNumber
-from holdfast.messages.units import MAX_ITEMS, Count, Int64, RoundNumber, Seconds, StepNumber
+from holdfast.messages.units import (
+    MAX_ITEMS,
+    Count,
+    Int64,
+    NodeCount,
+    RoundNumber,
+    Seconds,
+    StepNumber,
+)
 
 MAX_VALUE_BYTES = 512 << 10
 """Limit of one store value, and of all values in one answer together (but for a single one)."""
@@ -203,8 +212,30 @@ class SettleTuning(Request, frozen=True, kw_only=True):
     number: NoticeNumber
 
 
+class ChangeNodes(Request, frozen=True, kw_only=True):
+    """Want another number of nodes for the job. Answered: Granted, or Denied if it is impossible."""
+
+    min_nodes: NodeCount
+    max_nodes: NodeCount
+    spares: NodeCount | None = None
+    """None to leave it as it is."""
+
+
+class ReadAccount(Request, frozen=True, kw_only=True):
+    """Ask how the job has fared so far. Answered: JobAccount, at once."""
+
+
 StoreRequest = Set | Get | Add | CompareSet | Append | WaitForKeys | CheckKeys | Delete | CountKeys
-HeldRequest = FindState | AwaitSave | AwaitStragglers | OpenData | AwaitTuning | SettleTuning
+HeldRequest = (
+    FindState
+    | AwaitSave
+    | AwaitStragglers
+    | OpenData
+    | AwaitTuning
+    | SettleTuning
+    | ChangeNodes
+    | ReadAccount
+)
 """Requests that are answered by something other than another request."""
 AnyRequest = StoreRequest | JoinBarrier | CastVote | HeldRequest
 
@@ -367,6 +398,21 @@ class TuningNotice(Answer, frozen=True, kw_only=True):
     """Whether speed and memory with these settings are wanted."""
 
 
+class JobAccount(Answer, frozen=True, kw_only=True):
+    """How the job has fared so far."""
+
+    step: StepNumber
+    """Highest step that was ever finished: it never goes back."""
+    seconds: dict[Cause, Seconds]
+    """Rank-seconds by cause."""
+    restarts: int
+    """Rounds that a fault made necessary."""
+    incidents: int
+    steps_per_s: float | None
+    samples_per_s: float | None
+    world_size: int
+
+
 Reason = Literal[
     "image",
     "fenced",
@@ -376,6 +422,7 @@ Reason = Literal[
     "too many",
     "joined again",
     "data set",
+    "nodes",
 ]
 
 
@@ -399,5 +446,6 @@ AnyAnswer = (
     | DataOpened
     | ShardsTaken
     | TuningNotice
+    | JobAccount
     | Denied
 )

@@ -11,7 +11,7 @@ A change to any message that can travel here needs a new PROTOCOL: see `docs/com
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from msgspec import Meta, Struct
 
@@ -113,7 +113,16 @@ class AskStop(Struct, frozen=True, kw_only=True, tag=True):
     by: Word = ""
 
 
-Question = AskWhy | AskFault | AskHang | AskTune | AskStatus | AskScale | AskStop
+class AskEvents(Struct, frozen=True, kw_only=True, tag=True):
+    """Ask for what the journal has after the event of a number. Answered: EventsTold, at once if there
+    is anything, else when there is, or after a while without."""
+
+    after: Count
+    job_id: Word = ""
+    """Id of the job that the asker knows; of another one it is told from the first event."""
+
+
+Question = AskWhy | AskFault | AskHang | AskTune | AskStatus | AskScale | AskStop | AskEvents
 
 
 class Visit(Struct, frozen=True, kw_only=True, tag=True):
@@ -164,6 +173,29 @@ class ScaleTaken(Struct, frozen=True, kw_only=True, tag=True):
 
 class StopTaken(Struct, frozen=True, kw_only=True, tag=True):
     line: str
+
+
+class JournalRow(NamedTuple):
+    """One event as the journal has it."""
+
+    number: int
+    at: float
+    node: NodeId | None
+    node_number: int | None
+    event: str
+    """JSON."""
+
+
+class EventsTold(Struct, frozen=True, kw_only=True, tag=True):
+    """Rows of the journal, as many as fit into one frame."""
+
+    job: str
+    job_id: Word
+    after: Count
+    """The number after which they come: that of the question, or 0 if the job is another one."""
+    rows: tuple[JournalRow, ...]
+    last: Count
+    """Number of the newest event in the journal."""
 
 
 class SupplierHello(Struct, frozen=True, kw_only=True, tag=True):
@@ -258,7 +290,15 @@ class Ack(Struct, frozen=True, kw_only=True, tag=True):
 FromAgent = Hello | Visit | Sent | EvidenceTaken | Beat
 FromSupplier = SupplierHello | Sighted | RequestsDeclined
 ToVisitor = (
-    Why | FaultTaken | HangNoted | TuneTaken | StatusTold | ScaleTaken | StopTaken | Rejected
+    Why
+    | FaultTaken
+    | HangNoted
+    | TuneTaken
+    | StatusTold
+    | ScaleTaken
+    | StopTaken
+    | EventsTold
+    | Rejected
 )
 ToSupplier = SupplierWelcome | SupplyPlan | Rejected
 FromCoordinator = Welcome | Rejected | Ack | Lease | NodeAction

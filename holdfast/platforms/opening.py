@@ -8,6 +8,7 @@ is not among them: there the operator is the supplier (`holdfast operator`).
 from __future__ import annotations
 
 import importlib
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,10 @@ if TYPE_CHECKING:
     from holdfast.config.settings import RunSettings
     from holdfast.platforms.supplier import Platform
 
-PLATFORMS: Mapping[str, str] = {"local": "holdfast.platforms.local"}
+PLATFORMS: Mapping[str, str] = {
+    "local": "holdfast.platforms.local",
+    "slurm": "holdfast.platforms.slurm",
+}
 """Names for `--on`, and the module of each."""
 
 
@@ -45,3 +49,10 @@ def open_platform(name: str, orders: NodeOrders) -> Platform:
     module = importlib.import_module(PLATFORMS[name])
     platform: Platform = module.open_platform(orders)
     return platform
+
+
+def own_host(name: str, environ: Mapping[str, str]) -> str:
+    """Where nodes of a platform reach this machine; UsageError where the platform cannot be used."""
+    module = importlib.import_module(PLATFORMS[name])
+    find = getattr(module, "own_host", None)
+    return str(find(environ)) if find is not None else socket.gethostname()

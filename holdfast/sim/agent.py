@@ -15,6 +15,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from holdfast.agent.function import ATOMIC_FLOOR_S
+from holdfast.agent.node_sampler import READ_EVERY_S, interval_s
 from holdfast.agent.processes import Exit
 from holdfast.agent.requests import ScriptRequests
 from holdfast.agent.shards import NodeShards
@@ -28,6 +29,7 @@ from holdfast.messages.events import (
     NodeLeaving,
     NodeLeft,
     NodeReady,
+    NodeSampled,
     NodeWarm,
     Progress,
     RankRaised,
@@ -40,6 +42,7 @@ from holdfast.messages.exits import EXIT_TRY_AGAIN
 from holdfast.messages.records import NodeSpec, Part, Raised, RankProgress
 from holdfast.messages.requests import FindState, OpenData, TakeShards
 from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, Time
+from holdfast.messages.usage import NodeUsage
 from holdfast.messages.wire import (
     PROTOCOL,
     Ack,
@@ -117,6 +120,7 @@ class SimAgent:
         """Ranks that have a process."""
         self.parked: dict[int, SimRank] = {}
         """Processes that have left their function and wait to enter it again, by pid."""
+        self._told_usage: NodeUsage | None = None
         self.port = cluster.next_port()
         self.keeper = SimKeeper(self)
         self.tester = SimTester(self)
@@ -234,6 +238,7 @@ class SimAgent:
             if self.leaving:
                 self._tell_leaving()
             self.later(self.chance.warm_up_s(), self._warmed)
+            self.later(READ_EVERY_S, self._sample_machine)
 
     def _spec(self) -> NodeSpec:
         host = self.host
@@ -251,6 +256,21 @@ class SimAgent:
     def _warmed(self) -> None:
         self.warm = True
         self.report(NodeWarm)
+
+    def _sample_machine(self) -> None:
+        """Report the machine's use: CPUs are busy while ranks run."""
+        usage = NodeUsage(
+            cpu=0.7 if self.ranks else 0.1,
+            cpus=8.0,
+            memory_used_bytes=(4 + len(self.ranks)) << 30,
+            memory_bytes=64 << 30,
+            received_bytes_per_s=1e9 * len(self.ranks),
+            sent_bytes_per_s=1e9 * len(self.ranks),
+        )
+        if usage != self._told_usage:
+            self._told_usage = usage
+            self.report(NodeSampled, usage=usage)
+        self.later(interval_s(self.cluster.settings.nodes), self._sample_machine)
 
     def acked(self, number: int) -> None:
         self.acked_number = max(number, self.acked_number)

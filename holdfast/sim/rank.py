@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 CHECKPOINTER: CheckpointerId = "sim"
 STORED_EVERY = 3
 """Saves of which one goes to storage at once; the others only when a fault makes it worthwhile."""
-RESTORING, CHATTING, SAVING, WATCHING, PARTING = range(5)
+RESTORING, CHATTING, SAVING, WATCHING, PARTING, TRACKING = range(6)
 """Lanes of the script's threads: each asks again only when it was answered."""
 AT_EXIT = "exit"
 """How a rank is stuck whose script has ended and whose process has not."""
@@ -358,6 +358,7 @@ def save_and_ask(round: SimRound, step: int, rng: Random, skipped: float) -> Non
             one.ask(SAVING, save)
     if ranks:
         _watch_stragglers(ranks[0], 0)
+        ranks[0].ask(TRACKING, requests.ReadAccount())
         tune(round, step, step // ranks[0].agent.cluster.training.script.save_every)
 
 

@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
@@ -216,6 +216,22 @@ def vote(name: str, value: bool | int | str, timeout_s: float | None = None) -> 
     return answer
 
 
+def track(tracker: Any = None, every: float = 30.0) -> None:
+    """Write goodput, incidents, restarts, speed and lost time into an experiment tracker.
+
+    `tracker` is a TensorBoard `SummaryWriter`, a run of MLflow or W&B (or the module `mlflow` or
+    `wandb`), a logger of Lightning, or a function that takes a dictionary of numbers and a step. None
+    takes the run of W&B or MLflow that is active. Rank 0 writes, every `every` seconds, from a thread
+    of its own; on all other ranks the call does nothing. The step is the highest that the job has
+    finished, so it never goes back, whatever restarts. A later call replaces the tracker. Nothing is
+    ever raised: what goes wrong is printed in one line, as in a script that `holdfast run` did not
+    start.
+    """
+    from holdfast.worker import tracking
+
+    tracking.begin(tracker, every, first=os.environ.get("RANK", "0") == "0")
+
+
 def exclude_this_node(reason: str) -> None:
     """Exclude this node and its host from the job, and give `reason` in the incident.
 
@@ -232,6 +248,19 @@ def stop_job(reason: str, code: int = EXIT_DO_NOT_REQUEUE) -> None:
     a moment later all ranks are stopped. Raises `NotUnderHoldfast` outside `holdfast run`.
     """
     _worker("stop_job").requests.ask(messages.StopJob(reason=reason, code=code))
+
+
+def scale(nodes: int | tuple[int, int], spares: int | None = None) -> None:
+    """Want another number of `nodes` for this job, or a range of them, and so many `spares`.
+
+    The call returns when the coordinator has taken it. What is missing is asked for of the platform,
+    and a larger world is formed when it has come; a smaller one is formed at once: this rank is
+    stopped a moment later. Raises `RequestDenied` for numbers that the job cannot have, and
+    `NotUnderHoldfast` outside `holdfast run`.
+    """
+    fewest, most = (nodes, nodes) if isinstance(nodes, int) else nodes
+    request = messages.ChangeNodes(min_nodes=fewest, max_nodes=most, spares=spares)
+    _worker("scale").requests.ask(request)
 
 
 def _worker(function: str) -> runtime.Runtime:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from holdfast.checkpoint.memory.slots import Copy
     from holdfast.worker.injected_faults import Traps
     from holdfast.worker.torch_store import CoordinatorStore
+    from holdfast.worker.tracking import Tracking
 
 EVALUATION = "evaluation"
 """Name of the section in which a script evaluates."""
@@ -63,6 +64,8 @@ class Runtime:
         """Whether the process has left its restartable function, and has no place."""
         self.when_renewed: list[Callable[[], None]] = []
         """What else forgets the round before when the process gets another place."""
+        self.tracking: Tracking | None = None
+        """What writes to the script's tracker: see `holdfast.track`."""
         self._page = page
         self._forget(round)
 

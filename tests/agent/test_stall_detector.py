@@ -15,7 +15,6 @@ from holdfast.agent.stall_detector import (
     LOOK_EVERY_S,
     REPEAT_MOST_S,
     REPEAT_S,
-    STILL_S,
     Condition,
     StallDetector,
 )
@@ -25,7 +24,7 @@ from holdfast.core.hangs.deadlines import (
     LATE_UNKNOWN_S,
     SECTION_FLOOR_S,
 )
-from holdfast.messages.hangs import FIRST_STEP, HangTerms, Pause, Stall
+from holdfast.messages.hangs import FIRST_STEP, SILENT_S, HangTerms, Pause, Stall
 from holdfast.messages.records import Part
 from holdfast.messages.units import Rank, RoundNumber
 from holdfast.shm.vital_signs import (
@@ -322,7 +321,7 @@ def test_looks_that_cost_much_come_less_often() -> None:
 def test_what_stands_is_reported_again_ever_more_seldom() -> None:
     scene = Scene()
     scene.train()
-    scene.run(STILL_S + LATE_FLOOR_S + 1.0)
+    scene.run(SILENT_S + LATE_FLOOR_S + 1.0)
     scene.told.clear()
     scene.told_at.clear()
     scene.run(120.0)
@@ -332,12 +331,20 @@ def test_what_stands_is_reported_again_ever_more_seldom() -> None:
     assert {stall.rank for told in scene.told for stall in told} == {0}
 
 
+def test_where_a_rank_may_be_silent_for_less_that_is_reported_at_once() -> None:
+    scene = Scene(hang_after=2.0)
+    scene.train()
+    scene.run(LATE_FLOOR_S + 2.2)
+    (stall,) = scene.stalls()
+    assert 2.0 <= stall.still_s < 2.3
+
+
 def test_a_rank_that_falls_still_and_one_that_moves_again_are_reported_at_once() -> None:
     scene = Scene()
     scene.train()
     scene.run(LATE_FLOOR_S + 0.1)
-    scene.run(STILL_S + 0.5)
-    assert [stall.still_s >= STILL_S for stall in scene.stalls()] == [True]
+    scene.run(SILENT_S + 0.5)
+    assert [stall.still_s >= SILENT_S for stall in scene.stalls()] == [True]
     scene.system.counters[1000] = {"ran_ns": 1}
     told = len(scene.told)
     scene.run(0.3)

@@ -346,6 +346,16 @@ def test_a_node_that_was_away_when_ranks_were_released_is_told_again() -> None:
     assert released(driver.resume("a", driver.round, busy=True)) == ["a"]
 
 
+def test_a_node_that_comes_back_with_events_that_were_lost_is_stopped_and_not_released() -> None:
+    driver = two_nodes()
+    driver.functions_returned("a")
+    driver.functions_returned("b")
+    driver.cut_off("a")
+    told = driver.resume("a", driver.round, busy=True, missing=2)
+    assert set(stops(told)) == {"a", "b"}
+    assert released(told) == []
+
+
 def test_a_node_that_comes_back_before_all_have_returned_is_told_nothing() -> None:
     driver = two_nodes()
     driver.functions_returned("a")

@@ -5,10 +5,20 @@ from __future__ import annotations
 import pytest
 from driver import Driver
 
+from holdfast.core.supply import rules
 from holdfast.core.supply.state import WantedNode
-from holdfast.messages.actions import AnyAction, CarryOutPlan, Finish
-from holdfast.messages.events import CoordinatorRestarted, NodesSighted, ScaleAsked, SupplierJoined
+from holdfast.messages.actions import Answered, AnyAction, CarryOutPlan, Finish
+from holdfast.messages.events import (
+    Asked,
+    CoordinatorRestarted,
+    NodesSighted,
+    ScaleAsked,
+    SupplierJoined,
+)
+from holdfast.messages.records import Terms
+from holdfast.messages.requests import ChangeNodes, Denied, Granted
 from holdfast.messages.supply import ExitReason, SeenStatus, Sighting, SupplyPlan, SupplyTerms
+from holdfast.messages.units import Rank
 
 
 class Supplied(Driver):
@@ -48,6 +58,19 @@ class Supplied(Driver):
 
     def released(self) -> list[str]:
         return [request for plan in self.plans for request in plan.release]
+
+    def ask(self, rank: int, request: ChangeNodes) -> list[AnyAction]:
+        """A script asks for something."""
+        asked = Asked(
+            at=self.at,
+            node=self.node_of(rank),
+            round=self.round,
+            rank=Rank(rank),
+            channel=0,
+            number=1,
+            request=request,
+        )
+        return self.take_in(asked)
 
     def position(self, number: int) -> WantedNode:
         return self.job.supply.positions[number]
@@ -320,3 +343,37 @@ def test_the_supplier_of_a_coordinator_that_died_is_away_until_it_is_back() -> N
     assert not job.job.supply.connected
     job.take_in(SupplierJoined(at=job.at, platform="test"))
     assert job.job.supply.connected
+
+
+# ---- another number of nodes ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("fewest", "most"), [(0, 4), (5, 4), (0, 0)])
+def test_impossible_numbers_are_refused(fewest: int, most: int) -> None:
+    assert f"{fewest}:{most}" in rules.refusal(Terms(max_nodes=2), fewest, most)
+
+
+def test_numbers_without_a_whole_unit_between_them_are_refused() -> None:
+    terms = Terms(min_nodes=2, max_nodes=4, node_unit=2)
+    assert "multiple of 2" in rules.refusal(terms, 3, 3)
+    assert rules.refusal(terms, 3, 5) == ""
+
+
+def test_a_script_may_ask_for_more_nodes_and_is_answered() -> None:
+    job = Supplied(min_nodes=1, max_nodes=1)
+    job.arrive("0-1")
+    actions = job.ask(0, ChangeNodes(min_nodes=1, max_nodes=2, spares=1))
+    assert [one.answer for one in actions if isinstance(one, Answered)] == [Granted()]
+    job.tick_all()
+    assert job.asked() == ["0-1", "1-1", "2-1"]
+
+
+def test_a_script_that_asks_for_what_cannot_be_is_told_why_and_nothing_changes() -> None:
+    job = Supplied(min_nodes=1, max_nodes=1)
+    job.arrive("0-1")
+    (told,) = job.ask(0, ChangeNodes(min_nodes=3, max_nodes=2))
+    assert isinstance(told, Answered)
+    assert isinstance(told.answer, Denied)
+    assert "3:2" in told.answer.detail
+    job.tick_all()
+    assert job.asked() == ["0-1"]

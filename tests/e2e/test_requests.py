@@ -139,6 +139,7 @@ def test_process_groups_form_over_the_store_again_in_every_round(run: Run) -> No
     store.set("kept", "")
     holdfast.barrier("set")
     ask("store.check(['kept'])  # later")
+    holdfast.barrier("asked")
     holdfast.progress(1)
     if rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os.kill(os.getpid(), 9)

@@ -168,6 +168,23 @@ def test_a_job_is_scaled_up_and_down_while_it_runs(run: Run) -> None:
     assert run.code() == 0
 
 
+def test_a_script_asks_for_more_nodes_and_for_what_cannot_be(run: Run) -> None:
+    asks = """
+        if step == 20 and os.environ["WORLD_SIZE"] == "1":
+            try:
+                holdfast.scale((3, 2))
+            except holdfast.errors.RequestDenied as error:
+                print(f"denied: {error}")
+            holdfast.scale((1, 2))
+    """
+    up(run, "--nodes", "1", script=TRAINER + asks)
+    stepping(run, 2)
+    run.end()
+    assert run.code() == 0
+    assert "denied" in run.out
+    assert "3:2: at least 1 node is needed" in run.out
+
+
 def test_a_script_that_fails_at_its_first_step_ends_the_job_with_1(run: Run) -> None:
     up(run, "--nodes", "2", "--max-restarts", "0", script="raise ValueError('no data')")
     assert run.code() == 1

@@ -49,6 +49,11 @@ Time limit:
 
 Steps:
 
+- `--nodes=1-3` gets three nodes of four idle ones; with `--ntasks-per-node=1` it gets one.
+- SIGTERM and SIGHUP to srun kill its tasks with SIGKILL ("forcing job termination"); USR1 is passed on.
+  `scancel --signal=TERM J.S` reaches the tasks, and then fails with "Invalid job id specified" (225).
+- `scontrol requeue` within the batch script: with SIGTERM ignored, the script lives on for KillWait and
+  may set `excnodelist`; `starttime=now` at that moment is overwritten when the job's end is complete.
 - Every step that shares the CPUs of another one needs `--overlap`; without it srun waits for them.
 - srun exits with the highest exit code of its tasks (75 stays 75), 137 after a task was killed by
   SIGKILL; with `--kill-on-bad-exit=1` it ended with 143, the code of the tasks that it killed, so the
@@ -199,7 +204,7 @@ class SlurmCluster:
         self.env["SLURM_CONF"] = str(self.conf)
         self.env["PATH"] = f"{self.env.get('PATH', '/usr/bin:/bin')}:{_SBIN}"
         self._start_munged()
-        self._keep("slurmctld", "-D", "-f", str(self.conf))
+        self.start_controller()
         for name in self.nodes:
             self.start_node(name)
         self.wait_for(
@@ -372,6 +377,17 @@ class SlurmCluster:
         names = ",".join(nodes or self.nodes)
         options = ("--partition=urgent", "--exclusive", f"--nodelist={names}")
         return self.submit(f"sleep {hold_s}", *options)
+
+    # The controller.
+
+    def start_controller(self) -> None:
+        """Start slurmctld, also after it was stopped: it goes on from its saved state."""
+        self._controller = self._keep("slurmctld", "-D", "-f", str(self.conf))
+
+    def stop_controller(self) -> None:
+        """Stop slurmctld in order, so that it knows its jobs later; nodes and what runs there go on."""
+        self.run("scontrol", "shutdown", "slurmctld")
+        self._controller[0].wait(_PATIENCE_S)
 
     # Nodes.
 

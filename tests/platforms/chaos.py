@@ -192,6 +192,8 @@ class Chaos:
         self._lives = 0
         self._supplier: asyncio.Task[None] | None = None
         self._joins_late = False
+        self._found = ""
+        """What is wrong with the names that exist."""
         self._were: set[RequestId] = set()
         """Names that existed when they were last looked at."""
         self._gone: set[RequestId] = set()
@@ -301,14 +303,17 @@ class Chaos:
     # ---- what must hold ----
 
     def look_at_names(self) -> None:
-        """Check that nothing is there twice, now or one after the other."""
+        """Note what is there twice, now or one after the other, and what nobody asked for."""
         there = Counter(self._engine.nodes())
-        twice = [name for name, count in there.items() if count > 1]
-        assert not twice, f"nodes {twice} exist twice"
-        unknown = there.keys() - self.office.asked
-        assert not unknown, f"nodes {sorted(unknown)} exist, and nobody asked for them"
-        again = there.keys() & self._gone
-        assert not again, f"nodes {sorted(again)} were made again after they were gone"
+        wrong = {
+            "exist twice": {name for name, count in there.items() if count > 1},
+            "exist, and nobody asked for them": there.keys() - self.office.asked,
+            "were made again after they were gone": there.keys() & self._gone,
+        }
+        for what, names in wrong.items():
+            if names and not self._found:
+                self._found = f"nodes {sorted(names)} {what}"
+                self.tell(self._found)
         self._gone |= (self._were - there.keys()) & self.office.seen
         self._were = set(there)
 
@@ -332,6 +337,7 @@ class Chaos:
         self._joins_late = self.office.doubles = False
 
     def _check_supplier(self) -> None:
+        assert not self._found, self._found
         result = self.office.job.result
         assert result is None, f"the job ended: {result.reason}"
         if self._supplier is not None and self._supplier.done():

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 from holdfast.cli.flags import parse_run
 from holdfast.messages.supply import Cordon, NodeWish, Sighting
@@ -16,6 +17,7 @@ from holdfast.platforms.local import LocalPlatform
 from holdfast.platforms.local_node import lives, read_record
 from holdfast.platforms.opening import NodeOrders
 
+AnyLocal = TypeVar("AnyLocal", bound=LocalPlatform)
 SETTINGS = parse_run([__file__])
 PATIENCE_S = 30.0
 POLL_S = 0.01
@@ -73,8 +75,12 @@ class Machine:
         return self.platform_of(["/bin/sh", "-c", before + STARTED + script], limit_s, **environ)
 
     def platform_of(
-        self, command: list[str], limit_s: float = 60.0, **environ: str
-    ) -> LocalPlatform:
+        self,
+        command: list[str],
+        limit_s: float = 60.0,
+        kind: type[AnyLocal] = LocalPlatform,  # type: ignore[assignment]
+        **environ: str,
+    ) -> AnyLocal:
         env = {**os.environ, "STARTED": str(self._started), **environ}
         orders = NodeOrders(
             job="test",
@@ -85,7 +91,7 @@ class Machine:
             lifeline=self._lifeline,
             limit_s=limit_s,
         )
-        return LocalPlatform(orders)
+        return kind(orders)
 
     def started(self) -> list[tuple[str, str, int]]:
         """What was started so far, in order: request, host and pid."""

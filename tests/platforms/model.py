@@ -64,11 +64,13 @@ class ModelEngine:
         self.half = False
         self.silent = False
         self.delay_s = 0.0
+        self.client = ModelPlatform
+        """The kind of client that it has."""
         self._hosts = 0
         self._clients: list[ModelPlatform] = []
 
     def open(self) -> ModelPlatform:
-        self._clients = [ModelPlatform(self)]
+        self._clients = [self.client(self)]
         return self._clients[0]
 
     def nodes(self) -> Sequence[RequestId]:

@@ -182,6 +182,7 @@ class Office:
         self.job: Job = jobs.opened(opened)
         self.supplier = SupplierStream(lambda: self.job, self.post, self.now)
         self._inbox: list[AnyEvent] = []
+        self._unheard: list[AnyEvent] = []
         self._life = 0
         self._steps = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -201,8 +202,7 @@ class Office:
     def post(self, event: AnyEvent) -> None:
         """Take an event in; what nodes say while the coordinator is away is said again later."""
         if not self.up:
-            if not isinstance(event, Tick):
-                self.later(0.5, self.post, event)
+            self._unheard.append(event)
             return
         if not self._inbox:
             self.loop.call_soon(self._decide, self._life)
@@ -270,22 +270,24 @@ class Office:
         if not self.up or self.closed:
             return
         self.up, self._life = False, self._life + 1
-        self._inbox = [event for event in self._inbox if not isinstance(event, Tick)]
-        lost, self._inbox = self._inbox, []
+        self._unheard, self._inbox = self._inbox, []
         if self._timer is not None:
             self._timer.cancel()
         self.cut_streams()
         self.supplier = SupplierStream(lambda: self.job, self.post, self.now)
-        self.later(away_s, self._come_back, lost)
+        self.later(away_s, self._come_back)
 
-    def _come_back(self, unheard: list[AnyEvent]) -> None:
+    def _come_back(self) -> None:
         again = replay(self._journal.read)
         assert again is not None
         self.job, self.up = again.job, True
         jobs.validate(self.job)
         self.post(CoordinatorRestarted(at=self.now()))
-        for event in unheard:  # Agents say again what was not acknowledged.
-            if getattr(event, "node", None) is not None:
-                self.post(event)
+        # Agents say again what was not acknowledged, after a word on what they are doing.
+        unheard = [event for event in self._unheard if getattr(event, "node", None) is not None]
+        fresh = {event.node for event in unheard if isinstance(event, NodeJoined)}
         for stub in self.nodes.values():
-            stub.resume()
+            if stub.node not in fresh:
+                stub.resume()
+        for event in unheard:
+            self.post(event)

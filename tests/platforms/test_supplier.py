@@ -193,6 +193,7 @@ def test_a_coordinator_that_is_killed_and_started_again_wants_what_it_wanted(
                 await until(lambda: here.job.supply.connected, "the supplier")
                 kill(machine.guard("0-1"))
                 await seen(here, r0_2="running", r1_1="running")
+                await all_started(machine, 3)
             supplied.cancel()
             assert sorted(name for name, _, _ in machine.started()) == ["0-1", "0-2", "1-1"]
 

@@ -74,7 +74,7 @@ def test_no_single_fault_ends_a_job_while_enough_nodes_live(fault):
 def test_chaos_reaches_every_fault_every_end_and_the_whole_vocabulary():
     injected, codes, replays, duplicates = set(), set(), 0, 0
     events, actions, requests = Counter(), Counter(), Counter()
-    for seed in range(90, 140):
+    for seed in range(90, 175):
         cluster = run(seed, liveness=True)
         injected |= set(cluster.faults.counts)
         codes.add(look.ended(cluster.coordinator.job).code)

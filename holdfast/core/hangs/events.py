@@ -201,7 +201,8 @@ class HangsMachine(Hangs, Machine):
 
     def _note_news(self, suspicion: Suspicion, now: Time) -> None:
         """Look again soon if the ranks stand otherwise than at the last report."""
-        news = tuple((r, one.stall.kind, one.is_silent) for r, one in sorted(self.late.items()))
+        late = sorted(self.late.items())
+        news = tuple((r, one.stall.kind, one.is_silent(self.terms)) for r, one in late)
         if news != suspicion.news and suspicion.look_at is not None and suspicion.looks:
             soon = max(now, Time(suspicion.reached_at + rules.CONFIRM_S))
             suspicion.look_at = min(suspicion.look_at, soon)

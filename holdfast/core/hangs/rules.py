@@ -156,7 +156,7 @@ def _limited(hangs: Hangs, first: Rank | None) -> Iterable[Outlook]:
 def _silent(hangs: Hangs, scene: Scene, guilty: list[Rank]) -> Iterable[Outlook]:
     for rank in guilty:
         standing = hangs.late.get(rank)
-        if standing is not None and standing.is_silent:
+        if standing is not None and standing.is_silent(hangs.terms):
             place = standing.stall.place
             pause = _named_pause(hangs, standing)
             limit_s = limits.silence_s(hangs, place, pause, scene.highest)
@@ -165,7 +165,7 @@ def _silent(hangs: Hangs, scene: Scene, guilty: list[Rank]) -> Iterable[Outlook]
                 yield Outlook(rank, at, f"it has shown no sign of life for {limit_s:g} s")
     if not guilty and len(hangs.late) == scene.unfinished:
         standings = list(hangs.late.values())
-        if all(standing.is_silent for standing in standings):
+        if all(standing.is_silent(hangs.terms) for standing in standings):
             at = Time(max(s.still_since for s in standings) + limits.floor_s(hangs.terms))
             limit_s = limits.floor_s(hangs.terms)
             yield Outlook(None, at, f"no rank has shown a sign of life for {limit_s:g} s")
@@ -225,15 +225,19 @@ def sentence(hangs: Hangs, ahead: Outlook) -> str:
         subject = f"rank {ahead.rank}" if ahead.rank is not None else "the job"
         return said or f"{subject}: {_HOW[ahead.proof]}"
     standing = hangs.late.get(ahead.rank) if ahead.rank is not None else None
-    busy = f" (it was not silent: {life(standing)})" if standing and standing.stall.signs else ""
+    busy = (
+        f" (it was not silent: {life(hangs, standing)})"
+        if standing and standing.stall.signs
+        else ""
+    )
     return "; ".join(filter(None, (said, f"{ahead.reason}{busy}")))
 
 
-def life(standing: LateRank | None) -> str:
+def life(hangs: Hangs, standing: LateRank | None) -> str:
     """Say what of a rank moves."""
     if standing is None:
         return "it makes progress"
-    if standing.stall.signs and not standing.is_silent:
+    if standing.stall.signs and not standing.is_silent(hangs.terms):
         return f"signs of life: {', '.join(standing.stall.signs)}"
     return f"no sign of life for {standing.stall.still_s:.0f} s"
 
@@ -247,7 +251,7 @@ def line(hangs: Hangs, scene: Scene, now: Time) -> str:
     if ahead.rank is not None:
         count = len(waiting(hangs) - set(suspects(hangs)))
         parts[0] += f", {count} {'rank waits' if count == 1 else 'ranks wait'}"
-        parts.append(life(hangs.late.get(ahead.rank)))
+        parts.append(life(hangs, hangs.late.get(ahead.rank)))
     if ahead.act_at is None:
         parts.append("left alone until it moves on or `holdfast hang` ends it")
     else:

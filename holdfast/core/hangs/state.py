@@ -15,8 +15,6 @@ from holdfast.messages.events import VerdictReached
 from holdfast.messages.hangs import FIRST_STEP, HangTerms, Memory, PlaceMemory, Stall, StallKind
 from holdfast.messages.units import NodeId, Rank, Seconds, Time
 
-SILENT_S: Seconds = 5.0
-"""An agent reports at once when nothing of a rank has moved for this long, and when something does."""
 PLACES_AT_MOST = 256
 """Places that are remembered; the ones that paused for the shortest time are forgotten first."""
 
@@ -41,10 +39,9 @@ class LateRank(Struct, frozen=True):
         """When something of it moved last."""
         return Time(self.at - self.stall.still_s)
 
-    @property
-    def is_silent(self) -> bool:
+    def is_silent(self, terms: HangTerms) -> bool:
         """Whether it has shown no sign of life for a while."""
-        return self.stall.still_s >= SILENT_S
+        return self.stall.still_s >= terms.silent_s
 
     def limit_s(self, terms: HangTerms) -> Seconds | None:
         """Return the user's own limit for what it is in; None without one."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from holdfast.core.decisions import AnswerRequest, Asker
 from holdfast.core.faults import Fault
 from holdfast.core.ledger import books
 from holdfast.core.ledger.books import Ledger
 from holdfast.core.machine import NONE, Effects, Machine
 from holdfast.core.states import Running
 from holdfast.core.view import View
-from holdfast.messages.events import WorkerExited, WorkerStarted
+from holdfast.messages.events import Asked, WorkerExited, WorkerStarted
 from holdfast.messages.records import JobResult, RankProgress, Terms, World
+from holdfast.messages.requests import JobAccount, ReadAccount
 from holdfast.messages.units import Time
 
 
@@ -55,6 +57,21 @@ class LedgerMachine(Ledger, Machine):
         if event.code == 0 and isinstance(job.state, Running):
             books.finished(self, event.rank, event.at)
         return NONE
+
+    def request_held(self, job: View, asker: Asker, event: Asked, now: Time) -> Effects:
+        if not isinstance(event.request, ReadAccount):
+            return NONE
+        speed = job.speed
+        account = JobAccount(
+            step=job.highest,
+            seconds=books.seconds_until(self, now),
+            restarts=job.restarts,
+            incidents=job.incident_count,
+            steps_per_s=speed.steps_per_s,
+            samples_per_s=speed.samples_per_s,
+            world_size=speed.world_size,
+        )
+        return [AnswerRequest(asker=asker, answer=account)]
 
     def job_ended(self, job: View, result: JobResult, secure: bool, now: Time) -> Effects:
         self.now = now

@@ -101,9 +101,9 @@ class RanksMachine(Ranks, Machine):
     # ---- moments ----
 
     def node_resumed(self, job: View, event: NodeResumed, now: Time) -> Effects:
-        if self._all_returned(job) and event.node in self.returned:
-            return [ReleaseRanks(node=event.node, round=job.membership.round)]
-        return ()
+        # A node that told what the journal lost has its round ended with this event: see membership.
+        released = self._all_returned(job) and event.node in self.returned and not event.missing
+        return [ReleaseRanks(node=event.node, round=job.membership.round)] if released else ()
 
     def round_began(self, job: View, world: World, now: Time) -> Effects:
         self.all = {

@@ -9,7 +9,15 @@ a request takes too long ──▶ it is reported; without enough nodes to train
 
 from __future__ import annotations
 
-from holdfast.core.decisions import Effect, EndJob, Note, Rescale, SendAway
+from holdfast.core.decisions import (
+    AnswerRequest,
+    Asker,
+    Effect,
+    EndJob,
+    Note,
+    Rescale,
+    SendAway,
+)
 from holdfast.core.machine import NONE, Effects, Machine, on
 from holdfast.core.states import ALWAYS, LIVE, OVER
 from holdfast.core.supply import rules
@@ -18,6 +26,7 @@ from holdfast.core.supply.state import Supply, WantedNode
 from holdfast.core.view import View, earliest
 from holdfast.messages.actions import CarryOutPlan
 from holdfast.messages.events import (
+    Asked,
     NodeJoined,
     NodesSighted,
     RequestsRefused,
@@ -27,6 +36,7 @@ from holdfast.messages.events import (
 )
 from holdfast.messages.exits import EXIT_DO_NOT_REQUEUE, EXIT_TRY_AGAIN
 from holdfast.messages.records import JobResult, Terms, World
+from holdfast.messages.requests import ChangeNodes, Denied, Granted
 from holdfast.messages.supply import ExitReason, RequestId, SupplyPlan
 from holdfast.messages.units import NodeId, Seconds, Time
 
@@ -93,13 +103,27 @@ class SupplyMachine(Supply, Machine):
 
     @on(ScaleAsked, *LIVE, refusal="the job is ending")
     def on_scale(self, job: View, event: ScaleAsked, now: Time) -> Effects:
+        return [self._rescale(job, event, now)]
+
+    def request_held(self, job: View, asker: Asker, event: Asked, now: Time) -> Effects:
+        """A script wants another number of nodes."""
+        request = event.request
+        if not isinstance(request, ChangeNodes):
+            return NONE
+        wrong = rules.refusal(job.terms, request.min_nodes, request.max_nodes)
+        if wrong:
+            return [AnswerRequest(asker=asker, answer=Denied(reason="nodes", detail=wrong))]
+        granted = AnswerRequest(asker=asker, answer=Granted())
+        return [granted, self._rescale(job, request, now)]
+
+    def _rescale(self, job: View, event: ScaleAsked | ChangeNodes, now: Time) -> Rescale:
         spares = job.terms.spares if event.spares is None else event.spares
         for number in self.given_up:  # Somebody looked at it: what failed may go well now.
             rules.drop(self, number)
         self.given_up.clear()
         self.at_least, self.short_since = False, None
         rules.note_change(self, now)
-        return [Rescale(min_nodes=event.min_nodes, max_nodes=event.max_nodes, spares=spares)]
+        return Rescale(min_nodes=event.min_nodes, max_nodes=event.max_nodes, spares=spares)
 
     # ---- moments ----
 

@@ -7,11 +7,13 @@ due, and it is made on the next tick, so that all that happened together is one 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Final
 
 from holdfast.core.supply.reasons import AskAgain, GiveUp, reason_of, relaunch
 from holdfast.core.supply.state import Supply, WantedNode
+from holdfast.messages.records import Terms
 from holdfast.messages.supply import (
     Cordon,
     ExitReason,
@@ -295,6 +297,19 @@ def _priority(s: Supply, number: int) -> str:
     except ValueError:
         return said
     return "high" if number < share * len(s.positions) else "low"
+
+
+# ---- what is possible ----------------------------------------------------------------------------
+
+
+def refusal(terms: Terms, fewest: int, most: int) -> str:
+    """Say why a job cannot have these numbers of nodes; empty if it can."""
+    if not 1 <= fewest <= most:
+        return f"{fewest}:{most}: at least 1 node is needed, and no more at least than at most"
+    unit = math.lcm(terms.node_unit, terms.segment)
+    if most // unit * unit < fewest:
+        return f"no number of nodes from {fewest} to {most} is a multiple of {unit} (--node-unit)"
+    return ""
 
 
 # ---- invariants ----------------------------------------------------------------------------------

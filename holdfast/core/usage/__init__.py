@@ -1,0 +1,1 @@
+"""What the machines of the nodes are used for."""

@@ -1,0 +1,52 @@
+"""Journals for the tests of viewers: what a simulated job wrote, in the home of a job."""
+
+from __future__ import annotations
+
+import io
+from functools import cache
+
+import msgspec
+
+from holdfast.coordinator.journal import Journal
+from holdfast.core.replay import Entry
+from holdfast.jobhome import JobFile, JobHome, create
+from holdfast.sim.cluster import Cluster, SimSettings
+
+
+@cache
+def simulated(seed: int = 1, hours: float = 0.2, nodes: int = 4) -> tuple[Entry, ...]:
+    """All events of a small job in chaos."""
+    log = io.BytesIO()
+    settings = SimSettings(
+        seed=seed,
+        nodes=nodes,
+        spares=1,
+        min_nodes=max(1, nodes - 1),
+        hours=hours,
+        slots=2,
+        faults="chaos",
+        check="never",
+        step_s=1.0,
+        save_every=10,
+        checkpoints=True,
+        light=True,
+    )
+    Cluster(settings, log).run()
+    lines = (line for line in log.getvalue().splitlines() if line.startswith(b"event "))
+    return tuple(msgspec.json.decode(line[6:], type=Entry) for line in lines)
+
+
+def home_with(entries: tuple[Entry, ...], name: str = "j") -> JobHome:
+    """A job's home with these events in its journal; HOLDFAST_HOME says where."""
+    home = create(name, "train.py")
+    home.write_job_file(JobFile(job=name, host="127.0.0.1", port=1, token="t", pid=1))
+    write(home, entries)
+    return home
+
+
+def write(home: JobHome, entries: tuple[Entry, ...]) -> None:
+    """Add events to a home's journal, as another process would."""
+    journal = Journal(home.journal)
+    journal.append(entries)
+    assert journal.trouble is None
+    journal.close()
