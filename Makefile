@@ -20,11 +20,12 @@ unit: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q
 
 # The tests against real engines, which are set up first (as root): Slurm by apt, Ray by pip, Kubernetes
-# built from Debian's source, which takes 15 minutes once. One pip call, or it would break s3fs.
+# built from Debian's source, which takes 15 minutes once. One pip call, or it would break s3fs, which
+# wants a dateutil before 3: without being told so, pip tries all versions of s3fs in vain.
 test-platforms: $(VENV)/.ready
 	tests/engines/install.sh
 	tests/engines/kubernetes_build.sh
-	@$(PIP) -e '.[dev,ray,kubernetes]'
+	@$(PIP) -e '.[dev,ray,kubernetes]' 'python-dateutil<3'
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m platform
 
 # Thousands of small jobs in chaos, then a thousand nodes for a day; about half an hour.

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 
 import pytest
 
-from holdfast.platforms.kubernetes import dlrover
+from holdfast.platforms.kubernetes import crd, dlrover
+from holdfast.platforms.kubernetes.client import KubeClient
+from holdfast.platforms.kubernetes.kinds import HOLDFAST
+from holdfast.platforms.kubernetes.objects import JOB
+from holdfast.platforms.kubernetes.operator import Jobs
 
 from .kube_api import Json, Refused
 from .kube_jobs import Operator, define, finish, training
@@ -359,3 +365,55 @@ def test_an_elastic_job_trains_and_a_scale_plan_changes_its_nodes(
         operator.until(lambda: status("scaleplans/more").get("phase") == "Succeeded", "it counts")
         finish(tmp_path)
         operator.until(lambda: status("elasticjobs/llm")["phase"] == "Succeeded", "the end")
+
+
+class LossyClient(KubeClient):
+    """A client whose watch loses one event in five."""
+
+    def watch(
+        self, path: str, selector: str, seen: Callable[[Json], None], broken: Callable[[], None]
+    ) -> None:
+        chance = Random(7)
+        super().watch(
+            path, selector, lambda found: seen(found) if chance.random() > 0.2 else None, broken
+        )
+
+
+def test_a_watch_that_loses_events_leads_to_the_same_end(
+    cluster: Cluster, space: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
+    define(cluster, crd.definition())
+    names = Operator(cluster, space, tmp_path)  # Only for its names and paths: it is not started.
+    spec = training(tmp_path, min=1, max=4)
+    spec["template"]["spec"]["containers"][0]["command"] = ["sleep", "1000"]
+    spec["template"]["spec"]["terminationGracePeriodSeconds"] = 1
+
+    async def scenario() -> None:
+        api = LossyClient()
+        jobs = Jobs(api)
+        api.watch(f"/api/v1/namespaces/{space}/pods", JOB, jobs.pod_seen, jobs.look_again)
+        jobs.seen(HOLDFAST, names.apply("llm", spec), gone=False)
+
+        async def until_there(*pods: str) -> None:
+            for _ in range(1200):
+                found = await asyncio.to_thread(names.pods)
+                alive = {
+                    one["metadata"]["name"]
+                    for one in found
+                    if one["status"].get("phase") in ("Pending", "Running")
+                    and "deletionTimestamp" not in one["metadata"]
+                }
+                if alive == {"llm-coordinator", *pods}:
+                    return
+                await asyncio.sleep(0.05)
+            raise AssertionError(f"{sorted(alive)} instead of {pods}")
+
+        await until_there("llm-0-1", "llm-1-1", "llm-2-1", "llm-3-1")
+        for number in range(4):
+            path = f"/api/v1/namespaces/{space}/pods/llm-{number}-1"
+            await asyncio.to_thread(cluster.api.request, "DELETE", path)
+        await until_there("llm-0-2", "llm-1-2", "llm-2-2", "llm-3-2")
+        await jobs.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 120))

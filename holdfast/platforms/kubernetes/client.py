@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -178,7 +179,9 @@ def _configuration() -> Any:
         config.load_incluster_config(client_configuration=configuration)
     except config.ConfigException:
         try:
-            config.load_kube_config(client_configuration=configuration)
+            # The package itself reads the variable once, when it is imported.
+            file = os.environ.get("KUBECONFIG") or None
+            config.load_kube_config(file, client_configuration=configuration)
         except config.ConfigException as error:
             raise UsageError(
                 f"no API server is known ({error}); set KUBECONFIG, or run this in a pod"

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 from datetime import datetime, timezone
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -136,6 +137,8 @@ class JobRun:
             log.warning("job %s/%s: %s", self.owner.namespace, self.owner.name, error)
             self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s or FIRST_PAUSE_S)
             self._condition("CoordinatorReady", None, "ApiServer", str(error))
+            with suppress(PlatformError):  # It may be the API server itself that failed.
+                await self._tell()
             return self._pause_s
 
     async def _act(self) -> float:

@@ -101,6 +101,7 @@ def worker_pod(
     if avoid:
         _avoid(body, [cordon.host for cordon in avoid])
     box = next(one for one in body["containers"] if one["name"] == trainer(spec)["name"])
+    box.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
     coordinator = address_of(owner, coordinator_name(owner.name))
     add_variables(
         box,

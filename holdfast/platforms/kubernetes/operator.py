@@ -20,6 +20,7 @@ from holdfast.platforms.kubernetes.dlrover import PlannedNodes
 from holdfast.platforms.kubernetes.job import JobRun, now
 from holdfast.platforms.kubernetes.kinds import HOLDFAST, Body, ElasticJobs, ResourceKind
 from holdfast.platforms.kubernetes.objects import JOB, ROLE, Owner, event
+from holdfast.tasks import BackgroundTasks
 
 log = logging.getLogger("holdfast.operator")
 
@@ -32,24 +33,25 @@ class Jobs:
 
     def __init__(self, api: KubeApi) -> None:
         self._api = api
+        self._tasks = BackgroundTasks(lambda failure: None)  # It logs failures, and starts again.
         self._runs: dict[Key, tuple[JobRun, asyncio.Task[None]]] = {}
 
     def seen(self, kind: ResourceKind, body: Body, gone: bool) -> None:
         """Take in the newest state of a resource."""
         meta = body["metadata"]
         key = (meta["namespace"], meta["name"])
-        run, task = self._runs.get(key, (None, None))
+        run, _ = self._runs.get(key, (None, None))
         same = run is not None and run.owner.uid == meta["uid"]
         if gone or meta.get("deletionTimestamp"):
             if same:
                 self._drop(key)
             return
-        if run is not None and same and task is not None and not task.done():
+        if run is not None and same:
             run.changed(body)
             return
         self._drop(key)
         made = JobRun(self._api, kind, body)
-        self._runs[key] = made, asyncio.ensure_future(made.run())
+        self._runs[key] = made, self._tasks.keep(f"job {key[0]}/{key[1]}", made.run)
 
     def _drop(self, key: Key) -> None:
         _, task = self._runs.pop(key, (None, None))
@@ -81,6 +83,7 @@ class Jobs:
             self._drop(key)
         if tasks:
             await asyncio.wait(tasks)
+        self._tasks.close()
 
 
 RIGHTS: Sequence[tuple[str, str, str]] = (
