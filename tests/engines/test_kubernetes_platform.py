@@ -19,7 +19,7 @@ from holdfast.platforms.kubernetes.kinds import HOLDFAST
 from holdfast.platforms.kubernetes.objects import JOB
 from holdfast.platforms.kubernetes.operator import Jobs
 
-from .kube_api import Json, Refused
+from .kube_api import MERGE, Json, Refused
 from .kube_jobs import Operator, define, finish, training
 from .kubernetes import Cluster
 
@@ -90,7 +90,9 @@ def test_other_numbers_of_nodes_scale_the_job(operator: Operator, tmp_path: Path
     operator.until_step("llm", 10)
     operator.change("llm", nodes={"min": 1, "max": 2})
     operator.until(lambda: operator.status("llm")["nodes"] == 2, "two nodes")
-    operator.change("llm", nodes={"max": 1})
+    scale = f"{operator.path('llm')}/scale"  # As kubectl scale does it.
+    assert operator.cluster.api.request("GET", scale)["spec"]["replicas"] == 2
+    operator.cluster.api.patch(scale, {"spec": {"replicas": 1}}, MERGE)
     operator.until(
         lambda: operator.status("llm")["nodes"] == 1 and operator.pod("llm-1-1") is None, "one node"
     )

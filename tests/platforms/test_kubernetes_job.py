@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from fake_kubernetes import OWNER, SPEC, FakeApi
 from machine import until
 from serving import TOKEN, Served, run, served
 
-from holdfast.errors import ApiRefused, PlatformError
+from holdfast.errors import ApiRefused, PlatformError, UsageError
 from holdfast.messages.endnote import EndNote
 from holdfast.messages.records import Terms
 from holdfast.messages.supply import NodeWish
@@ -377,3 +378,84 @@ def test_the_example_in_deploy_is_a_job(tmp_path: Path) -> None:
     body = yaml.safe_load(page.read_text())
     assert body["kind"] == crd.KIND
     assert HOLDFAST.read(body)[0].nnodes == "2:4"
+
+
+# ---- the platform alone ----
+
+
+def platform(api: FakeApi) -> KubernetesPlatform:
+    spec = read_spec("llm", SPEC)
+    return KubernetesPlatform(api, OWNER, lambda: spec, lambda: "1:3+0")
+
+
+def wish(position: int, attempt: int) -> NodeWish:
+    return NodeWish(id=f"{position}-{attempt}", position=position, attempt=attempt)
+
+
+def test_a_request_that_exists_is_left_alone() -> None:
+    async def scenario() -> None:
+        api = FakeApi()
+        for _ in range(2):
+            await platform(api).ask([wish(0, 1)], [])
+        assert list(api.pods()) == ["llm-0-1"]
+
+    run(scenario())
+
+
+def test_a_pod_of_the_same_name_that_is_not_the_jobs_is_named() -> None:
+    async def scenario() -> None:
+        api = FakeApi()
+        stranger = {"kind": "Pod", "metadata": {"name": "llm-0-1"}}
+        api._create("/api/v1/namespaces/space/pods", stranger)
+        with pytest.raises(PlatformError, match="a pod llm-0-1 that is not this job's; delete it"):
+            await platform(api).ask([wish(0, 1)], [])
+        assert await platform(api).list() == []
+
+    run(scenario())
+
+
+def test_pods_that_ended_stay_until_their_position_is_replaced_a_second_time() -> None:
+    async def scenario() -> None:
+        api = FakeApi()
+        for attempt in (1, 2, 3):
+            await platform(api).ask([wish(0, attempt)], [])
+            if attempt == 2:
+                assert set(api.pods()) == {"llm-0-1", "llm-0-2"}
+            api.end(api.pods()[f"llm-0-{attempt}"], 1)
+        assert set(api.pods()) == {"llm-0-2", "llm-0-3"}
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(("lost", "status"), [(1, "failed"), (2, "running"), (3, "running")])
+def test_nodes_that_are_all_said_to_be_lost_are_not_believed_to_be(lost: int, status: str) -> None:
+    async def scenario() -> None:
+        api = FakeApi()
+        await platform(api).ask([wish(number, 1) for number in range(3)], [])
+        for number in range(3):
+            api.run(api.pods()[f"llm-{number}-1"])
+        for number in range(lost):
+            api.mark(api.pods()[f"llm-{number}-1"], ready=False)
+        found = {one.request: one.status for one in await platform(api).list()}
+        assert (found["0-1"], found["2-1"]) == (status, "running")
+
+    run(scenario())
+
+
+def test_a_gang_without_volcano_says_what_to_do() -> None:
+    async def scenario() -> None:
+        made = Scene()
+        made.body["spec"]["gang"] = {}
+        made.api.missing.add("/apis/scheduling.volcano.sh/v1beta1/namespaces/space/podgroups")
+        with pytest.raises(PlatformError, match="install Volcano, or leave it out"):
+            await made.run._act()
+
+    run(scenario())
+
+
+def test_without_its_packages_the_operator_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "kopf", None)
+    with pytest.raises(UsageError, match=r"pip install 'holdfast\[kubernetes\]'"):
+        operator.run_operator("", None, with_dlrover=False)
