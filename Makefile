@@ -20,18 +20,21 @@ unit: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q
 
 # The tests against real engines, which are set up first (as root): Slurm by apt, Ray by pip, Kubernetes
-# built from Debian's source, which takes 15 minutes once. One pip call, or it would break s3fs, which
-# wants a dateutil before 3: without being told so, pip tries all versions of s3fs in vain.
+# built from Debian's source, which takes 15 minutes once. One pip call, or it would break s3fs, which wants
+# a dateutil before 3: without being told so, pip tries all versions of s3fs in vain. The tests of an engine that cannot be set up here are skipped, and pytest says so at the end, with the reason.
 test-platforms: $(VENV)/.ready
-	tests/engines/install.sh
-	tests/engines/kubernetes_build.sh
-	@$(PIP) -e '.[dev,ray,kubernetes]' 'python-dateutil<3'
-	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m platform
+	@tests/engines/install.sh || echo "test-platforms: Slurm cannot be set up here; its tests are skipped"
+	@tests/engines/kubernetes_build.sh \
+		|| echo "test-platforms: Kubernetes cannot be set up here; its tests are skipped"
+	@$(PIP) -e '.[dev,ray,kubernetes]' 'python-dateutil<3' \
+		|| echo "test-platforms: packages for Ray or Kubernetes are missing; their tests are skipped"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -q -rs -m platform
 
 # Thousands of small jobs in chaos, then a thousand nodes for a day; about half an hour.
 sim: $(VENV)/.ready
 	$(BIN)/holdfast sim --seeds 0..2999 --liveness
 	$(BIN)/holdfast sim --seeds 10000..11999
+	$(BIN)/holdfast sim --seeds 0..999 --supply --liveness
 	$(BIN)/holdfast sim --nodes 48 --slots 2 --min-nodes 8 --faults chaos --hours 0.2 \
 		--seeds 0..39 --liveness
 	$(BIN)/holdfast sim --nodes 1000 --hours 24 --faults heavy --seed 7 --liveness

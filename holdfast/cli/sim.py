@@ -12,12 +12,13 @@ from typing import IO, Any, NoReturn
 
 from holdfast.cli.view import print_json
 from holdfast.errors import UsageError
+from holdfast.messages.supply import SupplyTerms
 from holdfast.sim import look, report
 from holdfast.sim.clock import START
 from holdfast.sim.cluster import Cluster, SimSettings
 from holdfast.sim.invariants import Check, Violated
 from holdfast.sim.rates import SCHEDULES
-from holdfast.sim.shapes import chaos, partitions, restarting, sharing
+from holdfast.sim.shapes import chaos, partitions, restarting, sharing, supplied
 
 ABOUT = """\
 Drive the real core, and up to 64 nodes the real supervisor of each agent, with simulated processes,
@@ -26,7 +27,13 @@ invariant is reported, and the command exits with 1.
 With --seeds and without --nodes, each seed is a small job of its own shape in chaos; with --faults
 partitions, in an hour of cut links, flaps, restarts and copied ids; with --faults data, four nodes that
 share a million records while workers, agents and coordinators die; with --faults inprocess, ranks train
-in restartable functions, and more goes wrong while they leave them."""
+in restartable functions, and more goes wrong while they leave them.
+With --supply a simulated platform provides the nodes: the job asks it for them, gets them after a
+while, and asks for others when they are preempted, evicted, deleted, run out of memory or break. It
+refuses, lies, and loses, doubles and delays its news; its supplier dies. No node may be leaked, no
+request made twice, and what is wanted must come back:
+  holdfast sim --seeds 0..199 --supply --liveness                  small jobs in chaos
+  holdfast sim --nodes 1000 --supply --hours 24 --faults heavy     a large one for a day"""
 
 CHECK_EVERY_UP_TO = 64
 SPARES_PER = 200
@@ -80,6 +87,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--liveness", action="store_true", help="heal everything at the end and require progress")
     add("--inprocess", action="store_true", help="ranks train in a restartable function")
+    add(
+        "--supply",
+        action="store_true",
+        help="a simulated platform provides the nodes (some seeds of a sweep do so anyway)",
+    )
     add("--log", metavar="FILE", help="write the event log")
     add("--json", action="store_true", help="print JSON for programs")
     return parser
@@ -115,7 +127,8 @@ def _settings(arguments: argparse.Namespace, seed: int) -> SimSettings:
             return sharing(seed)
         if arguments.faults == "inprocess":
             return restarting(seed)
-        return chaos(seed, arguments.liveness)
+        shape = supplied if arguments.supply else chaos
+        return shape(seed, arguments.liveness)
     nodes = arguments.nodes or 1000
     least = arguments.min_nodes or max(1, 9 * nodes // 10)
     if least > nodes:
@@ -134,6 +147,7 @@ def _settings(arguments: argparse.Namespace, seed: int) -> SimSettings:
         step_s=CHAOS_STEP_S if arguments.faults in ("chaos", "inprocess") else STEP_S,
         checkpoints=arguments.faults == "chaos" and nodes <= CHECK_EVERY_UP_TO,
         inprocess=arguments.inprocess or arguments.faults == "inprocess",
+        supply=SupplyTerms() if arguments.supply else None,
     )
 
 

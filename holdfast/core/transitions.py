@@ -216,10 +216,13 @@ def _mind_shortage(job: Job, state: Gathering, now: Time) -> list[AnyAction]:
     if m.count() >= job.terms.min_nodes and (m.busy or m.closes_at is not None):
         state.short_until = None
         return []
+    limit_s = job.terms.join_limit_s
+    if limit_s is None and job.supply.active and m.count() < job.terms.min_nodes:
+        # Supply sees to it: it knows what the platform was asked for, and when. What it does not see
+        # is that the nodes that came form no complete segments.
+        state.short_until = None
+        return []
     if state.short_until is None:
-        limit_s = job.terms.join_limit_s
-        if limit_s is None and job.supply.active:
-            return []  # Supply sees to it: it knows what the platform was asked for, and when.
         state.short_until = Time(now + (JOIN_LIMIT_S if limit_s is None else limit_s))
     if now < state.short_until:
         return []

@@ -82,6 +82,7 @@ class SimAgent:
         self.clock = cluster.clock
         self.host = host
         self.node = node
+        self.request = host.request
         self.rng = Random(f"{cluster.settings.seed} {node}")
         """Its own, so that one agent's draws do not depend on what others do."""
         self.chance = Chance(self.rng, cluster.schedule)
@@ -251,6 +252,7 @@ class SimAgent:
             domain=host.domain,
             keeper_port=1,
             test_port=2,
+            request=self.request,
         )
 
     def _warmed(self) -> None:

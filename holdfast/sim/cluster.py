@@ -23,6 +23,7 @@ from holdfast.messages.checkpoints import ImageId
 from holdfast.messages.events import VerdictReached
 from holdfast.messages.hangs import Proof
 from holdfast.messages.records import Terms
+from holdfast.messages.supply import RequestId, SupplyTerms
 from holdfast.messages.units import NodeId, Seconds, Time
 from holdfast.messages.wire import PROTOCOL, Hello
 from holdfast.sim import look
@@ -38,6 +39,8 @@ from holdfast.sim.network import SILENCE_S, Network, SimStream
 from holdfast.sim.rank import AT_EXIT, save_and_ask
 from holdfast.sim.rates import SCHEDULES, Chance
 from holdfast.sim.supervised import SupervisedAgent
+from holdfast.sim.supply import SimPlatform
+from holdfast.sim.supply_faults import SupplyFaults
 from holdfast.sim.training import SimRound, Training
 
 COARSE_FROM = 200
@@ -48,6 +51,9 @@ SUPERVISED_UP_TO = 64
 
 LIVE_WITHIN_S: Seconds = 240.0
 """After everything is healed, training must advance within this time."""
+
+ENDS_WITHIN_S: Seconds = 120.0
+"""After the job is over, its platform has no node left within this time."""
 
 PROOFS: dict[str, Proof] = {"stopped": "stopped", "gil": "gil", "left": "left"}
 """What an examination can prove of a stuck rank, by how it is stuck."""
@@ -98,6 +104,10 @@ class SimSettings:
     light: bool = False
     """Use the light agents, however few nodes there are."""
     save_deadline_s: Seconds = 10.0
+    supply: SupplyTerms | None = None
+    """A platform provides the nodes, on these terms; None if they come by themselves."""
+    stop_at_s: Seconds | None = None
+    """When a visitor stops the job."""
 
     @property
     def supervised(self) -> bool:
@@ -132,6 +142,7 @@ class SimSettings:
             join_limit_s=self.join_limit_s,
             node_check=self.node_check,
             exclude_stragglers=self.exclude_stragglers,
+            supply=self.supply or SupplyTerms(),
         )
 
 
@@ -149,6 +160,8 @@ class Host:
     cut_until: float = 0.0
     replaced: NodeId = field(default_factory=lambda: NodeId(""))
     """Node of the agent before, if its launcher saw it end."""
+    request: RequestId = ""
+    """Of the platform's node that runs on it."""
     unfit: bool = False
     """It fails every node check."""
     images: dict[ImageId, bool] = field(default_factory=dict)
@@ -205,6 +218,7 @@ class Cluster:
         self.network.coordinator = self.coordinator
         self.hosts = [self._host(i) for i in range(settings.nodes + settings.spares)]
         self.faults = Faults(self)
+        self.platform = SimPlatform(self) if settings.supply is not None else None
         self.wall_s: Seconds = 0.0
         self.alive_after_s: Seconds | None = None
         """Simulated time from the healing until training had advanced."""
@@ -278,16 +292,37 @@ class Cluster:
         return self
 
     def _run(self) -> None:
-        for host in self.hosts:
-            delay_s = self.rng.uniform(0.0, 5.0 if self.settings.coarse else 2.0)
-            self.clock.after(delay_s, self._boot, host)
+        if self.platform is not None:
+            self.platform.supplier.come_up()
+            SupplyFaults(self, self.platform).plan()
+        else:
+            for host in self.hosts:
+                delay_s = self.rng.uniform(0.0, 5.0 if self.settings.coarse else 2.0)
+                self.clock.after(delay_s, self.boot, host)
         self.faults.plan()
+        if self.settings.stop_at_s is not None:
+            self.clock.after(self.settings.stop_at_s, self.coordinator.ask_stop)
         self._look_around()
         end = START + 3600 * self.settings.hours
         self._run_until(end)
         if self.settings.liveness and self.coordinator.closed is None:
             self._prove_liveness()
+        if self.platform is not None:
+            self._let_platform_end(self.platform)
         self.invariants.at_end()
+
+    def _let_platform_end(self, platform: SimPlatform) -> None:
+        """Have the last plan be carried out: then no node may be left."""
+        connected = platform.supplier.connected
+        if self.coordinator.closed is None or not connected:
+            return
+        self.healing = self.faults.over = True
+        platform.refuses_until = 0.0
+        until = self.clock.now + ENDS_WITHIN_S
+        while platform.alive() and self.clock.step(until):
+            pass
+        left = [node.wish.id for node in platform.alive()]
+        self.invariants.demand(not left, f"the job is over, and nodes {left} are left")
 
     def _run_until(self, until: float, enough: Callable[[], bool] | None = None) -> None:
         steps = 0
@@ -330,11 +365,15 @@ class Cluster:
         before, healed = look.highest_step(self.coordinator.job), self.clock.now
         self._run_until(healed + LIVE_WITHIN_S, lambda: self._advanced(before))
         alive_after_s = self.clock.now - healed
+        self._run_until(healed + LIVE_WITHIN_S, self._all_supplied)
         self._run_until(healed + LIVE_WITHIN_S, self._as_large_as_can_be)
         if look.ended(self.coordinator.job) is None:
             late = f"in {LIVE_WITHIN_S:.0f} s after everything was healed"
             demand(self._advanced(before), f"no step beyond {before} {late}")
             demand(self._as_large_as_can_be(), "nodes wait and the world does not grow")
+            if self.platform is not None:
+                wrong = self._unsupplied(self.platform)
+                demand(not wrong, f"{LIVE_WITHIN_S:.0f} s after everything was healed {wrong}")
             self.alive_after_s = alive_after_s
             self.training.finish_after(20)
         self._run_until(self.clock.now + LIVE_WITHIN_S + 100 * self.settings.step_s)
@@ -345,7 +384,20 @@ class Cluster:
         return look.highest_step(job) > before and look.state(job) == "running"
 
     def _as_large_as_can_be(self) -> bool:
-        return not look.could_be_larger(self.coordinator.job, self.terms)
+        return not look.could_be_larger(self.coordinator.job)
+
+    def _all_supplied(self) -> bool:
+        """Whether the platform has what is wanted, and nothing else."""
+        return self.platform is None or not self._unsupplied(self.platform)
+
+    def _unsupplied(self, platform: SimPlatform) -> str:
+        job = self.coordinator.job
+        if platform.strays():
+            return f"nodes {sorted(platform.strays())} exist, and nobody wants them"
+        if platform.absent():
+            return f"nodes {sorted(platform.absent())} are wanted, and not in the job"
+        standing, wanted = len(look.standing_requests(job)), look.wanted_count(job)
+        return f"{standing} requests stand, {wanted} are wanted" if standing != wanted else ""
 
     def heal(self) -> None:
         """No more faults; every host that may come comes, and new ones for those that may not."""
@@ -357,21 +409,38 @@ class Cluster:
             host.unfit = False
             for one in list(host.agent.ranks.values()) if host.agent is not None else ():
                 one.go_on()
+            if self.platform is not None:
+                continue
             if host.name in excluded:
                 self._replace(host)
             elif host.agent is None or host.agent.dead:
-                self.clock.after(self.rng.uniform(0.0, 3.0), self._boot, host)
+                self.clock.after(self.rng.uniform(0.0, 3.0), self.boot, host)
+
+        if self.platform is not None:
+            self.platform.heal()
+            self._look_at_what_was_given_up()
+
+    def _look_at_what_was_given_up(self) -> None:
+        """Have somebody say that positions that were given up may be asked for again."""
+        if look.given_up(self.coordinator.job):
+            self.coordinator.ask_scale(*look.scale(self.coordinator.job))
+        self.clock.after(5.0, self._look_at_what_was_given_up)
 
     def _replace(self, host: Host) -> None:
         """Provide a fresh host for one that is not let in again."""
-        fresh = self._host(len(self.hosts))
+        fresh = self.new_host()
         fresh.switch, fresh.domain = host.switch, host.domain
-        self.hosts.append(fresh)
-        self.clock.after(self.rng.uniform(0.0, 3.0), self._boot, fresh)
+        self.clock.after(self.rng.uniform(0.0, 3.0), self.boot, fresh)
 
     # ---- hosts ----
 
-    def _boot(self, host: Host) -> None:
+    def new_host(self) -> Host:
+        """Provide another machine."""
+        self.hosts.append(self._host(len(self.hosts)))
+        return self.hosts[-1]
+
+    def boot(self, host: Host) -> None:
+        """Start an agent on a host that has none."""
         if host.agent is not None and not host.agent.dead:
             return
         host.agents += 1
@@ -382,12 +451,18 @@ class Cluster:
     def come_back(self, host: Host, away_s: Seconds) -> None:
         if self.healing:
             away_s = min(away_s, 3.0)
-        self.clock.after(away_s, self._boot, host)
+        if self.platform is not None:
+            self.platform.agent_gone(host, away_s)
+            return
+        self.clock.after(away_s, self.boot, host)
 
     def agent_ended(self, agent: SimAgent, order: Finish) -> None:
         """Start another agent in the place of one that ended in order, if its launcher would."""
         job = self.coordinator.job
         excluded = agent.host.name in look.excluded(job)
+        if self.platform is not None:
+            self.platform.agent_finished(agent.host, order)
+            return
         if look.ended(job) is not None:
             return
         if self.healing and excluded:

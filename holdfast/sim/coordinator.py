@@ -27,6 +27,7 @@ from holdfast.core.replay import Entry, Intake, JobSnapshot, replay
 from holdfast.messages.actions import (
     Answered,
     AnyAction,
+    CarryOutPlan,
     CloseJob,
     CoordinatorAction,
     Diagnose,
@@ -45,8 +46,12 @@ from holdfast.messages.events import (
     HangDecided,
     HangsRemembered,
     JobOpened,
+    JobRequeued,
+    JobStopAsked,
     LeaseEnded,
     NodeResumed,
+    NodesSighted,
+    ScaleAsked,
     SilenceRaised,
     StreamEnded,
     TaskFailed,
@@ -55,6 +60,7 @@ from holdfast.messages.events import (
 )
 from holdfast.messages.hangs import Memory, PlaceMemory
 from holdfast.messages.records import Terms
+from holdfast.messages.supply import SupplyPlan
 from holdfast.messages.tuning import LoaderConfig
 from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, Time
 from holdfast.messages.wire import Ack, Beat, EvidenceTaken, Hello, Lease, Welcome
@@ -127,6 +133,8 @@ class SimCoordinator:
         self.closed: CloseJob | None = None
         self.events = 0
         self.restarts = 0
+        self._requeued = False
+        """Whether it died with all nodes, and comes back as a job that the platform queued anew."""
         self.handled: Counter[str] = Counter({JobOpened.__name__: 1})
         """Events by type."""
         self.asked: Counter[str] = Counter()
@@ -329,6 +337,8 @@ class SimCoordinator:
                 self._returning[entry.event.node] -= 1
             self.job = intake.job
             self._count(entry.event)
+            if isinstance(entry.event, NodesSighted) and self.cluster.platform is not None:
+                self.cluster.platform.heard_of(entry.event.sightings)
             self.cluster.invariants.event_handled(self.job, entry.event, actions, now)
             if self._crash_at_close and look.is_closed(self.job):
                 self._crash_at_close, self._crash = False, "after the journal"
@@ -369,6 +379,8 @@ class SimCoordinator:
                 self.closed = action
             if isinstance(action, Diagnose):
                 self._examine(action)
+            if isinstance(action, CarryOutPlan):
+                self._send_plan(action.plan)
             if isinstance(action, CoordinatorAction):
                 continue
             self.cluster.log.action(action)
@@ -407,7 +419,33 @@ class SimCoordinator:
             self._timer_at = None
             self._post(Tick(at=self.clock.now))
 
+    # ---- the supplier ----
+
+    def hear_supplier(self, event: AnyEvent) -> None:
+        """Take in what the supplier says, or its coming and going."""
+        self._post(event)
+
+    def _send_plan(self, plan: SupplyPlan) -> None:
+        platform = self.cluster.platform
+        if platform is not None:
+            self.cluster.invariants.planned(plan)
+            platform.supplier.hear(plan)
+
+    def be_requeued(self) -> None:
+        """Die with all nodes, and be started again as the same job."""
+        if self.up and self.closed is None:
+            self._requeued = True
+            self.crash("after the journal")
+
     # ---- visitors, and why ranks hang ----
+
+    def ask_scale(self, least: int, most: int) -> None:
+        """Take in that a visitor wants another number of nodes."""
+        self._post(ScaleAsked(at=self.clock.now, min_nodes=least, max_nodes=most, by="a visitor"))
+
+    def ask_stop(self) -> None:
+        """Take in that a visitor wants the job to end."""
+        self._post(JobStopAsked(at=self.clock.now, reason="a visitor stopped the job", code=75))
 
     def ask_fault(self, injection: Injection) -> None:
         """Take in what a visitor asks for."""
@@ -478,6 +516,8 @@ class SimCoordinator:
         for stream in self.streams.values():
             self.cluster.network.close_above(stream)
         self.streams.clear()
+        if self.cluster.platform is not None:
+            self.cluster.platform.supplier.cut()
         self.clock.after(self.cluster.chance.coordinator_down_s(), self._come_back)
 
     def _come_back(self) -> None:
@@ -494,4 +534,8 @@ class SimCoordinator:
         self._leases.restarted(members, silence_s, self.clock.now)
         self.watch()
         self.restarts += 1
-        self._post(CoordinatorRestarted(at=self.clock.now))
+        now = self.clock.now
+        requeued, self._requeued = self._requeued, False
+        self._post(
+            JobRequeued(at=now, since=again.at) if requeued else CoordinatorRestarted(at=now)
+        )

@@ -23,6 +23,7 @@ from holdfast.core.recovery.rules import SAME_LIMIT, STUCK_LIMIT
 from holdfast.messages.actions import AnyAction, Finish, StartWorkers, StopWorkers
 from holdfast.messages.events import AnyEvent, CheckpointWritten, Tick
 from holdfast.messages.records import Part, World
+from holdfast.messages.supply import SupplyPlan
 from holdfast.messages.units import NodeId, RoundNumber, Time
 from holdfast.sim import look
 
@@ -66,6 +67,8 @@ class Invariants:
         """Hosts that are not let in again, and who was a member when that was decided."""
         self._written: dict[tuple[str, int], RoundNumber] = {}
         """Which round wrote which step of a checkpointer."""
+        self._asked: set[str] = set()
+        """Requests that were ever asked for."""
         self._sound: set[RoundNumber] = set()
         """Rounds whose history was checked; it does not change any more."""
 
@@ -97,6 +100,17 @@ class Invariants:
         if self.check == "every" or mark != self._mark:
             self._mark = mark
             self._state(job, event, now)
+
+    def planned(self, plan: SupplyPlan) -> None:
+        """Check that the core never asks for a name that it has asked for, nor beyond a budget."""
+        if plan.whole:
+            return
+        names = {wish.id for wish in plan.ask}
+        again = names & self._asked
+        self.demand(not again, f"requests {sorted(again)} were asked for twice")
+        self._asked |= names
+        spent = look.overspent(self.cluster.coordinator.job)
+        self.demand(not spent, spent)
 
     def _froze(self, world: World) -> None:
         self.rounds += 1
@@ -164,7 +178,8 @@ class Invariants:
         newest = look.breaking_incidents(job)[-2:]
         if len(newest) > 1:
             one, other = newest
-            self.demand(one.round < other.round, f"round {other.round} was broken twice")
+            later = one.round < other.round or "requeue" in (one.kind, other.kind)
+            self.demand(later, f"round {other.round} was broken twice")
         for incident in newest:
             in_order = incident.fault_at <= incident.opened_at + 1e-9
             self.demand(in_order, f"incident {incident.id} was noticed before it happened")

@@ -15,7 +15,7 @@ from holdfast.core.shards.state import Shards
 from holdfast.core.states import Ended, Stopping
 from holdfast.core.suspects.state import Suspects
 from holdfast.messages.checkpoints import SnapshotId
-from holdfast.messages.records import Incident, JobResult, Terms, World
+from holdfast.messages.records import Incident, JobResult, World
 from holdfast.messages.reports import DataAccount
 from holdfast.messages.units import NodeId, RoundNumber, Seconds, Time
 
@@ -67,11 +67,40 @@ def is_stopping_nodes(job: Job) -> bool:
     return bool(job.membership.busy or job.membership.leaving)
 
 
-def could_be_larger(job: Job, terms: Terms) -> bool:
+def could_be_larger(job: Job) -> bool:
     """Whether the nodes that are there could form a larger world than the one in force."""
     m = job.membership
-    size = len(choose({**m.placed, **m.waiting}, terms))
+    size = len(choose({**m.placed, **m.waiting}, m.terms))
     return job.world is None or len(job.world.places) < size
+
+
+def standing_requests(job: Job) -> Mapping[str, bool]:
+    """Return the requests that stand, and whether the node of each is in the job."""
+    return {p.request: bool(p.node) for p in job.supply.positions.values() if p.stands}
+
+
+def wanted_count(job: Job) -> int:
+    """Return how many nodes are wanted of the platform, less what it was given up to ask for."""
+    return job.supply.wanted(job) - len(job.supply.given_up)
+
+
+def given_up(job: Job) -> Mapping[int, str]:
+    """Return the positions that are not asked for again, and why."""
+    return job.supply.given_up
+
+
+def overspent(job: Job) -> str:
+    """Say which position has had more relaunches or memory than it may; nothing if none has."""
+    terms = job.supply.terms
+    for one in job.supply.positions.values():
+        if one.spent > terms.relaunches or one.memory_mib > terms.memory_limit_mib:
+            return f"position {one.number} was relaunched {one.spent} times, {one.memory_mib} MiB"
+    return ""
+
+
+def scale(job: Job) -> tuple[int, int]:
+    """Return the smallest and the largest number of nodes that are wanted now."""
+    return job.terms.min_nodes, job.terms.max_nodes
 
 
 def excluded(job: Job) -> Mapping[str, str]:

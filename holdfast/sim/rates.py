@@ -7,12 +7,13 @@ Broken streams, slow nodes and short pauses come on top and need not interrupt a
 cluster anybody has: it exists to find bugs in minutes of simulated time. In `faulty-node` one host ends
 its ranks every minute, and the others fail as in a cluster that has seen better days. `data` kills
 workers, agents and coordinators so often that worlds of all sizes follow each other. `inprocess` is for
-restartable functions: they raise, ranks die and hang, and more goes wrong while the others leave.
+restartable functions: they raise, ranks die and hang, and more goes wrong while the others leave. What
+platforms do (`supply_rates` and below) only matters for jobs whose nodes a simulated platform provides.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Literal
 
@@ -62,6 +63,16 @@ class Schedule:
     """Share of messages that are late by up to a second."""
     return_excluded: float = 0.0
     """How likely an excluded host tries to come in again."""
+    supply_rates: dict[str, float] = field(default_factory=dict)
+    """Of a platform and its nodes, per wanted node and hour, by the name of the fault."""
+    pending_s: tuple[Seconds, Seconds] = (0.5, 3.0)
+    """How long a request is pending before its node runs."""
+    lost_news: float = 0.0
+    """Share of changes of which a platform says nothing; a list shows them later."""
+    late_news: float = 0.0
+    """Share of a supplier's messages that take up to 5 s."""
+    doubled_news: float = 0.0
+    """Share of a supplier's messages that come twice."""
 
 
 _BAD_DEPARTURES: tuple[Literal["slowly", "late", "dies", "unfit", "never"], ...] = (
@@ -78,8 +89,17 @@ _SHARES = (
     *(("slow", 0.2), ("flap", 0.01), ("leave", 0.05), ("exclude", 0.01)),
 )
 
+_SUPPLY_SHARES = (
+    *(("node_preempted", 0.2), ("node_evicted", 0.1), ("node_oom", 0.03), ("node_broken", 0.1)),
+    *(("node_deleted", 0.02), ("mass", 0.001), ("lie", 0.05), ("outage", 0.01), ("supplier", 0.01)),
+)
+
 _DEFAULT = Schedule(
     rates={name: share * PER_NODE_HOUR for name, share in _SHARES},
+    supply_rates={name: share * PER_NODE_HOUR for name, share in _SUPPLY_SHARES},
+    pending_s=(20.0, 180.0),
+    lost_news=0.001,
+    late_news=0.01,
     coordinator_crashes=1 / 12,
     bad_hosts=0.0001,
     bad_host_rate=0.2,
@@ -95,6 +115,7 @@ _DEFAULT = Schedule(
 _HEAVY = replace(
     _DEFAULT,
     rates={name: 10 * rate for name, rate in _DEFAULT.rates.items()},
+    supply_rates={name: 10 * rate for name, rate in _DEFAULT.supply_rates.items()},
     coordinator_crashes=2.0,
     crash_at_close=0.1,
     bad_hosts=0.001,
@@ -114,8 +135,19 @@ _CHAOS_RATES = (
     *(("why", 5.0), ("decide", 5.0), ("isolate", 1.0), ("stand", 2.0), ("clone", 4.0)),
 )
 
+_CHAOS_SUPPLY = (
+    *(("node_preempted", 6.0), ("node_evicted", 8.0), ("node_oom", 3.0), ("node_broken", 3.0)),
+    *(("node_deleted", 6.0), ("mass", 3.0), ("lie", 6.0), ("outage", 4.0), ("supplier", 8.0)),
+    *(("supplier_stream", 10.0), ("scale", 3.0), ("requeue", 0.7)),
+)
+
 _CHAOS = Schedule(
     rates=dict(_CHAOS_RATES),
+    supply_rates=dict(_CHAOS_SUPPLY),
+    pending_s=(0.1, 15.0),
+    lost_news=0.2,
+    late_news=0.1,
+    doubled_news=0.1,
     coordinator_crashes=60.0,
     handler_errors=0.001,
     crash_at_close=0.2,

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
+from typing import Any
 
+from holdfast.messages.supply import SupplyTerms
 from holdfast.sim.cluster import SimSettings
+
+SUPPLIED = 0.25
+"""Share of jobs in chaos whose nodes a platform provides."""
 
 
 def chaos(seed: int, liveness: bool = False) -> SimSettings:
@@ -41,7 +47,30 @@ def chaos(seed: int, liveness: bool = False) -> SimSettings:
         exclude_stragglers=rng.random() < 0.2,
         data=rng.random() < 0.5,
         inprocess=Random(f"inprocess {seed}").random() < 0.25,
+        **(_supplied(seed) if segment == 1 else {}),
     )
+
+
+def _supplied(seed: int) -> dict[str, Any]:
+    """Draw whether a platform provides the nodes, and on which terms; it knows of no segments."""
+    rng = Random(f"supplied {seed}")
+    if rng.random() >= SUPPLIED:
+        return {}
+    terms = SupplyTerms(
+        memory_mib=rng.choice((0, 1024, 1024)),
+        memory_limit_mib=4096,
+        relaunches=rng.choice((0, 3, 3, 100)),
+        critical=rng.choice(((), (), (), (0,))),
+        group=rng.choice((1, 1, 1, 2)),
+        pending_s=rng.choice((None, None, 20.0, 60.0)),
+    )
+    return {"supply": terms, "stop_at_s": rng.choice((None,) * 9 + (25.0,))}
+
+
+def supplied(seed: int, liveness: bool = False) -> SimSettings:
+    """Draw a job in chaos whose nodes a platform provides."""
+    found = _supplied(seed) or {"supply": SupplyTerms(memory_mib=1024, memory_limit_mib=4096)}
+    return replace(chaos(seed, liveness), segment=1, **found)
 
 
 def restarting(seed: int) -> SimSettings:

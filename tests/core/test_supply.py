@@ -7,10 +7,12 @@ from driver import Driver
 
 from holdfast.core.supply import rules
 from holdfast.core.supply.state import WantedNode
+from holdfast.core.transitions import JOIN_LIMIT_S
 from holdfast.messages.actions import Answered, AnyAction, CarryOutPlan, Finish
 from holdfast.messages.events import (
     Asked,
     CoordinatorRestarted,
+    JobRequeued,
     NodesSighted,
     ScaleAsked,
     SupplierJoined,
@@ -312,6 +314,38 @@ def test_two_agents_that_come_for_one_given_up_request_are_both_told_to_leave() 
         job.left(agent)
         job.tick_all()
     assert job.released() == ["0-1"]
+
+
+def test_nodes_of_a_platform_that_form_no_segment_are_not_waited_for_without_end() -> None:
+    job = Supplied(min_nodes=2, max_nodes=2, segment=2)
+    for number, domain in enumerate("ab"):
+        job.join(f"n{number}", host=f"h{number}", domain=domain, request=f"{number}-1")
+    job.tick_all()
+    job.after(JOIN_LIMIT_S + 1.0).tick_all()
+    assert job.job.result is not None
+    assert "segments" in job.job.result.reason
+
+
+def test_an_agent_that_is_started_anew_for_a_request_takes_the_place_of_the_one_before() -> None:
+    job = Supplied(min_nodes=1, max_nodes=2)
+    job.arrive("0-1")
+    job.join("another", host="h-0-1", request="0-1")
+    assert job.position(0).node == "another"
+    job.end_lease("node-0-1")
+    job.tick_all()
+    assert job.asked() == ["0-1", "1-1"]
+    assert job.position(0).away_since is None
+
+
+def test_a_job_that_is_queued_anew_asks_for_all_nodes_again_under_other_names() -> None:
+    job = Supplied(min_nodes=1, max_nodes=2)
+    job.arrive("0-1")
+    job.see("1-1", "failed", reason="fatal")
+    job.take_in(JobRequeued(at=job.at, since=job.at))
+    job.take_in(SupplierJoined(at=job.at, platform="test"))
+    job.tick_all()
+    assert job.asked() == ["0-1", "1-1", "0-2", "1-2"]
+    assert not job.job.supply.given_up
 
 
 def test_a_host_that_broke_is_avoided_from_then_on() -> None:

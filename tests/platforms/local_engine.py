@@ -21,6 +21,7 @@ from machine import PATIENCE_S, Machine
 from holdfast import kernel, proc
 from holdfast.messages.supply import RequestId
 from holdfast.platforms import local_node
+from holdfast.platforms.guards import NodeStart
 from holdfast.platforms.local import LocalPlatform
 from holdfast.platforms.local_node import lives, read_record, started_at
 
@@ -82,12 +83,12 @@ class ForkingPlatform(LocalPlatform):
 
     engine: LocalEngine
 
-    def _start(self, request: RequestId, host: str, claimed: int) -> None:
-        orders = self._orders
+    def _start(self, start: NodeStart, claimed: int) -> None:
+        orders, request, host = self._orders, start.wish.id, start.host
         path, kept = str(self._path(request)), (orders.lifeline, claimed)
-        argv = [path, *map(str, kept), str(orders.limit_s), host, *orders.command]
+        argv = [path, *map(str, kept), str(orders.limit_s), host, *start.command]
         names = {"HOLDFAST_REQUEST": request, "HOLDFAST_NODE_NAME": host}
-        guard = ForkedGuard(argv, {**orders.environ, **names}, kept)
+        guard = ForkedGuard(argv, {**start.environ, **names}, kept)
         self._guards[request] = guard, host  # type: ignore[assignment]
         self.engine.forked(request, guard)
 

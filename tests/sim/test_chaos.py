@@ -11,7 +11,7 @@ from holdfast.messages.requests import AnyRequest
 from holdfast.sim import look
 from holdfast.sim.cluster import Cluster, SimSettings
 from holdfast.sim.rates import SCHEDULES
-from holdfast.sim.shapes import chaos
+from holdfast.sim.shapes import chaos, supplied
 
 BLOCK = 10
 LEGITIMATE = (
@@ -25,6 +25,9 @@ LEGITIMATE = (
     "finished",
     "stopped the job",
     "no node is fit to train",
+    "can be had",
+    "is critical",
+    "not filled after",
 )
 
 
@@ -45,6 +48,15 @@ def test_after_healing_every_job_advances_or_has_ended_for_a_reason(first):
         ended = look.ended(job)
         assert look.is_closed(job), f"seed {seed}"
         assert ended is not None
+        assert any(reason in ended.reason for reason in LEGITIMATE), ended.reason
+
+
+@pytest.mark.parametrize("first", range(2000, 2100, BLOCK))
+def test_what_a_platform_provides_comes_back_and_nothing_of_it_is_left(first):
+    for seed in range(first, first + BLOCK):
+        job = Cluster(supplied(seed, liveness=True)).run().coordinator.job
+        ended = look.ended(job)
+        assert look.is_closed(job), f"seed {seed}"
         assert any(reason in ended.reason for reason in LEGITIMATE), ended.reason
 
 
@@ -74,16 +86,19 @@ def test_no_single_fault_ends_a_job_while_enough_nodes_live(fault):
 def test_chaos_reaches_every_fault_every_end_and_the_whole_vocabulary():
     injected, codes, replays, duplicates = set(), set(), 0, 0
     events, actions, requests = Counter(), Counter(), Counter()
-    for seed in range(90, 175):
-        cluster = run(seed, liveness=True)
+    runs = [*(chaos(seed, True) for seed in range(90, 175)), *map(supplied, range(40))]
+    for settings in runs:
+        cluster = Cluster(settings).run()
         injected |= set(cluster.faults.counts)
-        codes.add(look.ended(cluster.coordinator.job).code)
+        ended = look.ended(cluster.coordinator.job)
+        codes |= {ended.code} if ended is not None else set()
         replays += cluster.invariants.replays
         duplicates += cluster.invariants.duplicates
         events.update(cluster.coordinator.handled)
         actions.update(cluster.coordinator.ordered)
         requests.update(cluster.coordinator.asked)
-    assert injected == {*cluster.schedule.rates, "coordinator", "parked"}
+    schedule = cluster.schedule
+    assert injected == {*schedule.rates, *schedule.supply_rates, "coordinator", "parked"}
     assert codes == {0, 1, 75, 93}
     assert replays > 20
     assert duplicates > 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Final
+from typing import Final, Protocol
 
 from holdfast.core.supply.reasons import AskAgain, GiveUp, reason_of, relaunch
 from holdfast.core.supply.state import Supply, WantedNode
@@ -164,6 +164,7 @@ def fill(s: Supply, position: WantedNode, node: NodeId, host: str, now: Time) ->
     if position.joined_at is None:
         position.joined_at = now
         s.slowest_s = max(s.slowest_s, now - position.asked_at)
+    s.members.pop(position.node, None)  # Its launcher started another agent: that is the node now.
     position.node, position.host, position.away_since = node, host, None
     position.overdue = False
     s.members[node] = position.number
@@ -182,16 +183,26 @@ def others_of_group(s: Supply, position: WantedNode) -> list[WantedNode]:
 # ---- plans ---------------------------------------------------------------------------------------
 
 
+class Seated(Protocol):
+    """A member that may have a seat."""
+
+    seat: int | None
+
+
 def plan(
-    s: Supply, wanted: int, seats: Mapping[NodeId, int], avoid: Mapping[str, str], now: Time
+    s: Supply,
+    wanted: int,
+    placed: Mapping[NodeId, Seated],
+    avoid: Mapping[str, str],
+    now: Time,
 ) -> tuple[SupplyPlan | None, list[WantedNode]]:
     """Make what stands what is wanted; also return the positions that are released although their
-    nodes are members. `seats` are those of members that had one.
+    nodes are members, of which `placed` have a seat in the world.
 
     None if nothing is to be done.
     """
     s.due = None
-    surplus = _take_back(s, wanted - len(s.given_up), seats, now)
+    surplus = _take_back(s, wanted - len(s.given_up), placed, now)
     ask = [_ask(s, number, now) for number in _fillable(s, wanted - len(s.given_up), now)]
     hosts = {**s.cordoned, **avoid}
     released = tuple(s.to_release)
@@ -212,7 +223,9 @@ def whole_plan(s: Supply, avoid: Mapping[str, str]) -> SupplyPlan:
     return SupplyPlan(number=s.plans, ask=standing, avoid=cordons, whole=True)
 
 
-def _take_back(s: Supply, wanted: int, seats: Mapping[NodeId, int], now: Time) -> list[WantedNode]:
+def _take_back(
+    s: Supply, wanted: int, placed: Mapping[NodeId, Seated], now: Time
+) -> list[WantedNode]:
     """Drop positions beyond what is wanted; those that have a member are returned."""
     excess = s.standing + len(s.vacant) - max(0, wanted)
     if excess <= 0:
@@ -223,6 +236,7 @@ def _take_back(s: Supply, wanted: int, seats: Mapping[NodeId, int], now: Time) -
         drop(s, number)
         excess -= 1
     dispensable = [p for p in s.positions.values() if p.stands and p.number not in critical]
+    seats = {node: one.seat for node, one in placed.items() if one.seat is not None}
     dispensable.sort(key=lambda p: _attachment(p, seats))
     dropped = []
     for position in dispensable[: max(0, excess)]:
