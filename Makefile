@@ -21,7 +21,8 @@ unit: $(VENV)/.ready
 
 # The tests against real engines, which are set up first (as root): Slurm by apt, Ray by pip, Kubernetes
 # built from Debian's source, which takes 15 minutes once. One pip call, or it would break s3fs, which wants
-# a dateutil before 3: without being told so, pip tries all versions of s3fs in vain. The tests of an engine that cannot be set up here are skipped, and pytest says so at the end, with the reason.
+# a dateutil before 3: without being told so, pip tries all versions of s3fs in vain. The tests of an engine
+# that cannot be set up here are skipped, and pytest says so at the end, with the reason.
 test-platforms: $(VENV)/.ready
 	@tests/engines/install.sh || echo "test-platforms: Slurm cannot be set up here; its tests are skipped"
 	@tests/engines/kubernetes_build.sh \

@@ -1,26 +1,20 @@
 """Kubernetes: how long after a fault the next pod is made, on a real API server.
 
-    python bench/modes/kubernetes.py [--tries N]
-
 The cluster is the one of tests/engines (tests/engines/kubernetes_build.sh makes it). Operator and
 coordinator are real; the pods only sleep, since what is measured is the platform. All times end when
 the API server has the pod of the next attempt, and begin
 
-    deleted, out_of_memory, evicted   before that is done to a pod
-    not_ready                         when the API server last said that the node is Ready
-    many                              when an operator starts that finds all 300 pods of a job gone
+    deleted, out of memory, evicted   before that is done to a pod
+    NotReady                          when the API server last said that the node is Ready
+    300 lost pods                     when an operator starts that finds all pods of a job gone
 
 What is measured is never less than what it took.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
-import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,27 +27,30 @@ sys.path[:0] = [str(TREE), str(TREE / "tests")]
 from engines import kubernetes  # noqa: E402
 from engines.kube_api import Json  # noqa: E402
 from engines.kube_jobs import Operator  # noqa: E402
+from harness.setting import Setting, say  # noqa: E402
+
+from supplying.lines import Line, Skipped  # noqa: E402
 
 NODES = 6
 MANY = 300
+MANY_TRIES = 3
 LIMIT_S = 120.0
 
 
-def run(tries: int) -> dict[str, Any]:
-    """Measure everything; medians in seconds."""
-    found: dict[str, Any] = {}
-    with kubernetes.Cluster() as cluster, tempfile.TemporaryDirectory() as folder:
+def run(setting: Setting) -> list[Line]:
+    reason = kubernetes.missing()
+    if reason is not None:
+        raise Skipped(reason)
+    lines = {name: Line("kubernetes", f"{name} -> the next pod", goal=1.0) for name in FAULTS}
+    many = Line("kubernetes", f"an operator starts -> {MANY} lost pods made again", goal=5.0)
+    with kubernetes.Cluster() as cluster:
         cluster.add_nodes(NODES)
         for name, fault in FAULTS.items():
-            taken = _replaced(cluster, Path(folder), name, fault, tries)
-            found[f"{name}_s"] = _summary(taken)
-        found[f"{MANY}_pods_s"] = _summary([_many(cluster, Path(folder)) for _ in range(3)])
-    return found
-
-
-def _summary(taken: list[float]) -> dict[str, float]:
-    median = statistics.median(taken)
-    return {"median": round(median, 3), "most": round(max(taken), 3), "tries": len(taken)}
+            lines[name].values += _replaced(cluster, setting.folder, name, fault, setting.tries)
+        many.values += [
+            _many(cluster, setting.folder) for _ in range(min(setting.tries, MANY_TRIES))
+        ]
+    return [*lines.values(), many]
 
 
 class Arrivals:
@@ -174,7 +171,7 @@ def _replaced(
             for node in cluster.nodes.values():
                 if node.silent:
                     node.resume()
-            print(f"{name}: {after - began:.3f} s", file=sys.stderr)
+            say(f"kubernetes, {name}: {after - began:.3f} s")
     return taken
 
 
@@ -217,10 +214,10 @@ def _is_ready(found: Json) -> bool:
 
 
 FAULTS: dict[str, Callable[[Operator, str], float]] = {
-    "deleted": _deleted,
-    "out_of_memory": _out_of_memory,
-    "evicted": _evicted,
-    "not_ready": _not_ready,
+    "a pod deleted": _deleted,
+    "a pod out of memory": _out_of_memory,
+    "a pod evicted": _evicted,
+    "a node NotReady": _not_ready,
 }
 
 
@@ -235,10 +232,9 @@ def _many(cluster: kubernetes.Cluster, folder: Path) -> float:
         operator.start()
         first = seen.wait_any([f"b-{number}-2" for number in range(MANY)])
         after = seen.wait_all([f"b-{number}-2" for number in range(MANY)])
-        print(
-            f"{MANY} pods made again {after - began:.1f} s after the operator's start,"
-            f" {after - first:.1f} s after the first of them",
-            file=sys.stderr,
+        say(
+            f"kubernetes, {MANY} pods made again {after - began:.1f} s after the operator's start,"
+            f" {after - first:.1f} s after the first of them"
         )
         return after - began
 
@@ -247,19 +243,3 @@ def _wanted(operator: Operator) -> int:
     """Nodes that run, as the coordinator knows them; 0 while it has not said so."""
     message = operator.condition("b", "NodesProvided").get("message", "")
     return MANY if f"of {MANY} nodes" in message and "is pending" in message else 0
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tries", type=int, default=10)
-    given = parser.parse_args()
-    reason = kubernetes.missing()
-    if reason is not None:
-        print(reason, file=sys.stderr)
-        return 1
-    print(json.dumps(run(given.tries), indent=1))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
