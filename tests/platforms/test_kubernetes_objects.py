@@ -181,7 +181,7 @@ def test_the_coordinator_listens_at_its_pods_address_and_keeps_its_journal_on_a_
     assert box["args"] == [
         "coordinator",
         "--job=llm",
-        "--listen=$(HOLDFAST_LOCAL_ADDR):29400",
+        "--listen=[$(HOLDFAST_LOCAL_ADDR)]:29400",
         "--end-file=/dev/termination-log",
         "--requeues=2",
     ]

@@ -121,6 +121,7 @@ def test_printer_columns_and_scale_point_at_fields_that_exist() -> None:
         (changed(sspend=True), "unknown field `sspend`"),
         (changed(settings={"max-restart": 3}), "did you mean max-restarts?"),
         (changed(settings={"nnodes": 3}), "spec.settings.nnodes: cannot be set here"),
+        (changed(settings={"tls-ca": "ca.pem"}), "spec.settings.tls-ca: cannot be set here"),
         (changed(settings={"max-restarts": "x"}), "spec.settings.max-restarts x: a whole number"),
     ],
 )

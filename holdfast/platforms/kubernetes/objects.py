@@ -144,7 +144,7 @@ def coordinator_pod(owner: Owner, spec: JobSpec, opened: str, requeues: int) -> 
     box["args"] = [
         "coordinator",
         f"--job={owner.name}",
-        f"--listen=$(HOLDFAST_LOCAL_ADDR):{spec.coordinator.port}",
+        f"--listen=[$(HOLDFAST_LOCAL_ADDR)]:{spec.coordinator.port}",
         f"--end-file={message}",
         f"--requeues={requeues}",
     ]

@@ -120,6 +120,7 @@ OURS = frozenset(
         *("node_name", "home", "standalone", "node_rank", "master_addr", "master_port", "config"),
         *("rdzv_backend", "rdzv_endpoint", "rdzv_id", "local_addr", "fake_node", "infra_rank"),
         *("switch", "block", "domain", "module", "no_python", "run_path"),
+        *("tls_cert", "tls_key", "tls_ca"),
     }
 )
 """Settings that are not the job's to choose here: the operator does, or the command in the template."""
