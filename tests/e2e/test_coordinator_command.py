@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from holdfast.jobhome import JobFile, JobHome
 from holdfast.messages.endnote import EndNote
@@ -114,3 +116,12 @@ def test_without_terms_the_first_node_decides_them(tmp_path: Path) -> None:
         here.listens()
         wait_for(here.home.has_job_file, "the address")
         assert not here.home.opened_id()
+
+
+def test_a_coordinator_listens_at_an_ipv6_address(tmp_path: Path) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"no IPv6 here: {error}")
+    with alone(tmp_path, "--nnodes=1", "--listen=[::1]:0") as here:
+        assert here.status().status.state == "gathering"
