@@ -419,3 +419,27 @@ def test_a_watch_that_loses_events_leads_to_the_same_end(
         await jobs.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 120))
+
+
+def test_the_manifests_in_deploy_run_an_operator_that_runs_a_job(
+    cluster: Cluster, space: str, tmp_path: Path
+) -> None:
+    yaml = pytest.importorskip("yaml")
+    define(cluster, crd.definition())
+    folder = Path(__file__).parents[2] / "deploy" / "kubernetes"
+    groups = {
+        "Namespace": "/api/v1/namespaces",
+        "ServiceAccount": "/api/v1/namespaces/holdfast/serviceaccounts",
+        "ClusterRole": "/apis/rbac.authorization.k8s.io/v1/clusterroles",
+        "ClusterRoleBinding": "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings",
+        "Deployment": "/apis/apps/v1/namespaces/holdfast/deployments",
+    }
+    for page in ("rbac.yaml", "operator.yaml"):
+        for body in yaml.safe_load_all((folder / page).read_text()):
+            cluster.api.request("POST", groups[body["kind"]], body)
+    jobs = Operator(cluster, space, tmp_path)  # Only for its names and paths: it is not started.
+    jobs.apply("llm", training(tmp_path, min=1, max=2, steps="30"))
+    try:
+        jobs.until_phase("llm", "Succeeded")
+    finally:
+        cluster.api.request("DELETE", f"{groups['Deployment']}/holdfast-operator")
