@@ -247,6 +247,17 @@ def reap(pid: int) -> None:
         pass
 
 
+def has_ended(home: JobHome) -> bool:
+    """Whether the journal says that the job is over."""
+    from holdfast.coordinator.journal import replay
+
+    try:
+        snapshot = replay(home.journal)
+    except JournalError:
+        return False
+    return snapshot is not None and snapshot.job.state.name == "ended"
+
+
 def read_end(home: JobHome) -> JobEnd:
     """Read the end of a job from its journal."""
     from holdfast.coordinator.journal import replay

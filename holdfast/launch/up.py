@@ -39,6 +39,7 @@ from holdfast.launch.parent import (
     JobEnd,
     Parent,
     ended_children,
+    has_ended,
     read_end,
     send,
 )
@@ -226,7 +227,9 @@ def _supply(
     where = Endpoint(site.host, site.port, site.token, client_context(settings.tls))
 
     async def supply() -> None:
-        await Supplier(open_platform(platform, orders), lambda: where).run()
+        await Supplier(
+            open_platform(platform, orders), lambda: where, partial(has_ended, site.home)
+        ).run()
 
     asyncio.run(supply())
     return 0

@@ -88,12 +88,18 @@ class Endpoint(NamedTuple):
 class Supplier:
     """One platform and one job, until the job is over."""
 
-    def __init__(self, platform: Platform, find: Callable[[], Endpoint | None]) -> None:
-        """`find` says where the coordinator is now; None if nobody knows."""
+    def __init__(
+        self,
+        platform: Platform,
+        find: Callable[[], Endpoint | None],
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`find` says where the coordinator is now; None if nobody knows. `is_over` says whether the
+        job has ended, for a supplier that was away when the coordinator said so and went."""
         self.platform = platform
         self.refusal = ""
         """Why the coordinator does not let it in; empty if it does, or cannot be reached."""
-        self._find = find
+        self._find, self._is_over = find, is_over
         self._wanted: dict[RequestId, NodeWish] = {}
         self._avoid: tuple[Cordon, ...] = ()
         self._told = False
@@ -117,9 +123,25 @@ class Supplier:
         while not self._final:
             if await self._serve():
                 pause = FIRST_PAUSE_S
-            if not self._final:
+            if not self._final and self._is_over():
+                await self._end_rest()
+            elif not self._final:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    async def _end_rest(self) -> None:
+        """Release all nodes of a job that has ended."""
+        while not self._final:
+            self._wake.clear()
+            try:
+                listed = await self.platform.list()
+                alive = [one.request for one in listed if one.status in ALIVE]
+                if alive:
+                    await self.platform.release(alive)
+                self._final = True
+            except PlatformError as error:
+                log.warning("%s: %s; trying again", self.platform.name, error)
+                await self._sleep()
 
     async def _watch(self) -> None:
         """Wake the loop when the platform says that something has changed."""
@@ -190,7 +212,7 @@ class Supplier:
                 self._wanted.pop(request, None)
         self._avoid, self._final = parts[-1].avoid, parts[-1].final
         if self._final:
-            self._wanted = {}
+            self._wanted, self._told = {}, True
         self._wake.set()
 
     # ---- the comparison ----

@@ -290,10 +290,22 @@ class SimSupplier:
             if self.up:
                 self.clock.after(self.rng.uniform(0.05, 2.0), self._knock, self._life)
 
+    def left_alone(self) -> None:
+        """Lose the stream because the coordinator has gone; what it said before has arrived."""
+        if self.connected and not self._final:
+            self.connected = False
+            self._stream += 1
+            self._knock(self._life)
+
     def _knock(self, life: int) -> None:
         if life != self._life or self.connected or self._final:
             return
         coordinator = self.platform.cluster.coordinator
+        if coordinator.closed is not None:  # It went while this supplier was away.
+            self._final = self._told = True
+            self._wanted = {}
+            self._reconcile_soon()
+            return
         if not coordinator.up:
             self.clock.after(self.rng.uniform(0.05, 2.0), self._knock, life)
             return
@@ -335,7 +347,7 @@ class SimSupplier:
             self._wanted.pop(request, None)
         self._avoid, self._final = plan.avoid, plan.final
         if self._final:
-            self._wanted = {}
+            self._wanted, self._told = {}, True
         self._reconcile_soon()
 
     # ---- the comparison ----
