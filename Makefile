@@ -20,13 +20,14 @@ unit: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q
 
 # The tests against real engines, which are set up first (as root): Slurm by apt, Ray by pip, Kubernetes
-# built from Debian's source, which takes 15 minutes once. One pip call, or it would break s3fs. The tests of
-# an engine that cannot be set up here are skipped, and pytest says so at the end, with the reason.
+# built from Debian's source, which takes 15 minutes once. One pip call, or it would break s3fs, which wants
+# a dateutil before 3: without being told so, pip tries all versions of s3fs in vain. The tests of an engine
+# that cannot be set up here are skipped, and pytest says so at the end, with the reason.
 test-platforms: $(VENV)/.ready
 	@tests/engines/install.sh || echo "test-platforms: Slurm cannot be set up here; its tests are skipped"
 	@tests/engines/kubernetes_build.sh \
 		|| echo "test-platforms: Kubernetes cannot be set up here; its tests are skipped"
-	@$(PIP) -e '.[dev,ray,kubernetes]' \
+	@$(PIP) -e '.[dev,ray,kubernetes]' 'python-dateutil<3' \
 		|| echo "test-platforms: packages for Ray or Kubernetes are missing; their tests are skipped"
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q -rs -m platform
 

@@ -13,6 +13,7 @@ COMMANDS = {
     "up": "run a job whose nodes come and go: on this machine, or on a cluster",
     "submit": "submit a job to a cluster, where it runs by itself",
     "coordinator": "run a job's coordinator alone, for nodes that join with --coordinator",
+    "operator": "run jobs on Kubernetes that are described by HoldfastJob resources",
     "config": "every setting, its value and which flag, variable or file it came from",
     "status": "state of a job: round, step, speed, nodes",
     "top": "a running job on the screen: ranks, goodput, incidents, as they change",

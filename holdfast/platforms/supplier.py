@@ -97,6 +97,8 @@ class Supplier:
         """`find` says where the coordinator is now; None if nobody knows. `is_over` says whether the
         job has ended, for a supplier that was away when the coordinator said so and went."""
         self.platform = platform
+        self.refusal = ""
+        """Why the coordinator does not let it in; empty if it does, or cannot be reached."""
         self._find, self._is_over = find, is_over
         self._wanted: dict[RequestId, NodeWish] = {}
         self._avoid: tuple[Cordon, ...] = ()
@@ -174,6 +176,7 @@ class Supplier:
             return True
         except (OSError, WireError) as error:
             log.info("the coordinator's stream broke: %s", error)
+            self.refusal = str(error) if isinstance(error, WireError) else ""
             return False
         finally:
             writer.close()
@@ -190,6 +193,7 @@ class Supplier:
                 if isinstance(message, Rejected):
                     raise WireError(message.reason)
                 if isinstance(message, SupplierWelcome):
+                    self.refusal = ""
                     log.info("supplying job %s with nodes of %s", message.job, self.platform.name)
                     continue
                 parts.append(message)
