@@ -68,7 +68,8 @@ class SupplierStream:
         if before is not None:
             before.abort()
         stream.send(SupplierWelcome(job=job.name, job_id=job.id))
-        self._post(SupplierJoined(at=self._now(), platform=hello.platform))
+        joined = SupplierJoined(at=self._now(), platform=hello.platform, together=hello.together)
+        self._post(joined)
 
     def take(self, stream: Stream, message: FromSupplier) -> None:
         """Take in what a supplier says; words of one that was replaced are dropped."""

@@ -152,6 +152,10 @@ class Job(Struct, dict=True):
         return self.result is not None or self.membership.dispensable(nodes)
 
     @property
+    def replaces_nodes(self) -> bool:
+        return self.supply.active and not self.supply.together
+
+    @property
     def highest(self) -> StepNumber:
         return self._ranks.highest
 

@@ -106,6 +106,10 @@ class View(Protocol):
     """The job, as a machine sees it."""
 
     @property
+    def replaces_nodes(self) -> bool:
+        """Whether a platform is there that provides another node for one that leaves."""
+
+    @property
     def terms(self) -> Terms: ...
     @property
     def state(self) -> AnyState: ...

@@ -287,6 +287,9 @@ class SupplierJoined(Event, frozen=True, kw_only=True):
     """A supplier has a stream: nodes can be asked for. It is about to be told all that is wanted."""
 
     platform: Word
+    together: bool = False
+    """Whether its nodes are taken away together, as those of one allocation are: then one that is told
+    to leave speaks for all of them. Else another is asked for."""
 
 
 class SupplierLeft(Event, frozen=True, kw_only=True):

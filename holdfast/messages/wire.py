@@ -239,6 +239,9 @@ class SupplierHello(Struct, frozen=True, kw_only=True, tag=True):
     token: str
     platform: Word
     version: Word = ""
+    together: bool = False
+    """Whether its nodes are taken away together, as those of one allocation are: then one that is told
+    to leave speaks for all of them. Else another is asked for."""
 
 
 class SupplierWelcome(Struct, frozen=True, kw_only=True, tag=True):

@@ -19,6 +19,7 @@ class LocalPlatform(GuardedNodes):
     """Nodes on this machine, by their records in a directory."""
 
     name = "local"
+    together = False
 
     async def list(self) -> Sequence[Sighting]:
         """List all nodes that have a record."""

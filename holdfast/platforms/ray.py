@@ -52,6 +52,7 @@ class RayPlatform:
     """Nodes that are actors, by their names in a namespace."""
 
     name = "ray"
+    together = False
 
     def __init__(self, orders: NodeOrders, client: RayClient, terms: ActorTerms) -> None:
         """`terms` are those of every node, before its request's memory and hosts to avoid."""

@@ -76,6 +76,7 @@ class SlurmPlatform:
     """Nodes of one allocation, and jobs beyond it."""
 
     name = "slurm"
+    together = True  # Steps of one allocation: Slurm preempts all of it.
 
     def __init__(self, orders: NodeOrders, commands: Commands, steps: Steps) -> None:
         self._orders, self._commands, self._steps = orders, commands, steps

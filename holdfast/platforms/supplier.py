@@ -63,6 +63,10 @@ class Platform(Protocol):
     def name(self) -> str:
         """What users call it."""
 
+    @property
+    def together(self) -> bool:
+        """Whether its nodes are taken away together: one that is told to leave speaks for all."""
+
     async def list(self) -> Sequence[Sighting]:
         """List this job's requests that the platform knows, ended ones too while it has them."""
 
@@ -168,7 +172,11 @@ class Supplier:
         kernel.keep_alive(writer.get_extra_info("socket"))
         self._told, self._sent = False, None
         hello = SupplierHello(
-            protocol=PROTOCOL, token=where.token, platform=self.platform.name, version=__version__
+            protocol=PROTOCOL,
+            token=where.token,
+            platform=self.platform.name,
+            version=__version__,
+            together=self.platform.together,
         )
         writer.write(framing.encode(hello))
         try:

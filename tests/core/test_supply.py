@@ -13,6 +13,7 @@ from holdfast.messages.events import (
     Asked,
     CoordinatorRestarted,
     JobRequeued,
+    JobStopAsked,
     NodesSighted,
     ScaleAsked,
     SupplierJoined,
@@ -362,7 +363,7 @@ def test_a_host_that_broke_is_avoided_from_then_on() -> None:
 def test_when_the_job_ends_nothing_of_it_stays_with_the_platform() -> None:
     job = Supplied(min_nodes=1, max_nodes=2)
     job.arrive("0-1")
-    actions = job.leaving("node-0-1")
+    actions = job.take_in(JobStopAsked(at=job.at, reason="enough", code=75))
     plans = [one.plan for one in actions if isinstance(one, CarryOutPlan)]
     assert [plan.release for plan in plans] == [("1-1",)]
     closed = job.left("node-0-1")
@@ -411,3 +412,28 @@ def test_a_script_that_asks_for_what_cannot_be_is_told_why_and_nothing_changes()
     assert "3:2" in told.answer.detail
     job.tick_all()
     assert job.asked() == ["0-1"]
+
+
+# ---- nodes that are told to leave ----------------------------------------------------------------
+
+
+def test_a_node_that_leaves_is_replaced_although_the_others_are_too_few() -> None:
+    job = Supplied(min_nodes=2, max_nodes=2)
+    job.arrive("0-1")
+    job.arrive("1-1")
+    job.leaving("node-1-1")
+    job.all_ready()
+    job.left("node-1-1")
+    job.tick_all()
+    assert job.job.result is None
+    assert job.asked() == ["0-1", "1-1", "1-2"]
+
+
+def test_a_node_of_an_allocation_that_leaves_speaks_for_all_of_it() -> None:
+    job = Supplied(min_nodes=2, max_nodes=2)
+    job.take_in(SupplierJoined(at=job.at, platform="slurm", together=True))
+    job.arrive("0-1")
+    job.arrive("1-1")
+    job.leaving("node-1-1")
+    assert job.job.result is not None
+    assert job.job.result.code == 75

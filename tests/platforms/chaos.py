@@ -149,6 +149,10 @@ class _Watched:
     def name(self) -> str:
         return self._inner.name
 
+    @property
+    def together(self) -> bool:
+        return self._inner.together
+
     async def list(self) -> Sequence[Sighting]:
         self._chaos.look_at_names()
         return await self._inner.list()

@@ -140,6 +140,7 @@ class ModelPlatform:
     """A client of the model, as a platform."""
 
     name = "model"
+    together = False
 
     def __init__(self, engine: ModelEngine) -> None:
         self._engine = engine

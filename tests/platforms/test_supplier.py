@@ -79,6 +79,7 @@ class Catalogue:
     """A platform that only remembers what it was asked; it can be told to refuse."""
 
     name = "catalogue"
+    together = False
 
     def __init__(self) -> None:
         self.made: dict[RequestId, str] = {}

@@ -113,7 +113,7 @@ class MembershipMachine(Membership, Machine):
     def on_leaving(self, job: View, event: NodeLeaving, now: Time) -> Effects | Refused:
         if not self.has(event.node):
             return NOT_A_MEMBER
-        if self.count() - 1 < self.terms.min_nodes:
+        if self.count() - 1 < self.terms.min_nodes and not job.replaces_nodes:
             return [EndJob(code=event.code, reason=event.reason)]
         why = f"left: {event.reason}"
         return [SendAway(node=event.node, kind="leave", code=event.code, why=why)]

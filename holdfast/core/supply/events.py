@@ -54,6 +54,7 @@ class SupplyMachine(Supply, Machine):
     @on(SupplierJoined, *ALWAYS)
     def on_supplier(self, job: View, event: SupplierJoined, now: Time) -> Effects:
         self.platform, self.connected, self.refusal = event.platform, True, ""
+        self.together = event.together
         rules.note_change(self, now)
         whole = rules.whole_plan(self, job.membership.excluded)
         return [CarryOutPlan(plan=whole)]

@@ -62,6 +62,8 @@ class Supply(Struct):
     terms: SupplyTerms
     platform: str = ""
     """Empty while no supplier ever came: then nobody can be asked."""
+    together: bool = False
+    """Whether a node of the platform that is told to leave speaks for all of them."""
     connected: bool = False
     plans: int = 0
     """Number of the newest plan."""

@@ -27,6 +27,7 @@ class KubernetesPlatform:
     """The pods of one job."""
 
     name = "kubernetes"
+    together = False
 
     def __init__(
         self, api: KubeApi, owner: Owner, spec: Callable[[], JobSpec], opened: Callable[[], str]
