@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-platforms lint unit fuzz sim bench clean
+.PHONY: demo test test-platforms test-browser lint unit fuzz sim bench clean
 
 demo: $(VENV)/.ready
 	@$(BIN)/python examples/demo.py
@@ -20,15 +20,26 @@ unit: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q
 
 # The tests against real engines, which are set up first (as root): Slurm by apt, Ray by pip, Kubernetes
-# built from Debian's source, which takes 15 minutes once. One pip call, or it would break s3fs. The tests of
-# an engine that cannot be set up here are skipped, and pytest says so at the end, with the reason.
+# built from Debian's source, which takes 15 minutes once. One pip call, or it would break s3fs, which wants
+# a dateutil before 3: without being told so, pip tries all versions of s3fs in vain. The tests of an engine
+# that cannot be set up here are skipped, and pytest says so at the end, with the reason.
 test-platforms: $(VENV)/.ready
 	@tests/engines/install.sh || echo "test-platforms: Slurm cannot be set up here; its tests are skipped"
 	@tests/engines/kubernetes_build.sh \
 		|| echo "test-platforms: Kubernetes cannot be set up here; its tests are skipped"
-	@$(PIP) -e '.[dev,ray,kubernetes]' \
+	@$(PIP) -e '.[dev,ray,kubernetes]' 'python-dateutil<3' \
 		|| echo "test-platforms: packages for Ray or Kubernetes are missing; their tests are skipped"
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q -rs -m platform
+
+# The page of `holdfast web` in a real browser. Pictures of every view are left in .browser/pictures.
+test-browser: $(VENV)/.ready
+	@command -v chromium >/dev/null || test "$$(id -u)" = 0 \
+		|| { echo "chromium is missing, and only root can install it: apt-get install chromium"; exit 1; }
+	@command -v chromium >/dev/null || apt-get install -y -qq chromium
+	@$(PIP) -e '.[dev,web]' playwright
+	@test -d .browser/node_modules/axe-core || ! command -v npm >/dev/null \
+		|| npm install --silent --no-audit --no-fund --prefix .browser axe-core@4
+	$(BIN)/python -m pytest -q -m browser tests/view/browser
 
 # Thousands of small jobs in chaos, then a thousand nodes for a day; about half an hour.
 sim: $(VENV)/.ready

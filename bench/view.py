@@ -41,6 +41,10 @@ from holdfast.messages.reports import Booking
 from holdfast.messages.units import Rank, RoundNumber, StepNumber, Time
 from holdfast.view.follower import Follower, JournalFile
 from holdfast.view.history.timeline import RankBlock, Timeline
+from holdfast.view.metrics.text import metrics_text
+from holdfast.view.report.facts import gather
+from holdfast.view.report.html import html
+from holdfast.view.trace.drawing import write_trace
 from holdfast.view.web import answers
 from holdfast.view.web.app import encoded
 
@@ -310,6 +314,7 @@ def giant(hours: float) -> None:
             f" {rss_mb() - before:.0f} MB"
         )
         asyncio.run(answered(follower))
+        files(follower)
 
 
 async def answered(follower: Follower) -> None:
@@ -322,6 +327,20 @@ async def answered(follower: Follower) -> None:
     measure("checkpoints", lambda: answers.checkpoints(follower))
     measure("nodes", lambda: answers.nodes(follower))
     measure("speed", lambda: answers.speed(follower))
+
+
+def files(follower: Follower) -> None:
+    """What `holdfast report`, `metrics` and `trace` make of the job."""
+    with tempfile.TemporaryFile() as trace:
+        for name, write in (
+            ("report", lambda: html(gather(follower)).encode()),
+            ("metrics", lambda: metrics_text(follower).encode()),
+            ("trace", lambda: write_trace(follower, trace)),
+        ):
+            began = time.process_time()
+            made = write()
+            size = len(made) if isinstance(made, bytes) else trace.tell()
+            print(f"  {name}: {time.process_time() - began:.1f} s of CPU, {size / 1e6:.1f} MB")
 
 
 def main() -> None:

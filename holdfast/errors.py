@@ -22,6 +22,7 @@
     ├── DataError            1   data set or its saved state cannot be used, or a record not be read
     ├── FencedError          1   message from an older round, refused
     ├── PlatformError        1   platform refused, failed or cannot be reached
+    │   └── ApiRefused           Kubernetes' API server answered with an error
     ├── InjectedFault        1   fault requested with `holdfast chaos` (also a RuntimeError)
     ├── StopRestarting      93   restartable function shall not be entered again, on any rank; or 75
     ├── UnfitProcess         1   process shall be replaced, not re-enter its restartable function
@@ -69,6 +70,15 @@ class PlatformError(HoldfastError):
         """`requests` are those concerned, none for all; `for_good` if asking again is in vain."""
         super().__init__(message)
         self.requests, self.for_good = requests, for_good
+
+
+class ApiRefused(PlatformError):
+    """An error that Kubernetes' API server answered with."""
+
+    def __init__(self, message: str, code: int, reason: str) -> None:
+        """`code` is the HTTP status, `reason` the API's word for it, such as AlreadyExists."""
+        super().__init__(message)
+        self.code, self.reason = code, reason
 
 
 class JobHomeError(JobError):

@@ -9,6 +9,8 @@
         pauses.json   where its ranks were seen to pause; a new job of the same name inherits it
         nodes/        <request>.json: processes of a node that `holdfast up` started
         imports.json  what its script imports, for standbys; inherited likewise
+        notices.json  incidents that notices have told (--notify)
+        line          status line of the job's terminal, while it runs
         lock          held by the launcher or coordinator while the job runs
 
 A home is never overwritten: a new job of the same name first renames the old one's home. It is for its
@@ -67,6 +69,8 @@ class JobHome:
         self.memories = path / "pauses.json"
         self.imports = path / "imports.json"
         self.nodes = path / "nodes"
+        self.line = path / "line"
+        self.notices = path / "notices.json"
         self._job_file = path / "job.json"
         self._lock_file = path / "lock"
         self._lock_fd = -1
@@ -124,6 +128,12 @@ class JobHome:
                 break
         self._lock_fd = fd
         return True
+
+    def leave(self) -> None:
+        """Close the lock that this process inherited: it is no part of the job."""
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
 
     def alive(self) -> bool:
         """Whether a live process holds the job's lock."""

@@ -17,7 +17,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "holdfast"
 
-LEAVES = {"errors", "kernel", "lazy_names", "proc", "sockets"}
+LEAVES = {"errors", "kernel", "lazy_names", "proc", "sockets", "terminal_line"}
 """Modules that import nothing of ours; anybody may import them."""
 
 SHELLS = {"coordinator", "agent", "worker", "launch"}
@@ -31,6 +31,7 @@ RULES: dict[str, set[str]] = {
     "lazy_names": set(),
     "proc": set(),
     "sockets": set(),
+    "terminal_line": set(),
     "messages": set(),
     "core": {"messages", "errors"},
     "wire": {"messages", "errors", "config", "jobhome"},
@@ -57,7 +58,7 @@ RULES: dict[str, set[str]] = {
         *TOOLS,
     },
     "launch": {
-        *("coordinator", "agent", "checkpoint", "messages", "core", "platforms"),
+        *("coordinator", "agent", "checkpoint", "messages", "core", "platforms", "view"),
         *LEAVES,
         *TOOLS,
     },

@@ -55,7 +55,9 @@ def test_the_wheel_has_every_module_and_nothing_else(built: tuple[Path, Path]) -
     with zipfile.ZipFile(built[1]) as wheel:
         names = set(wheel.namelist())
     found = {name for name in names if ".dist-info/" not in name}
-    assert found == modules | {"holdfast/py.typed"}
+    page = (package / "view" / "web" / "static").iterdir()
+    static = {str(path.relative_to(TREE)) for path in page}
+    assert found == modules | static | {"holdfast/py.typed"}
     info = f"holdfast-{holdfast.__version__}.dist-info"
     assert {f"{info}/licenses/LICENSE", f"{info}/METADATA", f"{info}/entry_points.txt"} <= names
 

@@ -15,7 +15,7 @@ import socket
 import sys
 from typing import Any
 
-from holdfast import kernel
+from holdfast import kernel, terminal_line
 from holdfast.agent import launcher_error
 from holdfast.agent.file_timer import PIPE, serving, timer_file
 from holdfast.agent.health_monitor import HealthMonitor, monitoring
@@ -96,7 +96,7 @@ class _Agent:
         settings = orders.settings
         self.orders = orders
         self.pool = pool
-        self.console = Console()
+        self.console = Console(terminal_line.found(orders.home.line))
         pool.tell = self._tell
         self.clock = JobClock()
         self.tasks = BackgroundTasks(self._task_failed)

@@ -18,6 +18,7 @@ import os
 import select
 import tempfile
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from string import Template
 
 from holdfast.config.settings import RunSettings
 from holdfast.jobhome import make_private_directory, open_privately
+from holdfast.terminal_line import TerminalLine, is_drawing
 
 log = logging.getLogger("holdfast.agent")
 
@@ -33,15 +35,24 @@ READ_BYTES = 1 << 16
 LONGEST_LINE = 1 << 16
 CONSOLE_BYTES = 8 << 20
 TAIL_BYTES = 4096
+BAR_EVERY_S = 0.05
+"""A bar that changes more often is not drawn more often."""
 DRAIN_READS = 32
 """More than a pipe can hold, so that a drain takes all that is there and then ends."""
 OUT, ERR = 1, 2
 
 
 class Console:
-    """Writes to the agent's own stdout and stderr without ever blocking the caller."""
+    """Writes to the agent's own stdout and stderr without ever blocking the caller.
 
-    def __init__(self) -> None:
+    Where the terminal has a status line (`terminal_line.py`), the line is drawn again after each
+    output, and the progress bar of a rank is shown above it while it moves."""
+
+    def __init__(self, line: TerminalLine | None = None) -> None:
+        self._line = line
+        self._bars: dict[bytes, bytes] = {}
+        self._bar_changed = False
+        self._bar_at = 0.0
         self._queue: deque[tuple[int, bytes]] = deque()
         self._queued_bytes = 0
         self._dropped = 0
@@ -58,6 +69,21 @@ class Console:
             self._mention_dropped()
             self._append(fd, data)
             self._wake.notify()
+
+    @property
+    def has_line(self) -> bool:
+        """Whether the terminal may have a status line."""
+        return self._line is not None
+
+    def show_bar(self, stream: bytes, text: bytes) -> None:
+        """Show the progress bar of a stream, or none any more; of several, the first by name."""
+        with self._wake:
+            before = self._bars.pop(stream, b"")
+            if text:
+                self._bars[stream] = text
+            if before != text:
+                self._bar_changed = True
+                self._wake.notify()
 
     def _mention_dropped(self) -> None:
         if self._dropped:
@@ -80,17 +106,30 @@ class Console:
     def _run(self) -> None:
         while True:
             with self._wake:
-                while not self._queue and not self._closing:
-                    self._wake.wait()
-                if not self._queue:
+                while not self._queue and not self._closing and (wait_s := self._bar_due_s()) != 0:
+                    self._wake.wait(wait_s)
+                if not self._queue and self._closing:
                     return
-                fd, data = self._queue.popleft()
+                fd, data = self._queue.popleft() if self._queue else (ERR, b"")
+                self._place_bar()
             try:
-                _write_all(fd, data)
+                _write_all(fd, data if self._line is None else self._line.around(fd, data))
             except OSError:
                 pass  # The terminal is gone; the log has it.
             with self._wake:
                 self._queued_bytes -= len(data)
+
+    def _bar_due_s(self) -> float | None:
+        """Time until a changed bar is drawn; None if none has changed."""
+        if not self._bar_changed:
+            return None
+        return max(0.0, self._bar_at + BAR_EVERY_S - time.monotonic())
+
+    def _place_bar(self) -> None:
+        """Write the bar down that is drawn with the line."""
+        if self._line is not None and self._bar_changed:
+            self._line.page.bar = self._bars[min(self._bars)] if self._bars else b""
+        self._bar_changed, self._bar_at = False, time.monotonic()
 
 
 def _write_all(fd: int, data: bytes) -> None:
@@ -135,6 +174,15 @@ class LogFile:
 
 LineReader = Callable[[list[bytes]], None]
 """Takes complete lines, without their ends."""
+ShowBar = Callable[[bytes], None]
+
+
+def progress_bar(unfinished: bytes) -> bytes:
+    """Return what a line that is not finished shows now, if it was begun anew by a carriage return."""
+    if b"\r" not in unfinished:
+        return b""
+    newest = unfinished.rstrip(b"\r").rpartition(b"\r")[2]
+    return b"" if is_drawing(newest) else newest.rstrip()
 
 
 def onto(console: Console, fd: int, prefix: bytes) -> LineReader:
@@ -156,9 +204,17 @@ def matching_into(log_file: LogFile, texts: Sequence[bytes], prefix: bytes) -> L
 class RankPipe:
     """One pipe of one rank: stdout or stderr."""
 
-    def __init__(self, files: Sequence[LogFile], readers: Sequence[LineReader]) -> None:
+    def __init__(
+        self,
+        files: Sequence[LogFile],
+        readers: Sequence[LineReader],
+        show_bar: ShowBar | None = None,
+    ) -> None:
+        """`show_bar` is given the rank's progress bar whenever it changes."""
         self._files = files
         self._line_readers = readers
+        self._show_bar = show_bar
+        self._bar = b""
         self._line = bytearray()
         self._reader, self.writer = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._reader, False)
@@ -182,12 +238,21 @@ class RankPipe:
         """Pass complete lines on; an overlong line is passed on in pieces."""
         self._line += data
         *lines, rest = bytes(self._line).split(b"\n")
-        self._line = bytearray(rest)
-        if len(rest) > LONGEST_LINE:
+        bar = progress_bar(rest) if self._show_bar is not None else b""
+        if len(rest) > LONGEST_LINE and bar:
+            rest = b"\r" + bar  # What it has overwritten is in the log.
+        elif len(rest) > LONGEST_LINE:
             lines.append(rest)
-            self._line.clear()
+            rest = b""
+        self._line = bytearray(rest)
+        self._bar_is(bar)
         if lines:
             self._pass_on(lines)
+
+    def _bar_is(self, bar: bytes) -> None:
+        if self._show_bar is not None and bar != self._bar:
+            self._bar = bar
+            self._show_bar(bar)
 
     def _pass_on(self, lines: list[bytes]) -> None:
         for read in self._line_readers:
@@ -202,6 +267,7 @@ class RankPipe:
     def close(self) -> None:
         self.drain()
         self._stop()
+        self._bar_is(b"")
         if self._line:
             self._pass_on([bytes(self._line)])
             self._line.clear()
@@ -231,7 +297,11 @@ class Output:
         self.log = LogFile(path)
         self._files = [self.log]
         self._pipes = [
-            RankPipe(self._files_of(stream), self._readers_of(fd, stream, prefix.encode()))
+            RankPipe(
+                self._files_of(stream),
+                self._readers_of(fd, stream, prefix.encode()),
+                _bar_of(stream, prefix.encode()),
+            )
             for fd, stream in zip((OUT, ERR), streams, strict=True)
         ]
 
@@ -272,6 +342,14 @@ class Output:
 
     def tail(self) -> str:
         return self.log.tail.decode("utf-8", "replace")
+
+
+def _bar_of(stream: RankStream, prefix: bytes) -> ShowBar | None:
+    """Return what shows the progress bar of a stream; None if the terminal shows none."""
+    console = stream.console
+    if console is None or not console.has_line:
+        return None
+    return lambda bar: console.show_bar(prefix, prefix + bar if bar else b"")
 
 
 class StreamFolder:

@@ -28,10 +28,12 @@ from holdfast.agent.stream import CoordinatorStream
 from holdfast.agent.supervisor import Supervisor
 from holdfast.clock import JobClock
 from holdfast.core.patience import JOIN_LIMIT_S
+from holdfast.errors import PlatformError, UsageError
 from holdfast.messages.actions import Finish
 from holdfast.messages.events import NodeLeaving
 from holdfast.messages.exits import EXIT_FAILED, EXIT_TRY_AGAIN
 from holdfast.messages.units import Seconds
+from holdfast.platforms.slurm_environment import queue_headless_again
 
 log = logging.getLogger("holdfast.agent")
 
@@ -40,6 +42,8 @@ LEAVE_LIMIT_S = 2.0
 """How long to wait for a coordinator that would order Finish."""
 LOOK_EVERY_S = 1.0
 WARN_AFTER_S = 5.0
+HEADLESS_S = 20.0
+"""How long the coordinator may be away before Slurm is asked about its node, and how often."""
 
 
 class Hurried(Protocol):
@@ -113,22 +117,35 @@ class Shutdown:
         """Give up when the node is idle and the coordinator is unreachable for too long."""
         limit_s = self.orders.terms.join_limit_s or JOIN_LIMIT_S
         where = f"the coordinator at {self.stream.host}:{self.stream.port}"
-        warned = False
+        warned, headless_s = False, HEADLESS_S
         while not self.supervisor.finished.done():
             await asyncio.sleep(LOOK_EVERY_S)
             alone_s = self.stream.lost_for_s()
             if alone_s > WARN_AFTER_S and not warned and not self.stream.orphaned:
                 log.warning("cannot reach %s; still trying", where)
             warned = alone_s > WARN_AFTER_S
+            headless_s = headless_s if alone_s else HEADLESS_S
             if self.stream.orphaned and self.supervisor.round and not self.supervisor.busy:
                 code = 0 if self.supervisor.all_ended_well else EXIT_FAILED
                 why = "its ranks have ended, and the coordinator does not know the job"
                 self.supervisor.act(
                     Finish(node=self.orders.node, code=code, reason=why, grace_s=0.0)
                 )
+            if alone_s > headless_s:
+                headless_s = alone_s + HEADLESS_S
+                await asyncio.to_thread(_mind_slurm)
             if alone_s > limit_s and not self.supervisor.busy:
                 reason = f"{where} cannot be reached"
                 print(f"holdfast: {reason}; try again", file=sys.stderr)
                 self.supervisor.act(
                     Finish(node=self.orders.node, code=EXIT_TRY_AGAIN, reason=reason, grace_s=0.0)
                 )
+
+
+def _mind_slurm() -> None:
+    """Have a job go on whose head was lost with its node: only Slurm can give it another."""
+    try:
+        if told := queue_headless_again(os.environ):
+            log.warning("%s", told)
+    except (PlatformError, UsageError) as error:
+        log.warning("the job is without a coordinator, and Slurm does not help: %s", error)

@@ -77,11 +77,11 @@ def _show(given: Settings, as_json: bool) -> None:
 
 
 def value_and_source(given: Settings, setting: Setting[object]) -> tuple[str, str]:
-    """A setting's value as the user wrote it, and its source; the token is not shown."""
+    """A setting's value as the user wrote it, and its source; secrets are not shown."""
     said = given.said.get(setting.name)
     if said is None:
         return setting.otherwise, "default"
-    return "***" if setting is Settings.token else said.text, said.source
+    return "***" if setting.secret else said.text, said.source
 
 
 def _described(given: Settings, group: str, setting: Setting[object]) -> dict[str, object]:

@@ -9,6 +9,7 @@ from holdfast.errors import UsageError
 
 PLATFORMS: Mapping[str, tuple[str, str]] = {
     "slurm": ("holdfast.cli.submit_slurm", "as a batch job that comes back after preemption"),
+    "ray": ("holdfast.cli.submit_ray", "as a Ray job whose nodes are actors"),
 }
 """The module of each platform's command, and what it does in a few words."""
 

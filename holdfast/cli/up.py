@@ -23,7 +23,8 @@ DESCRIPTION = """\
 Run a job whose nodes are provided by a platform: one that is lost is asked for again, and `holdfast
 scale` changes their number. On this machine each node is a group of processes that takes itself for a
 host (node-0, node-1, ...): see what your script does when nodes die, come back, and become more or
-fewer, before you pay for a cluster. In an allocation of Slurm (--on slurm) they are its nodes."""
+fewer, before you pay for a cluster. In an allocation of Slurm (--on slurm) they are its
+nodes, in a Ray cluster (--on ray) they are actors."""
 
 EPILOG = """\
 examples:
@@ -33,6 +34,8 @@ examples:
       two to four nodes of two ranks, and one that waits for a place
   salloc --nodes 4 holdfast up --on slurm --nodes 3 --spares 1 train.py
       three nodes of an allocation of Slurm, and one that waits; `holdfast submit slurm` is for batch
+  HOLDFAST_RAY_GPUS=8 holdfast up --on ray --nodes 3 --spares 1 --nproc-per-node 8 train.py
+      three actors of eight GPUs on a Ray cluster, and one that waits; RAY_ADDRESS says which cluster
 
 while it runs, in another terminal:
   holdfast status try                      the nodes that are wanted, and those that are there
@@ -48,7 +51,13 @@ OWN = (
     *("rdzv_backend", "rdzv_endpoint"),
 )
 """Settings that say where nodes meet: that is for `holdfast up` to know."""
-NOT_FOR_NODES = frozenset({*OWN, "nnodes", "job", "requeued", "token_file", "local_addr", "drain"})
+NOT_FOR_NODES = frozenset(
+    {
+        *OWN,
+        *("nnodes", "job", "requeued", "token_file", "local_addr", "drain"),
+        *("notify", "no_status_line"),
+    }
+)
 LOCAL = "local"
 
 

@@ -7,16 +7,19 @@ import json
 import os
 import sys
 import time
-from typing import Any, NoReturn
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
 
 import msgspec
 
-from holdfast.coordinator.journal import replay, replay_spans, replay_story
+from holdfast.coordinator.journal import replay, replay_story
 from holdfast.core import report
 from holdfast.core.replay import JobSnapshot
 from holdfast.core.story import Recorder
 from holdfast.errors import HoldfastError, JobError, UsageError
-from holdfast.jobhome import JobHome, find, write_privately
+from holdfast.jobhome import JobHome, find, open_privately
 from holdfast.messages.reports import (
     DataAccount,
     GoodputReport,
@@ -25,8 +28,9 @@ from holdfast.messages.reports import (
     StoryStep,
 )
 from holdfast.messages.units import Time
+from holdfast.view.follower import Follower
 from holdfast.view.summary import summary
-from holdfast.view.trace import trace
+from holdfast.view.trace.drawing import write_trace
 
 
 class Parser(argparse.ArgumentParser):
@@ -104,16 +108,17 @@ def _numbered(job: str, incidents: list[IncidentReport], number: int) -> Inciden
 def tell_end(home: JobHome, quiet: bool) -> None:
     """Report a job that is over: the summary on the terminal, the trace in the job's home."""
     try:
-        snapshot, bookings = replay_spans(home.journal)
-        if snapshot is None:
+        if not home.journal.exists():
             return
-        status = report.status(snapshot.job, snapshot.at, alive=False)
-        incidents = report.incidents(snapshot.job)
-        drawn = trace(status.job, status.opened_at, bookings, incidents)
-        write_privately(home.trace, json.dumps(drawn).encode())
+        follower = Follower.at_end(home)
+        follower.close()
+        if not follower.opened:
+            return
+        with write_whole(home.trace, private=True) as out:
+            write_trace(follower, out, home.incidents)
         if not quiet:
-            goodput = report.goodput(snapshot.job, snapshot.at)
-            lines = [*summary(status, goodput, incidents), f"more in {home.path}"]
+            reports = follower.status(), follower.goodput(), follower.incidents()
+            lines = [*summary(*reports), f"more in {home.path}"]
             print("\n".join(f"[holdfast] {line}" for line in lines), file=sys.stderr)
     except BrokenPipeError:
         # Standard error has no reader any more. The exit code must stay the job's, so Python's own
@@ -121,6 +126,23 @@ def tell_end(home: JobHome, quiet: bool) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     except (HoldfastError, OSError) as error:
         print(f"[holdfast] no summary: {error}", file=sys.stderr)
+
+
+@contextmanager
+def write_whole(path: Path, private: bool = False) -> Iterator[BinaryIO]:
+    """Write a file that is there whole or not at all; private: readable by this user only."""
+    temporary = path.with_name(f".{path.name}.new")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    try:
+        fd = open_privately(temporary, flags) if private else os.open(temporary, flags, 0o666)
+        with os.fdopen(fd, "wb") as file:
+            yield file
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}") from None
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
 
 
 def print_json(content: Any) -> None:

@@ -95,6 +95,11 @@ class Setting(Generic[T_co]):
         return bool(self.separator) and not self.torchrun
 
     @property
+    def secret(self) -> bool:
+        """Whether its value is never shown."""
+        return self.name in ("token", "notify")
+
+    @property
     def in_file(self) -> bool:
         return self.name not in NOT_IN_FILE
 
@@ -183,6 +188,12 @@ class MostUsed:
         "inject these faults, as in kill@step=50,rank=1; see holdfast chaos --help",
         otherwise="none", separator=";")
     quiet = _switch("print nothing but errors of Holdfast's own")
+    no_status_line = _switch(
+        "no line at the bottom of the terminal with step, speed, goodput and the last incident")
+    notify: Setting[tuple[str, ...]] = Setting(values.notice_targets, (), "URL|COMMAND",
+        "post a notice to this webhook, or run this command with it, when there was an incident and "
+        "when the job ends; repeat the flag for several. A URL is a secret: rather set it in "
+        "HOLDFAST_NOTIFY (one a line) or holdfast.toml", otherwise="none", separator="\n")
     module = _switch("SCRIPT is a module, as in python -m", short="-m", torchrun=True)
     standalone = _switch(
         "one node that shares nothing with others, which is the default", torchrun=True)
@@ -308,10 +319,21 @@ class OfTheMachine:
     fake_node = Setting(values.any_text, None, "DIR",
         "directory with sys/, proc/, dev/ and nvml.json that health checks read instead of this "
         "machine's; for tests", otherwise="none")
+
+
+class OfRay:
+    ray_cpus: Setting[float | None] = Setting(values.amount, None, "N",
+        "CPUs that Ray reserves for each node", otherwise="one a rank")
+    ray_gpus = Setting(values.amount, 0.0, "N",
+        "GPUs that Ray reserves for each node")
+    ray_resources: Setting[dict[str, float]] = Setting(values.amounts, {}, "NAME=N,...",
+        "custom resources of Ray for each node", otherwise="none")
+    ray_strategy = Setting(values.one_of("spread", "pack"), "spread", "spread|pack",
+        "whether nodes are spread over the hosts of the Ray cluster, or packed on few")
 # fmt: on
 
 
-class Settings(MostUsed, OfThePlatform, AsInTorchrun, WithoutEffect, OfTheMachine):
+class Settings(MostUsed, OfThePlatform, AsInTorchrun, WithoutEffect, OfTheMachine, OfRay):
     """What the user said; as attributes, the values of all settings."""
 
     def __init__(self, said: Mapping[str, Said], warnings: tuple[str, ...] = ()) -> None:
@@ -331,9 +353,13 @@ WITH_FLAGS: dict[str, type] = {
     "accepted for torchrun's sake, without effect": WithoutEffect,
 }
 
-GROUPS: dict[str, type] = {**WITH_FLAGS, "of this machine, by variable only": OfTheMachine}
+GROUPS: dict[str, type] = {
+    **WITH_FLAGS,
+    "of this machine, by variable only": OfTheMachine,
+    "of nodes on Ray, by variable only": OfRay,
+}
 
-NOT_IN_FILE = {"config", *vars(OfTheMachine)}
+NOT_IN_FILE = {"config", *vars(OfTheMachine), *vars(OfRay)}
 """Settings that say where to look, or that differ between machines which share a file."""
 
 SET_FOR_WORKERS = {"HOLDFAST_WORKER", "HOLDFAST_FIRST_PATH", "HOLDFAST_NURSERY_PRELOAD"}

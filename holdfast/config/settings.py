@@ -45,6 +45,7 @@ class Terminal(Struct, frozen=True, kw_only=True):
     stderr_filters: tuple[str, ...]
     log_line_prefix_template: str
     quiet: bool
+    status_line: bool  # whether a terminal shows one
 
 
 class RunSettings(Struct, frozen=True, kw_only=True):
@@ -73,6 +74,7 @@ class RunSettings(Struct, frozen=True, kw_only=True):
     token_file: str | None  # file with the job's token; None: in the job's home
     tls: TlsFiles | None
     terms: Terms  # what holds for the whole job
+    notify: tuple[str, ...]  # URLs and commands; secrets, which no message may show
     warnings: tuple[str, ...]  # one line each, for the user: accepted, but without effect
 
     @property
@@ -116,6 +118,7 @@ def run_settings(given: Settings, command: Sequence[str]) -> RunSettings:
         token_file=given.token_file,
         tls=tls_files(given),
         terms=terms,
+        notify=given.notify,
         warnings=tuple(warnings),
     )
 
@@ -345,6 +348,7 @@ def _terminal(given: Settings, nproc: int) -> Terminal:
         stderr_filters=given.duplicate_stderr_filters,
         log_line_prefix_template=given.log_line_prefix_template,
         quiet=given.quiet,
+        status_line=not (given.quiet or given.no_status_line),
     )
 
 

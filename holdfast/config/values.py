@@ -10,6 +10,7 @@ import glob
 import math
 import os
 import re
+import shlex
 import signal
 from collections.abc import Callable, Sequence
 from string import Template
@@ -241,6 +242,28 @@ def one_of(*names: str) -> Callable[[str, str], str]:
     return read
 
 
+def is_url(target: str) -> bool:
+    """Return whether a target of notices is posted to, and not run."""
+    return re.match(r"(?i)https?://", target) is not None
+
+
+def notice_targets(text: str, flag: str) -> tuple[str, ...]:
+    """Read URLs and commands, one a line; the message never shows them."""
+    targets = tuple(line.strip() for line in text.splitlines() if line.strip())
+    for target in targets:
+        if is_url(target):
+            if re.fullmatch(r"(?i)https?://[^\s/?#@:]+[^\s]*", target) is None:
+                raise UsageError(f"{flag}: a URL in it has no host or has white space in it")
+            continue
+        if re.match(r"(?i)[a-z][a-z0-9+.-]*://", target):
+            raise UsageError(f"{flag}: only http:// and https:// URLs can be posted to")
+        try:
+            shlex.split(target)
+        except ValueError as error:
+            raise UsageError(f"{flag}: a command in it cannot be read ({error})") from None
+    return targets
+
+
 def directory(text: str, flag: str) -> str:
     if os.path.exists(text) and not os.path.isdir(text):
         raise UsageError(f"{flag} {text}: is a file; name a directory, which is created if missing")
@@ -300,6 +323,24 @@ def key_values(text: str, flag: str) -> dict[str, str]:
             raise UsageError(f"{flag} {pair}: KEY=VALUE is needed, as in join_timeout=600")
         pairs[key] = value
     return pairs
+
+
+def amount(text: str, flag: str) -> float:
+    """Read a number that need not be whole, 0 or more."""
+    if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,4})?", text.strip()) is None:
+        raise UsageError(f"{flag} {text}: a number, 0 or more, is needed")
+    return float(text)
+
+
+def amounts(text: str, flag: str) -> dict[str, float]:
+    """Read NAME=N pairs separated by commas."""
+    found: dict[str, float] = {}
+    for pair in comma_list(text, flag):
+        name, _, number = (part.strip() for part in pair.partition("="))
+        if not name or not number:
+            raise UsageError(f"{flag} {pair}: NAME=N is needed, as in spot=1")
+        found[name] = amount(number, flag)
+    return found
 
 
 def memory(text: str, source: str) -> int:

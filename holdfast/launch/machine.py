@@ -12,12 +12,16 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
+import shutil
 import socket
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from holdfast.config.rendezvous import Rendezvous
 from holdfast.config.settings import RunSettings
+from holdfast.config.values import is_url
 from holdfast.errors import UsageError
 from holdfast.launch.site import coordinator_address
 from holdfast.platforms import topology
@@ -35,6 +39,8 @@ def check_machine(settings: RunSettings, *, waits: bool = True) -> None:
     meeting = settings.rendezvous
     if meeting.local_addr is not None:
         require_own(meeting.local_addr, f"--local-addr {meeting.local_addr}")
+    if not topology.request(os.environ):  # A supplier's node sends no notices.
+        _check_commands(settings.notify)
     address, hosts = coordinator_address(settings)
     if address is None:
         if meeting.master_addr is not None:
@@ -44,6 +50,15 @@ def check_machine(settings: RunSettings, *, waits: bool = True) -> None:
     limit_s = HOST_LIMIT_S if waits and not only_here else 0.0
     check = require_own if hosts else _addresses
     check(address[0], _flag(meeting), limit_s)
+
+
+def _check_commands(targets: Sequence[str]) -> None:
+    """Refuse a command for notices that does not exist."""
+    for target in targets:
+        if not is_url(target) and shutil.which(shlex.split(target)[0]) is None:
+            raise UsageError(
+                f"--notify: {shlex.split(target)[0]}: no such command, and no http:// or https:// URL"
+            )
 
 
 def _flag(meeting: Rendezvous) -> str:

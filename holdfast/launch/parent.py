@@ -11,82 +11,27 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from holdfast import kernel, proc
 from holdfast.config.sources import from_environment
-from holdfast.errors import HoldfastError, JobError, JournalError, UsageError
+from holdfast.errors import JobError, JournalError
 from holdfast.jobhome import JobHome
-from holdfast.messages.exits import EXIT_BROKEN, EXIT_FAILED, EXIT_TURNED_AWAY
+from holdfast.launch.beside import Viewers
+from holdfast.launch.child import Child, how, send
+from holdfast.messages.exits import EXIT_FAILED
 from holdfast.messages.units import NodeId
 
 log = logging.getLogger("holdfast")
 
-DEATHS_WINDOW_S = 60.0
-MAX_DEATHS = 5
-"""A child that dies more often than this within the window is not restarted."""
 TIDY_LIMIT_S = 5.0
 """How long a manager of shared memory may take to remove what dead processes left there."""
 LATE_S = 1.0
 """A parent that wakes up this much too late was stopped itself."""
 
 ALWAYS_HANDLED = frozenset({signal.SIGTERM, signal.SIGINT})
-
-
-@dataclass
-class Child:
-    """A process that is restarted when it dies."""
-
-    name: str
-    run: Callable[[], int]
-    pid: int = 0
-    pid_before: int = 0
-    """Of the process whose place it took."""
-    deaths: list[float] = field(default_factory=list)
-    stopped_at: float | None = None
-    """When it was stopped (SIGSTOP); None while it runs."""
-
-    def start(self) -> None:
-        self.stopped_at = None
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self.pid_before = self.pid
-        self.pid = os.fork()
-        if self.pid == 0:
-            os._exit(self._be())
-
-    def _be(self) -> int:
-        """Run in the forked process. Signals stay blocked until `run` is ready to handle them."""
-        os.setpgid(0, 0)
-        try:
-            return self.run()
-        except (JobError, UsageError) as error:  # A restarted one would fail the same way.
-            log.error("%s", error)
-            return EXIT_TURNED_AWAY
-        except HoldfastError as error:
-            log.error("%s: %s", self.name, error)
-        except BaseException:  # The edge of the process: the launcher restarts it.
-            log.exception("the %s crashed with an unhandled exception", self.name)
-        return EXIT_BROKEN
-
-    def note_stops(self) -> None:
-        """Note whether it was stopped or continued."""
-        how = os.WSTOPPED | os.WCONTINUED | os.WNOHANG
-        try:
-            while (change := os.waitid(os.P_PID, self.pid, how)) is not None:
-                stopped = change.si_code == os.CLD_STOPPED
-                self.stopped_at = time.monotonic() if stopped else None
-        except ChildProcessError:  # It has ended.
-            self.stopped_at = None
-
-    def too_often(self) -> bool:
-        """Note a death; True when there were too many within a minute."""
-        now = time.monotonic()
-        self.deaths = [at for at in self.deaths if now - at < DEATHS_WINDOW_S] + [now]
-        return len(self.deaths) > MAX_DEATHS
 
 
 @dataclass(frozen=True)
@@ -104,6 +49,8 @@ class Parent:
 
     signals: frozenset[signal.Signals]
     """Signals that it handles."""
+    viewers: Viewers = field(default_factory=Viewers, kw_only=True)
+    """Processes that look at the job; see `launch/beside.py`."""
 
     def run(self) -> int:
         """Start the children and keep them running; return the exit code. Signals stay blocked."""
@@ -111,10 +58,12 @@ class Parent:
         signal.pthread_sigmask(signal.SIG_BLOCK, self.signals | {signal.SIGCHLD})
         for child in self._children():
             child.start()
+        self.viewers.start()
         try:
             return self._wait()
         finally:
             self._end_all()
+            self.viewers.dismiss(self.signals)
 
     # ---- what a launcher of its kind decides ----
 
@@ -145,6 +94,7 @@ class Parent:
                 for child in self._children():
                     child.note_stops()
                 gone = {pid: os.waitstatus_to_exitcode(status) for pid, status in ended_children()}
+                self.viewers.ended(gone)
                 code = self._ended(gone)
             if code is not None:
                 return code
@@ -193,7 +143,7 @@ class Parent:
             _end(orphans)
 
     def _orphans(self) -> list[int]:
-        ours = {child.pid for child in self._spared()}
+        ours = {child.pid for child in self._spared()} | self.viewers.pids()
         return [pid for pid in kernel.children(os.getpid()) if pid not in ours]
 
     def _spared(self) -> list[Child]:
@@ -205,11 +155,6 @@ class Parent:
         while signal.sigtimedwait(self.signals, 0) is not None:
             pass
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self.signals | {signal.SIGCHLD})
-
-
-def how(code: int) -> str:
-    """Say in words how a process ended."""
-    return f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
 
 
 def ended_children() -> list[tuple[int, int]]:
@@ -225,14 +170,6 @@ def ended_children() -> list[tuple[int, int]]:
         ended.append((pid, status))
 
 
-def send(pid: int, number: signal.Signals) -> None:
-    """Signal a process, if it is still there."""
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        pass
-
-
 def _end(pids: Iterable[int]) -> None:
     for pid in pids:
         send(pid, signal.SIGKILL)
@@ -245,6 +182,17 @@ def reap(pid: int) -> None:
         os.waitpid(pid, 0)
     except ChildProcessError:
         pass
+
+
+def has_ended(home: JobHome) -> bool:
+    """Whether the journal says that the job is over."""
+    from holdfast.coordinator.journal import replay
+
+    try:
+        snapshot = replay(home.journal)
+    except JournalError:
+        return False
+    return snapshot is not None and snapshot.job.state.name == "ended"
 
 
 def read_end(home: JobHome) -> JobEnd:

@@ -33,18 +33,17 @@ from holdfast.checkpoint.memory.image_home import ImageHome
 from holdfast.config.schema import Settings
 from holdfast.config.settings import RunSettings
 from holdfast.jobhome import JobHome
+from holdfast.launch.beside import terminal_of, viewers_of
+from holdfast.launch.child import Child, how, send
 from holdfast.launch.machine import make_directories
 from holdfast.launch.orders import agent_orders, coordinator_orders, node_of
 from holdfast.launch.parent import (
     ALWAYS_HANDLED,
-    Child,
     JobEnd,
     Parent,
     ended_children,
-    how,
     read_end,
     reap,
-    send,
 )
 from holdfast.launch.site import find_site
 from holdfast.messages.exits import (
@@ -162,7 +161,8 @@ def launch(settings: RunSettings, since_monotonic: float) -> tuple[int, JobHome 
     """Run this node's part of a job to its end; the exit code, and the job's home if it is hosted."""
     make_directories(settings)
     site = find_site(settings)
-    os.environ.pop(Settings.token.variables[0], None)  # The site has it; scripts are not to.
+    for secret in (Settings.token, Settings.notify):  # They are read by now; scripts are not to.
+        os.environ.pop(secret.variables[0], None)
     images = ImageHome(site.home.name, Path(settings.image_dir) if settings.image_dir else None)
     launch = secrets.token_hex(4)
 
@@ -192,11 +192,15 @@ def launch(settings: RunSettings, since_monotonic: float) -> tuple[int, JobHome 
         read_end=partial(read_end, site.home),
         launch=launch,
     )
+    hosts = site.listener is not None
     try:
-        code = launcher.run()
+        with terminal_of(settings, site.home, hosts) as line:
+            if hosts:
+                launcher.viewers = viewers_of(settings, site.home, line)
+            code = launcher.run()
     finally:
         images.remove()
-    if site.listener is None:
+    if not hosts:
         return code, None
     launcher.listen_again()
     return code, site.home

@@ -190,7 +190,8 @@ def _listens(host: str, port: int) -> bool:
 def listen(host: str, port: int) -> socket.socket:
     """Open a coordinator's listening socket."""
     try:
-        return socket.create_server((host, port), backlog=4096)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=4096)
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
         kind = PortTaken if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL) else JobError

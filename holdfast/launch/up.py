@@ -31,16 +31,17 @@ from holdfast.config.settings import RunSettings
 from holdfast.config.values import joined
 from holdfast.errors import JobError
 from holdfast.jobhome import JobHome, make_private_directory
+from holdfast.launch.beside import terminal_of, viewers_of
+from holdfast.launch.child import Child, send
 from holdfast.launch.machine import make_directories
 from holdfast.launch.orders import coordinator_orders
 from holdfast.launch.parent import (
     ALWAYS_HANDLED,
-    Child,
     JobEnd,
     Parent,
     ended_children,
+    has_ended,
     read_end,
-    send,
 )
 from holdfast.launch.site import Site, find_site
 from holdfast.messages.exits import EXIT_FAILED, EXIT_TRY_AGAIN, EXIT_TURNED_AWAY
@@ -138,7 +139,7 @@ class JobLauncher(Parent):
     def _await_end(self, limit_s: float) -> None:
         """Wait for all that runs, within a limit; less if a signal says so."""
         deadline = time.monotonic() + limit_s
-        while kernel.children(os.getpid()):
+        while set(kernel.children(os.getpid())) - self.viewers.pids():
             left_s = deadline - time.monotonic()
             got = signal.sigtimedwait(self.signals | {signal.SIGCHLD}, max(0.0, left_s))
             if got is None or got.si_signo != signal.SIGCHLD:
@@ -157,7 +158,8 @@ def launch_job(
     """Run a whole job to its end; the exit code, and the job's home. `flags` are for its nodes."""
     make_directories(settings)
     site = find_site(settings)
-    os.environ.pop(Settings.token.variables[0], None)  # The site has it; scripts are not to.
+    for secret in (Settings.token, Settings.notify):  # They are read by now; scripts are not to.
+        os.environ.pop(secret.variables[0], None)
     shutil.rmtree(site.home.nodes, ignore_errors=True)  # Those of a job that was queued again.
     make_private_directory(site.home.nodes)
     lifeline, held = os.pipe()
@@ -189,7 +191,9 @@ def launch_job(
         read_end=partial(read_end, site.home),
         lifeline=held,
     )
-    code = launcher.run()
+    with terminal_of(settings, site.home, hosts=True) as line:
+        launcher.viewers = viewers_of(settings, site.home, line)
+        code = launcher.run()
     launcher.listen_again()
     return code, site.home
 
@@ -226,7 +230,9 @@ def _supply(
     where = Endpoint(site.host, site.port, site.token, client_context(settings.tls))
 
     async def supply() -> None:
-        await Supplier(open_platform(platform, orders), lambda: where).run()
+        await Supplier(
+            open_platform(platform, orders), lambda: where, partial(has_ended, site.home)
+        ).run()
 
     asyncio.run(supply())
     return 0

@@ -151,6 +151,8 @@ class _Guard:
 
 def _start(command: Sequence[str]) -> int:
     guard = os.getpid()
+    # A signal to the child before it has its own handlers would go to the guard's, and be lost.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
     pid = os.fork()
     if pid == 0:
         try:
@@ -164,6 +166,7 @@ def _start(command: Sequence[str]) -> int:
             print(f"holdfast: {command[0]}: {error.strerror}", file=sys.stderr)
         finally:
             os._exit(127)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return pid
 
 

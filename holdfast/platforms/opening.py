@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 PLATFORMS: Mapping[str, str] = {
     "local": "holdfast.platforms.local",
     "slurm": "holdfast.platforms.slurm",
+    "ray": "holdfast.platforms.ray",
 }
 """Names for `--on`, and the module of each."""
 

@@ -54,6 +54,8 @@ SRUN_FAILED = 212
 """Exit code of an srun that could not even start its task (SLURM_EXIT_ERROR)."""
 AVOIDED = "avoided"
 """File with the hosts that a requeued job excludes, beside the records of its nodes."""
+BEYOND = 1_000_000
+"""Place of the first node beyond the allocation: after all that it can have."""
 LEAVING_S = 1.0
 """How long a step may take to end by itself before it is told to: Slurm reports that as cancelled."""
 ALIVE = frozenset({"pending", "running"})
@@ -87,6 +89,8 @@ class SlurmPlatform:
         self._told: dict[RequestId, float] = {}
         """When steps were told to leave."""
         self._avoided: dict[str, str] = {}
+        self._order: dict[str, int] = {}
+        """Places of the allocation's hosts in Slurm's order."""
         self._complaint = ""
 
     # ---- the four methods ----
@@ -238,6 +242,8 @@ class SlurmPlatform:
         if "NodeList" not in fields:
             raise PlatformError(f"Slurm does not say which nodes job {self._id} has")
         hosts = await self._expanded(fields["NodeList"])
+        for host in hosts:
+            self._order.setdefault(host, len(self._order))
         states = await self._states(hosts)
         taken = {cordon.host for cordon in avoid} | self._steps.hosts_in_use()
         return [h for h in hosts if h not in taken and not flags(states.get(h, "")) & UNUSABLE]
@@ -252,8 +258,14 @@ class SlurmPlatform:
     def _step(self, wish: NodeWish, host: str) -> NodeStart:
         srun = shutil.which("srun", path=self._orders.environ.get("PATH")) or "srun"
         command = [srun, *step_options(wish.id, host), *self._orders.command]
-        environ = {**self._orders.environ, "SLURM_EXIT_ERROR": str(SRUN_FAILED)}
+        environ = {**self._orders.environ, **self._place(self._order.get(host, BEYOND))}
+        environ["SLURM_EXIT_ERROR"] = str(SRUN_FAILED)
         return NodeStart(wish, host, command, environ)
+
+    def _place(self, place: int) -> Mapping[str, str]:
+        """Say a node's place among the others: to itself each of them is task 0 of 1."""
+        known = {"HOLDFAST_INFRA_RANK", "HOLDFAST_RANK_FROM_NODENAME", "SLURM_TOPOLOGY_ADDR"}
+        return {} if known & self._orders.environ.keys() else {"HOLDFAST_INFRA_RANK": str(place)}
 
     async def _tell_to_leave(self, requests: Sequence[RequestId], now: float) -> None:
         text = await self._commands.run(
@@ -307,7 +319,7 @@ class SlurmPlatform:
         ]
         srun = shlex.join(["srun", *step_options(wish.id), *self._orders.command])
         environ = {k: v for k, v in self._orders.environ.items() if not _of_the_job(k)}
-        environ["HOLDFAST_REQUEST"] = wish.id
+        environ |= {**self._place(BEYOND + wish.position), "HOLDFAST_REQUEST": wish.id}
         words = ["sbatch", "--parsable", *options, f"--wrap=exec {srun}"]
         id = (await self._commands.run(*words, environ=environ)).strip().partition(";")[0]
         log.info("Slurm job %s is asked for request %s: the allocation has no node", id, wish.id)

@@ -18,6 +18,7 @@ from collections.abc import Container, Mapping
 from holdfast.config.schema import Said
 from holdfast.errors import UsageError
 from holdfast.platforms.slurm_commands import records, require_commands, run_now
+from holdfast.platforms.topology import request
 
 FIRST_PORT, PORTS = 20_000, 10_000
 """Below those that kernels give to clients."""
@@ -82,6 +83,25 @@ def allocation_id(environ: Mapping[str, str]) -> str:
             "`holdfast submit slurm`, or start this in `salloc`"
         )
     return id
+
+
+def queue_headless_again(environ: Mapping[str, str]) -> str:
+    """Put a job whose batch script died with its node back into the queue; say so if it was done.
+
+    With --no-kill a job outlives the loss of a node, also of the one that ran its script: Slurm then
+    lets it run for ever, with nobody in charge. A node that misses its coordinator asks for this.
+    """
+    id = environ.get("SLURM_JOB_ID", "")
+    if not id.isdecimal() or not request(environ):
+        return ""
+    fields = next(records(run_now("scontrol", "show", "job", "--oneliner", id)), {})
+    head, hostlist = fields.get("BatchHost", ""), fields.get("NodeList", "")
+    if fields.get("JobState") != "RUNNING" or not head or not hostlist:
+        return ""
+    if head in run_now("scontrol", "show", "hostnames", hostlist).split():
+        return ""
+    run_now("scontrol", "requeue", id)
+    return f"{head}, which ran the job, is lost; Slurm job {id} is queued again"
 
 
 def own_address(environ: Mapping[str, str]) -> str:

@@ -88,10 +88,18 @@ class Endpoint(NamedTuple):
 class Supplier:
     """One platform and one job, until the job is over."""
 
-    def __init__(self, platform: Platform, find: Callable[[], Endpoint | None]) -> None:
-        """`find` says where the coordinator is now; None if nobody knows."""
+    def __init__(
+        self,
+        platform: Platform,
+        find: Callable[[], Endpoint | None],
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`find` says where the coordinator is now; None if nobody knows. `is_over` says whether the
+        job has ended, for a supplier that was away when the coordinator said so and went."""
         self.platform = platform
-        self._find = find
+        self.refusal = ""
+        """Why the coordinator does not let it in; empty if it does, or cannot be reached."""
+        self._find, self._is_over = find, is_over
         self._wanted: dict[RequestId, NodeWish] = {}
         self._avoid: tuple[Cordon, ...] = ()
         self._told = False
@@ -115,9 +123,25 @@ class Supplier:
         while not self._final:
             if await self._serve():
                 pause = FIRST_PAUSE_S
-            if not self._final:
+            if not self._final and self._is_over():
+                await self._end_rest()
+            elif not self._final:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    async def _end_rest(self) -> None:
+        """Release all nodes of a job that has ended."""
+        while not self._final:
+            self._wake.clear()
+            try:
+                listed = await self.platform.list()
+                alive = [one.request for one in listed if one.status in ALIVE]
+                if alive:
+                    await self.platform.release(alive)
+                self._final = True
+            except PlatformError as error:
+                log.warning("%s: %s; trying again", self.platform.name, error)
+                await self._sleep()
 
     async def _watch(self) -> None:
         """Wake the loop when the platform says that something has changed."""
@@ -152,6 +176,7 @@ class Supplier:
             return True
         except (OSError, WireError) as error:
             log.info("the coordinator's stream broke: %s", error)
+            self.refusal = str(error) if isinstance(error, WireError) else ""
             return False
         finally:
             writer.close()
@@ -168,6 +193,7 @@ class Supplier:
                 if isinstance(message, Rejected):
                     raise WireError(message.reason)
                 if isinstance(message, SupplierWelcome):
+                    self.refusal = ""
                     log.info("supplying job %s with nodes of %s", message.job, self.platform.name)
                     continue
                 parts.append(message)
@@ -185,8 +211,8 @@ class Supplier:
             for request in part.release:
                 self._wanted.pop(request, None)
         self._avoid, self._final = parts[-1].avoid, parts[-1].final
-        if self._final:
-            self._wanted = {}
+        if self._final:  # It may be the only plan of a stream that began as the job ended.
+            self._wanted, self._told = {}, True
         self._wake.set()
 
     # ---- the comparison ----

@@ -321,11 +321,11 @@ class Cluster:
 
     def _let_platform_end(self, platform: SimPlatform) -> None:
         """Have the last plan be carried out: then no node may be left."""
-        connected = platform.supplier.connected
-        if self.coordinator.closed is None or not connected:
+        if self.coordinator.closed is None:
             return
         self.healing = self.faults.over = True
         platform.refuses_until = 0.0
+        self.clock.after(1.0, platform.supplier.left_alone)
         until = self.clock.now + ENDS_WITHIN_S
         while platform.alive() and self.clock.step(until):
             pass

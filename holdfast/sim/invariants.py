@@ -299,7 +299,8 @@ class Invariants:
                     self.demand(known, f"{host.agent.node} has forgotten process {one.pid}")
         coordinator, now = self.cluster.coordinator, self.cluster.clock.now
         runs_since = max(coordinator.up_since, coordinator.stands_until)
-        if not coordinator.up or now - runs_since < FENCED_WITHIN_S:
+        away = not coordinator.up or coordinator.closed is not None
+        if away or now - runs_since < FENCED_WITHIN_S:
             self._strangers.clear()
             return
         strangers: dict[NodeId, float] = {}

@@ -256,7 +256,8 @@ class SimSupplier:
         self.up = self.connected = False
         self._life = 0
         self._stream = 0
-        self._told = self._final = False
+        self._told = self.final = False
+        """`final` once it was told that the job is over."""
         self._wanted: dict[RequestId, NodeWish] = {}
         self._avoid: tuple[Cordon, ...] = ()
         self._seen: set[RequestId] = set()
@@ -290,10 +291,22 @@ class SimSupplier:
             if self.up:
                 self.clock.after(self.rng.uniform(0.05, 2.0), self._knock, self._life)
 
+    def left_alone(self) -> None:
+        """Lose the stream because the coordinator has gone; what it said before has arrived."""
+        if self.connected and not self.final:
+            self.connected = False
+            self._stream += 1
+            self._knock(self._life)
+
     def _knock(self, life: int) -> None:
-        if life != self._life or self.connected or self._final:
+        if life != self._life or self.connected or self.final:
             return
         coordinator = self.platform.cluster.coordinator
+        if coordinator.closed is not None:  # It went while this supplier was away.
+            self.final = self._told = True
+            self._wanted = {}
+            self._reconcile_soon()
+            return
         if not coordinator.up:
             self.clock.after(self.rng.uniform(0.05, 2.0), self._knock, life)
             return
@@ -333,9 +346,9 @@ class SimSupplier:
         self._wanted.update((wish.id, wish) for wish in plan.ask)
         for request in plan.release:
             self._wanted.pop(request, None)
-        self._avoid, self._final = plan.avoid, plan.final
-        if self._final:
-            self._wanted = {}
+        self._avoid, self.final = plan.avoid, plan.final
+        if self.final:
+            self._wanted, self._told = {}, True
         self._reconcile_soon()
 
     # ---- the comparison ----
@@ -360,7 +373,7 @@ class SimSupplier:
 
     def _reconcile(self, life: int) -> None:
         self._woken = False
-        if life != self._life or not (self.connected or self._final):
+        if life != self._life or not (self.connected or self.final):
             return
         if self.platform.refuses_until > self.clock.now:
             why = "the platform takes no requests"

@@ -84,6 +84,14 @@ class Follower:
             raise JobError(f"job {home.name} has no events yet; try again in a moment")
         return follower
 
+    @classmethod
+    def at_end(cls, home: JobHome) -> Follower:
+        """Read the whole journal of a job that is over, though its launcher may still hold its lock;
+        it has not opened if there are no events."""
+        follower = cls(EndedJournal(home))
+        follower.catch_up()
+        return follower
+
     def close(self) -> None:
         self.source.close()
 
@@ -163,6 +171,12 @@ class Follower:
         assert self._following.snapshot is not None
         at = self._following.snapshot.at
         return Time(max(time.time(), at)) if self.alive and not self.behind else at
+
+    @property
+    def known_until(self) -> Time:
+        """Time of the newest event that was taken in."""
+        assert self._following.snapshot is not None
+        return self._following.snapshot.at
 
     def status(self) -> StatusReport:
         return report.status(self.job, self.now, self.alive)
@@ -254,3 +268,10 @@ class JournalFile:
             self._reader = None
             if self._there() is not None:
                 raise
+
+
+class EndedJournal(JournalFile):
+    """The journal of a job that nothing is added to any more."""
+
+    def alive(self) -> bool:
+        return False

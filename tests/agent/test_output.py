@@ -12,15 +12,33 @@ from pathlib import Path
 import pytest
 
 from holdfast.agent import output as outputs
-from holdfast.agent.output import Console, LogFile, Output, RankStream, StreamFolder, rank_output
+from holdfast.agent.output import (
+    LONGEST_LINE,
+    Console,
+    LogFile,
+    Output,
+    RankStream,
+    StreamFolder,
+    progress_bar,
+    rank_output,
+)
 from holdfast.cli.flags import parse_run
 
 
 class Recorded(Console):
     """A console that keeps what it would show."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_line: bool = False) -> None:
         self.shown: list[tuple[int, bytes]] = []
+        self.bars: list[bytes] = []
+        self._has_line = has_line
+
+    @property
+    def has_line(self) -> bool:
+        return self._has_line
+
+    def show_bar(self, stream: bytes, text: bytes) -> None:
+        self.bars.append(text)
 
     def write(self, fd: int, data: bytes) -> None:
         self.shown.append((fd, data))
@@ -119,7 +137,7 @@ class _ConsoleTo(Console):
     """A real console whose terminal is another descriptor."""
 
     def __init__(self, console: Console, fd: int) -> None:
-        self._console, self._fd = console, fd
+        self._console, self._fd, self._line = console, fd, None
 
     def write(self, fd: int, data: bytes) -> None:
         self._console.write(self._fd, data)
@@ -334,3 +352,47 @@ def test_lines_with_a_text_of_all_ranks_that_are_shown_are_in_one_file(tmp_path:
 
 def test_a_log_directory_of_dev_null_has_no_files(tmp_path: Path) -> None:
     assert two_ranks(tmp_path, "--log-dir", os.devnull, "--tee", "3")[1] == {}
+
+
+# ---- progress bars ----
+
+
+@pytest.mark.parametrize(
+    ("unfinished", "bar"),
+    [
+        (b"no bar", b""),
+        (b"\r 10%|#", b" 10%|#"),
+        (b"\r 10%|#\r 20%|##", b" 20%|##"),
+        (b" 10%|#\r", b" 10%|#"),
+        (b" 10%|#\r        \r", b""),
+        (b"\r two rows\x1b[A", b""),
+    ],
+)
+def test_what_follows_a_carriage_return_is_a_progress_bar(unfinished: bytes, bar: bytes) -> None:
+    assert progress_bar(unfinished) == bar
+
+
+def test_a_bar_is_shown_while_it_moves_and_printed_when_it_is_done(tmp_path: Path) -> None:
+    console = Recorded(has_line=True)
+
+    def write(out: int, err: int) -> None:
+        os.write(err, b"\r 50%")
+        os.write(err, b"\r100%\n")
+
+    printed(tmp_path / "log", write, console)
+    assert console.bars in ([b"[0]: 50%", b""], [])  # None if both arrived together.
+    assert console.text(2) == b"[0]:\r 50%\r100%\n"
+
+
+def test_a_bar_that_never_ends_does_not_fill_the_terminal(tmp_path: Path) -> None:
+    console = Recorded(has_line=True)
+
+    def write(out: int, err: int) -> None:
+        for number in range(3000):
+            os.write(err, b"\r%050d" % number)
+
+    output = printed(tmp_path / "log", write, console)
+    assert console.text(2).count(b"\n") == 1
+    assert console.text(2).endswith(b"%050d\n" % 2999)
+    assert len(console.text(2)) < 2 * LONGEST_LINE
+    assert output.log.path.read_bytes().count(b"\r") == 3000

@@ -281,7 +281,7 @@ class PodRun(threading.Thread):
         """Start a container as soon as what it needs is there; False if the pod is ended before."""
         while not self.stopping.is_set():
             try:
-                self._launch(container)
+                started = self._launch(container)
             except kube_pod.ConfigError as error:
                 reason, message = "CreateContainerConfigError", str(error)
             except _Unpullable as error:
@@ -289,13 +289,14 @@ class PodRun(threading.Thread):
             except (urllib3.exceptions.HTTPError, Refused) as error:
                 reason, message = "CreateContainerError", str(error)
             else:
-                return True
+                return started
             container.state = {"waiting": {"reason": reason, "message": message}}
             self.report()
             self.stopping.wait(0.5)
         return False
 
-    def _launch(self, container: Container) -> None:
+    def _launch(self, container: Container) -> bool:
+        """Start a container; False if the pod was told to end meanwhile."""
         image = container.spec.get("image", "")
         if image in self._node.machine.absent_images:
             raise _Unpullable(f"image {image!r} cannot be pulled")
@@ -307,9 +308,11 @@ class PodRun(threading.Thread):
         mounts = kube_pod.mounts(container.spec, self._volumes)
         mounts.insert(0, (str(self._node.machine.hosts), "/etc/hosts", True))
         with self._lock:
-            if not self.stopping.is_set():
-                container.start(kube_pod.command(container.spec, env), env, mounts)
-                self._phase = "Running"
+            if self.stopping.is_set():
+                return False
+            container.start(kube_pod.command(container.spec, env), env, mounts)
+            self._phase = "Running"
+            return True
 
     def _hostname(self) -> str:
         return str(self.pod["spec"].get("hostname") or self.pod["metadata"]["name"])[:63]

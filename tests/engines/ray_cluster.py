@@ -106,10 +106,19 @@ class RayCluster(_Bed):
     """Nodes that tests add and take away; `nodes` are their ids, without the head's."""
 
     def __init__(
-        self, nodes: int = 3, *, system_config: dict[str, Any] | None = None, **each: Any
+        self,
+        nodes: int = 3,
+        *,
+        system_config: dict[str, Any] | None = None,
+        dashboard: bool = False,
+        **each: Any,
     ) -> None:
-        """Take `each` as arguments of every node: num_cpus, num_gpus, resources, labels."""
+        """Take `each` as arguments of every node: num_cpus, num_gpus, resources, labels.
+
+        With a dashboard, to which jobs are submitted, `dashboard` is its address.
+        """
         super().__init__()
+        self._has_dashboard, self.dashboard = dashboard, ""
         self._first_nodes, self._each = nodes, {"num_cpus": 2, **each}
         self._system_config = system_config or {}
         self.nodes: list[str] = []
@@ -136,7 +145,14 @@ class RayCluster(_Bed):
         self._undo.callback(os.close, self._replies)
         self._commands = os.open(pipes[1], os.O_RDWR)
         self._undo.callback(os.close, self._commands)
-        self.head = str(self._ask("add", num_cpus=0)["node"])
+        ports = PortBlock()
+        self._undo.callback(ports.close)
+        extra = {"include_dashboard": True, "dashboard_port": ports.first}
+        extra["dashboard_agent_listen_port"] = ports.first + 1
+        self.head = str(
+            self._ask("add", num_cpus=0, **extra if self._has_dashboard else {})["node"]
+        )
+        self.dashboard = f"http://127.0.0.1:{ports.first}" if self._has_dashboard else ""
         for _ in range(self._first_nodes):
             self.add_node()
 

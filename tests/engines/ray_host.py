@@ -22,6 +22,7 @@ class Host:
     """The cluster, with its nodes by Ray's node id."""
 
     def __init__(self, folder: str, system_config: dict[str, Any]) -> None:
+        os.makedirs("/tmp/ray", exist_ok=True)  # Ray writes the head's address there, unasked.
         self._cluster = Cluster()
         self._nodes: dict[str, Any] = {}
         self._head = {
@@ -33,7 +34,7 @@ class Host:
     def add(self, **arguments: Any) -> dict[str, Any]:
         """Start a node, the first one as head; answer when it is registered."""
         if not self._nodes:
-            arguments.update(self._head)
+            arguments = {**self._head, **arguments}
         node = self._cluster.add_node(**arguments)
         self._nodes[node.node_id] = node
         return {"node": node.node_id, "address": self._cluster.address}

@@ -15,6 +15,8 @@ Node loss (`SlurmdTimeout=10`, node killed with all its processes):
 - `sbatch --no-kill` with `srun --no-kill --kill-on-bad-exit=0`: the job and the step go on; the job's
   NodeList loses the node, the step's environment does not change. One without the other
   was not tried.
+- With `--no-kill` the loss of the node that ran the batch script leaves a job that is RUNNING for ever
+  on the others, without a script: BatchHost is not in NodeList any more. `scontrol requeue` helps.
 - A node that comes back is IDLE by itself (`ReturnToService=2`).
 
 Requeue:
@@ -22,6 +24,8 @@ Requeue:
 - A requeued job may not begin for 121 s (Reason=BeginTime). `scontrol update jobid=J starttime=now`
   lifts that, and the job runs 0.3 to 1.7 s later; once in twelve tries it had no effect in 90 s, so
   `start_now` repeats it.
+- A job that is started within a second of its requeue may be refused by nodes that have just ended it
+  ("Job credential revoked"): it is then over, with WEXITSTATUS 1. `start_now` waits for three seconds.
 - SLURM_RESTART_COUNT is absent in the first run and 1, 2, … in later ones; the job id stays.
 - `scontrol update jobid=J excnodelist=n2` works on a pending (requeued) job; on a running one it fails:
   "Job is no longer pending execution". So: requeue, exclude, start now.
@@ -52,6 +56,9 @@ Steps:
 - `--nodes=1-3` gets three nodes of four idle ones; with `--ntasks-per-node=1` it gets one.
 - SIGTERM and SIGHUP to srun kill its tasks with SIGKILL ("forcing job termination"); USR1 is passed on.
   `scancel --signal=TERM J.S` reaches the tasks, and then fails with "Invalid job id specified" (225).
+- An srun that is killed (SIGKILL) takes its tasks with it within a second, silent ones too: a helper of
+  its own cancels the step. If that is killed too, as with the node, the tasks elsewhere go on.
+- An srun whose node goes DOWN ends with "Node failure on n2", and not always with a code of its own.
 - `scontrol requeue` within the batch script: with SIGTERM ignored, the script lives on for KillWait and
   may set `excnodelist`; `starttime=now` at that moment is overwritten when the job's end is complete.
 - Every step that shares the CPUs of another one needs `--overlap`; without it srun waits for them.
@@ -99,6 +106,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 
@@ -118,6 +126,14 @@ FAST_SCHEDULING = "SchedulerParameters=sched_interval=2,bf_interval=2"
 
 _SBIN = "/usr/local/sbin:/usr/sbin:/sbin"
 _PATIENCE_S = 90.0
+
+
+REVOKED_S = 3.0
+"""How long nodes may refuse a job that ended there: it would fail if it came back before."""
+
+
+def _age_s(moment: str) -> float:
+    return (datetime.now() - datetime.fromisoformat(moment)).total_seconds()
 
 
 def missing() -> str | None:
@@ -366,7 +382,8 @@ class SlurmCluster:
 
         def runs() -> bool:
             fields = self.job(job)
-            if fields["JobState"] == "PENDING" and fields["Reason"] == "BeginTime":
+            waits = fields["JobState"] == "PENDING" and fields["Reason"] == "BeginTime"
+            if waits and _age_s(fields["SubmitTime"]) > REVOKED_S:
                 self.run("scontrol", "update", f"jobid={job}", "starttime=now")
             return fields["JobState"] == "RUNNING"
 

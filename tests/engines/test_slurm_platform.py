@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -183,6 +184,17 @@ def test_a_home_that_is_not_shared_is_told_in_one_line(site: Site) -> None:
     assert "set HOLDFAST_TOKEN" in output
 
 
+def test_with_a_token_the_homes_of_nodes_may_be_apart(site: Site) -> None:
+    site.cluster.env["HOLDFAST_TOKEN"] = "0123456789abcdef0123456789abcdef"
+    command = f"{' '.join(HOLDFAST)} run train.py 20"
+    script = f"HOLDFAST_HOME=$HOLDFAST_HOME/$SLURMD_NODENAME exec {command}"
+    site.cluster.run("srun", "-N2", "--ntasks-per-node=1", "bash", "-c", script)
+    snapshot = replay(site.home / "n1" / "jobs" / "bash-1" / "journal.db")
+    assert snapshot is not None
+    assert snapshot.job.result is not None
+    assert snapshot.job.result.code == 0
+
+
 # ---- a job from submit to end ----
 
 
@@ -215,6 +227,20 @@ def test_a_cancelled_job_stays_cancelled(site: Site) -> None:
     assert job.over()["JobState"] == "CANCELLED"
     site.cluster.wait_for(lambda: site.cluster.run("squeue", "--noheader") == "", "an empty queue")
     assert site.cluster.job(job.id)["Restarts"] == "0"
+
+
+def test_in_salloc_a_launcher_that_is_killed_takes_its_nodes_with_it(site: Site) -> None:
+    script = f"{' '.join(HOLDFAST)} up --on slurm --nodes 2 --job llm train.py; sleep 1000"
+    site.cluster.start("salloc", "-N2", "--exclusive", "bash", "-c", script)
+    job = Submitted(site, 1, "llm", site.folder / "none")
+    found = job.stepping(2)
+    ranks = [rank.pid for rank in found.ranks.values()]
+    home = json.loads((site.home / "jobs" / "llm" / "job.json").read_text())
+    os.kill(home["pid"], signal.SIGKILL)
+    site.cluster.wait_for(
+        lambda: not any(Path("/proc", str(pid)).exists() for pid in ranks), "the ranks to end"
+    )
+    assert site.cluster.job(1)["JobState"] == "RUNNING"
 
 
 # ---- lost nodes ----
@@ -301,6 +327,14 @@ def test_a_preempted_job_is_queued_again_within_its_grace_time_and_goes_on(site:
     job = site.submit("--nodes", "2", "train.py")
     before = job.stepping(2)
     site.cluster.preempt(hold_s=0.1)
+    job.queued_again()
+    goes_on(job, before, 2)
+
+
+def test_a_job_whose_first_node_is_lost_is_queued_again_by_slurm_and_goes_on(site: Site) -> None:
+    job = site.submit("--nodes", "2", "train.py")
+    before = job.stepping(2)
+    site.cluster.kill_node("n1")
     job.queued_again()
     goes_on(job, before, 2)
 

@@ -15,8 +15,8 @@ import pytest
 from holdfast.agent.orders import AgentOrders
 from holdfast.jobhome import JobHome
 from holdfast.launch import process
+from holdfast.launch.child import MAX_DEATHS
 from holdfast.launch.orders import agent_orders, node_of
-from holdfast.launch.parent import MAX_DEATHS
 from holdfast.launch.process import Launcher
 from holdfast.launch.site import Site
 from holdfast.messages.records import Terms
@@ -24,7 +24,8 @@ from holdfast.messages.records import Terms
 PLAY = """
     import logging, os, signal, sys, time
     from holdfast.launch.orders import node_of
-    from holdfast.launch.parent import Child, JobEnd
+    from holdfast.launch.child import Child
+    from holdfast.launch.parent import JobEnd
     from holdfast.launch.process import Launcher
 
     def noted(word):
@@ -198,7 +199,7 @@ def test_an_agent_that_was_fenced_is_started_again_however_often_that_happens(
 ) -> None:
     agent = """
     def agent():
-        from holdfast.launch.parent import MAX_DEATHS
+        from holdfast.launch.child import MAX_DEATHS
         from holdfast.messages.exits import EXIT_REJOIN
         with open("lives", "a+") as file:
             file.write("x")

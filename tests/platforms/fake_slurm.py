@@ -81,7 +81,11 @@ class FakeSlurm:
         self.steps: dict[RequestId, FakeStep] = {}
         self.jobs: dict[int, FakeJob] = {}
         self.run_words: list[tuple[str, ...]] = []
+        self.environs: list[Mapping[str, str]] = []
+        """Of commands that were given one of their own."""
         self.away = self.half = self.late = self.silent = False
+        self.operator = True
+        """Whether this user may drain nodes."""
         self.failures = 0
         self.delay_s = 0.0
         self.preempt_time = "None"
@@ -246,6 +250,8 @@ class FakeCommands:
     async def run(self, *words: str, environ: Mapping[str, str] | None = None) -> str:
         engine = self._engine
         engine.run_words.append(words)
+        if environ is not None:
+            engine.environs.append(environ)
         await asyncio.sleep(engine.delay_s)
         if engine.away:
             raise failure(words, AWAY)
@@ -267,6 +273,8 @@ class FakeCommands:
             case ("scontrol", "show", "job", "--oneliner", id):
                 return self._job(id)
             case ("scontrol", "update", *_):
+                if not engine.operator:
+                    raise failure(words, "slurm_update error: Invalid user id")
                 return ""
             case ("sbatch", "--parsable", name, *_):
                 return await self._sbatch(name.partition("=")[2])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from chaos import endure
+from fake_kubernetes import FakeCluster
 from local_engine import LocalEngine
 from machine import Machine
 from model import ModelEngine, ModelPlatform
@@ -19,6 +20,13 @@ from holdfast.platforms.supplier import Supplier
 @pytest.mark.parametrize("seed", range(4))
 def test_a_model_of_an_engine_comes_through_500_faults(seed: int) -> None:
     counts = endure(ModelEngine(), seed)
+    assert counts.total() >= 500
+    assert min(counts.values()) > 5
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_kubernetes_comes_through_500_faults(seed: int) -> None:
+    counts = endure(FakeCluster(), seed)
     assert counts.total() >= 500
     assert min(counts.values()) > 5
 

@@ -176,6 +176,37 @@ def test_without_an_allocation_up_says_what_to_do(monkeypatch: pytest.MonkeyPatc
         own_host("slurm", {})
 
 
+@pytest.mark.parametrize(
+    ("fields", "queued"),
+    [
+        ("JobState=RUNNING NodeList=n2 BatchHost=n9", True),
+        ("JobState=RUNNING NodeList=n2 BatchHost=n2", False),
+        ("JobState=COMPLETING NodeList=n2 BatchHost=n9", False),
+        ("JobState=PENDING NodeList= BatchHost=n9", False),
+    ],
+)
+def test_a_node_queues_a_job_again_whose_script_died_with_its_node(
+    programs: Path, tmp_path: Path, fields: str, queued: bool
+) -> None:
+    log = tmp_path / "log"
+    put(
+        programs,
+        "scontrol",
+        f"""#!/bin/sh
+case $2 in
+  job) echo "JobId=17 {fields}" ;;
+  hostnames) echo n2 ;;
+  *) echo "$@" >> {log} ;;
+esac
+""",
+    )
+    environ = {"SLURM_JOB_ID": "17", "HOLDFAST_REQUEST": "1-1"}
+    told = slurm_environment.queue_headless_again(environ)
+    assert ("queued again" in told) is queued
+    assert (log.read_text() if log.exists() else "") == ("requeue 17\n" if queued else "")
+    assert slurm_environment.queue_headless_again({"SLURM_JOB_ID": "17"}) == "", "not one of ours"
+
+
 # ---- what Slurm prints ----
 
 
@@ -497,6 +528,32 @@ def test_blamed_hosts_are_written_down_for_a_requeue_and_drained_if_asked(tmp_pa
 
     run(scenario(drain=False))
     run(scenario(drain=True))
+
+
+def test_a_host_that_this_user_may_not_drain_is_avoided_all_the_same(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        engine = FakeSlurm(tmp_path)
+        settings = parse_run(["--drain", __file__])
+        engine.orders = type(engine.orders)(**{**vars(engine.orders), "settings": settings})
+        engine.operator = False
+        await engine.open().ask([wish("0-1")], avoid("n1"))
+        assert engine.steps["0-1"].host == "n2"
+
+    run(scenario())
+
+
+def test_nodes_are_placed_in_slurms_order_and_further_ones_after_them(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        engine = FakeSlurm(tmp_path, hosts=2)
+        platform = engine.open()
+        await platform.ask([wish("0-1"), wish("1-1"), wish("2-1")], [])
+        places = {host: platform._step(wish("0-1"), host).environ for host in ("n1", "n2")}
+        assert [one["HOLDFAST_INFRA_RANK"] for one in places.values()] == ["0", "1"]
+        assert engine.environs[-1]["HOLDFAST_INFRA_RANK"] == "1000002"
+        assert "SLURM_JOB_ID" not in engine.environs[-1]
+        assert engine.environs[-1]["HOLDFAST_TOKEN"] == "t"
+
+    run(scenario())
 
 
 # ---- holdfast submit slurm ----

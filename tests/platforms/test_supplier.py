@@ -10,19 +10,20 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
-from machine import Machine, all_started, until
+from machine import Machine, all_started, ended, until, wish
 from serving import TOKEN, Served, run, served
 
 from holdfast import proc
 from holdfast.errors import PlatformError
 from holdfast.messages.events import JobStopAsked, NodeJoined, ScaleAsked
 from holdfast.messages.records import NodeSpec, Terms
-from holdfast.messages.supply import Cordon, NodeWish, RequestId, Sighting
+from holdfast.messages.supply import Cordon, NodeWish, RequestId, Sighting, SupplyPlan
 from holdfast.messages.units import NodeId, Time
-from holdfast.messages.wire import Sent
+from holdfast.messages.wire import Sent, SupplierWelcome
 from holdfast.platforms import supplier as supplying
 from holdfast.platforms.local_node import started_at
 from holdfast.platforms.supplier import Endpoint, Platform, Supplier
+from holdfast.wire import framing
 
 
 @asynccontextmanager
@@ -242,6 +243,40 @@ def test_the_supplier_ends_when_the_job_does_and_nothing_is_left(tmp_path: Path)
 # ---- refusals, lists, streams ----
 
 
+def test_a_supplier_that_is_told_of_the_end_before_all_that_is_wanted_leaves_nothing(
+    tmp_path: Path,
+) -> None:
+    async def say_the_end(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(framing.encode(SupplierWelcome(job="j", job_id="0")))
+        writer.write(framing.encode(SupplyPlan(number=3, final=True)))
+        await reader.read()
+        writer.close()
+
+    async def scenario() -> None:
+        with Machine(tmp_path) as machine:
+            platform = machine.platform()
+            await platform.ask([wish("0-1")], [])
+            server = await asyncio.start_server(say_the_end, "127.0.0.1", 0)
+            where = Endpoint("127.0.0.1", server.sockets[0].getsockname()[1], TOKEN)
+            async with server:
+                await Supplier(platform, lambda: where).run()
+            await ended(platform, ["0-1"])
+
+    run(scenario())
+
+
+def test_a_supplier_that_was_away_when_the_job_ended_leaves_nothing(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        with Machine(tmp_path) as machine:
+            platform = machine.platform()
+            await platform.ask([wish("0-1"), wish("1-1")], [])
+            over = iter([False, True])
+            await Supplier(platform, lambda: None, lambda: next(over)).run()
+            await ended(platform, ["0-1", "1-1"])
+
+    run(scenario())
+
+
 def test_a_platform_that_refuses_for_now_is_asked_again_and_its_words_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -459,6 +494,26 @@ def test_hosts_that_are_cordoned_are_told_with_the_next_request(tmp_path: Path) 
                     await seen(here, r0_1="running", r1_2="running")
                     assert "node-1" in here.job.supply.cordoned
                     assert here.job.supply.positions[1].host == "node-2"
+
+    run(scenario())
+
+
+class Deaf:
+    """The writing end of a stream that nobody reads."""
+
+    def write(self, data: bytes) -> None: ...
+
+
+def test_a_final_plan_that_is_the_first_of_its_stream_releases_what_is_there() -> None:
+    """The supplier came in the moment in which the job ended: nobody tells it more than that."""
+
+    async def scenario() -> None:
+        platform = Catalogue()
+        platform.made["0-1"] = "running"
+        supplier = Supplier(platform, lambda: None)
+        supplier._take([SupplyPlan(number=1, final=True)])
+        await supplier._reconcile(Deaf())  # type: ignore[arg-type]
+        assert platform.released == ["0-1"]
 
     run(scenario())
 

@@ -1,38 +1,138 @@
-"""The trace shows every second that the ledger booked, and every incident."""
+"""A trace holds every second of every rank, conforms to its format, and stays small."""
 
 from __future__ import annotations
 
-from reported import an_incident
+import gzip
+import json
+import os
+from pathlib import Path
 
-from holdfast.messages.reports import Booking
-from holdfast.messages.units import Rank, RoundNumber, StepNumber, Time
-from holdfast.view.trace import INCIDENTS, RANKS, trace
+import msgspec
+import pytest
+from journals import home_with, simulated
+from trace_format import checked
 
-OPENED = Time(1000.0)
+from holdfast.cli.main import main
+from holdfast.jobhome import JobHome
+from holdfast.messages.evidence import Collective, RankEvidence
+from holdfast.messages.units import NodeId, Rank, RoundNumber
+from holdfast.view.follower import Follower
+from holdfast.view.trace import drawing
+from holdfast.view.trace.drawing import write_trace
+from holdfast.view.trace.format import Rows
 
 
-def booking(rank: int, cause: str, begin: float, end: float) -> Booking:
-    where = (RoundNumber(1), StepNumber(7))
-    return Booking(Rank(rank), cause, Time(OPENED + begin), Time(OPENED + end), *where)  # type: ignore[arg-type]
+@pytest.fixture
+def home(monkeypatch) -> JobHome:
+    home = home_with(simulated())
+    monkeypatch.setattr(JobHome, "alive", lambda self: False)
+    return home
 
 
-def test_each_booking_is_a_slice_on_its_ranks_track() -> None:
-    drawn = trace("j", OPENED, [booking(1, "productive", 0.5, 2.0), booking(0, "wait", 0, 1)], [])
-    slices = [event for event in drawn["traceEvents"] if event["ph"] == "X"]
-    assert [(s["pid"], s["tid"], s["name"], s["ts"], s["dur"]) for s in slices] == [
-        (RANKS, 1, "productive to step 7", 500_000, 1_500_000),
-        (RANKS, 0, "wait", 0, 1_000_000),
+def drawn(home: JobHome, path: Path) -> list[dict]:
+    follower = Follower.at_end(home)
+    with open(path, "wb") as out:
+        write_trace(follower, out, home.incidents)
+    follower.close()
+    return checked(path)
+
+
+def test_every_second_of_every_rank_is_in_it_under_its_cause(home, tmp_path) -> None:
+    events = drawn(home, tmp_path / "t.json")
+    follower = Follower.at_end(home)
+    booked = follower.goodput().seconds
+    found: dict[str, float] = {}
+    for event in events:
+        if event["ph"] == "X" and event["pid"] != drawing.JOB and event["tid"] < 1000:
+            found[event["cat"]] = found.get(event["cat"], 0.0) + event["dur"] / 1e6
+    assert found == pytest.approx({c: s for c, s in booked.items() if s}, abs=0.05)
+
+
+def test_each_incident_has_its_phases_and_repaired_ones_an_arrow(home, tmp_path) -> None:
+    events = drawn(home, tmp_path / "t.json")
+    follower = Follower.at_end(home)
+    incidents = follower.incidents()
+    slices = [one for one in events if one["ph"] == "X" and one["cat"] == "incident"]
+    assert [one["name"].split(":")[0] for one in slices] == [f"incident {i.id}" for i in incidents]
+    phases = [one for one in events if one["ph"] == "X" and one["cat"] == "phase"]
+    assert {one["name"] for one in phases} >= {"detect", "stop", "start", "first step"}
+    arrows = [one["id"] for one in events if one["ph"] == "f"]
+    repaired = [i.id for i in incidents if i.rank is not None and i.rung and i.lost_s]
+    assert arrows
+    assert set(arrows) <= set(repaired)
+    assert len(arrows) >= 0.8 * len(repaired)
+
+
+def test_ranks_are_on_the_tracks_of_the_nodes_that_had_them(home, tmp_path) -> None:
+    events = drawn(home, tmp_path / "t.json")
+    groups = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    follower = Follower.at_end(home)
+    nodes = {stay.node for stay in follower.history.seats.stays()}
+    assert {name.removeprefix("node ") for name in groups.values()} >= set(nodes)
+    saves = [e for e in events if e["ph"] == "X" and e["cat"].startswith("save-")]
+    assert saves
+    assert {e["name"] for e in events if e["ph"] == "C"} >= {"steps/s", "CPU %", "memory %"}
+
+
+def test_what_hung_ranks_waited_in_is_drawn_if_it_was_seen(home, tmp_path) -> None:
+    follower = Follower.at_end(home)
+    incident = next(one for one in follower.incidents() if one.phases.get("detect", 0) > 0)
+    folder = home.incidents / str(incident.id)
+    folder.mkdir(parents=True)
+    waits = Collective(group="default_pg", number=77, op="allreduce", state="started", age_s=1.5)
+    node = follower.history.seats.of(1)[0][1]
+    seen = RankEvidence(
+        node=NodeId(node), round=RoundNumber(1), rank=Rank(1), pid=7, collectives=(waits,)
+    )
+    (folder / "rank_1.json").write_bytes(msgspec.json.encode(seen))
+    (folder / "rank_0.json").write_text("{ damaged")
+    events = drawn(home, tmp_path / "t.json")
+    (wait,) = [e for e in events if e["ph"] == "X" and e["cat"] == "collective"]
+    assert wait["name"] == "waits in allreduce 77"
+    assert wait["dur"] == 1_500_000
+
+
+def test_a_trace_that_would_be_too_large_is_merged_and_leaves_no_second_out(
+    home, tmp_path, monkeypatch
+) -> None:
+    exact = drawn(home, tmp_path / "exact.json")
+    monkeypatch.setattr(drawing, "MOST_SLICES", 100)
+    monkeypatch.setattr(drawing, "LEAST_OF_RANK", 4)
+    merged = drawn(home, tmp_path / "merged.json")
+
+    def ranks(events: list[dict]) -> list[dict]:
+        return [e for e in events if e["ph"] == "X" and e["pid"] != drawing.JOB]
+
+    assert len(ranks(merged)) < len(ranks(exact)) / 2
+    assert any("shares" in one["args"] for one in ranks(merged))
+    least = sum(one["dur"] for one in ranks(exact))
+    assert sum(one["dur"] for one in ranks(merged)) >= least, "gaps may be part of a merged slice"
+
+
+def test_things_that_overlap_get_rows_of_their_own() -> None:
+    rows = Rows()
+    assert [rows.take(*span) for span in [(0, 5), (1, 2), (2, 3), (5, 6), (5.5, 7)]] == [
+        *(0, 1, 1, 0, 1)
     ]
-    tracks = [e["args"]["name"] for e in drawn["traceEvents"] if e["name"] == "thread_name"]
-    assert tracks == ["rank 0", "rank 1"]
 
 
-def test_an_open_incident_lasts_as_far_as_its_repair_has_come() -> None:
-    closed = an_incident(at=Time(1001.0), lost_s=3.0, phases={"detect": 1.0, "stop": 2.0})
-    still = an_incident(id=2, at=Time(1002.0), lost_s=None, phases={"detect": 0.5})
-    drawn = trace("j", OPENED, [], [closed, still])
-    slices = [event for event in drawn["traceEvents"] if event["ph"] == "X"]
-    assert [(s["pid"], s["ts"], s["dur"]) for s in slices] == [
-        (INCIDENTS, 1_000_000, 3_000_000),
-        (INCIDENTS, 2_000_000, 500_000),
-    ]
+# ---- the command ----
+
+
+def test_the_command_writes_the_file_and_says_so(home, tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["trace", "j"]) == 0
+    assert "trace-j.json" in capsys.readouterr().out
+    assert checked(tmp_path / "trace-j.json")
+    assert main(["trace", "j", "-o", "t.json.gz", "--json"]) == 0
+    about = json.loads(capsys.readouterr().out)
+    assert about["size_bytes"] == os.path.getsize("t.json.gz")
+    unpacked = gzip.decompress(Path("t.json.gz").read_bytes())
+    assert unpacked == Path("trace-j.json").read_bytes()
+
+
+def test_a_file_that_cannot_be_written_is_one_line(home, tmp_path, capsys) -> None:
+    assert main(["trace", "j", "-o", str(tmp_path / "no" / "t.json")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("holdfast trace: ")
+    assert "cannot be written: No such file or directory" in said

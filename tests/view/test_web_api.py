@@ -268,3 +268,22 @@ def test_the_stream_tells_when_the_job_is_run_no_more_and_when_it_is_again(tmp_p
             assert [name for name, _ in heard if name in ("gone", "back")] == ["gone", "back"]
 
     run(test)
+
+
+def test_metrics_are_those_of_the_jobs_that_run(home: JobHome) -> None:
+    home_with(unfinished(), name="runs")
+
+    async def test() -> None:
+        async with page() as web:
+            for _ in range(600):  # A job whose journal is still being read is left out.
+                answer = await web.client.get("/metrics")
+                if "holdfast_step" in answer.text:
+                    break
+                await asyncio.sleep(0.1)
+            assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+            assert 'holdfast_step{job="runs"}' in answer.text
+            assert 'holdfast_step{job="j"}' not in answer.text, "no process runs it"
+            newer = {"accept": "application/openmetrics-text;version=1.0.0"}
+            assert (await web.client.get("/metrics", headers=newer)).text.endswith("# EOF\n")
+
+    run(test)

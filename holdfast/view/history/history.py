@@ -16,11 +16,12 @@ from holdfast.core.replay import Entry
 from holdfast.core.stragglers import windows as stragglers
 from holdfast.core.stragglers.windows import Stragglers
 from holdfast.messages.actions import AnyAction
-from holdfast.messages.events import CoordinatorRestarted, HealthFound, Progress
+from holdfast.messages.events import CoordinatorRestarted, HealthFound, NodeSampled, Progress
 from holdfast.messages.health import HealthResult
 from holdfast.messages.reports import Booking
 from holdfast.messages.units import NodeId, RoundNumber, Time
 from holdfast.view.history.checkpoints import CheckpointHistory
+from holdfast.view.history.nodes import Seats, UsageHistory
 from holdfast.view.history.series import Series
 from holdfast.view.history.stories import Stories
 from holdfast.view.history.timeline import Timeline
@@ -52,6 +53,8 @@ class JobHistory:
         self.speed: Series[SpeedPoint] = Series()
         self.scores: dict[NodeId, Series[float]] = {}
         """Lowest score of each node's ranks."""
+        self.seats = Seats()
+        self.usage = UsageHistory()
         self.health: dict[NodeId, dict[str, HealthResult]] = {}
         """What each node's own checks found last, by the name of the check."""
         self.rounds: list[tuple[Time, RoundNumber]] = []
@@ -66,8 +69,12 @@ class JobHistory:
         self.checkpoints.hear(job, entry, actions)
         if job.membership.round and (not self.rounds or self.rounds[-1][1] != job.membership.round):
             self.rounds.append((entry.at, job.membership.round))
+            if job.world is not None:
+                self.seats.begin_round(job.world, entry.at)
         if isinstance(entry.event, Progress):
             self._progressed(job, entry.at)
+        elif isinstance(entry.event, NodeSampled):
+            self.usage.add(entry.event.node, entry.event.at, entry.event.usage)
         elif isinstance(entry.event, CoordinatorRestarted):
             self.coordinators += 1
         elif isinstance(entry.event, HealthFound):

@@ -295,6 +295,7 @@ def nodes(follower: Follower) -> dict[str, Any]:
     for row in rankmap.nodes(job):
         series = history.scores.get(row.node)
         health = history.health.get(row.node, {})
+        usage = history.usage.nodes.get(row.node)
         found.append(
             {
                 "node": row.node,
@@ -305,7 +306,7 @@ def nodes(follower: Follower) -> dict[str, Any]:
                 "warm": row.warm,
                 "health": to_builtins(list(health.values())),
                 "score": [] if series is None else series.points(),
-                "usage": [],
+                "usage": [] if usage is None else [[at, *one] for at, one in usage.points()],
                 "cordoned": excluded.get(row.host),
             }
         )

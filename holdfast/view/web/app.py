@@ -26,6 +26,7 @@ from starlette.routing import Route
 from holdfast.errors import HoldfastError, JobError
 from holdfast.messages.wire import AskWhy, Why
 from holdfast.view.history.timeline import Fold
+from holdfast.view.metrics.text import OPENMETRICS, PLAIN, accepted, metrics_text
 from holdfast.view.web import answers, evidence
 from holdfast.view.web.actions import ACTIONS, act
 from holdfast.view.web.events import stream
@@ -73,6 +74,7 @@ class WebApp:
             Route("/", self._page("index.html" if self._only is None else "job.html")),
             Route("/job/{job}", self._page("job.html")),
             Route("/static/{path:path}", self._static),
+            Route("/metrics", _caught(self._metrics)),
             Route("/api/session", _caught(self._session)),
             Route("/api/jobs", _caught(self._jobs)),
             Route(f"{job}/now", _caught(self._now)),
@@ -119,6 +121,20 @@ class WebApp:
         job = await self.jobs.get(remote.name)
         known = job.follower
         return _json([answers.summary(known.job, known.now, known.alive)])
+
+    async def _metrics(self, request: Request) -> Response:
+        """The metrics of the job that is shown, or of all that run; see `holdfast metrics`."""
+        remote = self.jobs.remote
+        names = [self._only or (remote.name if remote is not None else "")]
+        if not names[0]:
+            listed = await asyncio.to_thread(self._list.read)
+            over = ("ended", "lost", "unreadable")
+            names = [one["job"] for one in listed if one["state"] not in over]
+        jobs = [await self.jobs.get(name) for name in names]
+        openmetrics = accepted(request.headers.get("accept", ""))
+        read = [job.follower for job in jobs if not job.follower.behind]
+        content = metrics_text(*read, openmetrics=openmetrics)
+        return Response(content, media_type=OPENMETRICS if openmetrics else PLAIN)
 
     async def _now(self, request: Request) -> Response:
         return await self._answer(request, WatchedJob.told_now)

@@ -99,11 +99,13 @@ class WatchedJob:
     async def _keep_up(self) -> None:
         alive = self.follower.alive
         while True:
+            behind = self.follower.behind
             try:
                 news = self.follower.catch_up(SLICE_S)
                 trouble = None
             except HoldfastError as error:  # A damaged journal: the page says so, and others go on.
                 news, trouble = False, str(error)
+            news = news or behind != self.follower.behind
             if news or trouble != self.trouble or self.follower.alive != alive:
                 alive, self.trouble = self.follower.alive, trouble
                 self._tell()

@@ -1,0 +1,118 @@
+"""A Ray cluster loses a host: how long until all ranks step again, with a spare and without.
+
+    python bench/modes/ray_nodes.py [TRIES]
+
+The cluster is a real one of three hosts on this machine (`tests/engines/ray_cluster.py`); the host of a
+node that trains is killed with all its processes. With a spare, the time runs from there. Without one,
+it runs from the moment at which Ray has another host, since Ray alone can provide that. The script
+takes steps of 10 ms without torch, so that what is measured is Ray and Holdfast.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+
+from e2e.harness import TRAINER, Run
+from engines.ray_cluster import RayCluster
+
+UP = (sys.executable, "-m", "holdfast", "up", "--on", "ray")
+
+
+def measure(tries: int) -> dict[str, Any]:
+    """Seconds from the loss (with a spare) or the new host (without) to a step of all ranks."""
+    found: dict[str, list[float]] = {"spare": [], "no spare": []}
+    with RayCluster(3) as cluster:
+        for _ in range(tries):
+            found["spare"].append(_with_spare(cluster))
+            found["no spare"].append(_without(cluster))
+    return {
+        name: {"median_s": statistics.median(times), "tries_s": times}
+        for name, times in found.items()
+    }
+
+
+def _with_spare(cluster: RayCluster) -> float:
+    run = _start(cluster, "--nodes", "2", "--spares", "1")
+    try:
+        _steps(run, 2, 1)
+        run.until(lambda job: len(job.membership.waiting) == 1, "a spare")
+        cluster.kill_node(_host(run))
+        began = time.monotonic()
+        _steps(run, 2, 2)
+        took_s = time.monotonic() - began
+        cluster.add_node()
+        return round(took_s, 3)
+    finally:
+        _end(run)
+
+
+def _without(cluster: RayCluster) -> float:
+    run = _start(cluster, "--nodes", "3")
+    try:
+        _steps(run, 3, 1)
+        request = _placed(run)[0].request
+        cluster.kill_node(_host(run))
+        position, again = int(request.partition("-")[0]), f"{request.partition('-')[0]}-2"
+        run.until(
+            lambda job: (
+                job.supply.positions[position].request == again
+                and job.supply.positions[position].status == "pending"
+            ),
+            "Ray to notice",
+        )
+        cluster.add_node()
+        began = time.monotonic()
+        _steps(run, 3, 2)
+        return round(time.monotonic() - began, 3)
+    finally:
+        _end(run)
+
+
+def _start(cluster: RayCluster, *flags: str) -> Run:
+    run = Run(Path(tempfile.mkdtemp(prefix="ray-bench-")))
+    own = {k: v for k, v in run.env.items() if k.startswith("HOLDFAST_")}
+    run.env = {**cluster.env, **own, "HOLDFAST_RAY_CPUS": "2"}
+    return run.train(*flags, script=TRAINER, nproc=1, command=UP)
+
+
+def _placed(run: Run) -> list[Any]:
+    job = run.peek()
+    assert job is not None
+    return [one.spec for one in job.membership.placed.values()]
+
+
+def _host(run: Run) -> str:
+    return str(_placed(run)[0].host)
+
+
+def _steps(run: Run, nodes: int, round: int) -> None:
+    run.until(
+        lambda job: (
+            job.membership.round >= round
+            and job.world is not None
+            and len(job.world.places) == nodes
+            and job.state.name == "running"
+            and not job.unstepped
+        ),
+        f"steps of {nodes} nodes",
+    )
+
+
+def _end(run: Run) -> None:
+    run.end()
+    try:
+        run.code()
+    finally:
+        run.close()
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(int(sys.argv[1]) if len(sys.argv) > 1 else 3), indent=1))

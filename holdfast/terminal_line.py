@@ -1,0 +1,248 @@
+"""Keeps one line at the bottom of a terminal that several processes write to.
+
+The terminal of `holdfast run` has many writers: the launcher, the coordinator and the agents log to it,
+and each agent's console writes what its ranks print. None of them may wait for another, and any of them
+may be killed at any moment. So there is no owner of the terminal and no lock, but a rule:
+
+    Each write is one system call, consists of whole lines, and begins with AWAY, which erases what is
+    below the cursor. Whoever draws the line leaves the cursor where it was: in the first column of the
+    row that the line is drawn in.
+
+The kernel writes a call's bytes to a terminal in one piece. So between two writes the cursor is always
+in the first column, in a row that is empty or begins the line; whatever comes next erases it, and no
+order of writes can mix a line of output with it. There is no scroll region, no alternate screen, no
+hidden cursor: a process that is killed leaves a line that the next output erases, and nothing else.
+While the line is drawn, wrapping is off, so one that is too wide for a window that just became narrower
+is cut off by the terminal; the cursor and the script's colours are saved before and restored after.
+
+The texts are in a *line page*, a small file in the job's home that all these processes open. A viewer
+(`view/statusline.py`) writes the line there and draws it once or twice a second; a console reads it
+when it has something to show, and draws it again after that in the same call, so that the line does
+not flicker however fast the output is. Output never waits for the viewer, and without a text there is
+no line. A console puts the progress bar of a rank there too: what a script has written after a carriage
+return, which is shown above the line until it ends.
+
+A script that moves the cursor up and down draws on the terminal itself, and there is no row that the
+line could have. The line goes and does not come back: see `is_drawing`.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import re
+import struct
+import sys
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+AWAY = b"\r\x1b[J"
+"""To the first column; erase from there to the end of the screen."""
+_SAVE, _RESTORE = b"\x1b7", b"\x1b8"
+_NO_WRAP, _WRAP = b"\x1b[?7l", b"\x1b[?7h"
+_PLAIN = b"\x1b[0m"
+_ROOM_FOR_TWO = b"\r\n\x1b[A"
+_DRAWING = re.compile(rb"\x1b(?:\[[0-9;?]*[ABEFHJLMSTdfhlrsu]|[78DEMc])")
+"""Escape sequences that move the cursor to another row, erase other rows or change how it moves."""
+
+FIELD_BYTES = 1024
+_HEADER = struct.Struct("=IH")
+_MOST = FIELD_BYTES - _HEADER.size
+_LINE_AT, _BAR_AT, _ASIDE_AT = 0, FIELD_BYTES, 2 * FIELD_BYTES
+_PAGE_BYTES = 2 * FIELD_BYTES + 8
+
+
+def is_drawing(output: bytes) -> bool:
+    """Return whether output moves the cursor between rows, as a script does that draws a screen."""
+    return b"\x1b" in output and _DRAWING.search(output) is not None
+
+
+class LinePage:
+    """The texts of the line and of the bar above it, shared by processes of a job on one machine.
+
+    It is read and written by system calls, not mapped: a file system that fails must cost the line, not
+    a process. A text that is being written has a wrong checksum, and reads as none."""
+
+    def __init__(self, path: Path, *, create: bool = False) -> None:
+        """Raises OSError."""
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_TRUNC if create else 0)
+        self._fd = os.open(path, flags, 0o600)
+        if create:
+            os.pwrite(self._fd, bytes(_PAGE_BYTES), 0)
+
+    @property
+    def line(self) -> bytes:
+        return self._read(_LINE_AT)
+
+    @line.setter
+    def line(self, text: bytes) -> None:
+        self._write(_LINE_AT, text)
+
+    @property
+    def bar(self) -> bytes:
+        return self._read(_BAR_AT)
+
+    @bar.setter
+    def bar(self, text: bytes) -> None:
+        self._write(_BAR_AT, text)
+
+    @property
+    def stands_aside(self) -> bool:
+        """Whether a script draws on the terminal itself."""
+        return self._pread(_ASIDE_AT, 1) != b"\0"
+
+    def stand_aside(self) -> None:
+        self._pwrite(_ASIDE_AT, b"\1")
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _read(self, at: int) -> bytes:
+        field = self._pread(at, FIELD_BYTES)
+        if len(field) < _HEADER.size:
+            return b""
+        checksum, size = _HEADER.unpack_from(field)
+        text = field[_HEADER.size : _HEADER.size + size]
+        return text if size and zlib.crc32(text) == checksum else b""
+
+    def _write(self, at: int, text: bytes) -> None:
+        text = text[:_MOST]
+        self._pwrite(at, _HEADER.pack(zlib.crc32(text), len(text)) + text)
+
+    def _pread(self, at: int, size: int) -> bytes:
+        try:
+            return os.pread(self._fd, size, at)
+        except OSError:
+            return b""
+
+    def _pwrite(self, at: int, data: bytes) -> None:
+        try:
+            os.pwrite(self._fd, data, at)
+        except OSError:
+            pass
+
+
+class TerminalLine:
+    """The line as one process sees it."""
+
+    def __init__(self, page: LinePage) -> None:
+        self.page = page
+        self._fds = frozenset(fd for fd in (1, 2) if _on_terminal_of_errors(fd))
+
+    def is_on(self, fd: int) -> bool:
+        """Return whether what is written to this descriptor shares the terminal with the line."""
+        return fd in self._fds and bool(self.page.line) and not self.page.stands_aside
+
+    def around(self, fd: int, lines: bytes) -> bytes:
+        """Return what to write, in one call, so that whole lines appear above the line."""
+        if not self.is_on(fd):
+            return lines
+        if is_drawing(lines):
+            self.page.stand_aside()
+            return AWAY + lines
+        return AWAY + lines + self.drawn()
+
+    def drawn(self) -> bytes:
+        """Return what draws the line, with the bar above it if there is one."""
+        line, bar = self.page.line, self.page.bar
+        if not line or self.page.stands_aside:
+            return b""
+        room, above = (_ROOM_FOR_TWO, bar + b"\r\n") if bar else (b"", b"")
+        return room + _SAVE + _NO_WRAP + above + _PLAIN + line + _PLAIN + _WRAP + _RESTORE
+
+    def show(self) -> None:
+        """Draw the line anew."""
+        if self.is_on(2) and (drawn := self.drawn()):
+            write_at_once(2, AWAY + drawn)
+
+    def take_away(self) -> None:
+        """Erase the line and show it no more."""
+        was_on = self.is_on(2)
+        self.page.line = b""
+        if was_on:
+            write_at_once(2, AWAY)
+
+
+def write_at_once(fd: int, data: bytes) -> None:
+    """Write to a terminal in one call; what it does not take is lost."""
+    try:
+        os.write(fd, data)
+    except OSError:
+        pass  # The terminal is gone, or takes nothing now.
+
+
+def _on_terminal_of_errors(fd: int) -> bool:
+    """Return whether a descriptor is a terminal, the same one as standard error."""
+    try:
+        return os.isatty(2) and os.isatty(fd) and os.fstat(fd).st_rdev == os.fstat(2).st_rdev
+    except OSError:
+        return False
+
+
+def is_capable(environ: Mapping[str, str]) -> bool:
+    """Return whether standard error is a terminal that can show a line."""
+    return os.isatty(2) and environ.get("TERM", "dumb") not in ("", "dumb")
+
+
+def found(path: Path) -> TerminalLine | None:
+    """Return the line of the terminal that this process writes to, if its job has one."""
+    if not os.isatty(2):
+        return None
+    try:
+        return TerminalLine(LinePage(path))
+    except OSError:
+        return None
+
+
+@contextmanager
+def kept_clear(line: TerminalLine | None) -> Iterator[None]:
+    """Have what this process and those it forks print and log erase the line first."""
+    if line is None:
+        yield
+        return
+    before, clearing = sys.stderr, ClearingStream(sys.stderr, line)
+    sys.stderr = clearing
+    _log_to(before, clearing)
+    try:
+        yield
+    finally:
+        _log_to(clearing, before)
+        sys.stderr = before
+
+
+def _log_to(before: object, now: object) -> None:
+    for one in logging.getLogger().handlers:
+        if isinstance(one, logging.StreamHandler) and one.stream is before:
+            one.setStream(now)
+
+
+class ClearingStream(io.TextIOBase):
+    """Standard error of a process that shares its terminal with the line: each line that is printed
+    erases it first. The viewer draws it again."""
+
+    def __init__(self, under: TextIO, line: TerminalLine) -> None:
+        self._under, self._line = under, line
+        self._begins = True
+
+    def write(self, text: str) -> int:
+        if self._begins and text and self._line.is_on(2):
+            self._under.write(AWAY.decode())
+        self._under.write(text)
+        self._begins = text.endswith("\n") if text else self._begins
+        return len(text)
+
+    def flush(self) -> None:
+        self._under.flush()
+
+    def fileno(self) -> int:
+        return self._under.fileno()
+
+    def isatty(self) -> bool:
+        return self._under.isatty()
+
+    def writable(self) -> bool:
+        return True

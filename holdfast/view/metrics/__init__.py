@@ -1,0 +1,1 @@
+"""Shows a job as numbers, for Prometheus and for OpenTelemetry."""

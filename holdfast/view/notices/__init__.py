@@ -1,0 +1,1 @@
+"""Sends notices of a job's incidents and of its end to webhooks and commands."""

@@ -1,0 +1,1 @@
+"""Puts a job on one page, to be read, mailed or attached to a ticket."""

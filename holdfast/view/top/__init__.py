@@ -1,0 +1,1 @@
+"""Shows where a job is now, in a terminal: `holdfast top`."""

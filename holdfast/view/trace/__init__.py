@@ -1,0 +1,1 @@
+"""Draws a job as a file that Perfetto and chrome://tracing open."""

@@ -1,0 +1,80 @@
+// Nodes: health, speed and use of each. Trouble comes first; a search finds any of thousands.
+
+import { get, path } from "./api.js";
+import { el, fill, pill } from "./dom.js";
+import { bytes, count, number, plural } from "./format.js";
+import { spark } from "./spark.js";
+
+const SHOWN = 50;
+const REFRESH_MS = 4000;
+const SORTS = { Trouble: (node) => -trouble(node), Node: (node) => node.host + node.node, "Score": (node) => last(node.score) ?? 2 };
+
+export function nodesView(page) {
+  const search = el("input", { type: "search", placeholder: "Search node or host", "aria-label": "Search nodes", oninput: () => { shown = SHOWN; render(); } });
+  const sort = el("select", { "aria-label": "Order", onchange: () => render() }, Object.keys(SORTS).map((name) => el("option", { value: name }, `By ${name.toLowerCase()}`)));
+  const summary = el("span", { class: "muted", role: "status" });
+  const body = el("tbody");
+  const more = el("button", { type: "button", onclick: () => { shown += SHOWN * 4; render(); } }, "Show more");
+  const foot = el("p", { class: "empty" }, more);
+  const root = el("section", { class: "card", "aria-label": "Nodes" },
+    el("div", { class: "bar tools" }, search, sort, summary),
+    el("div", { class: "flush" }, el("table", { class: "nodes" }, el("caption", { class: "sr" }, "Nodes of the job"),
+      el("thead", {}, el("tr", {}, ["Node", "State", "Health", "Score", "CPU", "Memory", "GPU", "Network"].map((name) => el("th", { scope: "col" }, name)))), body)),
+    foot);
+  let nodes = [], asked = 0, shown = SHOWN;
+
+  async function load() {
+    asked = performance.now();
+    nodes = (await get(path(page.job, "nodes"))).nodes;
+    render();
+  }
+  function render() {
+    const wanted = search.value.trim().toLowerCase(), key = SORTS[sort.value];
+    const found = nodes.filter((node) => `${node.node} ${node.host}`.toLowerCase().includes(wanted))
+      .map((node) => [key(node), node]).sort(([a], [b]) => (a < b ? -1 : a > b ? 1 : 0)).map(([, node]) => node);
+    fill(body, found.slice(0, shown).map(row));
+    const bad = nodes.filter((node) => trouble(node) > 0).length;
+    fill(summary, `${plural(nodes.length, "node")}, ${bad ? `${count(bad)} with trouble` : "none with trouble"}`);
+    foot.hidden = found.length <= shown;
+  }
+  const ready = load().catch((error) => fill(summary, error.message));
+  return {
+    root, ready, refresh: () => load().catch(() => {}),
+    update() { if (!page.over() && performance.now() - asked > REFRESH_MS && !body.contains(document.activeElement)) load().catch(() => {}); },
+  };
+}
+
+const last = (series) => series?.at(-1)?.[1] ?? null;
+const failed = (node) => (node.health ?? []).filter((check) => check.verdict === "fail");
+
+function trouble(node) {
+  const score = last(node.score);
+  return (node.cordoned ? 100 : 0) + failed(node).length * 10 + (score !== null && score < 0.8 ? 5 : 0);
+}
+
+function row(node) {
+  const score = last(node.score);
+  return el("tr", {},
+    el("th", { scope: "row" }, node.host, el("div", { class: "muted" }, node.node)),
+    el("td", {}, pill(node.state, node.state === "placed" ? "good" : ""), node.cordoned && el("div", {}, pill("cordoned", "bad"), ` ${node.cordoned}`)),
+    el("td", {}, health(node)),
+    el("td", {}, el("div", { class: "use" }, spark(node.score ?? [], { least: 0, most: 1, tone: score !== null && score < 0.8 ? "var(--warn)" : undefined }),
+      el("span", { class: score !== null && score < 0.8 ? "warn" : "" }, number(score)))),
+    [1, 2, 3].map((column) => el("td", {}, use(node, column))),
+    el("td", {}, use(node, 4)));
+}
+
+function health(node) {
+  const checks = node.health ?? [];
+  if (!checks.length) return el("span", { class: "muted" }, "nothing found");
+  const found = checks.filter((check) => check.verdict !== "pass");
+  if (!found.length) return pill(`✓ ${plural(checks.length, "check")}`, "good");
+  return found.map(({ check, verdict, reason }) => el("div", {}, verdict === "fail" ? pill(`✗ ${check}`, "bad") : pill(`! ${check}`, "warn"), ` ${reason}`));
+}
+
+function use(node, column) {
+  const series = (node.usage ?? []).map((sample) => [sample[0], sample[column]]).filter(([, value]) => value !== null && value !== undefined);
+  if (!series.length) return el("span", { class: "muted" }, "–");
+  const value = series.at(-1)[1], network = column === 4;
+  return el("div", { class: "use" }, spark(series, network ? { least: 0 } : { least: 0, most: 1 }), el("span", {}, network ? `${bytes(Math.round(value))}/s` : `${(value * 100).toFixed(0)} %`));
+}

@@ -1,0 +1,170 @@
+"""Notices of real jobs: a killed rank, a job that gives up, a launcher that is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from .harness import Run, wait_for
+
+SECRET = "T000-very-secret"
+
+
+class Hook:
+    """A webhook; while it hangs it takes requests and answers none."""
+
+    def __init__(self) -> None:
+        self.told: list[dict[str, Any]] = []
+        self.hangs = threading.Event()
+        hook = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                while hook.hangs.is_set():
+                    time.sleep(0.02)
+                hook.told.append(json.loads(body))
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None: ...
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}/{SECRET}"
+
+    def kinds(self) -> list[str]:
+        return [one["kind"] for one in self.told]
+
+
+@pytest.fixture
+def hook() -> Iterator[Hook]:
+    found = Hook()
+    yield found
+    found.hangs.clear()
+    found.server.shutdown()
+    found.server.server_close()
+
+
+def test_a_killed_rank_and_the_end_are_told_to_a_webhook_and_to_a_command(
+    run: Run, hook: Hook
+) -> None:
+    run.train("--notify", hook.url, "--notify", "sh -c 'cat >> told; echo >> told'")
+    run.until_stepping()
+    run.kill_rank(1)
+    wait_for(lambda: "incident" in hook.kinds(), "the notice of the incident")
+    run.end()
+    assert run.code() == 0
+    incident, end = [one for one in hook.told if one["kind"] in ("incident", "finished")]
+    assert "rank 1" in incident["text"]
+    assert "back in" in incident["text"]
+    assert incident["incidents"][0]["lost_s"] > 0
+    assert end["text"].startswith(f"job {run.job} finished: ")
+    assert end["exit_code"] == 0
+    lines = (run.folder / "told").read_text().splitlines()
+    assert [json.loads(line)["kind"] for line in lines] == hook.kinds()
+    for text in (run.err, run.out):
+        assert SECRET not in text
+    run.assert_nobody_left()
+
+
+def test_a_script_does_not_see_the_secret(run: Run, hook: Hook) -> None:
+    script = "import os; print('seen', [n for n, v in os.environ.items() if 'secret' in v])"
+    run.train(script=script, env={"HOLDFAST_NOTIFY": hook.url})
+    assert run.code() == 0
+    assert "seen []" in run.out
+    assert hook.kinds() == ["finished"]
+
+
+def test_a_job_that_gives_up_says_why(run: Run, hook: Hook) -> None:
+    run.train("--notify", hook.url, "--max-restarts", "0", script="raise ValueError('no good')")
+    assert run.code() != 0
+    end = hook.told[-1]
+    assert end["kind"] == "failed"
+    assert "ValueError" in end["text"]
+
+
+def test_the_end_is_told_though_the_coordinator_is_killed_again_and_again(
+    run: Run, hook: Hook
+) -> None:
+    run.train("--notify", hook.url)
+    run.until_stepping()
+    os.kill(run.coordinator(), signal.SIGKILL)
+    run.until(lambda job: job.highest > 200, "training without a break")
+    sender = wait_for(lambda: run._child("holdfast-notes"), "the sender")
+    os.kill(sender, signal.SIGKILL)
+    wait_for(lambda: run._child("holdfast-notes") not in (None, sender), "another sender")
+    run.end()
+    assert run.code() == 0
+    assert hook.kinds()[-1] == "finished"
+
+
+def test_a_launcher_that_is_killed_is_told_as_a_lost_job(run: Run, hook: Hook) -> None:
+    run.train("--notify", hook.url)
+    run.until_stepping()
+    wait_for(lambda: run._child("holdfast-notes"), "the sender")
+    os.kill(run.pid, signal.SIGKILL)
+    wait_for(lambda: "lost" in hook.kinds(), "the last notice")
+    assert run.process is not None
+    run.process.wait()
+    run.assert_nobody_left()
+
+
+def test_a_webhook_that_hangs_delays_the_end_by_a_limit_and_nothing_else(
+    run: Run, hook: Hook
+) -> None:
+    hook.hangs.set()
+    run.train("--notify", hook.url, args=("100",))
+    began = time.monotonic()
+    assert run.code() == 0
+    assert time.monotonic() - began < 60
+    assert run.ask("goodput")["wall_s"] < 30
+    run.assert_nobody_left()
+
+
+def test_a_second_signal_ends_the_wait_for_the_last_notice(run: Run, hook: Hook) -> None:
+    hook.hangs.set()
+    run.train("--notify", hook.url)
+    run.until_stepping()
+    sender = wait_for(lambda: run._child("holdfast-notes"), "the sender")
+    os.kill(run.pid, signal.SIGTERM)
+    wait_for(lambda: (job := run.peek()) is not None and job.result is not None, "the job's end")
+    wait_for(lambda: run._child("holdfast-agent") is None, "the agent's end")
+    os.kill(run.pid, signal.SIGTERM)
+    began = time.monotonic()
+    run.code()
+    assert time.monotonic() - began < 8
+    assert not os.path.exists(f"/proc/{sender}")
+
+
+@pytest.mark.parametrize(
+    ("target", "why"),
+    [
+        ("no-such-command --now", "no-such-command: no such command"),
+        (f"ftp://host/{SECRET}", "only http:// and https://"),
+        (f"http:///{SECRET}", "has no host"),
+    ],
+)
+def test_a_target_that_cannot_work_is_refused_before_the_job_starts(
+    run: Run, target: str, why: str
+) -> None:
+    run.train("--notify", target)
+    assert run.code() == 2
+    assert why in run.err
+    assert SECRET not in run.err
+
+
+def test_config_does_not_show_the_secret(run: Run, hook: Hook) -> None:
+    run.start_raw([sys.executable, "-m", "holdfast", "config", "--notify", hook.url, "--json"])
+    assert run.code() == 0
+    assert SECRET not in run.out

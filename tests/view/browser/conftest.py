@@ -1,0 +1,73 @@
+"""One browser for all tests; for each test a fresh profile, and no error on its console.
+
+Where chromium or playwright is missing the tests are skipped and say so; `make test-browser` installs
+both.
+Pictures of every view stay in `.browser/pictures` after a run, to be looked at.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .pretend import WEEK_S, PretendJob, PretendServer
+from .sight import Sight
+
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--enable-precise-memory-info",
+]
+PICTURES = Path(__file__).parents[3] / ".browser" / "pictures"
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Any]:
+    path = shutil.which("chromium")
+    if path is None:
+        pytest.skip("chromium is not installed; `make test-browser` installs it (as root)")
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed; `make test-browser` installs it"
+    )
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=path, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def sight(chromium: Any) -> Iterator[Sight]:
+    """A window of 1440 × 900; errors on its console fail the test."""
+    context = chromium.new_context(viewport={"width": 1440, "height": 900}, color_scheme="light")
+    sight = Sight(context.new_page(), PICTURES)
+    yield sight
+    context.close()
+    assert sight.errors == []
+
+
+@pytest.fixture
+def small(sight: Sight) -> Iterator[PretendServer]:
+    """A job of 32 ranks in which ranks are in every state that there is."""
+    server = PretendServer(PretendJob("small", 4, 8, 7200.0, 9)).start()
+    yield server
+    sight.leave()
+    server.stop()
+
+
+@pytest.fixture
+def giant(sight: Sight) -> Iterator[PretendServer]:
+    """10,000 ranks, 1,000 incidents, 7 days."""
+    server = PretendServer(PretendJob("giant", 1250, 8, WEEK_S, 1000)).start()
+    yield server
+    sight.leave()
+    server.stop()
