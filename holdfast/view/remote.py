@@ -119,10 +119,10 @@ class RemoteJournal:
                 self._wake()
 
     def _note(self, alive: bool, trouble: str | None) -> None:
+        self.trouble = trouble
         if alive != self._alive:
             self._alive = alive
             self._wake()
-        self.trouble = trouble
 
     def _wake(self) -> None:
         if self._loop is not None and not self._loop.is_closed():
