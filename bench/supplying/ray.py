@@ -1,6 +1,4 @@
-"""A Ray cluster loses a host: how long until all ranks step again, with a spare and without.
-
-    python bench/modes/ray_nodes.py [TRIES]
+"""Ray: how long until all ranks step again after a host is lost, with a spare and without.
 
 The cluster is a real one of three hosts on this machine (`tests/engines/ray_cluster.py`); the host of a
 node that trains is killed with all its processes. With a spare, the time runs from there. Without one,
@@ -10,8 +8,6 @@ takes steps of 10 ms without torch, so that what is measured is Ray and Holdfast
 
 from __future__ import annotations
 
-import json
-import statistics
 import sys
 import tempfile
 import time
@@ -21,22 +17,27 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from e2e.harness import TRAINER, Run
+from engines import ray_cluster
 from engines.ray_cluster import RayCluster
+from harness.setting import Setting, say
+
+from supplying.lines import Line, Skipped
 
 UP = (sys.executable, "-m", "holdfast", "up", "--on", "ray")
 
 
-def measure(tries: int) -> dict[str, Any]:
-    """Seconds from the loss (with a spare) or the new host (without) to a step of all ranks."""
-    found: dict[str, list[float]] = {"spare": [], "no spare": []}
+def run(setting: Setting) -> list[Line]:
+    why = ray_cluster.missing()
+    if why is not None:
+        raise Skipped(why)
+    spare = Line("ray", "host lost, a spare takes its place", goal=3.0)
+    asked = Line("ray", "Ray has another host -> all ranks step", goal=5.0)
     with RayCluster(3) as cluster:
-        for _ in range(tries):
-            found["spare"].append(_with_spare(cluster))
-            found["no spare"].append(_without(cluster))
-    return {
-        name: {"median_s": statistics.median(times), "tries_s": times}
-        for name, times in found.items()
-    }
+        for _ in range(setting.tries):
+            spare.values.append(_with_spare(cluster))
+            asked.values.append(_without(cluster))
+            say(f"ray: {spare.values[-1]:.3f} s with a spare, {asked.values[-1]:.3f} s without")
+    return [spare, asked]
 
 
 def _with_spare(cluster: RayCluster) -> float:
@@ -112,7 +113,3 @@ def _end(run: Run) -> None:
         run.code()
     finally:
         run.close()
-
-
-if __name__ == "__main__":
-    print(json.dumps(measure(int(sys.argv[1]) if len(sys.argv) > 1 else 3), indent=1))
