@@ -17,7 +17,7 @@ import pytest
 from holdfast.jobhome import JobFile, JobHome
 from holdfast.messages.endnote import EndNote
 from holdfast.messages.wire import AskStatus, AskStop, StatusTold, StopTaken
-from holdfast.wire.visitors import ask_at
+from holdfast.wire.visitors import Coordinates, ask_at
 
 from .harness import wait_for
 
@@ -45,12 +45,12 @@ class Alone:
 
     def status(self) -> StatusTold:
         at = self.listens()
-        return ask_at(NAME, (at.host, at.port), at.token, AskStatus(), StatusTold)
+        return ask_at(Coordinates(NAME, at.host, at.port, at.token), AskStatus(), StatusTold)
 
     def stop(self, code: int) -> None:
         at = self.home.read_job_file()
         question = AskStop(code=code, reason="enough")
-        ask_at(NAME, (at.host, at.port), at.token, question, StopTaken)
+        ask_at(Coordinates(NAME, at.host, at.port, at.token), question, StopTaken)
 
     def code(self) -> int:
         return self.process.wait(60.0)

@@ -35,7 +35,7 @@ def a_job(light=False, **more) -> Cluster:
     settings |= {"faults": "none", "check": "every", "step_s": 0.1, "inprocess": True}
     cluster = Cluster(SimSettings(seed=1, light=light, **settings))
     for host in cluster.hosts:
-        cluster._boot(host)
+        cluster.boot(host)
     cluster._run_until(START + 30)
     assert look.unstepped(cluster.coordinator.job) == 0
     return cluster

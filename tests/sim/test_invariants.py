@@ -79,7 +79,7 @@ def test_a_pause_that_is_booked_as_training_is_noticed(monkeypatch):
         aside(ledger, rank, "productive" if cause == "other" else cause, took_s, until)
 
     monkeypatch.setattr(books, "_book_aside", generous)
-    noticed("productive")
+    noticed("productive", first=60)
 
 
 def test_an_edited_world_is_noticed(handler):
