@@ -6,6 +6,7 @@ import importlib
 import multiprocessing
 import os
 import socket
+import subprocess
 import sys
 import time
 import traceback
@@ -72,11 +73,22 @@ def end_world(ranks: Sequence[multiprocessing.Process]) -> list[int | None]:
     try:
         for process in ranks:
             process.join(max(0.0, until - time.monotonic()))
+        for process in ranks:
+            if process.exitcode is None:
+                _show_stacks(process)
         return [process.exitcode for process in ranks]
     finally:
         for process in ranks:
             process.kill()
             process.join()
+
+
+def _show_stacks(process: multiprocessing.Process) -> None:
+    """Print where a rank stands that does not end, for the report of the test."""
+    program = Path(sys.executable).parent / "py-spy"
+    command = [str(program), "dump", "--pid", str(process.pid)]
+    said = subprocess.run(command, capture_output=True, text=True, check=False)
+    print(said.stdout or said.stderr, file=sys.stderr)
 
 
 def left_in_shared_memory(pids: Sequence[int | None]) -> list[str]:
