@@ -107,14 +107,13 @@ def test_it_collects_and_every_query_is_sound(prometheus) -> None:
         if not expression.startswith("label_values"):
             query(prometheus, expression.replace("$job", ".*"))
     assert query(prometheus, 'sum by (cause) (holdfast_rank_seconds_total{job=~".*"})')
-    rules = until(
-        lambda: [
-            rule
-            for group in prometheus("/api/v1/rules")["groups"]
-            for rule in group["rules"]
-            if rule["health"] != "unknown"
-        ],
-        "the rules to be evaluated",
-    )
+    rules: list[Any] = []
+
+    def all_evaluated() -> bool:
+        groups = prometheus("/api/v1/rules")["groups"]
+        rules[:] = [rule for group in groups for rule in group["rules"]]
+        return all(rule["health"] != "unknown" for rule in rules)
+
+    until(all_evaluated, "the rules to be evaluated")
     assert all(rule["health"] == "ok" for rule in rules), rules
     assert len(rules) == (DEPLOY / "alerts.yml").read_text().count("- alert:")
