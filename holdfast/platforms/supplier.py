@@ -237,6 +237,8 @@ class Supplier:
                     return
             except PlatformError as error:
                 self._decline(writer, error)
+            except OSError as error:  # The platform's own: writing to the stream raises none.
+                self._decline(writer, PlatformError(f"it failed: {error}"))
             await self._sleep()
 
     async def _sleep(self) -> None:
