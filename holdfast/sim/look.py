@@ -81,7 +81,7 @@ def standing_requests(job: Job) -> Mapping[str, bool]:
 
 def wanted_count(job: Job) -> int:
     """Return how many nodes are wanted of the platform, less what it was given up to ask for."""
-    return job.supply.wanted(job) - len(job.supply.given_up)
+    return job.supply.wanted(job)
 
 
 def given_up(job: Job) -> Mapping[int, str]:

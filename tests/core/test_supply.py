@@ -437,3 +437,15 @@ def test_a_node_of_an_allocation_that_leaves_speaks_for_all_of_it() -> None:
     job.leaving("node-1-1")
     assert job.job.result is not None
     assert job.job.result.code == 75
+
+
+def test_a_position_that_was_given_up_is_not_missing_from_the_minimum() -> None:
+    job = Supplied(
+        min_nodes=2, max_nodes=4, supply=SupplyTerms(relaunches=0, memory_mib=1, pending_s=20.0)
+    )
+    job.see("0-1", "failed", "hardware")
+    assert list(job.job.supply.given_up) == [0]
+    for _ in range(3):
+        job.after(25).tick_all()
+    assert job.job.supply.at_least
+    assert job.job.supply.wanted(job.job) == 2

@@ -298,7 +298,8 @@ def test_a_rank_knows_its_place_in_every_round(run: Run) -> None:
     assert run.code() == 0
     for rank in range(2):
         place = f"{rank} {rank} 2 0 1\n"
-        assert run.log(rank, 1).decode() == f"{place}{run.job} True 1 0\n"
+        told = run.log(rank, 1).decode()  # A rank that is stopped in a barrier may say so.
+        assert told.startswith(f"{place}{run.job} True 1 0\n")
         assert run.log(rank, 2).decode() == f"{place}{run.job} True 2 1\n"
 
 

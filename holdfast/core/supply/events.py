@@ -254,12 +254,16 @@ class SupplyMachine(Supply, Machine):
         return actions
 
     def wanted(self, job: View) -> int:
-        """Count the nodes that are wanted of the platform: others may have come by themselves."""
-        m = job.membership
-        most = m.largest + job.terms.spares
+        """Count the nodes that are wanted of the platform: others may have come by themselves, and
+        what was given up is not asked for."""
+        most = self._possible(job)
         if self.at_least:
-            most = max(1, job.terms.min_nodes)
+            most = min(most, max(1, job.terms.min_nodes))
         return max(0, most - len(self.by_hand))
+
+    def _possible(self, job: View) -> int:
+        """Count the nodes that the job could have if all came."""
+        return job.membership.largest + job.terms.spares - len(self.given_up)
 
     def _released(self, final: bool = False) -> Effects:
         released = tuple(self.to_release)
@@ -302,7 +306,7 @@ class SupplyMachine(Supply, Machine):
                 f"position {critical[0].number} is critical: {self.given_up[critical[0].number]}"
             )
             return [note, EndJob(code=code, reason=reason)]
-        possible = self.wanted(job) - len(self.given_up) + len(self.by_hand)
+        possible = self._possible(job)
         if possible < max(1, job.terms.min_nodes):
             reason = f"at most {possible} of at least {job.terms.min_nodes} nodes can be had: {why}"
             return [note, EndJob(code=code, reason=reason)]

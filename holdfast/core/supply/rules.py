@@ -202,8 +202,8 @@ def plan(
     None if nothing is to be done.
     """
     s.due = None
-    surplus = _take_back(s, wanted - len(s.given_up), placed, now)
-    ask = [_ask(s, number, now) for number in _fillable(s, wanted - len(s.given_up), now)]
+    surplus = _take_back(s, wanted, placed, now)
+    ask = [_ask(s, number, now) for number in _fillable(s, wanted, now)]
     hosts = {**s.cordoned, **avoid}
     released = tuple(s.to_release)
     s.to_release.clear()
