@@ -43,11 +43,11 @@ def run(setting: Setting) -> list[Line]:
 def _with_spare(cluster: RayCluster) -> float:
     run = _start(cluster, "--nodes", "2", "--spares", "1")
     try:
-        _steps(run, 2, 1)
+        run.until_stepping(1, nodes=2)
         run.until(lambda job: len(job.membership.waiting) == 1, "a spare")
         cluster.kill_node(_host(run))
         began = time.monotonic()
-        _steps(run, 2, 2)
+        run.until_stepping(2, nodes=2)
         took_s = time.monotonic() - began
         cluster.add_node()
         return round(took_s, 3)
@@ -58,7 +58,7 @@ def _with_spare(cluster: RayCluster) -> float:
 def _without(cluster: RayCluster) -> float:
     run = _start(cluster, "--nodes", "3")
     try:
-        _steps(run, 3, 1)
+        run.until_stepping(1, nodes=3)
         request = _placed(run)[0].request
         cluster.kill_node(_host(run))
         position, again = int(request.partition("-")[0]), f"{request.partition('-')[0]}-2"
@@ -71,7 +71,7 @@ def _without(cluster: RayCluster) -> float:
         )
         cluster.add_node()
         began = time.monotonic()
-        _steps(run, 3, 2)
+        run.until_stepping(2, nodes=3)
         return round(time.monotonic() - began, 3)
     finally:
         _end(run)
@@ -92,19 +92,6 @@ def _placed(run: Run) -> list[Any]:
 
 def _host(run: Run) -> str:
     return str(_placed(run)[0].host)
-
-
-def _steps(run: Run, nodes: int, round: int) -> None:
-    run.until(
-        lambda job: (
-            job.membership.round >= round
-            and job.world is not None
-            and len(job.world.places) == nodes
-            and job.state.name == "running"
-            and not job.unstepped
-        ),
-        f"steps of {nodes} nodes",
-    )
 
 
 def _end(run: Run) -> None:

@@ -11,15 +11,14 @@ import json
 import os
 import secrets
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from holdfast.cli.flags import given_flags, parse_settings, run_parser
+from holdfast.cli.flags import given_flags, run_parser
+from holdfast.cli.submit import read_job
 from holdfast.cli.up import OWN
 from holdfast.config.schema import Settings
-from holdfast.config.settings import run_settings
 from holdfast.config.values import amount, amounts, one_of
 from holdfast.errors import PlatformError, UsageError
 from holdfast.platforms.ray_job import variables
@@ -73,18 +72,8 @@ def main(argv: Sequence[str]) -> int:
 
 def read(argv: Sequence[str]) -> tuple[RaySubmission, argparse.Namespace]:
     """Read `holdfast submit ray ARGV`: what to submit, and the flags that were parsed."""
-    given, command, parsed = parse_settings(_parser(), argv)
-    for name in (*OWN, "local_addr"):
-        if name in given.said:
-            raise UsageError(
-                f"{given.shown(name)}: the nodes are Ray's actors, which know where they meet; "
-                "leave it out"
-            )
-    # The ranks of a node are counted there: this one may have no GPU.
-    here = {name: said for name, said in given.said.items() if name != "nproc_per_node"}
-    settings = run_settings(Settings(here, given.warnings), command)
-    for warning in settings.warnings:
-        print(f"holdfast submit ray: {warning}", file=sys.stderr)
+    because = "the nodes are Ray's actors, which know where they meet"
+    _, settings, parsed = read_job(_parser(), argv, (*OWN, "local_addr"), because)
     job = settings.job or f"{Path(settings.script).stem}-{secrets.token_hex(3)}"
     terms = settings.terms
     nodes = f"--nodes={terms.min_nodes}:{terms.max_nodes}"

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from holdfast import __version__
-from holdfast.cli.flags import given_flags, parse_settings, run_parser
+from holdfast.cli.flags import given_flags, run_parser
+from holdfast.cli.submit import read_job
 from holdfast.cli.up import NOT_FOR_NODES, OWN
 from holdfast.config.schema import Said, Settings
-from holdfast.config.settings import RunSettings, run_settings
+from holdfast.config.settings import RunSettings
 from holdfast.config.values import job_name, whole_number
 from holdfast.errors import PlatformError, UsageError
 from holdfast.platforms.slurm import AVOIDED
@@ -103,18 +104,9 @@ def main(argv: Sequence[str]) -> int:
 
 def read(argv: Sequence[str]) -> tuple[Submission, argparse.Namespace]:
     """Read `holdfast submit slurm ARGV`: what to submit, and the flags that were parsed."""
-    given, command, parsed = parse_settings(_parser(), argv)
-    for name in (*OWN, "local_addr", "requeued"):
-        if name in given.said:
-            raise UsageError(
-                f"{given.shown(name)}: the batch script starts all nodes, and decides where they "
-                "meet; leave it out"
-            )
-    # The ranks of a node are counted there: this one may have no GPU.
-    here = {name: said for name, said in given.said.items() if name != "nproc_per_node"}
-    settings = run_settings(Settings(here, given.warnings), command)
-    for warning in settings.warnings:
-        print(f"holdfast submit slurm: {warning}", file=sys.stderr)
+    without = (*OWN, "local_addr", "requeued")
+    because = "the batch script starts all nodes, and decides where they meet"
+    given, settings, parsed = read_job(_parser(), argv, without, because)
     flags = given_flags(parsed, NOT_FOR_NODES - {"token_file", "drain"})
     return _submission(settings, given.said, parsed, flags), parsed
 

@@ -211,13 +211,17 @@ class Run:
 
         return wait_for(look, what)
 
-    def until_stepping(self, round: int = 1) -> Job:
-        """Wait until every rank of that round (or a later one) has finished a step."""
+    def until_stepping(self, round: int = 1, nodes: int | None = None) -> Job:
+        """Wait until every rank of that round (or a later one), of so many nodes if that is said, has
+        finished a step."""
         return self.until(
             lambda job: (
-                job.membership.round >= round and job.state.name == "running" and not job.unstepped
+                job.membership.round >= round
+                and job.state.name == "running"
+                and not job.unstepped
+                and (nodes is None or (job.world is not None and len(job.world.places) == nodes))
             ),
-            f"a step of every rank in round {round}",
+            f"a step of every rank in round {round}, nodes: {nodes or 'any'}",
         )
 
     def until_standbys(self, count: int) -> list[int]:

@@ -46,17 +46,7 @@ def kill_node(run: Run, request: str) -> None:
 
 
 def stepping(run: Run, nodes: int, round: int = 1) -> Job:
-    """Wait until all ranks of so many nodes have finished a step in that round or a later one."""
-    return run.until(
-        lambda job: (
-            job.membership.round >= round
-            and job.world is not None
-            and len(job.world.places) == nodes
-            and job.state.name == "running"
-            and not job.unstepped
-        ),
-        f"steps of {nodes} nodes in round {round}",
-    )
+    return run.until_stepping(round, nodes)
 
 
 def test_a_job_runs_to_its_end_on_nodes_that_were_asked_for(run: Run) -> None:

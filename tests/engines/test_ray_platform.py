@@ -89,16 +89,7 @@ def actors(run: Run, cluster: Any) -> list[str]:
 
 
 def stepping(run: Run, nodes: int, round: int = 1) -> Job:
-    return run.until(
-        lambda job: (
-            job.membership.round >= round
-            and job.world is not None
-            and len(job.world.places) == nodes
-            and job.state.name == "running"
-            and not job.unstepped
-        ),
-        f"steps of {nodes} nodes in round {round}",
-    )
+    return run.until_stepping(round, nodes)
 
 
 def hosts(job: Job) -> dict[str, str]:
