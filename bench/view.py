@@ -6,9 +6,10 @@
     view.py --only week              timelines of 10,000 ranks, 1,000 faults and 7 days
     view.py --only giant --hours 2   a simulated job of 10,000 ranks: replay, and each answer of the API
 
-`cost` runs the same real job twice, by turns: 2 ranks that step every 5 ms. While it is looked at, a
-client reads the stream and another asks for `/now` once a second. `week` feeds the bookings of the
-ledger to the timeline as a job of that size would make them, without the events around them.
+`cost` runs one real job, a rank whose step is 5 ms of work, and compares windows of it by turns: alone,
+and looked at by a client of the stream and one that scrapes `/metrics` once a second. `week` feeds the
+bookings of the ledger to the timeline as a job of that size would make them, without the events around
+them.
 """
 
 from __future__ import annotations
@@ -49,19 +50,23 @@ from holdfast.view.web import answers
 from holdfast.view.web.app import encoded
 
 SCRIPT = """
-import os, sys, time
+import sys, time
 import holdfast
-times, n = [], int(sys.argv[1])
-for step in range(1, n + 1):
-    began = time.perf_counter()
-    until = began + 0.005
-    while time.perf_counter() < until:
+def work(turns):
+    for _ in range(turns):
         pass
+turns = 1_000_000
+began = time.perf_counter()
+work(turns)
+turns = int(turns * 0.005 / (time.perf_counter() - began))
+step, steps = 0, open(sys.argv[1], "w", buffering=1 << 16)
+while True:
+    step += 1
+    began, used = time.monotonic(), time.thread_time()
+    work(turns)
     holdfast.progress(step)
-    times.append(time.perf_counter() - began)
-if os.environ["RANK"] == "0":
-    times = sorted(times[len(times) // 5:])
-    print("STEP_MS", 1e3 * times[len(times) // 2], flush=True)
+    ended, used = time.monotonic(), time.thread_time() - used
+    steps.write(f"{ended} {ended - began} {ended - began - used}\\n")
 """
 RANKS, WEEK_S = 10_000, 7 * 86_400.0
 
@@ -109,33 +114,31 @@ def coordinator_pid(launcher: int) -> int | None:
     return None
 
 
-def run_job(home: str, script: Path, name: str, steps: int) -> tuple[float, float]:
-    """Median step in milliseconds, and the coordinator's share of a core."""
-    command = [sys.executable, "-m", "holdfast", "run", "--job", name, "--nproc-per-node", "2"]
+@contextmanager
+def job(home: str, name: str, steps: Path) -> Iterator[int]:
+    """A real job of one rank that steps every 5 ms until it is stopped; its coordinator's pid."""
+    script = Path(home) / "train.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "holdfast", "run", "--job", name, "--nproc-per-node", "1"]
     run = subprocess.Popen(
         [*command, str(script), str(steps)],
-        stdout=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        text=True,
         env=environment(home),
     )
-    began, coordinator, used = time.monotonic(), None, 0.0
-    while run.poll() is None:
-        coordinator = coordinator or coordinator_pid(run.pid)
-        if coordinator is not None:
-            try:
-                used = cpu_s(coordinator)
-            except OSError:
-                pass
-        time.sleep(0.2)
-    assert run.stdout is not None
-    said = re.search(r"STEP_MS ([0-9.]+)", run.stdout.read())
-    assert said is not None, f"the job failed with {run.returncode}"
-    return float(said[1]), used / (time.monotonic() - began)
+    try:
+        while (coordinator := coordinator_pid(run.pid)) is None or not steps.exists():
+            assert run.poll() is None, f"the job failed with {run.returncode}"
+            time.sleep(0.1)
+        yield coordinator
+    finally:
+        run.terminate()
+        run.wait()
 
 
-def look_at(base: str, token: str, name: str) -> list[subprocess.Popen[bytes]]:
-    """A client of the stream, and one that asks once a second, until they are ended."""
+@contextmanager
+def looking(base: str, token: str, name: str) -> Iterator[None]:
+    """A client of the stream, and one that scrapes once a second, until they are ended."""
     code = f"""
 import time, urllib.request
 def get(path):
@@ -149,32 +152,54 @@ while True:
 """
     places = (
         f'[None for line in get("/api/jobs/{name}/stream")]',
-        f'get("/api/jobs/{name}/now").read(); time.sleep(1)',
+        'get("/metrics").read(); time.sleep(1)',
     )
-    return [
+    lookers = [
         subprocess.Popen([sys.executable, "-c", code.replace("PLACE", place)]) for place in places
     ]
+    try:
+        yield
+    finally:
+        for looker in lookers:
+            looker.kill()
+            looker.wait()
 
 
-def cost(steps: int, turns: int) -> None:
+def cost(turns: int) -> None:
+    """Compare windows of one job by turns, without the first seconds of each.
+
+    Time that a rank is kept from running shows what a step's length cannot on a shared machine, where
+    the same work takes some percent more or less from one second to the next."""
+    settle_s, window_s = 4.0, 10.0
+    windows: list[tuple[bool, float, float]] = []
     with tempfile.TemporaryDirectory() as home:
-        script = Path(home) / "train.py"
-        script.write_text(SCRIPT)
-        alone, looked_at = [], []
-        for turn in range(turns):
-            alone.append(run_job(home, script, f"alone{turn}", steps))
-            with page(home) as (base, token, _):
-                lookers = look_at(base, token, f"seen{turn}")
-                try:
-                    looked_at.append(run_job(home, script, f"seen{turn}", steps))
-                finally:
-                    for looker in lookers:
-                        looker.kill()
-                        looker.wait()
-        for name, found in (("alone", alone), ("with a page", looked_at)):
-            step = statistics.median(one[0] for one in found)
-            share = statistics.median(one[1] for one in found)
-            print(f"{name}: step {step:.4f} ms, coordinator {share:.2%} of a core")
+        steps = Path(home) / "steps"
+        with job(home, "seen", steps) as coordinator:
+
+            def window(looked_at: bool) -> None:
+                time.sleep(settle_s)
+                used, began = cpu_s(coordinator), time.monotonic()
+                time.sleep(window_s)
+                windows.append((looked_at, began, (cpu_s(coordinator) - used) / window_s))
+
+            for _ in range(turns):
+                window(looked_at=False)
+                with page(home) as (base, token, _), looking(base, token, "seen"):
+                    window(looked_at=True)
+        lines = [line.split() for line in steps.read_text().splitlines()[:-1]]
+    took = [tuple(map(float, line)) for line in lines]
+    for looked_at, name in ((False, "alone"), (True, "with a page and a scrape each second")):
+        lengths, kept = [], []
+        for began in [at for kind, at, _ in windows if kind == looked_at]:
+            inside = [step for step in took if began <= step[0] < began + window_s]
+            lengths.append(statistics.fmean(step[1] for step in inside) * 1e3)
+            kept.append(statistics.fmean(step[2] for step in inside) * 1e6)
+        shares = [share for kind, _, share in windows if kind == looked_at]
+        print(
+            f"{name}: step {statistics.median(lengths):.3f} ms ({min(lengths):.3f} to"
+            f" {max(lengths):.3f}), of which kept from running {statistics.median(kept):.1f} us"
+            f" ({min(kept):.1f} to {max(kept):.1f}); coordinator {statistics.median(shares):.2%} of a core"
+        )
 
 
 # ---- latency ----
@@ -348,11 +373,10 @@ def main() -> None:
     parser.add_argument("--only", choices=("cost", "latency", "week", "giant"))
     parser.add_argument("--hours", type=float, default=2.0, help="of the giant (2)")
     parser.add_argument("--incidents", type=int, default=1000, help="of the week (1000)")
-    parser.add_argument("--steps", type=int, default=4000, help="of each job of the cost (4000)")
-    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=8, help="pairs of windows of the cost (8)")
     given = parser.parse_args()
     chosen = {
-        "cost": lambda: cost(given.steps, given.turns),
+        "cost": lambda: cost(given.turns),
         "latency": lambda: latency(5),
         "week": lambda: week(given.incidents),
         "giant": lambda: giant(given.hours),

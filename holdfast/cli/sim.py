@@ -13,6 +13,7 @@ from typing import IO, Any, NoReturn
 from holdfast import jobhome
 from holdfast.cli.view import print_json
 from holdfast.coordinator.journal import Journal
+from holdfast.core.replay import JobSnapshot
 from holdfast.errors import UsageError
 from holdfast.jobhome import JobFile
 from holdfast.messages.supply import SupplyTerms
@@ -83,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--min-nodes", type=_positive, help="smallest number of nodes in a round (nine tenths)")
     add("--hours", type=_duration, default=24.0, help="simulated time (24)")
     add("--faults", choices=sorted(SCHEDULES), default="default", help="fault rates")
+    add("--fault-rate", type=_factor, default=1.0, help="how many times as often nodes fail (1)")
     add("--seed", type=int, default=0, help="source of all randomness (0)")
     add("--seeds", metavar="A..B", help="run every seed from A to B")
     add(
@@ -108,6 +110,13 @@ def _duration(text: str) -> float:
     if not 0 < hours < 1e6:
         raise ValueError
     return hours
+
+
+def _factor(text: str) -> float:
+    factor = float(text)
+    if not 0 <= factor < 1e6:
+        raise ValueError
+    return factor
 
 
 def _positive(text: str) -> int:
@@ -148,6 +157,7 @@ def _settings(arguments: argparse.Namespace, seed: int) -> SimSettings:
         hours=arguments.hours,
         slots=arguments.slots,
         faults=arguments.faults,
+        fault_rate=arguments.fault_rate,
         check=arguments.check or usual,
         liveness=arguments.liveness,
         step_s=CHAOS_STEP_S if arguments.faults in ("chaos", "inprocess") else STEP_S,
@@ -164,6 +174,8 @@ def _run(
     cluster = Cluster(settings, file, None if journal is None else journal.append)
     cluster.on_progress = _teller(begun, done, of)
     cluster.run()
+    if journal is not None:
+        _keep_state(cluster, journal)
     if sys.stderr.isatty():
         sys.stderr.write("\r\x1b[K")
     return report.numbers(cluster)
@@ -182,6 +194,15 @@ def _journal(job: str | None) -> Iterator[Journal | None]:
         yield journal
     finally:
         journal.close()
+
+
+def _keep_state(cluster: Cluster, journal: Journal) -> None:
+    """Give the journal a snapshot, as that of any job has one of late."""
+    coordinator = cluster.coordinator
+    if coordinator.job.events == journal.numbered:  # It has not died at the very end.
+        journal.write_snapshot(
+            JobSnapshot(coordinator.job, cluster.clock.now, dict(coordinator.acked))
+        )
 
 
 def _teller(begun: float, done: int, of: int) -> Callable[[Cluster], None] | None:

@@ -76,6 +76,8 @@ class SimSettings:
     hours: float
     slots: int = 8
     faults: str = "default"
+    fault_rate: float = 1.0
+    """How many times as often as `faults` says nodes fail."""
     check: Check = "round"
     liveness: bool = False
     node_unit: int = 1
@@ -210,7 +212,7 @@ class Cluster:
         self.rng = Random(settings.seed)
         self.clock = SimClock()
         self.log = Log(log)
-        self.schedule = SCHEDULES[settings.faults]
+        self.schedule = SCHEDULES[settings.faults].times(settings.fault_rate)
         self.chance = Chance(self.rng, self.schedule)
         self.invariants = Invariants(self, settings.check)
         self.network = Network(self.clock, self.rng, 0.0005, self.schedule.hiccups)

@@ -74,6 +74,14 @@ class Schedule:
     doubled_news: float = 0.0
     """Share of a supplier's messages that come twice."""
 
+    def times(self, factor: float) -> Schedule:
+        """Return a schedule in which nodes and their platform fail so many times as often."""
+        return replace(
+            self,
+            rates={name: factor * rate for name, rate in self.rates.items()},
+            supply_rates={name: factor * rate for name, rate in self.supply_rates.items()},
+        )
+
 
 _BAD_DEPARTURES: tuple[Literal["slowly", "late", "dies", "unfit", "never"], ...] = (
     *("slowly", "slowly", "late", "dies", "unfit", "never"),
@@ -113,9 +121,7 @@ _DEFAULT = Schedule(
 )
 
 _HEAVY = replace(
-    _DEFAULT,
-    rates={name: 10 * rate for name, rate in _DEFAULT.rates.items()},
-    supply_rates={name: 10 * rate for name, rate in _DEFAULT.supply_rates.items()},
+    _DEFAULT.times(10),
     coordinator_crashes=2.0,
     crash_at_close=0.1,
     bad_hosts=0.001,
