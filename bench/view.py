@@ -198,7 +198,8 @@ def cost(turns: int) -> None:
         print(
             f"{name}: step {statistics.median(lengths):.3f} ms ({min(lengths):.3f} to"
             f" {max(lengths):.3f}), of which kept from running {statistics.median(kept):.1f} us"
-            f" ({min(kept):.1f} to {max(kept):.1f}); coordinator {statistics.median(shares):.2%} of a core"
+            f" ({min(kept):.1f} to {max(kept):.1f});"
+            f" coordinator {statistics.median(shares):.2%} of a core"
         )
 
 
@@ -283,7 +284,7 @@ def bookings(incidents: int) -> Iterator[list[Booking]]:
 def week(incidents: int) -> None:
     before, began = rss_mb(), time.monotonic()
     accounts: dict[Rank, Account] = {}
-    timeline, count, taking = Timeline(0.0, accounts), 0, 0.0
+    timeline, count, taking = Timeline.begun(0.0, accounts), 0, 0.0
     for batch in bookings(incidents):
         since = time.process_time()
         timeline.take(batch)

@@ -10,6 +10,7 @@
         nodes/        <request>.json: processes of a node that `holdfast up` started
         imports.json  what its script imports, for standbys; inherited likewise
         notices.json  incidents that notices have told (--notify)
+        history       what viewers have read of the journal, so that the next one need not
         line          status line of the job's terminal, while it runs
         lock          held by the launcher or coordinator while the job runs
 
@@ -69,6 +70,7 @@ class JobHome:
         self.memories = path / "pauses.json"
         self.imports = path / "imports.json"
         self.nodes = path / "nodes"
+        self.history = path / "history"
         self.line = path / "line"
         self.notices = path / "notices.json"
         self._job_file = path / "job.json"

@@ -148,6 +148,10 @@ class Following:
         self.snapshot = None
         self._skipped.clear()
 
+    def go_on_from(self, snapshot: JobSnapshot) -> None:
+        """Take in what comes after this state."""
+        self.snapshot = snapshot
+
     def take(self, entries: Iterable[Entry]) -> bool:
         """Take the next events in; False if all events are to be given again, from the first one."""
         for entry in entries:

@@ -9,7 +9,10 @@ another machine (`view.remote`). A source may turn into that of another job: a j
 started anew, and its journal took the place of the old one. Then everything begins again.
 
 A journal is replayed from its first event, because a snapshot has no history. That of a large job takes
-a while, so `catch_up` can be given a limit and called again; `behind` says whether there is more.
+a while, so `catch_up` can be given a limit and called again; `behind` says whether there is more. What
+was read of a long journal is kept in the job's home (`view.history.kept`), and the next viewer goes on
+from there. Who cannot wait even so begins at the newest snapshot (`begin_late`): that has the job as it
+is now, with its incidents and where all seconds went, and only lacks how it came to that.
 """
 
 from __future__ import annotations
@@ -17,24 +20,32 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 from holdfast.coordinator.journal import JournalReader, decoded
 from holdfast.core import report
 from holdfast.core.job import Job
-from holdfast.core.replay import Entry, Following
+from holdfast.core.replay import Entry, Following, JobSnapshot
 from holdfast.errors import JobError, JournalError
 from holdfast.jobhome import JobHome
 from holdfast.messages.actions import AnyAction
 from holdfast.messages.reports import DataAccount, GoodputReport, IncidentReport, StatusReport
 from holdfast.messages.units import Seconds, Time
+from holdfast.view.history import kept
 from holdfast.view.history.history import JobHistory
+from holdfast.view.history.kept import KeptHistory
 
 LOOK_EVERY_S: Seconds = 0.05
 """How often the file is looked at. A look costs some microseconds."""
 ALIVE_EVERY_S: Seconds = 0.5
+TOLD_EVERY_S: Seconds = 0.5
 BATCH = 500
 """Events that are read at once; SQLite holds no lock between two batches."""
+KEPT_FROM = 20_000
+"""Events from which on what was read is kept for the next viewer."""
+KEEP_EVERY_S: Seconds = 60.0
 
 
 class EventSource(Protocol):
@@ -53,6 +64,9 @@ class EventSource(Protocol):
 
     def last(self) -> int:
         """Return the number of the newest event."""
+
+    def snapshot(self) -> JobSnapshot | None:
+        """Return the newest state that was written down, if any was."""
 
     async def changed(self) -> None:
         """Return when there may be something new."""
@@ -79,7 +93,12 @@ class Follower:
     def open(cls, home: JobHome) -> Follower:
         """Follow the journal of a job of this machine, from its first event until now."""
         follower = cls(JournalFile(home))
-        follower.catch_up()
+        if follower.source.last() >= KEPT_FROM:
+            follower.go_on_from(kept.read(home.history))
+        try:
+            follower.read_and_keep(home.history)
+        except OSError:  # The next viewer has to read it again.
+            follower.catch_up()
         if follower._history is None:
             raise JobError(f"job {home.name} has no events yet; try again in a moment")
         return follower
@@ -95,6 +114,52 @@ class Follower:
     def close(self) -> None:
         self.source.close()
 
+    # ---- where to begin ----
+
+    def go_on_from(self, known: KeptHistory | None) -> bool:
+        """Begin where another viewer left off; False if that was not of this journal."""
+        if known is None or not self._is_of(known):
+            return False
+        self._history = known.history
+        self._history.attach(known.snapshot.job)
+        self._following.go_on_from(known.snapshot)
+        return True
+
+    def begin_late(self) -> bool:
+        """Begin at the newest snapshot, without what was before it; False if there is none."""
+        snapshot = self.source.snapshot()
+        if snapshot is None:
+            return False
+        self._history = JobHistory.begun(snapshot.job, snapshot.at)
+        self._following.go_on_from(snapshot)
+        return True
+
+    def read_and_keep(self, path: Path, told: Callable[[float], None] = lambda share: None) -> None:
+        """Read all that there is; what is much is kept, also on the way. An OSError if it cannot be."""
+        taken, kept_at = self.taken, time.monotonic()
+        while True:
+            self.catch_up(TOLD_EVERY_S)
+            told(self.progress)
+            late = not self.behind or time.monotonic() - kept_at > KEEP_EVERY_S
+            if late and self.taken - taken >= KEPT_FROM:
+                self._keep(path)
+                taken, kept_at = self.taken, time.monotonic()
+            if not self.behind:
+                return
+
+    def _keep(self, path: Path) -> None:
+        snapshot = self._following.snapshot
+        assert snapshot is not None
+        kept.write(path, KeptHistory(self._entry(self.taken), snapshot, self.history))
+
+    def _is_of(self, known: KeptHistory) -> bool:
+        """Whether the newest event that was read is the same in this journal."""
+        return known.newest is not None and known.newest == self._entry(known.snapshot.job.events)
+
+    def _entry(self, number: int) -> Entry | None:
+        found = self.source.entries(number - 1, 1)
+        return found[0] if found else None
+
     # ---- keeping up ----
 
     def catch_up(self, limit_s: Seconds | None = None) -> bool:
@@ -106,7 +171,7 @@ class Follower:
             self.restarts += 1
         began, took = time.monotonic(), False
         while True:
-            entries = self.source.entries(self._taken, BATCH)
+            entries = self.source.entries(self.taken, BATCH)
             self.behind = bool(entries)
             if not entries:
                 return took
@@ -125,19 +190,24 @@ class Follower:
             await self.source.changed()
 
     @property
+    def unread(self) -> int:
+        """Events that were not taken in yet."""
+        return max(0, self.source.last() - self.taken)
+
+    @property
     def progress(self) -> float:
         """Share of the journal that was taken in."""
         last = self.source.last()
-        return min(1.0, self._taken / last) if last else 1.0
+        return min(1.0, self.taken / last) if last else 1.0
 
     @property
-    def _taken(self) -> int:
+    def taken(self) -> int:
         """Number of the newest event that was taken in."""
         snapshot = self._following.snapshot
         return 0 if snapshot is None else snapshot.job.events
 
     def _begin(self, job: Job) -> None:
-        self._history = JobHistory(job)
+        self._history = JobHistory.begun(job, job.opened_at)
 
     def _hear(self, job: Job, entry: Entry, actions: list[AnyAction]) -> None:
         assert self._history is not None
@@ -218,6 +288,9 @@ class JournalFile:
 
     def last(self) -> int:
         return 0 if self._reader is None else self._reader.last()
+
+    def snapshot(self) -> JobSnapshot | None:
+        return None if self._reader is None else self._reader.newest_snapshot()[0]
 
     def replaced(self) -> bool:
         """Open the journal that is there now, if it is another file than before or has begun."""

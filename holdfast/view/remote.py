@@ -77,6 +77,9 @@ class RemoteJournal:
     def last(self) -> int:
         return self._last
 
+    def snapshot(self) -> None:
+        """Rows are all that a coordinator tells."""
+
     async def changed(self) -> None:
         self._loop = asyncio.get_running_loop()
         with self._lock:

@@ -191,7 +191,7 @@ def test_the_goodput_over_time_adds_up_to_the_ledger() -> None:
 
 def test_ranks_of_a_large_job_are_answered_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timelines, "MOST_SPANS", 400 * 64)
-    timeline = Timeline(0.0, {})
+    timeline = Timeline.begun(0.0, {})
     for rank in range(400):
         timeline.take(booked(rank, at, at + 1.0, "productive") for at in range(100))
         timeline.take([booked(rank, 100.0, 150.0, "stop"), booked(rank, 150.0, 200.0, "init")])
@@ -209,7 +209,7 @@ def test_ranks_of_a_large_job_are_answered_in_groups(monkeypatch: pytest.MonkeyP
 
 def test_what_is_not_booked_yet_counts_until_now() -> None:
     accounts = {Rank(0): Account(Time(0.0), Time(0.0), "start")}
-    timeline = Timeline(0.0, accounts)
+    timeline = Timeline.begun(0.0, accounts)
     assert timeline.ranks == 1
     assert timeline.seconds(0.0, 8.0, 2, 8.0) == [{"start": 4.0}, {"start": 4.0}]
     (lane,) = timeline.lanes(0.0, 8.0, 10, [RankBlock("rank 0", 0, 1)], 8.0)

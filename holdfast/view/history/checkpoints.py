@@ -58,12 +58,11 @@ class SaveEntry(Struct):
     size_bytes: int = 0
 
 
-class CheckpointHistory:
+class CheckpointHistory(Struct):
     """The newest saves of all checkpointers."""
 
-    def __init__(self) -> None:
-        self._saves: dict[SnapshotId, SaveEntry] = {}
-        self._offered: dict[str, RestoreCandidate] = {}
+    _saves: dict[SnapshotId, SaveEntry] = field(default_factory=dict)
+    _offered: dict[str, RestoreCandidate] = field(default_factory=dict)
 
     def saves(self) -> list[SaveEntry]:
         """Return the saves in the order in which they were begun."""

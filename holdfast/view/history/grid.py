@@ -11,37 +11,38 @@ from __future__ import annotations
 from array import array
 from itertools import accumulate
 
+from msgspec import Struct, field
+
 from holdfast.messages.units import Seconds
+from holdfast.view.history.series import Floats
 
 FIRST_WIDTH_S: Seconds = 0.25
 
 
-class CauseGrid:
+class CauseGrid(Struct):
     """Rank-seconds by cause, over time."""
 
-    __slots__ = ("_buckets", "_end", "_partial", "_whole", "begin", "width")
+    begin: float
+    buckets: int
+    width: Seconds = FIRST_WIDTH_S
+    _end: float = 0.0
+    """The newest time that anything was added for."""
+    _partial: dict[int, Floats] = field(default_factory=dict)
+    """Seconds in each bucket, by cause."""
+    _whole: dict[int, Floats] = field(default_factory=dict)
+    """Change of the number of ranks that spend a whole bucket on the cause."""
 
-    def __init__(self, begin: float, buckets: int) -> None:
-        self.begin = begin
-        self.width = FIRST_WIDTH_S
-        self._buckets = buckets
-        self._end = begin
-        """The newest time that anything was added for."""
-        self._partial: dict[int, array[float]] = {}
-        """Seconds in each bucket, by cause."""
-        self._whole: dict[int, array[float]] = {}
-        """Change of the number of ranks that spend a whole bucket on the cause."""
+    def __post_init__(self) -> None:
+        self._end = max(self._end, self.begin)
 
     @classmethod
     def columns(cls, since: float, until: float, count: int) -> CauseGrid:
         """Make a grid that divides a time into so many equal parts; nothing later may be added."""
-        grid = cls(since, count)
-        grid.width = (until - since) / count
-        return grid
+        return cls(since, count, (until - since) / count)
 
     def parts(self) -> list[dict[int, Seconds]]:
         """Return the rank-seconds by cause of each bucket."""
-        found: list[dict[int, Seconds]] = [{} for _ in range(self._buckets)]
+        found: list[dict[int, Seconds]] = [{} for _ in range(self.buckets)]
         for cause, row in self.seconds().items():
             for part, seconds in zip(found, row, strict=True):
                 if seconds > 1e-9:
@@ -52,15 +53,15 @@ class CauseGrid:
         begin = max(begin, self.begin)
         if end <= begin:
             return
-        while end > self.begin + self._buckets * self.width * (1 + 1e-12):
+        while end > self.begin + self.buckets * self.width * (1 + 1e-12):
             self._widen()
         self._end = max(self._end, end)
         if cause not in self._partial:
             self._partial[cause] = self._row()
             self._whole[cause] = self._row()
         partial, width = self._partial[cause], self.width
-        first = min(int((begin - self.begin) / width), self._buckets - 1)
-        last = min(int((end - self.begin) / width), self._buckets - 1)
+        first = min(int((begin - self.begin) / width), self.buckets - 1)
+        last = min(int((end - self.begin) / width), self.buckets - 1)
         if first == last:
             partial[first] += (end - begin) * ranks
             return
@@ -105,7 +106,7 @@ class CauseGrid:
         if step <= 0:
             return parts
         first = max(0, int((since - self.begin) / self.width))
-        last = min(self._buckets, int((until - self.begin) / self.width) + 1)
+        last = min(self.buckets, int((until - self.begin) / self.width) + 1)
         scale, origin = self.width / step, (self.begin - since) / step
         stop = (self._end - since) / step
         for cause, row in self.seconds(last).items():
@@ -121,14 +122,14 @@ class CauseGrid:
                         spread(parts, cause, seconds, begin, width)
         return parts
 
-    def _row(self) -> array[float]:
-        return array("d", bytes(8 * self._buckets))
+    def _row(self) -> Floats:
+        return array("d", bytes(8 * self.buckets))
 
     def _widen(self) -> None:
         """Merge each two buckets into one of double the width."""
         for cause, row in self.seconds().items():
-            halved = [row[i] + row[i + 1] for i in range(0, self._buckets - 1, 2)]
-            self._partial[cause] = array("d", halved + [0.0] * (self._buckets - len(halved)))
+            halved = [row[i] + row[i + 1] for i in range(0, self.buckets - 1, 2)]
+            self._partial[cause] = array("d", halved + [0.0] * (self.buckets - len(halved)))
             self._whole[cause] = self._row()
         self.width *= 2
 

@@ -3,12 +3,17 @@
 The core keeps what it needs to decide, and no more. A viewer wants to show how it came to that: what
 each rank did and when, how the goodput went, which saves there were, how fast training was. The history
 hears every event after the core has, and keeps that. Nothing in it is ever read by the core.
+
+Like the job's own machines it is made of structs, so that it can be written to a file and read back
+(`kept`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
+
+from msgspec import Struct, field
 
 from holdfast.core.job import Job
 from holdfast.core.ledger.books import Ledger
@@ -40,28 +45,40 @@ class SpeedPoint(NamedTuple):
     world_size: int
 
 
-class JobHistory:
-    """What a viewer remembers of a job."""
+class JobHistory(Struct, dict=True):
+    """What a viewer remembers of a job; the ledger's newest bookings are kept beside its fields."""
 
-    def __init__(self, job: Job) -> None:
-        ledger = job.of(Ledger)
+    since: Time
+    """From when on it remembers: since the job was opened, or since its newest snapshot."""
+    timeline: Timeline
+    stories: Stories
+    checkpoints: CheckpointHistory = field(default_factory=CheckpointHistory)
+    speed: Series[SpeedPoint] = field(default_factory=Series)
+    scores: dict[NodeId, Series[float]] = field(default_factory=dict)
+    """Lowest score of each node's ranks."""
+    seats: Seats = field(default_factory=Seats)
+    usage: UsageHistory = field(default_factory=UsageHistory)
+    health: dict[NodeId, dict[str, HealthResult]] = field(default_factory=dict)
+    """What each node's own checks found last, by the name of the check."""
+    rounds: list[tuple[Time, RoundNumber]] = field(default_factory=list)
+    """When each round was frozen."""
+    coordinators: int = 1
+    """Coordinators that the job has had."""
+    _window_opened: Time | None = None
+
+    @classmethod
+    def begun(cls, job: Job, since: Time) -> JobHistory:
+        """Remember what happens to a job from now on."""
+        timeline = Timeline.begun(job.opened_at, job.of(Ledger).accounts)
+        history = cls(since, timeline, Stories.after(job))
+        history.attach(job)
+        return history
+
+    def attach(self, job: Job) -> None:
+        """Go on with this job, as it was when this history was last told of it."""
         self._bookings: list[Booking] = []
-        ledger.spans = self._bookings
-        self.timeline = Timeline(job.opened_at, ledger.accounts)
-        self.checkpoints = CheckpointHistory()
-        self.stories = Stories()
-        self.speed: Series[SpeedPoint] = Series()
-        self.scores: dict[NodeId, Series[float]] = {}
-        """Lowest score of each node's ranks."""
-        self.seats = Seats()
-        self.usage = UsageHistory()
-        self.health: dict[NodeId, dict[str, HealthResult]] = {}
-        """What each node's own checks found last, by the name of the check."""
-        self.rounds: list[tuple[Time, RoundNumber]] = []
-        """When each round was frozen."""
-        self.coordinators = 1
-        """Coordinators that the job has had."""
-        self._window_opened: Time | None = None
+        job.of(Ledger).spans = self._bookings
+        self.timeline.attach(job.of(Ledger).accounts)
 
     def hear(self, job: Job, entry: Entry, actions: Sequence[AnyAction]) -> None:
         """Note what an event has changed."""

@@ -17,9 +17,12 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from msgspec import Struct, field
+
 from holdfast.messages.records import Cause
 from holdfast.messages.reports import CAUSES
 from holdfast.messages.units import Seconds
+from holdfast.view.history.series import Floats
 
 CAUSE_NAMES: tuple[Cause, ...] = tuple(CAUSES)
 CAUSE_NUMBERS: dict[Cause, int] = {cause: number for number, cause in enumerate(CAUSE_NAMES)}
@@ -39,17 +42,14 @@ class LaneSpan(NamedTuple):
     """Seconds by the number of their cause, which add up to the span; a mixed span has several."""
 
 
-class Lane:
+class Lane(Struct):
     """What one rank did, in the order of time."""
 
-    __slots__ = ("_causes", "_ends", "_mixes", "begin")
-
-    def __init__(self, begin: float) -> None:
-        self.begin = begin
-        self._ends = array("d")
-        self._causes = bytearray()
-        self._mixes: list[bytes] = []
-        """Parts of the mixed spans, in their order."""
+    begin: float
+    _ends: Floats = field(default_factory=lambda: array("d"))
+    _causes: bytearray = field(default_factory=bytearray)
+    _mixes: list[bytes] = field(default_factory=list)
+    """Parts of the mixed spans, in their order."""
 
     def __len__(self) -> int:
         return len(self._ends)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from msgspec import Struct, field
+
 from holdfast.messages.records import World
 from holdfast.messages.units import NodeId, Time
 from holdfast.messages.usage import NodeUsage
@@ -37,14 +39,13 @@ class Stay(NamedTuple):
     node: NodeId
 
 
-class Seats:
+class Seats(Struct):
     """Which node had which ranks."""
 
-    def __init__(self) -> None:
-        self._stays: dict[int, list[Stay]] = {}
-        """By first rank, in the order of time."""
-        self.sizes: list[tuple[Time, int]] = []
-        """World size, when it changed."""
+    _stays: dict[int, list[Stay]] = field(default_factory=dict)
+    """By first rank, in the order of time."""
+    sizes: list[tuple[Time, int]] = field(default_factory=list)
+    """World size, when it changed."""
 
     def begin_round(self, world: World, at: Time) -> None:
         if not self.sizes or self.sizes[-1][1] != world.size:
@@ -69,11 +70,10 @@ class Seats:
         return sorted(stay for stays in self._stays.values() for stay in stays)
 
 
-class UsageHistory:
+class UsageHistory(Struct):
     """How much of each machine was in use over time."""
 
-    def __init__(self) -> None:
-        self.nodes: dict[NodeId, Series[UsagePoint]] = {}
+    nodes: dict[NodeId, Series[UsagePoint]] = field(default_factory=dict)
 
     def add(self, node: NodeId, at: Time, usage: NodeUsage) -> None:
         series = self.nodes.pop(node, None)

@@ -7,19 +7,26 @@ The newest value is kept whatever the interval is.
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from array import array
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from msgspec import Struct, field
 
 V = TypeVar("V")
 
+if TYPE_CHECKING:
+    Floats = array[float]
+else:
+    Floats = array  # Which says of what only from Python 3.12 on.
 
-class Series(Generic[V]):
+
+class Series(Struct, Generic[V]):
     """Values over time."""
 
-    def __init__(self, most: int = 1024, every_s: float = 1.0) -> None:
-        self.every_s = every_s
-        self._most = most
-        self._kept: list[tuple[float, V]] = []
-        self._newest: tuple[float, V] | None = None
+    most: int = 1024
+    every_s: float = 1.0
+    _kept: list[tuple[float, V]] = field(default_factory=list)
+    _newest: tuple[float, V] | None = None
 
     def due(self, at: float) -> bool:
         """Whether a value of this time would be kept; for values that cost something to find."""
@@ -31,7 +38,7 @@ class Series(Generic[V]):
             return
         self._newest = None
         self._kept.append((at, value))
-        if len(self._kept) > self._most:
+        if len(self._kept) > self.most:
             del self._kept[1::2]
             self.every_s *= 2
 

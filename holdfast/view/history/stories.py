@@ -7,9 +7,9 @@ first of each kind, and counts the others.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from holdfast.core.job import Job
@@ -26,15 +26,14 @@ MOST_STORIES = 2000
 """Stories that are kept: the newest."""
 
 
-class Story:
+class Story(Struct):
     """What followed from one incident."""
 
-    def __init__(self) -> None:
-        self.left_out: Counter[str] = Counter()
-        """Steps that are not kept, by type."""
-        self._steps: list[StoryStep] = []
-        self._kinds: Counter[str] = Counter()
-        self._followed: set[str] = set()
+    left_out: dict[str, int] = field(default_factory=dict)
+    """Steps that are not kept, by type."""
+    _steps: list[StoryStep] = field(default_factory=list)
+    _kinds: dict[str, int] = field(default_factory=dict)
+    _followed: set[str] = field(default_factory=set)
 
     def steps(self, incident: Incident) -> list[StoryStep]:
         """Return its steps, timed from the fault as it is known now."""
@@ -46,24 +45,28 @@ class Story:
     def add(self, one: Handled) -> None:
         self._followed |= {action.id for action in one.actions}
         for step in told(one, Time(0.0)):
-            self._kinds[step.what] += 1
-            if self._kinds[step.what] <= OF_A_KIND:
+            number = self._kinds[step.what] = self._kinds.get(step.what, 0) + 1
+            if number <= OF_A_KIND:
                 self._steps.append(step)
             else:
-                self.left_out[step.what] += 1
+                self.left_out[step.what] = number - OF_A_KIND
 
     def close(self) -> None:
         self._followed.clear()
         self._kinds.clear()
 
 
-class Stories:
+class Stories(Struct):
     """The stories of the newest incidents."""
 
-    def __init__(self) -> None:
-        self._stories: dict[int, Story] = {}
-        self._open: set[int] = set()
-        self._known = 0
+    _stories: dict[int, Story] = field(default_factory=dict)
+    _open: set[int] = field(default_factory=set)
+    _known: int = 0
+
+    @classmethod
+    def after(cls, job: Job) -> Stories:
+        """Tell the stories of incidents that are to come."""
+        return cls(_known=len(job.incidents))
 
     def of(self, number: int) -> Story | None:
         """The story of the incident of that number; None if it is too old to be kept."""

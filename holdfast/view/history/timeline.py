@@ -14,6 +14,8 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
+from msgspec import Struct, field
+
 from holdfast.core.ledger.books import Account
 from holdfast.messages.records import Cause
 from holdfast.messages.reports import Booking
@@ -27,6 +29,7 @@ from holdfast.view.history.lanes import (
     LaneSpan,
     coarse,
 )
+from holdfast.view.history.series import Floats
 
 MOST_SPANS = 3_000_000
 """Spans of all lanes together."""
@@ -71,19 +74,29 @@ class RankBlock(NamedTuple):
     ranks: int
 
 
-class Timeline:
-    """What every rank did."""
+class Timeline(Struct, dict=True):
+    """What every rank did; the ledger's accounts, which are the job's, are kept beside its fields."""
 
-    def __init__(self, opened_at: float, accounts: Mapping[Rank, Account]) -> None:
-        self.opened_at = opened_at
+    opened_at: float
+    _total: CauseGrid
+    _lanes: list[Lane] = field(default_factory=list)
+    _told: Floats = field(default_factory=lambda: array("d"))
+    """Up to when the grids know of each lane."""
+    _groups: list[CauseGrid] = field(default_factory=list)
+    _group_size: int = 0
+    """Ranks of a group; 0 while there are no groups."""
+    _most: int = MOST_OF_LANE
+    """Spans of a lane."""
+
+    @classmethod
+    def begun(cls, opened_at: float, accounts: Mapping[Rank, Account]) -> Timeline:
+        timeline = cls(opened_at, CauseGrid(opened_at, BUCKETS))
+        timeline.attach(accounts)
+        return timeline
+
+    def attach(self, accounts: Mapping[Rank, Account]) -> None:
+        """Read what is not booked yet from these accounts."""
         self._accounts = accounts
-        self._lanes: list[Lane] = []
-        self._told = array("d")
-        """Up to when the grids know of each lane."""
-        self._total = CauseGrid(opened_at, BUCKETS)
-        self._groups: list[CauseGrid] = []
-        self._group_size = 0
-        """Ranks of a group; 0 while there are no groups."""
 
     @property
     def ranks(self) -> int:

@@ -28,7 +28,7 @@ MOST_INCIDENTS: Final = 2000
 MOST_SAVES: Final = 300
 
 
-def now(follower: Follower, lost_today_s: float) -> dict[str, Any]:
+def now(follower: Follower, lost_today_s: float | None) -> dict[str, Any]:
     """Where the job stands."""
     job, at, alive = follower.job, follower.now, follower.alive
     status = to_builtins(report.status(job, at, alive, with_nodes=False))
@@ -53,13 +53,15 @@ def now(follower: Follower, lost_today_s: float) -> dict[str, Any]:
     return answer
 
 
-def lost_today(follower: Follower) -> float:
-    """Rank-seconds since midnight that were not productive."""
+def lost_today(follower: Follower) -> float | None:
+    """Rank-seconds since midnight that were not productive; None if not all of today was read yet."""
     at = follower.now
     midnight = time.mktime((*time.localtime(at)[:3], 0, 0, 0, 0, 0, -1))
     since = max(midnight, follower.job.opened_at)
     if at <= since:
         return 0.0
+    if follower.history.since > since:
+        return None
     (seconds,) = follower.history.timeline.seconds(since, at, 1, at)
     return round(sum(s for cause, s in seconds.items() if cause != "productive"), 3)
 

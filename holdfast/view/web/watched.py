@@ -3,11 +3,16 @@
 A job is opened when it is first asked for and closed when nobody has asked for a while. One task a job
 takes in what is new, in slices, so that the replay of a large journal does not keep others waiting.
 Whoever wants to hear of changes waits for the next one (`changed`).
+
+A journal of which much is unread is shown from its newest snapshot at once, and read in the background
+by a process of its own (`past`). When that is through, a follower of the whole takes the place of the
+first.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,10 +21,14 @@ from typing import Any, Final
 from holdfast.errors import HoldfastError, JobError
 from holdfast.jobhome import JobHome, find
 from holdfast.messages.units import Seconds
-from holdfast.view.follower import EventSource, Follower, JournalFile
+from holdfast.view.follower import KEPT_FROM, EventSource, Follower, JournalFile
+from holdfast.view.history import kept
 from holdfast.view.web import answers
+from holdfast.view.web.past import read_past
 from holdfast.wire.tls import TlsFiles
 from holdfast.wire.visitors import Coordinates, coordinates
+
+log = logging.getLogger("holdfast.web")
 
 SLICE_S: Final[Seconds] = 0.03
 """How long a catch-up may keep others waiting."""
@@ -51,17 +60,20 @@ class WatchedJob:
         """Streams that are open."""
         self.version = 0
         """Counts changes of any kind."""
+        self.past_read: float | None = None
+        """Share of the journal that was read, while the follower only knows what is new."""
         self._now: tuple[int, dict[str, Any]] | None = None
-        self._lost: tuple[float, float] | None = None
+        self._lost: tuple[float, float | None] | None = None
         self._changed = asyncio.Event()
-        self._task = asyncio.get_running_loop().create_task(self._keep_up())
+        self._tasks = [asyncio.get_running_loop().create_task(self._keep_up())]
 
     @property
     def name(self) -> str:
         return self.follower.name
 
     def close(self) -> None:
-        self._task.cancel()
+        for task in self._tasks:
+            task.cancel()
         self.follower.close()
 
     async def opened(self) -> None:
@@ -80,15 +92,20 @@ class WatchedJob:
     def told_now(self) -> dict[str, Any]:
         """Where the job stands, made once for each change."""
         if self._now is None or self._now[0] != self.version:
-            self._now = (self.version, answers.now(self.follower, self._lost_today()))
+            told = answers.now(self.follower, self._lost_today())
+            if self.past_read is not None:
+                told["past"] = {"since": self.follower.history.since, "read": self.past_read}
+            self._now = (self.version, told)
         return self._now[1]
 
-    def _lost_today(self) -> float:
+    def _lost_today(self) -> float | None:
         """What was lost today; it is added up the more seldom the more ranks there are."""
         now, every_s = time.monotonic(), self.follower.history.timeline.ranks / LOST_RANKS_PER_S
         if self._lost is None or now - self._lost[0] > every_s:
             self._lost = (now, answers.lost_today(self.follower))
         return self._lost[1]
+
+    # ---- reading ----
 
     async def changed(self, since: int) -> int:
         """Wait for a version other than that; return it."""
@@ -97,6 +114,7 @@ class WatchedJob:
         return self.version
 
     async def _keep_up(self) -> None:
+        await self._begin()
         alive = self.follower.alive
         while True:
             behind = self.follower.behind
@@ -116,6 +134,39 @@ class WatchedJob:
             else:
                 with suppress(HoldfastError):  # The next catch-up says what it is.
                     await self.follower.follow()
+
+    async def _begin(self) -> None:
+        """Begin with what another viewer has read; with the newest snapshot if much is still unread."""
+        if self.home is None or self.follower.unread < KEPT_FROM:
+            return
+        self.follower.go_on_from(await asyncio.to_thread(kept.read, self.home.history))
+        if self.follower.unread >= KEPT_FROM and self.follower.begin_late():
+            self.past_read = 0.0
+            reading = asyncio.get_running_loop().create_task(self._read_past(self.home))
+            self._tasks.append(reading)
+
+    async def _read_past(self, home: JobHome) -> None:
+        """Get a follower that knows the whole journal, and go on with that."""
+        whole = Follower(JournalFile(home))
+        try:
+            await read_past(home, self._note_read)
+            whole.go_on_from(await asyncio.to_thread(kept.read, home.history))
+        except (OSError, HoldfastError) as error:
+            log.warning("job %s is read by the server itself: %s", self.name, error)
+        while whole.behind:
+            whole.catch_up(SLICE_S)
+            self._note_read(whole.progress)
+            await asyncio.sleep(0)
+        whole.restarts = self.follower.restarts + 1
+        late, self.follower = self.follower, whole
+        late.close()
+        self.past_read = self._lost = None
+        self._tell()
+
+    def _note_read(self, share: float) -> None:
+        if self.past_read is None or abs(share - self.past_read) >= 0.005:
+            self.past_read = share
+            self._tell()
 
     def _tell(self) -> None:
         self.version += 1

@@ -4,7 +4,7 @@ import { offerActions } from "./actions.js";
 import { follow, get, path } from "./api.js";
 import { checkpointsView } from "./checkpoints.js";
 import { el, fill, say } from "./dom.js";
-import { count, percent } from "./format.js";
+import { count, moment, percent } from "./format.js";
 import { goodputView } from "./goodput.js";
 import { historyView } from "./history.js";
 import { incidentsView } from "./incidents.js";
@@ -66,7 +66,7 @@ function route() {
 function takeNow(now) {
   now.map = { nodes: [], ranks: "", ...page.now?.map, ...now.map };
   page.skew = now.now - Date.now() / 1000;
-  const read = page.now?.loading !== undefined && now.loading === undefined;
+  const read = ["loading", "past"].some((part) => page.now?.[part] !== undefined && now[part] === undefined);
   page.now = now;
   header();
   shown?.view.update?.();
@@ -117,9 +117,10 @@ function connection() {
   banner.hidden = trouble === null;
   banner.classList.toggle("is-bad", trouble?.bad ?? false);
   say(banner, trouble?.text ?? "");
-  const live = trouble === null && page.now !== null && !page.over();
+  const fresh = trouble === null || trouble.fresh;
+  const live = fresh && page.now !== null && !page.over();
   fill(document.getElementById("link"), live ? [el("span", { class: "dot good pulse" }), el("span", { class: "wide" }, " live")] : []);
-  document.body.classList.toggle("is-stale", trouble !== null);
+  document.body.classList.toggle("is-stale", !fresh);
 }
 
 function problem() {
@@ -136,6 +137,8 @@ function problem() {
   }
   if (page.now?.trouble) return { bad: true, text: page.now.trouble };
   if (page.now?.loading !== undefined) return { bad: false, text: `The journal is being read: ${percent(page.now.loading, 0)}.` };
+  const past = page.now?.past;
+  if (past) return { bad: false, fresh: true, text: `What was before ${moment(past.since)} is being read: ${percent(past.read, 0)}. Charts over time begin there; all else is whole.` };
   return null;
 }
 

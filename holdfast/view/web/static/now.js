@@ -97,7 +97,7 @@ const FIGURES = [
   ["speed", "Speed", ({ status }) => [status.steps_per_s ? `${number(status.steps_per_s)}/s` : "–", status.samples_per_s ? `${number(status.samples_per_s)} samples/s` : "steps a second"]],
   ["loss", "Loss", ({ loss }) => [number(loss), loss === null || loss === undefined ? "not told by the script" : ""]],
   ["goodput", "Goodput", ({ goodput }) => [percent(goodput.goodput), "of all rank-seconds"]],
-  ["lost", "Lost today", ({ goodput, status }) => [duration(goodput.lost_today_s / (status.world_size || 1)), "a rank, not productive"]],
+  ["lost", "Lost today", ({ goodput, status }) => goodput.lost_today_s === null ? ["–", "being read"] : [duration(goodput.lost_today_s / (status.world_size || 1)), "a rank, not productive"]],
   ["ranks", "Ranks", ({ status, map }) => [count(status.world_size), onNodes(map.nodes.filter((node) => node[4] > 0).length)]],
   ["restarts", "Restarts", ({ status }) => [count(status.restarts), "rounds a fault cost"]],
   ["wall", "Since start", ({ status }) => [duration(status.wall_s), new Date(status.opened_at * 1000).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" })]],
