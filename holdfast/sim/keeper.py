@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from holdfast.messages import events
 from holdfast.messages.actions import CheckpointSettled, CommitCheckpoint, WriteRankFiles
 from holdfast.messages.checkpoints import ImageId, Sealed, SnapshotId, StoredFile, StoredStep
@@ -50,6 +52,8 @@ class SimKeeper:
         self._settled: list[Callable[[], None]] = []
         self._orders: list[WriteRankFiles | CommitCheckpoint] = []
         """Orders that are not answered yet."""
+        self._shards: dict[SnapshotId, dict[Rank, StoredFile]] = {}
+        """Those of a large world come in several orders."""
         self._life = 0
         self._failing = 0
         """Files that cannot be written."""
@@ -178,10 +182,17 @@ class SimKeeper:
 
     def act(self, order: WriteRankFiles | CommitCheckpoint | CheckpointSettled) -> None:
         if isinstance(order, CheckpointSettled):
+            self._shards.pop(order.snapshot, None)
             if self._on_its_way == order.snapshot:
                 self.hurry()
             return
         self._on_its_way = order.snapshot
+        if isinstance(order, CommitCheckpoint):
+            known = self._shards.setdefault(order.snapshot, {})
+            known |= {shard.rank: shard for shard in order.shards}
+            if len(known) < order.world_size:
+                return
+            order = replace(order, shards=tuple(known[rank] for rank in sorted(known)))
         if order not in self._orders:  # Else told again after a broken stream.
             self._orders.append(order)
             self._later(0.1, self._carry_out, order)

@@ -325,3 +325,13 @@ def test_others_that_wait_for_a_rank_which_exited_with_0_are_not_left_to_wait():
     (incident,) = cluster.coordinator.job.incidents
     assert incident.signature == "hang: a rank has left while others wait for it"
     assert cluster.coordinator.job.result.reason == "finished"
+
+
+def test_a_checkpoint_of_many_ranks_is_committed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than 2,000 shards come in several messages; simulated keepers committed the first alone."""
+    monkeypatch.setattr("holdfast.core.commits.rules.SHARDS_PER_MESSAGE", 3)
+    shape = {"nodes": 4, "spares": 0, "min_nodes": 4, "slots": 2, "hours": 0.05}
+    settings = SimSettings(seed=1, faults="none", checkpoints=True, save_every=5, **shape)
+    cluster = Cluster(settings)
+    cluster.run()
+    assert len(cluster.storage.committed) > 1
