@@ -39,6 +39,7 @@ from holdfast.agent.teardown import Teardown
 from holdfast.clock import JobClock
 from holdfast.diagnosis import faulthandling
 from holdfast.diagnosis.frames import user_frame
+from holdfast.messages import losses
 from holdfast.messages.actions import StopWorkers
 from holdfast.messages.local import ScriptReply
 from holdfast.messages.records import RESUMED, Raised, RankProgress
@@ -139,6 +140,8 @@ class Worker:
             samples=page.samples or None,
             trained_s=max(0.0, page.trained_s),
             evaluation_s=page.evaluation_s,
+            loss=losses.written(page.loss) if page.loss_steps else None,
+            loss_age=page.steps - page.loss_steps if page.loss_steps else 0,
         )
 
     def target(self) -> FaultTarget:

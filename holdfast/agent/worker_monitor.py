@@ -121,7 +121,8 @@ class Reporter:
     _cause: CauseId = ""
     """The order that started the round's workers."""
     _nodes: int = 1
-    _told_steps: dict[Rank, int] = field(default_factory=dict)
+    _told: dict[Rank, tuple[int, int]] = field(default_factory=dict)
+    """Steps that each rank was reported to have finished, and those until its newest loss."""
     _durations_at: float = 0.0
     """When durations are reported next."""
 
@@ -129,7 +130,7 @@ class Reporter:
         self._round = part.round
         self._cause = cause
         self._nodes = part.group_world_size
-        self._told_steps = {}
+        self._told = {}
         self.timings.begin_round()
 
     def began(self, worker: Worker, at: float) -> None:
@@ -169,9 +170,11 @@ class Reporter:
 
     def _news_of(self, worker: Worker) -> RankProgress | None:
         progress = worker.progress(self.clock)
-        if progress.steps <= self._told_steps.get(worker.rank, 0):
+        with_loss = 0 if progress.loss is None else progress.steps - progress.loss_age
+        news = (progress.steps, with_loss)
+        if news <= self._told.get(worker.rank, (0, 0)):
             return None
-        self._told_steps[worker.rank] = progress.steps
+        self._told[worker.rank] = news
         return progress
 
     def _durations_due(self, now: float) -> bool:

@@ -34,7 +34,7 @@ from holdfast.messages.reports import Booking
 from holdfast.messages.units import NodeId, Time
 from holdfast.messages.wire import JournalRow
 
-VERSION = 5
+VERSION = 6
 SNAPSHOT_EVERY = 2000
 SNAPSHOT_BYTES = 4 << 20
 MISSING_AT_MOST = 10_000

@@ -25,6 +25,7 @@ from holdfast.core.commits.events import CommitsMachine
 from holdfast.core.decisions import BreakRound, EndJob, Refused, Requeue
 from holdfast.core.hangs.events import HangsMachine
 from holdfast.core.ledger.events import LedgerMachine
+from holdfast.core.losses.events import LossesMachine, loss_of
 from holdfast.core.machine import Effects, Machine, Rule
 from holdfast.core.machine import tell as moment
 from holdfast.core.membership.events import MembershipMachine
@@ -42,7 +43,7 @@ from holdfast.core.suspects.events import SuspectsMachine
 from holdfast.core.transitions import STEPS, carry_out, settle
 from holdfast.core.tuning.events import TuningMachine
 from holdfast.core.usage.events import UsageMachine
-from holdfast.core.view import JobSpeed, RankState, earliest
+from holdfast.core.view import JobLoss, JobSpeed, RankState, earliest
 from holdfast.messages.actions import AnyAction, CloseJob
 from holdfast.messages.events import (
     AnyEvent,
@@ -58,6 +59,7 @@ from holdfast.messages.units import CauseId, NodeId, Rank, Seconds, StepNumber, 
 MACHINES: tuple[type[Machine], ...] = (
     RanksMachine,
     SpeedMachine,
+    LossesMachine,
     MembershipMachine,
     RecoveryMachine,
     LedgerMachine,
@@ -178,6 +180,14 @@ class Job(Struct, dict=True):
     @property
     def speed(self) -> JobSpeed:
         return windows.total(self.speeds, self.ranks)
+
+    @cached_property
+    def _losses(self) -> LossesMachine:
+        return self.of(LossesMachine)
+
+    @property
+    def loss(self) -> JobLoss | None:
+        return loss_of(self._losses, self)
 
     @property
     def stepped_at(self) -> Time | None:

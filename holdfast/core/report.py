@@ -61,6 +61,7 @@ def status(job: Job, now: Time, alive: bool, with_nodes: bool = True) -> StatusR
     end = job.result
     no_step_s = _no_step_s(job, now) if state == "running" else None
     speed = _speed(job, no_step_s) if state == "running" else None
+    loss = job.loss
     return StatusReport(
         job=job.name,
         state=state,
@@ -89,6 +90,8 @@ def status(job: Job, now: Time, alive: bool, with_nodes: bool = True) -> StatusR
         tuning=tunings(job),
         supply=supply.report(job.supply, job, now),
         requeues=job.requeues,
+        loss=loss.value if loss is not None else None,
+        loss_step=loss.step if loss is not None else None,
     )
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct
 
+from holdfast.messages.losses import Loss
 from holdfast.messages.records import NodeSpec, Resumed, Terms, World
 from holdfast.messages.units import NodeId, Rank, RoundNumber, StepNumber, Time
 
@@ -67,6 +68,13 @@ class JobSpeed(Struct, frozen=True):
     """Of all ranks that count their samples; None if none does."""
     stable: bool
     """Whether every rank has trained for long enough at this world size to judge by it."""
+
+
+class JobLoss(Struct, frozen=True):
+    """The loss that the script told last in the newest round: see `core.losses`."""
+
+    value: Loss
+    step: StepNumber
 
 
 class Members(Protocol):
@@ -158,6 +166,10 @@ class View(Protocol):
     @property
     def speed(self) -> JobSpeed:
         """Speed of the newest round, at the end of that, or now; for those who change the world."""
+
+    @property
+    def loss(self) -> JobLoss | None:
+        """Loss that the script told last in the newest round; None if it has told none."""
 
     @property
     def restarts(self) -> int:

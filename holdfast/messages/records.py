@@ -9,6 +9,7 @@ from msgspec import Struct, field
 from holdfast.messages.chaos import Injection, Trap
 from holdfast.messages.checkpoints import Holder, ImageId
 from holdfast.messages.hangs import HangTerms, Paces
+from holdfast.messages.losses import Loss
 from holdfast.messages.supply import RequestId, SupplyTerms
 from holdfast.messages.units import (
     CauseId,
@@ -180,6 +181,10 @@ class RankProgress(Struct, frozen=True, kw_only=True):
     """Time of the steps after its first one, without saves, evaluations and pauses between them. It
     may fall once, when the usual time of a step becomes known."""
     evaluation_s: Seconds = 0.0
+    loss: Loss | None = None
+    """What its script told last; None if it has told none."""
+    loss_age: Count = 0
+    """Steps that it has finished since the one with that loss."""
 
 
 class Raised(Struct, frozen=True, kw_only=True):

@@ -15,6 +15,7 @@ from msgspec import Struct, field
 from holdfast.messages.chaos import FaultsReport
 from holdfast.messages.data import OrderKind, Sharing, Task
 from holdfast.messages.hangs import Proof, Sign
+from holdfast.messages.losses import Loss
 from holdfast.messages.records import Cause, FaultKind
 from holdfast.messages.supply import ExitReason, PositionStatus, RequestId
 from holdfast.messages.timings import Kind
@@ -255,6 +256,11 @@ class StatusReport(Struct, frozen=True, kw_only=True):
     """The platform that provides the nodes; null if none does."""
     requeues: int = 0
     """How often the platform started the job again."""
+    loss: Loss | None = None
+    """Loss that the script told last in the newest round, on the lowest rank that tells one; "NaN",
+    "Infinity" or "-Infinity" if it is no finite number; null if none was told in that round."""
+    loss_step: StepNumber | None = None
+    """Step that had this loss; null without one."""
 
 
 class GoodputReport(Struct, frozen=True, kw_only=True):

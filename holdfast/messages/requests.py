@@ -16,6 +16,7 @@ from msgspec import Meta, Struct
 
 from holdfast.messages.checkpoints import Attempt, CheckpointerId, Holder, ImageId, Tier, Tried
 from holdfast.messages.data import DataName, DataSpec, PackedState, Span
+from holdfast.messages.losses import Loss
 from holdfast.messages.records import Cause
 from holdfast.messages.timings import Finding
 from holdfast.messages.tuning import ConfigVersion, LoaderConfig, LoaderMeasured, NoticeNumber
@@ -411,6 +412,8 @@ class JobAccount(Answer, frozen=True, kw_only=True):
     steps_per_s: float | None
     samples_per_s: float | None
     world_size: int
+    loss: Loss | None = None
+    """What the script told last in the newest round; None if it has told none."""
 
 
 Reason = Literal[

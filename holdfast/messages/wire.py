@@ -38,7 +38,7 @@ from holdfast.messages.units import (
     Word,
 )
 
-PROTOCOL = 5
+PROTOCOL = 6
 
 
 class Hello(Struct, frozen=True, kw_only=True, tag=True):

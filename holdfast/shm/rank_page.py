@@ -24,7 +24,7 @@ PROGRESS_BYTES = 4096
 _TRAPS_AT = PROGRESS_BYTES + VITALS_BYTES
 _SPRUNG_AT = _TRAPS_AT + TRAP_LOG_BYTES
 PAGE_BYTES = _SPRUNG_AT + TRAP_LOG_BYTES
-_SLOT_WORDS = 13
+_SLOT_WORDS = 15
 _FIRST_SLOT = 8
 _SLOTS = 32
 
@@ -52,6 +52,10 @@ class PageState(Struct, frozen=True):
     trained_s: float = 0.0
     """Time of the steps after its first one, without what was booked or paused between them."""
     evaluation_s: float = 0.0
+    loss: float = 0.0
+    """The newest loss that the script told."""
+    loss_steps: int = 0
+    """Number of steps that this process had finished with the step of that loss; 0 if none was told."""
 
 
 class RankPage:
@@ -82,6 +86,8 @@ class RankPage:
         samples: int = 0,
         trained_s: float = 0.0,
         evaluation_s: float = 0.0,
+        loss: float = 0.0,
+        loss_steps: int = 0,
     ) -> None:
         ints, floats = self._ints, self._floats
         sequence = ints[0] + 1
@@ -99,6 +105,8 @@ class RankPage:
         ints[slot + 10] = samples
         floats[slot + 11] = trained_s
         floats[slot + 12] = evaluation_s
+        floats[slot + 13] = loss
+        ints[slot + 14] = loss_steps
         ints[0] = sequence
 
     def read(self) -> PageState:
@@ -121,6 +129,8 @@ class RankPage:
                 samples=ints[10],
                 trained_s=floats[11],
                 evaluation_s=floats[12],
+                loss=floats[13],
+                loss_steps=ints[14],
             )
             # The slot just read is overwritten _SLOTS writes later, which begins one earlier.
             if self._ints[0] - sequence < _SLOTS - 1:

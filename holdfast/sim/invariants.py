@@ -26,6 +26,7 @@ from holdfast.messages.records import Part, World
 from holdfast.messages.supply import SupplyPlan
 from holdfast.messages.units import NodeId, RoundNumber, Time
 from holdfast.sim import look
+from holdfast.sim.training import loss_after
 
 if TYPE_CHECKING:
     from holdfast.sim.agent import SimAgent
@@ -159,6 +160,12 @@ class Invariants:
             self.demand(started <= real.started, f"{what}: more ranks started than there are")
         highest = training.highest_now()
         self.demand(look.highest_step(job) <= highest, f"{what}: a step that nobody took")
+        told = look.loss(job)
+        if told is not None:
+            real_loss = loss_after(told.step)
+            self.demand(
+                told.value == real_loss, f"{what}: the loss of another step than {told.step}"
+            )
         seconds, due = look.booked_s(job, now)
         self.demand(abs(seconds - due) <= 1e-6 * max(1.0, due), f"{seconds} s booked of {due} s")
         self._waits_for_something(job, what)

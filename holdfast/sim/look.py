@@ -14,6 +14,7 @@ from holdfast.core.shards.account import account
 from holdfast.core.shards.state import Shards
 from holdfast.core.states import Ended, Stopping
 from holdfast.core.suspects.state import Suspects
+from holdfast.core.view import JobLoss
 from holdfast.messages.checkpoints import SnapshotId
 from holdfast.messages.records import Incident, JobResult, World
 from holdfast.messages.reports import DataAccount
@@ -148,6 +149,10 @@ def unstepped(job: Job) -> int:
 
 def highest_step(job: Job) -> int:
     return job.highest
+
+
+def loss(job: Job) -> JobLoss | None:
+    return job.loss
 
 
 def incidents(job: Job) -> list[Incident]:

@@ -33,7 +33,7 @@ from holdfast.shm.vital_signs import LEFT_OUT, RING, WARM_UP, Signs, Times
 from holdfast.sim.agent import AgentClock, SimAgent
 from holdfast.sim.loop import SimLoop
 from holdfast.sim.rank import AT_EXIT, SimRank
-from holdfast.sim.training import SimRound
+from holdfast.sim.training import SimRound, loss_after
 
 if TYPE_CHECKING:
     from holdfast.sim.cluster import Cluster, Host
@@ -332,8 +332,9 @@ class SimPage:
         saves, restore_s = training.saves(round, steps), training.restore_s(round)
         times = (round.first_at, round.finished_at(steps), training.saving_s(saves), restore_s)
         asides = (saves, round.pause_s(steps), round.pace_s)
-        read = (training.samples(steps), round.trained_s(steps))
-        return PageState(round.base + steps, steps, *times, *asides, 0, *read)
+        read, told = (training.samples(steps), round.trained_s(steps)), training.told(steps)
+        loss = (float(loss_after(round.base + told)), told) if told else (0.0, 0)
+        return PageState(round.base + steps, steps, *times, *asides, 0, *read, 0.0, *loss)
 
 
 class SimVitals:

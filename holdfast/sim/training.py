@@ -11,10 +11,13 @@ committed steps can be followed back from any round (`History`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from holdfast.messages import losses
+from holdfast.messages.losses import Loss
 from holdfast.messages.records import Part, RankProgress
 from holdfast.messages.units import NodeId, Rank, RoundNumber, Seconds, StepNumber, Time
 
@@ -29,8 +32,15 @@ SAVE_SHARE = 0.2
 """Of the time of a step, what a save takes the script."""
 BATCH = 8
 """Samples of a step of one rank."""
+LOSS_EVERY = 3
+"""Steps of a process from one loss that its script tells to the next."""
 STANDING_STEPS = 4.0
 """A worker takes what is longer than so many steps for a pause."""
+
+
+def loss_after(step: int) -> Loss:
+    """Return the loss of a step: now and then it is no number."""
+    return losses.written(math.nan if step % 7 == 0 else 10.0 / step)
 
 
 @dataclass(eq=False)
@@ -383,6 +393,7 @@ class Training:
         last_at = Time(round.finished_at(steps) + skew)
         first_at = Time(round.first_at + skew)
         saves, restore_s = self.saves(round, steps), self.restore_s(round)
+        told = self.told(steps)
         return tuple(
             [
                 RankProgress(
@@ -398,6 +409,8 @@ class Training:
                     saves=saves,
                     samples=self.samples(steps),
                     trained_s=round.trained_s(steps),
+                    loss=loss_after(round.base + told) if told else None,
+                    loss_age=steps - told if told else 0,
                 )
                 for rank in ranks
             ]
@@ -406,6 +419,10 @@ class Training:
     def samples(self, steps: int) -> int:
         """Return how many samples a rank has used in its first steps."""
         return steps * BATCH
+
+    def told(self, steps: int) -> int:
+        """Return after how many of these steps of a process its script told the newest loss."""
+        return steps - steps % LOSS_EVERY
 
     def saves(self, round: SimRound, steps: int) -> int:
         every = self.script.save_every

@@ -20,7 +20,7 @@ from holdfast.jobhome import JobHome
 from holdfast.messages.reports import GoodputReport, StatusReport
 from holdfast.terminal_line import TerminalLine
 from holdfast.view.follower import Follower, JournalFile
-from holdfast.view.wording import percent, plain, speed
+from holdfast.view.wording import loss, percent, plain, speed
 
 DRAW_EVERY_S = 0.5
 LOOK_EVERY_S = 1.0
@@ -78,6 +78,8 @@ def status_line(status: StatusReport, goodput: GoodputReport, columns: int) -> s
     parts = [f"holdfast: {_doing(status)}"]
     if status.steps_per_s:
         parts.append(f"{speed(status.steps_per_s)} steps/s")
+    if status.loss is not None:
+        parts.append(f"loss {loss(status.loss)}")
     if status.step:
         parts.append(f"goodput {percent(goodput.goodput)}")
     if status.suspicion is not None:

@@ -19,6 +19,7 @@ from holdfast.messages.reports import (
 )
 from holdfast.messages.tuning import TuningReport
 from holdfast.view.data import skipped_lines
+from holdfast.view.wording import loss
 
 FRAMES_SHOWN = 12
 DETAIL_SHOWN = 12
@@ -47,6 +48,8 @@ def print_status(status: StatusReport) -> None:
     speed = "" if status.steps_per_s is None else f", {_speed(status.steps_per_s)} steps/s"
     if status.samples_per_s is not None:
         speed += f", {_speed(status.samples_per_s)} samples/s"
+    if status.loss is not None:
+        speed += f", loss {loss(status.loss)} at step {status.loss_step}"
     still = "" if status.no_step_s is None else f", no step for {status.no_step_s:.0f} s"
     title = (
         f"job {status.job}: {status.state}, round {status.round},"

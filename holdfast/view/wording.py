@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from holdfast.messages.losses import Loss
 from holdfast.messages.units import Seconds
 
 _CONTROLS = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x1f\x7f-\x9f]+")
@@ -24,6 +25,11 @@ def speed(per_s: float | None) -> str:
     if per_s is None:
         return "-"
     return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.1f}" if per_s >= 1 else f"{per_s:.2g}"
+
+
+def loss(value: Loss) -> str:
+    """Write a loss, or what it is instead of a number."""
+    return value if isinstance(value, str) else f"{value:.4g}"
 
 
 def duration(seconds: Seconds) -> str:

@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from msgspec import Struct
 
@@ -20,7 +20,7 @@ from holdfast.messages import requests as messages
 from holdfast.messages.exits import EXIT_DO_NOT_REQUEUE
 from holdfast.messages.requests import Tally
 from holdfast.messages.timings import Finding
-from holdfast.worker import runtime
+from holdfast.worker import runtime, told_losses
 from holdfast.worker.requests import SLACK_S
 
 if TYPE_CHECKING:
@@ -105,17 +105,31 @@ def _variable(name: str, default: int) -> int:
         raise UsageError(f"{name}={text}: the launcher must set it to an integer") from None
 
 
-def progress(step: int) -> None:
-    """Report that a training step is finished. Outside `holdfast run` this does nothing.
+def progress(step: int | None = None, loss: SupportsFloat | None = None) -> None:
+    """Report a finished training step, its loss, or both. Outside `holdfast run` this does nothing.
 
-    `step` is its number, counted from 1 over the whole job. From the first call on, the script's own
-    count replaces the count of optimizer steps; most scripts need no call at all.
+    `step` is its number, counted from 1 over the whole job. From the first call with a step on, the
+    script's own count replaces the count of optimizer steps; most scripts need no such call. Without a
+    step, the loss is that of the last step that was counted, and the count stays as it is.
+
+    `loss` is a number, or a tensor of one element; anything else raises TypeError. Pass the tensor, not
+    `loss.item()`, which would wait for the GPU: one on a GPU is copied beside the training, once a
+    second at most, and shown a step or more later. NaN and infinity are shown as such. Every rank may
+    tell its loss; the job's is that of the lowest rank that tells one.
     """
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+    if step is None:
+        if loss is None:
+            raise TypeError("holdfast.progress: give it a step, a loss, or both")
+    elif not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise TypeError(f"holdfast.progress: step must be an integer from 0 on, not {step!r}")
+    told = None if loss is None else told_losses.checked(loss)
     worker = runtime.current()
-    if worker is not None:
-        worker.stepped(step)
+    if worker is None:
+        return
+    if step is None:
+        worker.tell_loss(told)
+    else:
+        worker.stepped(step, told)
 
 
 @contextmanager

@@ -36,6 +36,7 @@ from holdfast.worker.loaded_modules import LoadedModules
 from holdfast.worker.round_link import AgentRoundLink
 from holdfast.worker.runtime import Runtime
 from holdfast.worker.torch_hooks import patches
+from holdfast.worker.torch_hooks.framework_losses import hear_losses
 from holdfast.worker.torch_hooks.imports import replacing_captured, when_imported
 from holdfast.worker.torch_hooks.pairs import PairCalls
 from holdfast.worker.torch_hooks.phases import Phases
@@ -120,6 +121,7 @@ def _install(
     patches.note_loads(worker)
     worker.resumption.observe()
     patches.count_steps(worker)
+    hear_losses(worker)
     when_imported("torch", flight.turn_on)
     when_imported("torch.distributed.distributed_c10d", flight.count_worlds)
     calls.install()

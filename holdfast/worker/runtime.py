@@ -25,6 +25,7 @@ from holdfast.worker.heartbeat import uses_device
 from holdfast.worker.requests import RequestClient
 from holdfast.worker.resumption import Resumption
 from holdfast.worker.step_times import StepTimes
+from holdfast.worker.told_losses import ToldLosses
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.memory.slots import Copy
@@ -116,6 +117,9 @@ class Runtime:
         """Records that the script was given to train on."""
         self._samples_used = 0
         """The same at the last step."""
+        self._losses = ToldLosses()
+        self._own_loss = False
+        """Whether the script tells losses itself."""
 
     # ---- steps ----
 
@@ -146,8 +150,8 @@ class Runtime:
         if self._steps == 0:
             self._resumed = step
 
-    def stepped(self, step: int) -> None:
-        """Take the script's word that this step is finished."""
+    def stepped(self, step: int, loss: Any = None) -> None:
+        """Take the script's word that this step is finished, and had this loss."""
         if not self._own_count:
             self._own_count = True
             self._base = "known"
@@ -155,12 +159,28 @@ class Runtime:
             self._step = step - 1
         elif step < self._step:  # It loaded an earlier state, and goes on: this is one step more.
             self._before = step - self._steps - 1
+            self._losses = ToldLosses()
         if self.vitals.marks == self._marks:  # No hook of ours sees this script train.
             self.vitals.mark(BETWEEN, time.monotonic())
         self._marks = self.vitals.marks
-        self._note(step)
+        self._note(step, loss)
 
-    def _note(self, step: int) -> None:
+    def tell_loss(self, loss: Any) -> None:
+        """Take the script's word for the loss of the last step that was counted."""
+        self._own_loss = True
+        self._take_loss(loss)
+
+    def hear_loss(self, loss: Any) -> None:
+        """Take what a framework logs as the loss of the last step, unless the script tells it."""
+        if not self._own_loss:
+            self._take_loss(loss)
+
+    def _take_loss(self, loss: Any) -> None:
+        if self._steps > 0:
+            self._losses.tell(loss, self._steps)
+            self._publish()
+
+    def _note(self, step: int, loss: Any = None) -> None:
         now = time.monotonic()
         first = self._steps == 0
         self.vitals.stepped(now, None if first else now - self._last_at)
@@ -172,6 +192,11 @@ class Runtime:
         self._steps = max(1, step - self._before)
         self._last_at = now
         self._samples_used = self._samples
+        if loss is not None:
+            self._own_loss = True
+            self._losses.tell(loss, self._steps)
+        elif self._losses.under_way is not None:
+            self._losses.look()
         if first:
             self._first_at = now
             if uses_device():
@@ -270,6 +295,8 @@ class Runtime:
             self._samples_used,
             self._step_times.trained_s,
             self._booked_s[EVALUATION],
+            self._losses.value,
+            self._losses.steps,
         )
 
 

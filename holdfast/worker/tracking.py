@@ -45,6 +45,8 @@ def numbers(account: JobAccount) -> dict[str, float]:
         found["holdfast/steps_per_s"] = account.steps_per_s
     if account.samples_per_s is not None:
         found["holdfast/samples_per_s"] = account.samples_per_s
+    if account.loss is not None:
+        found["holdfast/loss"] = float(account.loss)
     for cause, seconds in account.seconds.items():
         if cause != "productive":
             found[f"holdfast/lost_rank_seconds/{cause}"] = seconds

@@ -32,7 +32,7 @@ def write(page: RankPage, n: int) -> None:
 
 def _fields(n: int) -> tuple[Any, ...]:
     x = float(n)
-    return (n, n, x, x, x, x, n, x, x, n, n, x, x)
+    return (n, n, x, x, x, x, n, x, x, n, n, x, x, x, n)
 
 
 def scribbler(fd: int) -> int:

@@ -61,7 +61,7 @@ class LedgerMachine(Ledger, Machine):
     def request_held(self, job: View, asker: Asker, event: Asked, now: Time) -> Effects:
         if not isinstance(event.request, ReadAccount):
             return NONE
-        speed = job.speed
+        speed, loss = job.speed, job.loss
         account = JobAccount(
             step=job.highest,
             seconds=books.seconds_until(self, now),
@@ -70,6 +70,7 @@ class LedgerMachine(Ledger, Machine):
             steps_per_s=speed.steps_per_s,
             samples_per_s=speed.samples_per_s,
             world_size=speed.world_size,
+            loss=loss.value if loss is not None else None,
         )
         return [AnswerRequest(asker=asker, answer=account)]
 

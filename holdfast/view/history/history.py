@@ -20,6 +20,7 @@ from holdfast.core.ledger.books import Ledger
 from holdfast.core.replay import Entry
 from holdfast.core.stragglers import windows as stragglers
 from holdfast.core.stragglers.windows import Stragglers
+from holdfast.core.view import JobLoss
 from holdfast.messages.actions import AnyAction
 from holdfast.messages.events import CoordinatorRestarted, HealthFound, NodeSampled, Progress
 from holdfast.messages.health import HealthResult
@@ -54,6 +55,7 @@ class JobHistory(Struct, dict=True):
     stories: Stories
     checkpoints: CheckpointHistory = field(default_factory=CheckpointHistory)
     speed: Series[SpeedPoint] = field(default_factory=Series)
+    loss: Series[JobLoss] = field(default_factory=Series)
     scores: dict[NodeId, Series[float]] = field(default_factory=dict)
     """Lowest score of each node's ranks."""
     seats: Seats = field(default_factory=Seats)
@@ -88,6 +90,7 @@ class JobHistory(Struct, dict=True):
             self.rounds.append((entry.at, job.membership.round))
             if job.world is not None:
                 self.seats.begin_round(job.world, entry.at)
+        self._note_loss(job, entry.at)
         if isinstance(entry.event, Progress):
             self._progressed(job, entry.at)
         elif isinstance(entry.event, NodeSampled):
@@ -102,6 +105,11 @@ class JobHistory(Struct, dict=True):
         """Take in what the ledger has booked since the last time."""
         self.timeline.take(self._bookings)
         self._bookings.clear()
+
+    def _note_loss(self, job: Job, at: Time) -> None:
+        loss, noted = job.loss, self.loss.newest
+        if loss is not None and (noted is None or loss != noted[1]):
+            self.loss.add(at, loss)
 
     def _progressed(self, job: Job, at: Time) -> None:
         self.speed.every_s = max(self.speed.every_s, len(job.ranks) / RANKS_PER_S)

@@ -258,6 +258,14 @@ METRICS: tuple[Metric, ...] = (
         _status(lambda status: status.samples_per_s),
     ),
     Metric(
+        *("holdfast_loss", "gauge", "", "Loss that the script told last in the newest round."),
+        _status(lambda status: None if status.loss is None else float(status.loss)),
+    ),
+    Metric(
+        *("holdfast_loss_step", "gauge", "", "Step that had this loss."),
+        _status(lambda status: status.loss_step),
+    ),
+    Metric(
         *("holdfast_samples", "counter", "", "Samples of steps finished for the first time."),
         _one(lambda facts: facts.goodput.samples),
     ),

@@ -1,9 +1,9 @@
 """Pushes metrics to an OpenTelemetry collector: OTLP over HTTP, as JSON.
 
-The encoding is that of the protocol's own JSON mapping: 64-bit integers are strings, counters are
-cumulative sums. A push never holds anything up: it runs in a thread of its own, only the newest state
-is ever sent, and what cannot be delivered is tried again, with a growing pause, until there is a newer
-one.
+The encoding is that of the protocol's own JSON mapping: 64-bit integers are strings, as are NaN and
+infinity; counters are cumulative sums. A push never holds anything up: it runs in a thread of its own,
+only the newest state is ever sent, and what cannot be delivered is tried again, with a growing pause,
+until there is a newer one.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from holdfast import __version__
 from holdfast.errors import UsageError
+from holdfast.messages.losses import written
 from holdfast.view.metrics.model import BOUNDS, Distribution, Family, Labels
 
 log = logging.getLogger("holdfast.metrics")
@@ -58,7 +59,7 @@ def _metric(one: Family, now: str, began: str) -> Json:
     found: Json = {"name": one.name, "description": one.help, "unit": UNITS[one.unit]}
     times = {"timeUnixNano": now}
     points = [
-        {"attributes": _attributes(labels), **times, "asDouble": value}
+        {"attributes": _attributes(labels), **times, "asDouble": written(value)}
         for labels, value in one.samples
     ]
     if one.kind == "histogram":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -62,4 +63,6 @@ def _labels(labels: Labels) -> str:
 
 
 def _number(value: float) -> str:
-    return repr(round(value, 6))
+    if math.isfinite(value):
+        return repr(round(value, 6) if abs(value) >= 1e-3 else float(f"{value:.6g}"))
+    return "NaN" if math.isnan(value) else f"{value:+}".title()

@@ -6,15 +6,16 @@ on paper. What has the same colour is one path: thousands of rectangles take kil
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 
 from holdfast.messages.records import Cause
 from holdfast.messages.reports import CAUSES, IncidentReport
 from holdfast.view.history.checkpoints import SaveEntry
 from holdfast.view.history.timeline import ShownLane
-from holdfast.view.report.facts import GoodputBucket, NodeLoad, SpeedSample
+from holdfast.view.report.facts import GoodputBucket, LossSample, NodeLoad, SpeedSample
 from holdfast.view.report.wording import clock, speed
+from holdfast.view.wording import loss
 
 WIDTH = 960
 LEFT, RIGHT = 84, 10
@@ -179,22 +180,29 @@ def phases(incident: IncidentReport, longest_s: float) -> str:
 # ---- curves ----
 
 
-def curve(points: Sequence[tuple[float, float | None]], axis: Axis, label: str) -> str:
-    """Draw a value over time; where it is unknown there is a gap."""
+def curve(
+    points: Sequence[tuple[float, float | None]],
+    axis: Axis,
+    label: str,
+    written: Callable[[float], str] = speed,
+) -> str:
+    """Draw a value over time, from 0 or below; where it is unknown there is a gap."""
     top, height = 10.0, 120.0
     known = [value for _, value in points if value is not None]
-    most = max(known, default=0.0) * 1.05 or 1.0
+    least = min(0.0, *known) if known else 0.0
+    most = max(0.0, *known) * 1.05 if known else 0.0
+    span = most - least or 1.0
     line, pen = [], False
     for at, value in points:
         if value is None:
             pen = False
             continue
-        y = top + height * (1 - value / most)
+        y = top + height * (1 - (value - least) / span)
         line.append(f"{'L' if pen else 'M'}{_n(axis.x(at))} {_n(y)}")
         pen = True
     scale = [
         f'<text class="tick" x="{LEFT - 6}" y="{_n(top + height * (1 - share) + 4)}"'
-        f' text-anchor="end">{speed(most * share)}</text>'
+        f' text-anchor="end">{written(least + span * share)}</text>'
         for share in (0.0, 0.5, 1.0)
     ]
     path = f'<path class="curve" d="{"".join(line)}"/>'
@@ -208,6 +216,11 @@ def steps_per_s(samples: Sequence[SpeedSample], axis: Axis) -> str:
 
 def steps(samples: Sequence[SpeedSample], axis: Axis) -> str:
     return curve([(one.at, float(one.step)) for one in samples], axis, "highest finished step")
+
+
+def losses(samples: Sequence[LossSample], axis: Axis) -> str:
+    points = [(one.at, None if isinstance(one.loss, str) else one.loss) for one in samples]
+    return curve(points, axis, "loss", loss)
 
 
 def saves(found: Sequence[SaveEntry], axis: Axis) -> str:

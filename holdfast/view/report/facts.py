@@ -12,6 +12,7 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from holdfast import __version__
+from holdfast.messages.losses import Loss
 from holdfast.messages.records import Cause
 from holdfast.messages.reports import GoodputReport, IncidentReport, StatusReport
 from holdfast.messages.units import Seconds, Time
@@ -44,6 +45,13 @@ class SpeedSample(Struct, frozen=True):
     step: int
     steps_per_s: float | None
     samples_per_s: float | None
+
+
+class LossSample(Struct, frozen=True):
+    at: Time
+    step: int
+    loss: Loss
+    """A number, or "NaN", "Infinity" or "-Infinity"."""
 
 
 class NodeLoad(NamedTuple):
@@ -81,6 +89,8 @@ class JobReport(Struct, frozen=True, kw_only=True):
     saves: list[SaveEntry]
     speed: list[SpeedSample]
     loads: list[NodeLoad]
+    losses: list[LossSample] = []
+    """Losses that the script told, over time."""
 
 
 def gather(follower: Follower) -> JobReport:
@@ -114,6 +124,7 @@ def gather(follower: Follower) -> JobReport:
             for at, one in history.speed.points()
         ],
         loads=_loads(follower, status),
+        losses=[LossSample(Time(at), one.step, one.value) for at, one in history.loss.points()],
     )
 
 

@@ -15,6 +15,7 @@ from holdfast.view.report.charts import PHASES, Axis
 from holdfast.view.report.facts import DETAIL_CHARS, MOST_NODES, JobReport
 from holdfast.view.report.style import style_sheet
 from holdfast.view.report.wording import (
+    count,
     duration,
     headline,
     lost_s,
@@ -25,6 +26,7 @@ from holdfast.view.report.wording import (
     size,
     speed,
 )
+from holdfast.view.wording import loss
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
@@ -53,6 +55,7 @@ def _parts(report: JobReport, axis: Axis) -> Iterator[str]:
     yield _goodput(report, axis)
     yield _incidents(report)
     yield _checkpoints(report, axis)
+    yield _losses(report, axis)
     yield _speed(report, axis)
     yield _nodes(report, axis)
     yield _footer(report)
@@ -91,6 +94,8 @@ def _cards(report: JobReport) -> str:
         (str(status.restarts), "restarts"),
         (duration(lost_s(report)), "rank time lost to faults"),
     ]
+    if status.loss is not None:
+        cards.append((loss(status.loss), f"loss at step {count(status.loss_step or 0)}"))
     if report.recovery_s is not None:
         cards.append((duration(report.recovery_s), "usual recovery"))
     if goodput.samples is not None:
@@ -232,6 +237,13 @@ def _speed(report: JobReport, axis: Axis) -> str:
         '<p class="legend">highest finished step</p>',
         _plot(charts.steps(report.speed, axis)),
     )
+
+
+def _losses(report: JobReport, axis: Axis) -> str:
+    if not report.losses:
+        return ""
+    legend = '<p class="legend">as the script told it; a gap is where it was no finite number</p>'
+    return _section("Loss", legend, _plot(charts.losses(report.losses, axis)))
 
 
 def _nodes(report: JobReport, axis: Axis) -> str:

@@ -15,6 +15,7 @@ from holdfast.view.report.wording import (
     outcome,
     percent,
 )
+from holdfast.view.wording import loss
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 INCIDENTS_SHOWN = 50
@@ -65,6 +66,8 @@ def _numbers(report: JobReport) -> list[tuple[str, ...]]:
         ("restarts", str(status.restarts)),
         ("rank time lost to faults", duration(lost_s(report))),
     ]
+    if status.loss is not None:
+        rows.append(("loss", f"{loss(status.loss)} at step {count(status.loss_step or 0)}"))
     if report.recovery_s is not None:
         rows.append(("usual recovery", duration(report.recovery_s)))
     return list(rows)

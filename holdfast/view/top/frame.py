@@ -17,7 +17,7 @@ from holdfast.messages.reports import CAUSES, CheckpointerReport, IncidentReport
 from holdfast.view.top.map import COLOURS, map_lines
 from holdfast.view.top.paragraph import cut, wrapped
 from holdfast.view.top.state import LETTERS, JobNow, Looks
-from holdfast.view.wording import duration, percent, plain, speed
+from holdfast.view.wording import duration, loss, percent, plain, speed
 
 STATE_COLOURS = {
     "running": "black on green",
@@ -106,6 +106,9 @@ def _progress(view: JobNow, width: int) -> Iterator[Text]:
         line.append(f"  {speed(status.steps_per_s)} steps/s")
     if status.samples_per_s is not None:
         line.append(f"  {speed(status.samples_per_s)} samples/s")
+    if status.loss is not None:
+        finite = not isinstance(status.loss, str)
+        line.append(f"  loss {loss(status.loss)}", "" if finite else "red")
     if status.no_step_s is not None:
         line.append(f"  no step for {duration(status.no_step_s)}", "yellow")
     if status.restarts:

@@ -8,7 +8,7 @@ import time
 import msgspec
 
 from holdfast.view.top.state import JobNow
-from holdfast.view.wording import percent, plain, speed
+from holdfast.view.wording import loss, percent, plain, speed
 
 
 def words(view: JobNow) -> str:
@@ -19,6 +19,8 @@ def words(view: JobNow) -> str:
     parts.append(f"step {status.step}")
     if status.steps_per_s is not None:
         parts.append(f"{speed(status.steps_per_s)} steps/s")
+    if status.loss is not None:
+        parts.append(f"loss {loss(status.loss)}")
     if status.no_step_s is not None:
         parts.append(f"no step for {status.no_step_s:.0f} s")
     parts.append(f"goodput {percent(view.goodput.goodput)}")

@@ -46,7 +46,7 @@ def now(follower: Follower, lost_today_s: float | None) -> dict[str, Any]:
             "unknown_since": goodput.unknown_since,
         },
         "map": {"nodes": rankmap.nodes(job), "ranks": rankmap.ranks(job)},
-        "loss": None,
+        "loss": status["loss"],
     }
     if follower.behind:
         answer["loading"] = round(follower.progress, 4)
@@ -323,6 +323,12 @@ def speed(follower: Follower) -> dict[str, Any]:
             for at, one in follower.history.speed.points()
         ]
     }
+
+
+def loss(follower: Follower) -> dict[str, Any]:
+    """The losses that the script told, over time."""
+    points = follower.history.loss.points()
+    return {"points": [[round(at, 3), one.step, one.value] for at, one in points]}
 
 
 def summary(job: Job, at: Time, alive: bool) -> dict[str, Any]:

@@ -85,6 +85,7 @@ class WebApp:
             Route(f"{job}/checkpoints", _caught(self._checkpoints)),
             Route(f"{job}/nodes", _caught(self._nodes)),
             Route(f"{job}/speed", _caught(self._speed)),
+            Route(f"{job}/loss", _caught(self._loss)),
             Route(f"{job}/why", _caught(self._why)),
             Route(f"{job}/logs", _caught(self._logs)),
             Route(f"{job}/stream", _caught(self._stream)),
@@ -190,6 +191,9 @@ class WebApp:
 
     async def _speed(self, request: Request) -> Response:
         return await self._answer(request, lambda job: answers.speed(job.follower))
+
+    async def _loss(self, request: Request) -> Response:
+        return await self._answer(request, lambda job: answers.loss(job.follower))
 
     async def _why(self, request: Request) -> Response:
         """Examine the ranks now, as `holdfast why` does."""

@@ -82,11 +82,12 @@ class PretendJob:
             "exit_code": None, "reason": None, "opened_at": self.opened_at, "samples_per_s": 16500.0,
             "suspicion": {"line": "rank 11 has made no progress for 41.2 s (train.py:88);"
                 f" {self.ranks - 1} ranks wait for it"}, "no_step_s": 41.2,
+            "loss": 2.417, "loss_step": 1200,
         }  # fmt: skip
         lost = {"redo": 90.0, "rendezvous": 30.1, "init": 88.0, "detect": 12.0, "stop": 14.0}
         lost = {cause: seconds * self.ranks for cause, seconds in lost.items()}
         return {
-            "status": status, "now": now, "loss": 2.417, 
+            "status": status, "now": now, "loss": 2.417,
             "goodput": {"goodput": 0.973, "lost_s": lost, "lost_today_s": 234.0 * self.ranks},
             "map": {"nodes": nodes, "ranks": self.states},
         }  # fmt: skip
@@ -261,6 +262,15 @@ class PretendJob:
         points = [[at, i, speeds[i], 16500.0, self.ranks] for i, at in enumerate(times)]
         return {"points": points}
 
+    def loss(self) -> Json:
+        """It falls over 100 steps, is NaN once, and goes back to step 60 in the middle."""
+        steps = [*range(80), *range(60, 100)]
+        losses: list[Any] = [2.4 + 8 / (1 + step) for step in steps]
+        losses[30] = "NaN"
+        times = [self.opened_at + i * self.wall_s / len(steps) for i in range(len(steps))]
+        points = zip(times, steps, losses, strict=True)
+        return {"points": [list(point) for point in points]}
+
     def why(self, rank: int) -> Json:
         frames = [{"function": "train", "file": "train.py", "line": 88}]
         group = {"ranks": [rank], "headline": f"rank {rank} is at train.py:88", "frames": frames}
@@ -346,7 +356,7 @@ class _Answer(BaseHTTPRequestHandler):
                 "now": job.now, "timeline": lambda: job.timeline(ask), "nodes": job.node_list,
                 "goodput": lambda: job.goodput(int(ask.get("buckets", 200))),
                 "incidents": lambda: job.incidents(ask), "checkpoints": job.checkpoints,
-                "speed": job.speed,
+                "speed": job.speed, "loss": job.loss,
                 "logs": lambda: {"rank": 0, "round": 1, "text": "step 1\nstep 2\n", "offset": 14},
                 "why": lambda: job.why(int(ask["rank"])),
             }[what[0]]())  # fmt: skip

@@ -41,8 +41,10 @@ TRAINER = """
         if done > 0:
             break
         optim.zero_grad()
-        model(torch.randn(4, 16)).square().mean().backward()
+        loss = model(torch.randn(4, 16)).square().mean()
+        loss.backward()
         optim.step()
+        holdfast.progress(loss=loss)
         time.sleep(0.02)
         step += 1
         print("step", step, flush=True)
@@ -104,6 +106,8 @@ def test_a_kill_is_told_at_once_and_every_view_has_it(sight: Sight, web: Web, tr
     trained.until_stepping(round=2)
     further(sight)
     sight.until(".legend", "2\nrunning")
+    sight.until(".figures", "Loss\n0.")
+    sight.page.wait_for_selector('div:has(> [data-figure="loss"]) .spark')
     sight.keep("live-now")
 
     sight.turn("timeline")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
@@ -30,7 +31,7 @@ def test_the_figures_are_those_of_the_server(sight: Sight, small: PretendServer)
     sight.look(small.url, "small")
     assert sight.text('[data-figure="goodput"]') == "97.3 %"
     assert sight.text('[data-figure="ranks"]') == "32"
-    assert sight.text('[data-figure="loss"]') == "2.42"
+    assert sight.text('[data-figure="loss"]') == "2.417"
     assert sight.text('[data-figure="lost"]') == "3 m 54 s"
 
 
@@ -38,10 +39,37 @@ def test_new_figures_come_by_the_stream(sight: Sight, small: PretendServer) -> N
     sight.look(small.url, "small")
     now = small.jobs["small"].now()
     now["status"]["step"] = 77
-    now["loss"] = 1.5
+    now["status"]["loss"] = now["loss"] = 1.5
     small.tell("now", now)
     sight.until('[data-figure="step"]', "77")
-    sight.until('[data-figure="loss"]', "1.50")
+    sight.until('[data-figure="loss"]', "1.5")
+
+
+def test_the_loss_is_drawn_over_the_steps_that_were_not_taken_again(
+    sight: Sight, small: PretendServer
+) -> None:
+    sight.look(small.url, "small")
+    line = sight.page.locator('div:has(> [data-figure="loss"]) .spark path:not(.under)')
+    drawn = line.get_attribute("d")
+    steps = [float(x) for x in re.findall(r"[ML]([-\d.]+) ", drawn)]
+    assert len(steps) == 99, "of 100 steps one has no number"
+    assert (steps, steps[0], steps[-1]) == (sorted(steps), 0.0, 100.0)
+
+
+def test_a_loss_that_is_no_number_is_shown_and_needs_attention(
+    sight: Sight, small: PretendServer
+) -> None:
+    sight.look(small.url, "small")
+    assert "loss" not in sight.text(".attention")
+    now = small.jobs["small"].now()
+    now["status"] |= {"loss": "NaN", "loss_step": 1300}
+    small.tell("now", now)
+    sight.until('[data-figure="loss"]', "NaN")
+    sight.until(".attention", "The loss is NaN at step 1,300.")
+    now["status"] |= {"loss": None, "loss_step": None}
+    small.tell("now", now)
+    sight.until('[data-figure="loss"]', "–")
+    sight.until(".figures", "not told by the script")
 
 
 def test_a_rank_is_opened_by_mouse_and_by_keyboard(sight: Sight, small: PretendServer) -> None:

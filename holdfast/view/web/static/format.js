@@ -14,6 +14,12 @@ export function number(value) {
   return value.toFixed(size >= 100 ? 0 : size >= 10 ? 1 : size >= 1 ? 2 : 3);
 }
 
+/** A loss with four significant digits, or what it is instead of a number. */
+export function lossText(value) {
+  if (value === null || value === undefined) return NONE;
+  return typeof value === "string" ? value : String(Number(value.toPrecision(4)));
+}
+
 export function percent(share, digits = 1) {
   return share === null || share === undefined ? NONE : `${(share * 100).toFixed(digits)} %`;
 }

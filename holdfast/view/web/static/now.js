@@ -2,7 +2,7 @@
 
 import { get, path } from "./api.js";
 import { card, el, fill, pill, say } from "./dom.js";
-import { ago, count, duration, number, percent, plural } from "./format.js";
+import { ago, count, duration, lossText, number, percent, plural } from "./format.js";
 import { rankMap } from "./map.js";
 import { causeVar } from "./palette.js";
 import { openRank } from "./rank.js";
@@ -28,7 +28,8 @@ export function nowView(page) {
     speedAt = performance.now();
     try {
       const { points } = await get(path(page.job, "speed"));
-      figures.draw("speed", points.map((point) => [point[0], point[2]]));
+      figures.draw("speed", points.map((point) => [point[0], point[2]]), { least: 0 });
+      figures.draw("loss", lossBySteps((await get(path(page.job, "loss"))).points));
     } catch { /* the banner says so */ }
   }
 
@@ -95,7 +96,7 @@ const onNodes = (nodes) => nodes ? `on ${plural(nodes, "node")}` : "their nodes 
 const FIGURES = [
   ["step", "Step", ({ status }) => [count(status.step), status.no_step_s ? `none for ${duration(status.no_step_s)}` : `round ${status.round}`]],
   ["speed", "Speed", ({ status }) => [status.steps_per_s ? `${number(status.steps_per_s)}/s` : "–", status.samples_per_s ? `${number(status.samples_per_s)} samples/s` : "steps a second"]],
-  ["loss", "Loss", ({ loss }) => [number(loss), loss === null || loss === undefined ? "not told by the script" : ""]],
+  ["loss", "Loss", ({ status }) => [lossText(status.loss), (status.loss ?? null) === null ? "not told by the script" : `at step ${count(status.loss_step)}`]],
   ["goodput", "Goodput", ({ goodput }) => [percent(goodput.goodput), "of all rank-seconds"]],
   ["lost", "Lost today", ({ goodput, status }) => goodput.lost_today_s === null ? ["–", "being read"] : [duration(goodput.lost_today_s / (status.world_size || 1)), "a rank, not productive"]],
   ["ranks", "Ranks", ({ status, map }) => [count(status.world_size), onNodes(map.nodes.filter((node) => node[4] > 0).length)]],
@@ -111,8 +112,8 @@ function figureStrip() {
   });
   return {
     root: el("dl", { class: "figures card", "aria-label": "Key figures" }, cells.map((each) => each.root)),
-    draw(key, points) {
-      fill(cells.find((each) => each.key === key).trend, points.length > 2 ? spark(points, { least: 0 }) : null);
+    draw(key, points, bounds = {}) {
+      fill(cells.find((each) => each.key === key).trend, points.length > 2 ? spark(points, bounds) : null);
     },
     update(page) {
       for (const { of, value, under } of cells) {
@@ -124,11 +125,22 @@ function figureStrip() {
   };
 }
 
+/** Losses [[at, step, loss]] as [step, loss]: without those that are no number, and those of steps that were taken again. */
+function lossBySteps(points) {
+  const kept = [];
+  for (const [, step, loss] of points) {
+    while (kept.length && kept.at(-1)[0] >= step) kept.pop();
+    if (typeof loss === "number") kept.push([step, loss]);
+  }
+  return kept;
+}
+
 function attentionOf({ status }) {
   const found = [];
   if (status.state === "lost") found.push(["bad", "No process runs this job, and it has not ended: its launcher was killed or its machine went down. Start it again with the same name to go on."]);
   if (status.reason && status.exit_code !== 0) found.push(["bad", status.reason]);
   if (status.suspicion) found.push(["warn", status.suspicion.line]);
+  if (typeof status.loss === "string") found.push(["warn", `The loss is ${status.loss} at step ${count(status.loss_step)}.`]);
   for (const each of status.checkpoints ?? []) {
     if (each.failures) found.push(["bad", `Checkpoints in ${each.checkpointer} fail: ${each.failures} writes in a row.`]);
   }

@@ -1,0 +1,1 @@
+"""The loss that the script tells."""
