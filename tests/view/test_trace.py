@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -43,7 +44,7 @@ def test_every_second_of_every_rank_is_in_it_under_its_cause(home, tmp_path) -> 
     booked = follower.goodput().seconds
     found: dict[str, float] = {}
     for event in events:
-        if event["ph"] == "X" and event["pid"] != drawing.JOB and event["tid"] < 1000:
+        if event["ph"] == "X" and event["pid"] != drawing.JOB:
             found[event["cat"]] = found.get(event["cat"], 0.0) + event["dur"] / 1e6
     assert found == pytest.approx({c: s for c, s in booked.items() if s}, abs=0.05)
 
@@ -57,10 +58,47 @@ def test_each_incident_has_its_phases_and_repaired_ones_an_arrow(home, tmp_path)
     phases = [one for one in events if one["ph"] == "X" and one["cat"] == "phase"]
     assert {one["name"] for one in phases} >= {"detect", "stop", "start", "first step"}
     arrows = [one["id"] for one in events if one["ph"] == "f"]
-    repaired = [i.id for i in incidents if i.rank is not None and i.rung and i.lost_s]
+    repaired = [i.id for i in incidents if i.rung and i.lost_s]
     assert arrows
     assert set(arrows) <= set(repaired)
     assert len(arrows) >= 0.8 * len(repaired)
+
+
+def test_a_slice_tells_its_round_the_step_before_it_and_how_many_it_took(home, tmp_path) -> None:
+    events = drawn(home, tmp_path / "t.json")
+    lane = [e for e in events if e["ph"] == "X" and e["tid"] == drawing.rank_track(1)]
+    lane.sort(key=lambda one: one["ts"])
+    told = [one["args"] for one in lane if one["pid"] != drawing.JOB]
+    pairs = [(a, b) for a, b in pairwise(told) if "step" in a and "step" in b]
+    assert len(pairs) > 10
+    for before, after in pairs:
+        assert after["step"] == before["step"] + before.get("steps", 0) or (
+            after["round"] > before["round"]
+        ), (before, after)
+    reached = max(one["step"] + one.get("steps", 0) for one in told if "step" in one)
+    assert reached == Follower.at_end(home).status().step
+    rounds = {number for _, number in Follower.at_end(home).history.rounds}
+    assert {one["round"] for one in told if "round" in one} == rounds
+
+
+def test_an_incident_is_marked_where_it_began_and_through_the_whole_trace(home, tmp_path) -> None:
+    events = drawn(home, tmp_path / "t.json")
+    marks = [e for e in events if e["ph"] == "i" and e["name"].startswith("incident")]
+    incidents = Follower.at_end(home).incidents()
+    whole = {e["name"] for e in marks if e["s"] == "g"}
+    assert whole == {f"incident {one.id}: {one.signature}" for one in incidents}
+    of_ranks = {e["name"]: e["tid"] for e in marks if e["s"] == "t"}
+    for one in incidents:
+        if one.rank is not None:
+            assert of_ranks[f"incident {one.id}: {one.signature}"] == drawing.rank_track(one.rank)
+
+
+def test_no_group_or_track_has_a_number_that_perfetto_takes_for_its_own(home, tmp_path) -> None:
+    for event in drawn(home, tmp_path / "t.json"):
+        assert event["pid"] != 0
+        assert event.get("tid") != 0 or event["name"].startswith("process_")
+        if event["pid"] != drawing.JOB:
+            assert event.get("tid") != event["pid"], "it would be the first, whatever its rank is"
 
 
 def test_ranks_are_on_the_tracks_of_the_nodes_that_had_them(home, tmp_path) -> None:
@@ -71,7 +109,7 @@ def test_ranks_are_on_the_tracks_of_the_nodes_that_had_them(home, tmp_path) -> N
     assert {name.removeprefix("node ") for name in groups.values()} >= set(nodes)
     saves = [e for e in events if e["ph"] == "X" and e["cat"].startswith("save-")]
     assert saves
-    assert {e["name"] for e in events if e["ph"] == "C"} >= {"steps/s", "CPU %", "memory %"}
+    assert {e["name"] for e in events if e["ph"] == "C"} >= {"speed", "CPU", "memory"}
 
 
 def test_what_hung_ranks_waited_in_is_drawn_if_it_was_seen(home, tmp_path) -> None:

@@ -22,7 +22,7 @@ FIELDS = {
     "t": {"ph", "pid", "tid", "name", "cat", "ts", "id"},
     "f": {"ph", "pid", "tid", "name", "cat", "ts", "id", "bp"},
 }
-OPTIONAL = {"X": {"args", "cname"}}
+OPTIONAL = {"X": {"args", "cname"}, "i": {"args"}}
 
 Event = dict[str, Any]
 
