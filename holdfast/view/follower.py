@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from holdfast.coordinator.journal import JournalReader, decoded
@@ -33,6 +34,8 @@ from holdfast.view.history.history import JobHistory
 LOOK_EVERY_S: Seconds = 0.05
 """How often the file is looked at. A look costs some microseconds."""
 ALIVE_EVERY_S: Seconds = 0.5
+TELL_EVERY_S: Seconds = 0.2
+"""How often it is told how much of a long journal was taken in."""
 BATCH = 500
 """Events that are read at once; SQLite holds no lock between two batches."""
 
@@ -76,10 +79,14 @@ class Follower:
         self._following = Following(self._begin, self._hear)
 
     @classmethod
-    def open(cls, home: JobHome) -> Follower:
-        """Follow the journal of a job of this machine, from its first event until now."""
+    def open(cls, home: JobHome, told: Callable[[float], None] | None = None) -> Follower:
+        """Follow the journal of a job of this machine, from its first event until now. What takes long
+        is told from time to time: the share that was taken in."""
         follower = cls(JournalFile(home))
-        follower.catch_up()
+        while follower.behind:
+            follower.catch_up(None if told is None else TELL_EVERY_S)
+            if told is not None:
+                told(follower.progress)
         if follower._history is None:
             raise JobError(f"job {home.name} has no events yet; try again in a moment")
         return follower

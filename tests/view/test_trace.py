@@ -5,6 +5,10 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import resource
+import signal
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -68,7 +72,7 @@ def test_a_slice_tells_its_round_the_step_before_it_and_how_many_it_took(home, t
     events = drawn(home, tmp_path / "t.json")
     lane = [e for e in events if e["ph"] == "X" and e["tid"] == drawing.rank_track(1)]
     lane.sort(key=lambda one: one["ts"])
-    told = [one["args"] for one in lane if one["pid"] != drawing.JOB]
+    told = [one.get("args", {}) for one in lane if one["pid"] != drawing.JOB]
     pairs = [(a, b) for a, b in pairwise(told) if "step" in a and "step" in b]
     assert len(pairs) > 10
     for before, after in pairs:
@@ -174,3 +178,64 @@ def test_a_file_that_cannot_be_written_is_one_line(home, tmp_path, capsys) -> No
     said = capsys.readouterr().err
     assert said.startswith("holdfast trace: ")
     assert "cannot be written: No such file or directory" in said
+
+
+def test_a_full_disk_leaves_no_half_written_trace_and_the_old_one_as_it_was(
+    home, tmp_path, capsys
+) -> None:
+    file = tmp_path / "t.json"
+    file.write_text("the trace of yesterday")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    heard = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        assert main(["trace", "j", "-o", str(file)]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, heard)
+    assert "t.json cannot be written: File too large" in capsys.readouterr().err
+    assert file.read_text() == "the trace of yesterday"
+    assert [path.name for path in tmp_path.glob("*t.json*")] == ["t.json"]
+
+
+def test_a_pipe_gets_the_trace_and_stays_a_pipe(home, tmp_path, capsys) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    read = tmp_path / "read.json"
+    with open(read, "wb") as file:
+        reader = subprocess.Popen(["cat", str(pipe)], stdout=file)
+    try:
+        assert main(["trace", "j", "-o", str(pipe)]) == 0
+        assert reader.wait(60) == 0
+    finally:
+        reader.kill()
+        reader.wait()
+    assert checked(read)
+    assert pipe.is_fifo()
+    assert capsys.readouterr().out == ""
+
+
+def test_a_link_is_followed_and_stays_a_link(home, tmp_path) -> None:
+    link, file = tmp_path / "link.json", tmp_path / "t.json"
+    link.symlink_to(file)
+    assert main(["trace", "j", "-o", str(link)]) == 0
+    assert link.is_symlink()
+    assert checked(file)
+
+
+def test_standard_output_that_is_full_is_one_line(home) -> None:
+    command = [sys.executable, "-m", "holdfast", "trace", "j", "-o", "-"]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "holdfast trace: standard output cannot be written: No space left on device\n"
+    )
+
+
+def test_how_far_a_long_journal_was_read_is_told(home, monkeypatch) -> None:
+    monkeypatch.setattr("holdfast.view.follower.TELL_EVERY_S", 0.0)
+    told: list[float] = []
+    Follower.open(home, told.append).close()
+    assert len({share for share in told if 0 < share < 1}) > 3
+    assert told[-1] == 1.0
