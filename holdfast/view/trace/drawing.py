@@ -11,8 +11,8 @@
 A rank that moves to another node goes on there. An arrow leads from the rank that failed, through the
 incident, to that rank's first step after it; if a whole node failed, from its first rank.
 
-The size is bounded whatever the job is: `MOST_SLICES` slices of ranks, each about a hundred bytes. What
-is too short to fit is merged with its neighbours into a slice that says how much of it went to what.
+The size is bounded whatever the job is: `MOST_SLICES` slices of ranks of 150 to 220 bytes. What is
+too short to fit is merged with its neighbours into a slice that says how much of it went to what.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from holdfast.view.history.checkpoints import SaveEntry, TierEntry
 from holdfast.view.history.timeline import RankBlock, ShownSpan
 from holdfast.view.trace.format import Rows, TraceFile
 
-MOST_SLICES = 300_000
+MOST_SLICES = 220_000
 MOST_OF_RANK = 20_000
 LEAST_OF_RANK = 16
 MOST_EXAMINED = 2_000
@@ -47,7 +47,7 @@ MIXED_FROM = 0.9
 """A merged slice has the name of a cause that has at least this share of it."""
 
 JOB = 1
-INCIDENTS, SAVES = 1, 1_000_000
+INCIDENTS, SAVES = 1, 10_000
 """First tracks of their kinds in the job's group; the saves of the next tier begin so much higher."""
 
 COLOURS: Mapping[str, str] = {
@@ -119,7 +119,7 @@ class _JobDrawing:
 
     def draw(self) -> None:
         incidents = self._follower.incidents()
-        self._trace.group(JOB, f"job {self._follower.name}", JOB)
+        self._trace.group(JOB, f"job {self._follower.name}", 0)
         self._homes = _by_rank(self._history.seats.stays())
         failed = {one.id: self._failed_rank(one) for one in incidents}
         self._draw_nodes({rank for rank in failed.values() if rank is not None})
@@ -375,7 +375,7 @@ def _named(span: ShownSpan) -> tuple[str, str, dict[Cause, float]]:
     cause, share = max(span.shares.items(), key=lambda item: item[1])
     if len(span.shares) == 1:
         return cause, cause, {}
-    shares = {one: round(part, 4) for one, part in span.shares.items()}
+    shares = {one: part for one, s in span.shares.items() if (part := round(s, 4)) > 0}
     return (cause if share >= MIXED_FROM else f"mostly {cause}"), cause, shares
 
 
