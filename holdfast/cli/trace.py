@@ -9,10 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from holdfast.cli.view import Parser, print_json, write_whole
+from holdfast.cli.view import Parser, print_json, read_journal, write_whole
 from holdfast.errors import UsageError
 from holdfast.jobhome import find
-from holdfast.view.follower import Follower
 from holdfast.view.trace.drawing import write_trace
 
 ABOUT = """\
@@ -39,14 +38,14 @@ def main(argv: Sequence[str]) -> int:
     name = arguments.output or f"trace-{home.name}.json"
     if name == "-" and arguments.json:
         raise UsageError("--json and -o - both want standard output; give a file")
-    follower = Follower.open(home)
+    follower = read_journal(home)
     try:
         with _opened(name) as out:
             trace = write_trace(follower, out, home.incidents)
     finally:
         follower.close()
-    if name == "-":
-        return 0
+    if name == "-" or not Path(name).is_file():
+        return 0  # A pipe has a reader who wants the trace and nothing else.
     size = Path(name).stat().st_size
     if arguments.json:
         about = {"job": home.name, "file": name, "size_bytes": size, "slices": trace.slices}
@@ -59,8 +58,13 @@ def main(argv: Sequence[str]) -> int:
 @contextmanager
 def _opened(name: str) -> Iterator[BinaryIO]:
     if name == "-":
-        yield sys.stdout.buffer
-        sys.stdout.buffer.flush()
+        try:
+            yield sys.stdout.buffer
+            sys.stdout.buffer.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise UsageError(f"standard output cannot be written: {error.strerror}") from None
         return
     with write_whole(Path(name)) as file:
         if not name.endswith(".gz"):

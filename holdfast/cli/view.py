@@ -128,21 +128,41 @@ def tell_end(home: JobHome, quiet: bool) -> None:
         print(f"[holdfast] no summary: {error}", file=sys.stderr)
 
 
+def read_journal(home: JobHome) -> Follower:
+    """Read a job's journal up to now; on a terminal, a bar shows how far a long one was read."""
+    if not sys.stderr.isatty():
+        return Follower.open(home)
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("reading the journal", total=1.0)
+        return Follower.open(home, lambda share: bar.update(task, completed=share))
+
+
 @contextmanager
 def write_whole(path: Path, private: bool = False) -> Iterator[BinaryIO]:
-    """Write a file that is there whole or not at all; private: readable by this user only."""
-    temporary = path.with_name(f".{path.name}.new")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    """Write a file that is there whole or not at all; private: readable by this user only. A device or
+    a pipe is written to as it is, and a link stays one."""
+    temporary: Path | None = None
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            with open(path, "wb") as file:
+                yield file
+            return
+        target = Path(os.path.realpath(path))
+        temporary = target.with_name(f".{target.name}.new")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         fd = open_privately(temporary, flags) if private else os.open(temporary, flags, 0o666)
         with os.fdopen(fd, "wb") as file:
             yield file
-        os.replace(temporary, path)
+        os.replace(temporary, target)
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}") from None
     finally:
-        with suppress(OSError):
-            temporary.unlink()
+        if temporary is not None:
+            with suppress(OSError):
+                temporary.unlink()
 
 
 def print_json(content: Any) -> None:

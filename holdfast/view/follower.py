@@ -40,7 +40,8 @@ from holdfast.view.history.kept import KeptHistory
 LOOK_EVERY_S: Seconds = 0.05
 """How often the file is looked at. A look costs some microseconds."""
 ALIVE_EVERY_S: Seconds = 0.5
-TOLD_EVERY_S: Seconds = 0.5
+TELL_EVERY_S: Seconds = 0.2
+"""How often it is told how much of a long journal was taken in."""
 BATCH = 500
 """Events that are read at once; SQLite holds no lock between two batches."""
 KEPT_FROM = 20_000
@@ -90,13 +91,14 @@ class Follower:
         self._following = Following(self._begin, self._hear)
 
     @classmethod
-    def open(cls, home: JobHome) -> Follower:
-        """Follow the journal of a job of this machine, from its first event until now."""
+    def open(cls, home: JobHome, told: Callable[[float], None] = lambda share: None) -> Follower:
+        """Follow the journal of a job of this machine, from its first event until now. What takes long
+        is told from time to time: the share that was taken in."""
         follower = cls(JournalFile(home))
         if follower.source.last() >= KEPT_FROM:
             follower.go_on_from(kept.read(home.history))
         try:
-            follower.read_and_keep(home.history)
+            follower.read_and_keep(home.history, told)
         except OSError:  # The next viewer has to read it again.
             follower.catch_up()
         if follower._history is None:
@@ -138,7 +140,7 @@ class Follower:
         """Read all that there is; what is much is kept, also on the way. An OSError if it cannot be."""
         taken, kept_at = self.taken, time.monotonic()
         while True:
-            self.catch_up(TOLD_EVERY_S)
+            self.catch_up(TELL_EVERY_S)
             told(self.progress)
             late = not self.behind or time.monotonic() - kept_at > KEEP_EVERY_S
             if late and self.taken - taken >= KEPT_FROM:

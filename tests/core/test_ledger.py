@@ -261,6 +261,19 @@ def test_steps_that_were_finished_before_are_redo_and_new_ones_productive() -> N
     assert seconds["productive"] == 9 + 5
 
 
+def test_a_booking_knows_the_step_that_was_finished_before_it() -> None:
+    ledger = trained()
+    ledger.spans = []
+    fault(ledger, OPEN + 14, OPEN + 15, OPEN + 16)
+    books.begin_round(ledger, RoundNumber(2), StepNumber(10), Time(OPEN + 17))
+    books.script_began(ledger, Rank(0), Time(OPEN + 18))
+    report(ledger, 14, 8, OPEN + 20, OPEN + 27)
+    steps = {(one.round, one.cause): one.step for one in ledger.spans}
+    assert steps[RoundNumber(1), "detect"] == 10
+    assert steps[RoundNumber(2), "redo"] == 7
+    assert steps[RoundNumber(2), "productive"] == 10
+
+
 def test_a_fault_before_the_first_step_redoes_nothing() -> None:
     ledger = opened()
     books.script_began(ledger, Rank(0), Time(OPEN + 3))

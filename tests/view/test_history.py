@@ -17,7 +17,14 @@ from holdfast.messages.units import Rank, RoundNumber, StepNumber, Time
 from holdfast.view.follower import Follower
 from holdfast.view.history import timeline as timelines
 from holdfast.view.history.grid import CauseGrid
-from holdfast.view.history.lanes import AWAY, CAUSE_NAMES, Lane, LaneSpan, coarse
+from holdfast.view.history.lanes import (
+    AWAY,
+    CAUSE_NAMES,
+    LAST_STEP,
+    Lane,
+    LaneSpan,
+    coarse,
+)
 from holdfast.view.history.series import Series
 from holdfast.view.history.timeline import RankBlock, Timeline
 
@@ -213,7 +220,7 @@ def test_what_is_not_booked_yet_counts_until_now() -> None:
     assert timeline.ranks == 1
     assert timeline.seconds(0.0, 8.0, 2, 8.0) == [{"start": 4.0}, {"start": 4.0}]
     (lane,) = timeline.lanes(0.0, 8.0, 10, [RankBlock("rank 0", 0, 1)], 8.0)
-    assert [tuple(span) for span in lane.spans] == [(0.0, 8.0, {"start": 1.0})]
+    assert [tuple(span) for span in lane.spans] == [(0.0, 8.0, {"start": 1.0}, 0)]
 
 
 def booked(rank: int, begin: float, end: float, cause: str) -> Booking:
@@ -257,3 +264,21 @@ def test_saves_are_remembered_with_their_tiers() -> None:
     assert follower.history.speed.points()
     assert follower.job.of(Ledger).spans == []
     follower.close()
+
+
+def test_a_span_knows_the_step_that_was_finished_when_it_began() -> None:
+    lane = Lane(0.0)
+    for index in range(100):
+        lane.add(2.0 * index, 2.0 * index + 1, 0, 10 * index)
+        lane.add(2.0 * index + 1, 2.0 * index + 2, 1, 10 * index + 10)
+    exact = {span.begin: span.step for span in lane.between(0.0, 200.0)}
+    assert exact[4.0] == 20
+    assert exact[5.0] == 30
+    lane.consolidate()
+    assert all(span.step == exact[span.begin] for span in lane.between(0.0, 200.0))
+
+
+def test_a_step_beyond_what_a_lane_can_hold_stays_at_its_highest() -> None:
+    lane = Lane(0.0)
+    lane.add(0.0, 1.0, 0, LAST_STEP + 5)
+    assert [span.step for span in lane.between(0.0, 1.0)] == [LAST_STEP]

@@ -1,7 +1,8 @@
 """Checks a file against the trace event format, more strictly than its readers do.
 
 After "Trace Event Format" (Chromium) and what Perfetto's importer demands on top of it: slices of one
-track lie within each other or apart, and every point of a flow lies in a slice, else it is dropped.
+track lie within each other or apart, every point of a flow lies in a slice, else it is dropped, and no
+track is 0. `browser/test_trace_viewers.py` asks Perfetto itself.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ FIELDS = {
     "t": {"ph", "pid", "tid", "name", "cat", "ts", "id"},
     "f": {"ph", "pid", "tid", "name", "cat", "ts", "id", "bp"},
 }
-OPTIONAL = {"X": {"args", "cname"}}
+OPTIONAL = {"X": {"args", "cname"}, "i": {"args"}}
 
 Event = dict[str, Any]
 
@@ -113,4 +114,5 @@ def _check_labels(events: list[Event], tracks: dict[tuple[int, int], list[Event]
             named[event["name"]].add((event["pid"], event["tid"]))
     groups = {pid for pid, _ in named["process_name"]}
     assert {pid for pid, _ in tracks} <= groups
+    assert all(pid and tid for pid, tid in tracks), "Perfetto's idle thread"
     assert set(tracks) <= named["thread_name"]

@@ -228,6 +228,7 @@ def _book_steps(ledger: Ledger, account: Account, progress: RankProgress, last_a
     share = again / (last - first)
     redone_at = account.cursor + share * (last_at - account.cursor)
     book(ledger, progress.rank, Time(redone_at), "redo")
+    account.step = StepNumber(first + again)
     book(ledger, progress.rank, last_at, "productive")
 
 

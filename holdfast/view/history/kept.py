@@ -72,13 +72,13 @@ def _digest(body: bytes) -> str:
 
 def _from_array(value: Any) -> bytes:
     if isinstance(value, array):
-        return value.tobytes()
+        return value.typecode.encode() + value.tobytes()
     raise NotImplementedError(f"a history cannot hold a {type(value).__name__}")
 
 
 def _to_array(kind: type, value: Any) -> Any:
     if kind is array:
-        return array("d", value)
+        return array(chr(value[0]), value[1:])
     raise NotImplementedError(f"a history cannot hold a {kind}")
 
 

@@ -16,8 +16,9 @@ V = TypeVar("V")
 
 if TYPE_CHECKING:
     Floats = array[float]
+    Numbers = array[int]
 else:
-    Floats = array  # Which says of what only from Python 3.12 on.
+    Floats = Numbers = array  # Which says of what only from Python 3.12 on.
 
 
 class Series(Struct, Generic[V]):

@@ -57,6 +57,8 @@ class ShownSpan(NamedTuple):
     end: float
     shares: dict[Cause, float]
     """Shares of the causes, which add up to 1; one alone if the span is not mixed."""
+    step: int = 0
+    """Step that the rank had finished when this began; 0 if there was none, or for several ranks."""
 
 
 class ShownLane(NamedTuple):
@@ -112,7 +114,7 @@ class Timeline(Struct, dict=True):
                 self._open_lanes(rank + 1)
             lane, cause = self._lanes[rank], CAUSE_NUMBERS[booking.cause]
             before = lane.last()
-            if lane.add(booking.begin, booking.end, cause):
+            if lane.add(booking.begin, booking.end, cause, booking.step):
                 if before is not None:
                     self._tell(rank, before[1], before[2])
                 self._told[rank] = booking.begin
@@ -221,7 +223,7 @@ class Timeline(Struct, dict=True):
             return
         begin, end = max(account.cursor, at), min(now, until)
         if end > begin:
-            yield LaneSpan(begin, end, {CAUSE_NUMBERS[account.cause]: end - begin})
+            yield LaneSpan(begin, end, {CAUSE_NUMBERS[account.cause]: end - begin}, account.step)
 
     def _grouped(
         self, since: float, until: float, width: int, blocks: list[RankBlock], now: float
@@ -286,13 +288,13 @@ def _without_gaps(spans: Iterable[LaneSpan]) -> Iterator[LaneSpan]:
     for span in spans:
         parts = {cause: s for cause, s in span.parts.items() if cause != AWAY and s > 0}
         if parts:
-            yield LaneSpan(span.begin, span.end, parts)
+            yield LaneSpan(span.begin, span.end, parts, span.step)
 
 
 def _shown(span: LaneSpan) -> ShownSpan:
     total = sum(span.parts.values())
     shares = {CAUSE_NAMES[cause]: s / total for cause, s in span.parts.items()}
-    return ShownSpan(span.begin, span.end, shares)
+    return ShownSpan(span.begin, span.end, shares, span.step)
 
 
 def _named(parts: Parts) -> dict[Cause, Seconds]:

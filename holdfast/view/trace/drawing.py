@@ -1,16 +1,18 @@
 """Decides what of a job is in its trace, and where.
 
-    job          incidents with the phases of their repair; rounds; saves by tier; speed
+    marks        rounds and incidents, through the whole trace
+    job          incidents with the phases of their repair; saves by tier; speed
     one group for each node
-                 a track for each of its ranks: what it did, by cause
+                 a track for each of its ranks: what it did, by cause, with the round, the step that it
+                 had finished before and the number of steps; a mark where an incident began
                  where a hang was examined, the collectives that its ranks waited in
                  the load of its machine, in a job of few nodes
 
 A rank that moves to another node goes on there. An arrow leads from the rank that failed, through the
-incident, to that rank's first step after it.
+incident, to that rank's first step after it; if a whole node failed, from its first rank.
 
-The size is bounded whatever the job is: `MOST_SLICES` slices of ranks, each about a hundred bytes. What
-is too short to fit is merged with its neighbours into a slice that says how much of it went to what.
+The size is bounded whatever the job is: `MOST_SLICES` slices of ranks of 150 to 220 bytes. What is
+too short to fit is merged with its neighbours into a slice that says how much of it went to what.
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from datetime import datetime, timezone
+from itertools import zip_longest
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
@@ -28,11 +32,11 @@ from holdfast.messages.records import Cause
 from holdfast.messages.reports import IncidentReport
 from holdfast.messages.units import NodeId, Time
 from holdfast.view.follower import Follower
-from holdfast.view.history.checkpoints import SaveEntry
+from holdfast.view.history.checkpoints import SaveEntry, TierEntry
 from holdfast.view.history.timeline import RankBlock, ShownSpan
 from holdfast.view.trace.format import Rows, TraceFile
 
-MOST_SLICES = 300_000
+MOST_SLICES = 220_000
 MOST_OF_RANK = 20_000
 LEAST_OF_RANK = 16
 MOST_EXAMINED = 2_000
@@ -42,11 +46,9 @@ LOADS_OF = 64
 MIXED_FROM = 0.9
 """A merged slice has the name of a cause that has at least this share of it."""
 
-JOB = 0
-INCIDENTS, SAVES, COLLECTIVES = 0, 100, 1_000_000
-"""First tracks of their kinds; a rank's is its number, and that of its collectives so much higher."""
-ROWS = 50
-"""Tracks of one kind, at most: what overlaps more than that is drawn on the last."""
+JOB = 1
+INCIDENTS, SAVES = 1, 10_000
+"""First tracks of their kinds in the job's group; the saves of the next tier begin so much higher."""
 
 COLOURS: Mapping[str, str] = {
     "productive": "good",
@@ -67,6 +69,21 @@ COLOURS: Mapping[str, str] = {
 """Colours of chrome://tracing, by its own names; Perfetto has its own for each name of a slice."""
 
 
+def node_group(index: int) -> int:
+    """Number of a node's group; it is never that of a track in the group."""
+    return 10 * index + 11
+
+
+def rank_track(rank: int) -> int:
+    """Number of a rank's track."""
+    return 10 * rank + 10
+
+
+def waits_track(rank: int) -> int:
+    """Number of the track of the collectives that a rank waited in: the one after the rank's."""
+    return rank_track(rank) + 5
+
+
 class Drawn(NamedTuple):
     """A slice that an arrow may be bound to."""
 
@@ -77,7 +94,9 @@ class Drawn(NamedTuple):
 
 def write_trace(follower: Follower, out: BinaryIO, evidence: Path | None = None) -> TraceFile:
     """Draw a job; `evidence` is the folder in which its incidents' evidence is."""
-    trace = TraceFile(out, follower.job.opened_at, {"job": follower.name, "source": "holdfast"})
+    opened_at = follower.job.opened_at
+    about = {"job": follower.name, "source": "holdfast", "opened_at": _clock(opened_at)}
+    trace = TraceFile(out, opened_at, about)
     _JobDrawing(follower, trace, evidence).draw()
     trace.close()
     return trace
@@ -93,42 +112,62 @@ class _JobDrawing:
         self._ranks: dict[int, list[Drawn]] = {}
         """Slices of the ranks that an arrow begins or ends at."""
         self._groups: dict[NodeId, int] = {}
+        self._homes: dict[int, list[tuple[Time, NodeId]]] = {}
+        """Nodes that each rank was on, with the time from which on."""
+        self._waited: dict[tuple[int, int], int] = {}
+        """End of the last slice on each track of collectives."""
 
     def draw(self) -> None:
         incidents = self._follower.incidents()
-        self._trace.group(JOB, f"job {self._follower.name}", JOB)
-        self._draw_nodes(_arrow_ranks(incidents))
+        self._trace.group(JOB, f"job {self._follower.name}", 0)
+        self._homes = _by_rank(self._history.seats.stays())
+        failed = {one.id: self._failed_rank(one) for one in incidents}
+        self._draw_nodes({rank for rank in failed.values() if rank is not None})
         self._draw_rounds()
         self._draw_saves(self._history.checkpoints.saves())
         self._draw_speed()
-        self._draw_incidents(incidents)
+        self._draw_incidents(incidents, failed)
         self._draw_collectives(incidents)
 
     # ---- ranks ----
 
     def _draw_nodes(self, with_arrows: set[int]) -> None:
         for stay in self._history.seats.stays():
-            if stay.node not in self._groups:
-                self._groups[stay.node] = len(self._groups) + 1
-                self._trace.group(self._groups[stay.node], f"node {stay.node}", stay.first_rank + 1)
-        seats = _by_rank(self._history.seats.stays())
+            self._group(stay.node, stay.first_rank)
         ranks = self._history.timeline.ranks
         width = max(LEAST_OF_RANK, min(MOST_OF_RANK, MOST_SLICES // max(1, ranks)))
         rounds = [at for at, _ in self._history.rounds]
         for rank in range(ranks):
-            homes = seats.get(rank) or [(self._follower.job.opened_at, NodeId(""))]
-            for _, node in homes:
-                self._trace.track(self._group(node), rank, f"rank {rank}")
+            homes = self._homes.setdefault(rank, [(self._follower.job.opened_at, NodeId(""))])
+            for node in dict.fromkeys(node for _, node in homes):
+                self._trace.track(self._group(node), rank_track(rank), f"rank {rank}")
             drawn = self._ranks.setdefault(rank, []) if rank in with_arrows else None
             self._draw_rank(rank, homes, width, rounds, drawn)
         if len(self._groups) <= LOADS_OF:
             self._draw_loads()
 
-    def _group(self, node: NodeId) -> int:
-        if node not in self._groups:  # Ranks before the first round are nowhere yet.
-            self._groups[node] = len(self._groups) + 1
-            self._trace.group(self._groups[node], f"node {node}" if node else "no node yet", 1)
+    def _group(self, node: NodeId, order: int = 0) -> int:
+        """Return a node's group; ranks before the first round are on no node yet."""
+        if node not in self._groups:
+            self._groups[node] = group = node_group(len(self._groups))
+            self._trace.group(group, f"node {node}" if node else "no node yet", order + 1)
         return self._groups[node]
+
+    def _track(self, rank: int, at: float) -> tuple[int, int]:
+        """Return the track that a rank was on at a time."""
+        homes = self._homes[rank]
+        node = homes[max(0, bisect_right(homes, at, key=lambda home: home[0]) - 1)][1]
+        return self._group(node), rank_track(rank)
+
+    def _failed_rank(self, incident: IncidentReport) -> int | None:
+        """Return the rank that failed, or the first one of the node that did."""
+        if incident.rank is not None:
+            return incident.rank
+        for rank, homes in sorted(self._homes.items()):
+            index = bisect_right(homes, incident.at, key=lambda home: home[0]) - 1
+            if index >= 0 and homes[index][1] == incident.node:
+                return rank
+        return None
 
     def _draw_rank(
         self,
@@ -141,31 +180,33 @@ class _JobDrawing:
         timeline, opened_at = self._history.timeline, self._follower.job.opened_at
         block = RankBlock(f"rank {rank}", rank, 1)
         lanes = timeline.lanes(opened_at, self._now, width, [block], self._now)
-        for span in _cut([span for lane in lanes for span in lane.spans], homes):
-            node = homes[max(0, bisect_right([at for at, _ in homes], span.begin) - 1)][1]
-            track = (self._group(node), rank)
+        spans = list(_cut([span for lane in lanes for span in lane.spans], homes))
+        for span, after in zip_longest(spans, spans[1:]):
+            begin, end = self._trace.us(span.begin), self._trace.us(span.end)
+            if begin == end:
+                continue
+            track = self._track(rank, span.begin)
             round = bisect_right(rounds, span.begin)
-            number = self._history.rounds[round - 1][1] if round else 0
+            told: dict[str, Any] = {"round": self._history.rounds[round - 1][1]} if round else {}
             name, category, shares = _named(span)
-            told = {"round": number} | ({"shares": shares} if shares else {})
-            colour = COLOURS.get(category, "")
-            self._trace.slice(track, name, category, span.begin, span.end, told, colour)
+            told |= _steps(span, after) | ({"shares": shares} if shares else {})
+            self._trace.slice(track, name, category, begin, end, told, COLOURS.get(category, ""))
             if drawn is not None:
-                drawn.append(Drawn(self._trace.us(span.begin), self._trace.us(span.end), track))
+                drawn.append(Drawn(begin, end, track))
 
     def _draw_loads(self) -> None:
         for node, series in self._history.usage.nodes.items():
             if node not in self._groups:
                 continue
             for at, point in series.points():
-                shares = [("CPU %", point.cpu), ("memory %", point.memory), ("GPU %", point.gpu)]
+                shares = [("CPU", point.cpu), ("memory", point.memory), ("GPU", point.gpu)]
                 for name, share in shares:
                     if share is not None:
                         value = {"%": round(100 * share, 1)}
                         self._trace.number(self._groups[node], name, at, value)
                 if point.network_bytes_per_s is not None:
                     value = {"MB/s": round(point.network_bytes_per_s / 1e6, 3)}
-                    self._trace.number(self._groups[node], "network MB/s", at, value)
+                    self._trace.number(self._groups[node], "network", at, value)
 
     # ---- the job ----
 
@@ -176,58 +217,69 @@ class _JobDrawing:
     def _draw_speed(self) -> None:
         for at, point in self._history.speed.points():
             if point.steps_per_s is not None:
-                self._trace.number(JOB, "steps/s", at, {"steps/s": round(point.steps_per_s, 4)})
+                self._trace.number(JOB, "speed", at, {"steps/s": round(point.steps_per_s, 4)})
 
     def _draw_saves(self, saves: Iterable[SaveEntry]) -> None:
-        first = SAVES
-        for tier, what in (("memory", "in memory"), ("peer", "copied"), ("storage", "on storage")):
-            rows = Rows()
-            for save in saves:
-                entry = save.tiers.get(tier)
-                if entry is None:
-                    continue
-                begin = entry.at - entry.seconds
-                row = min(rows.take(begin, max(entry.at, begin + 1e-6)), ROWS - 1)
-                track = (JOB, first + row)
-                told = {"step": save.step, "round": save.round, "verified": entry.verified}
-                if entry.size_bytes:
-                    told["size_bytes"] = entry.size_bytes
-                if entry.error:
-                    told["error"] = entry.error  # type: ignore[assignment]
+        tiers = (("memory", "in memory"), ("peer", "copied"), ("storage", "on storage"))
+        for number, (tier, what) in enumerate(tiers, 1):
+            rows, first = Rows(), number * SAVES
+            found = [(save, entry) for save in saves if (entry := save.tiers.get(tier))]
+            for save, entry in sorted(found, key=lambda one: one[1].at - one[1].seconds):
+                begin, end = self._lasted(entry.at - entry.seconds, entry.at)
+                track = (JOB, first + rows.take(begin, end))
                 name = f"step {save.step} {'failed' if entry.error else what}"
-                self._trace.slice(track, name, f"save-{tier}", begin, entry.at, told)
-            for row in range(min(len(rows), ROWS)):
-                self._trace.track(JOB, first + row, f"saves {what}", first + row)
-            first += ROWS
+                self._trace.slice(track, name, f"save-{tier}", begin, end, _told_of(save, entry))
+            for row in range(len(rows)):
+                self._trace.track(JOB, first + row, f"saves {what}")
 
-    def _draw_incidents(self, incidents: Iterable[IncidentReport]) -> None:
+    def _lasted(self, begin: float, end: float) -> tuple[int, int]:
+        """Return a time as the trace counts it, and at least the shortest that can be seen."""
+        begin_us = self._trace.us(begin)
+        return begin_us, max(begin_us + 1, self._trace.us(end))
+
+    def _draw_incidents(
+        self, incidents: Iterable[IncidentReport], failed: Mapping[int, int | None]
+    ) -> None:
         rows = Rows()
-        for incident in incidents:
-            end = _end(incident)
-            row = min(rows.take(incident.at, max(end, incident.at + 1e-6)), ROWS - 1)
-            track = (JOB, INCIDENTS + row)
+        for incident in sorted(incidents, key=lambda one: one.at):
+            begin, end = self._lasted(incident.at, _end(incident))
+            track = (JOB, INCIDENTS + rows.take(begin, end))
             name = f"incident {incident.id}: {incident.signature}"
-            told = {"line": incident.line, "kind": incident.kind, "action": incident.action}
+            told: dict[str, Any] = {
+                "line": incident.line,
+                "kind": incident.kind,
+                "action": incident.action,
+            }
+            told |= {"at": _clock(incident.at), "round": incident.round, "step": incident.step}
             if incident.also:
                 told["also"] = "; ".join(incident.also[:10])
-            self._trace.slice(track, name, "incident", incident.at, end, told, "terrible")
-            begin: float = incident.at
-            for phase, seconds in incident.phases.items():
-                if seconds > 0:
-                    until = min(begin + seconds, end)
-                    told_of = {"incident": incident.id, "round": incident.round}
-                    name = phase.replace("_", " ")
-                    self._trace.slice(track, name, "phase", begin, until, told_of)
-                    begin = until
-            self._draw_arrow(incident, track, end)
-        for row in range(max(1, min(len(rows), ROWS))):
-            self._trace.track(JOB, INCIDENTS + row, "incidents", INCIDENTS + row)
+            self._trace.slice(track, name, "incident", begin, end, told, "terrible")
+            self._draw_phases(incident, track, end)
+            mark = {"line": incident.line}
+            self._trace.moment(track, name, incident.at, mark, whole=True)
+            rank = failed[incident.id]
+            if rank is not None and rank in self._homes:
+                self._trace.moment(self._track(rank, incident.at), name, incident.at, mark)
+                self._draw_arrow(incident, rank, track, end)
+        for row in range(max(1, len(rows))):
+            self._trace.track(JOB, INCIDENTS + row, "incidents")
 
-    def _draw_arrow(self, incident: IncidentReport, track: tuple[int, int], end: float) -> None:
-        if incident.rank is None or incident.lost_s is None or not incident.rung:
+    def _draw_phases(self, incident: IncidentReport, track: tuple[int, int], end_us: int) -> None:
+        at: float = incident.at
+        for phase, seconds in incident.phases.items():
+            begin_us, until_us = self._trace.us(at), min(self._trace.us(at + seconds), end_us)
+            if begin_us < until_us:
+                told = {"incident": incident.id, "round": incident.round}
+                name = phase.replace("_", " ")
+                self._trace.slice(track, name, "phase", begin_us, until_us, told)
+            at += seconds
+
+    def _draw_arrow(
+        self, incident: IncidentReport, rank: int, track: tuple[int, int], back: int
+    ) -> None:
+        if incident.lost_s is None or not incident.rung:
             return
-        slices = self._ranks.get(incident.rank, [])
-        fault, back = self._trace.us(incident.at), self._trace.us(end)
+        slices, fault = self._ranks.get(rank, []), self._trace.us(incident.at)
         before, after = _within(slices, fault), _within(slices, back)
         if before is not None and after is not None and fault < back:
             points = [(before.track, fault), (track, fault + (back - fault) // 2)]
@@ -256,20 +308,41 @@ class _JobDrawing:
         open = [one for one in found.collectives or () if one.state != "completed"]
         if not open:
             return
-        track = (self._group(found.node), COLLECTIVES + found.rank)
-        self._trace.track(*track, f"rank {found.rank}: collectives", found.rank)
-        rows = {(one.group, one.number): one for one in open}
-        begin_after = self._follower.job.opened_at
-        for one in sorted(rows.values(), key=lambda each: -(each.age_s or 0.0))[:1]:
-            begin = max(begin_after, seen - (one.age_s or 0.0))
-            told = {"group": one.group, "number": one.number, "sizes": one.sizes}
-            told |= {"state": one.state, "incident": incident.id, "open": len(open)}
-            name = f"waits in {one.op} {one.number}"
-            self._trace.slice(track, name, "collective", begin, max(seen, begin), told)
+        track = (self._group(found.node), waits_track(found.rank))
+        self._trace.track(*track, f"rank {found.rank}: collectives")
+        one = max(open, key=lambda each: each.age_s or 0.0)
+        begin, end = self._lasted(seen - (one.age_s or 0.0), seen)
+        begin = max(begin, self._waited.get(track, 0))
+        if begin >= end:
+            return
+        self._waited[track] = end
+        told = {"group": one.group, "number": one.number, "sizes": one.sizes}
+        told |= {"state": one.state, "incident": incident.id, "open": len(open)}
+        told |= {"round": incident.round, "step": incident.step}
+        name = f"waits in {one.op} {one.number}"
+        self._trace.slice(track, name, "collective", begin, end, told)
 
 
-def _arrow_ranks(incidents: Iterable[IncidentReport]) -> set[int]:
-    return {one.rank for one in incidents if one.rank is not None and one.lost_s is not None}
+def _clock(at: Time) -> str:
+    """Return a time as people write it."""
+    return datetime.fromtimestamp(at, timezone.utc).isoformat(timespec="milliseconds")
+
+
+def _told_of(save: SaveEntry, entry: TierEntry) -> dict[str, Any]:
+    told: dict[str, Any] = {"step": save.step, "round": save.round, "verified": entry.verified}
+    if entry.size_bytes:
+        told["size_bytes"] = entry.size_bytes
+    if entry.error:
+        told["error"] = entry.error
+    return told
+
+
+def _steps(span: ShownSpan, after: ShownSpan | None) -> dict[str, int]:
+    """Return the step that was finished before a span, and how many were in it, as far as known."""
+    if not span.step:
+        return {}
+    count = after.step - span.step if after is not None else 0
+    return {"step": span.step} | ({"steps": count} if count > 0 else {})
 
 
 def _by_rank(
@@ -292,9 +365,9 @@ def _cut(spans: Iterable[ShownSpan], homes: list[tuple[Time, NodeId]]) -> Iterat
         begin = span.begin
         for at in moves:
             if begin < at < span.end:
-                yield ShownSpan(begin, at, span.shares)
+                yield span._replace(begin=begin, end=at)
                 begin = at
-        yield ShownSpan(begin, span.end, span.shares)
+        yield span._replace(begin=begin)
 
 
 def _named(span: ShownSpan) -> tuple[str, str, dict[Cause, float]]:
@@ -302,7 +375,7 @@ def _named(span: ShownSpan) -> tuple[str, str, dict[Cause, float]]:
     cause, share = max(span.shares.items(), key=lambda item: item[1])
     if len(span.shares) == 1:
         return cause, cause, {}
-    shares = {one: round(part, 4) for one, part in span.shares.items()}
+    shares = {one: part for one, s in span.shares.items() if (part := round(s, 4)) > 0}
     return (cause if share >= MIXED_FROM else f"mostly {cause}"), cause, shares
 
 

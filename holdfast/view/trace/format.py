@@ -7,6 +7,11 @@ the one before ended, to the digit.
 
 The format: "Trace Event Format" by the Chromium project. A flow (an arrow) begins with "s", passes "t"
 and ends with "f"; each point is bound to the slice that it lies in.
+
+Perfetto's reading of it decides some numbers. Thread 0 is the idle thread of a kernel to it, in any
+group: no group or track may be 0. It ignores the indexes by which chrome://tracing sorts, and shows the
+tracks of a group by their numbers, after the one that has the group's own. It names a curve after the
+event and the value.
 """
 
 from __future__ import annotations
@@ -55,15 +60,14 @@ class TraceFile:
         track: tuple[int, int],
         name: str,
         category: str,
-        begin: float,
-        end: float,
+        begin_us: int,
+        end_us: int,
         arguments: Mapping[str, Any] | None = None,
         colour: str = "",
     ) -> None:
         """Draw what lasted from one time to another."""
-        ts = self.us(begin)
         event = {"ph": "X", "pid": track[0], "tid": track[1], "name": name, "cat": category}
-        event |= {"ts": ts, "dur": max(1, self.us(end) - ts)}
+        event |= {"ts": begin_us, "dur": end_us - begin_us}
         if colour:
             event["cname"] = colour
         if arguments:
@@ -71,13 +75,23 @@ class TraceFile:
         self.slices += 1
         self._write(event)
 
-    def moment(self, track: tuple[int, int], name: str, at: float, whole: bool = False) -> None:
+    def moment(
+        self,
+        track: tuple[int, int],
+        name: str,
+        at: float,
+        arguments: Mapping[str, Any] | None = None,
+        whole: bool = False,
+    ) -> None:
         """Mark a moment on a track, or through the whole trace."""
         event = {"ph": "i", "pid": track[0], "tid": track[1], "name": name, "cat": "moment"}
-        self._write(event | {"ts": self.us(at), "s": "g" if whole else "t"})
+        event |= {"ts": self.us(at), "s": "g" if whole else "t"}
+        if arguments:
+            event["args"] = arguments
+        self._write(event)
 
     def number(self, pid: int, name: str, at: float, values: Mapping[str, float]) -> None:
-        """Draw a point of a curve."""
+        """Draw a point of a curve for each of the values."""
         event = {"ph": "C", "pid": pid, "name": name, "ts": self.us(at), "args": dict(values)}
         self._write(event)
 
@@ -112,14 +126,14 @@ class Rows:
     """Tracks for things that may overlap: each gets the first one that is free."""
 
     def __init__(self) -> None:
-        self._free_from: list[float] = []
+        self._free_from: list[int] = []
 
-    def take(self, begin: float, end: float) -> int:
+    def take(self, begin_us: int, end_us: int) -> int:
         for index, free in enumerate(self._free_from):
-            if free <= begin:
-                self._free_from[index] = end
+            if free <= begin_us:
+                self._free_from[index] = end_us
                 return index
-        self._free_from.append(end)
+        self._free_from.append(end_us)
         return len(self._free_from) - 1
 
     def __len__(self) -> int:

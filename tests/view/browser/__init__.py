@@ -1,1 +1,1 @@
-"""The page of `holdfast web` in a real browser: Debian's chromium, driven by playwright."""
+"""Pages in a real browser: Debian's chromium, driven by playwright."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from e2e.harness import Run
 
 from .pretend import WEEK_S, PretendJob, PretendServer
 from .sight import Sight
@@ -26,8 +27,38 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
     "--enable-precise-memory-info",
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost",
 ]
+"""The last one: no page reaches another machine, whatever it loads."""
 PICTURES = Path(__file__).parents[3] / ".browser" / "pictures"
+
+TRAINER = """
+    import os, time
+    import torch
+    import torch.distributed as dist
+    import holdfast
+
+    dist.init_process_group("gloo")
+    net = torch.nn.Linear(16, 16)
+    model = torch.nn.parallel.DistributedDataParallel(net)
+    optim = torch.optim.SGD(model.parameters(), lr=0.01)
+    ckpt = holdfast.Checkpointer("ckpts", {"net": net}, memory_every=5, storage_every=50)
+    step = ckpt.restore()
+    while True:
+        done = torch.tensor([float(os.path.exists("end"))])
+        dist.all_reduce(done)
+        if done > 0:
+            break
+        optim.zero_grad()
+        loss = model(torch.randn(4, 16)).square().mean()
+        loss.backward()
+        optim.step()
+        holdfast.progress(loss=loss)
+        time.sleep(0.02)
+        step += 1
+        print("step", step, flush=True)
+        ckpt.save(step)
+"""
 
 
 @pytest.fixture(scope="session")
@@ -71,3 +102,19 @@ def giant(sight: Sight) -> Iterator[PretendServer]:
     yield server
     sight.leave()
     server.stop()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    run = Run(tmp_path)
+    run.env["OMP_NUM_THREADS"] = "1"
+    yield run
+    run.close()
+
+
+@pytest.fixture
+def trained(run: Run) -> Run:
+    """A job of two ranks that has made its first steps."""
+    run.start("--standby", "2", run.write(TRAINER))
+    run.until_stepping()
+    return run

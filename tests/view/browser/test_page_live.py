@@ -23,50 +23,6 @@ pytest.importorskip("starlette", reason="holdfast[web] is not installed")
 pytest.importorskip("uvicorn", reason="holdfast[web] is not installed")
 pytestmark = pytest.mark.browser
 
-TRAINER = """
-    import os, time
-    import torch
-    import torch.distributed as dist
-    import holdfast
-
-    dist.init_process_group("gloo")
-    net = torch.nn.Linear(16, 16)
-    model = torch.nn.parallel.DistributedDataParallel(net)
-    optim = torch.optim.SGD(model.parameters(), lr=0.01)
-    ckpt = holdfast.Checkpointer("ckpts", {"net": net}, memory_every=5, storage_every=50)
-    step = ckpt.restore()
-    while True:
-        done = torch.tensor([float(os.path.exists("end"))])
-        dist.all_reduce(done)
-        if done > 0:
-            break
-        optim.zero_grad()
-        loss = model(torch.randn(4, 16)).square().mean()
-        loss.backward()
-        optim.step()
-        holdfast.progress(loss=loss)
-        time.sleep(0.02)
-        step += 1
-        print("step", step, flush=True)
-        ckpt.save(step)
-"""
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    run = Run(tmp_path)
-    run.env["OMP_NUM_THREADS"] = "1"
-    yield run
-    run.close()
-
-
-@pytest.fixture
-def trained(run: Run) -> Run:
-    """A job of two ranks that has made its first steps."""
-    run.start("--standby", "2", run.write(TRAINER))
-    run.until_stepping()
-    return run
-
 
 @pytest.fixture
 def web(trained: Run, sight: Sight) -> Iterator[Web]:
