@@ -84,3 +84,24 @@ def send(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
     except ProcessLookupError:
         pass
+
+
+def ended_children() -> dict[int, int]:
+    """Reap all children that have ended: their exit codes by pid."""
+    ended: dict[int, int] = {}
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return ended
+        if pid == 0:
+            return ended
+        ended[pid] = os.waitstatus_to_exitcode(status)
+
+
+def reap(pid: int) -> None:
+    """Wait for the end of a child."""
+    try:
+        os.waitpid(pid, 0)
+    except ChildProcessError:
+        pass
