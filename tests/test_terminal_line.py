@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast import terminal_line
-from holdfast.terminal_line import AWAY, ClearingStream, LinePage, TerminalLine, is_drawing
+from holdfast.terminal_line import (
+    AWAY,
+    ClearingStream,
+    LinePage,
+    TerminalLine,
+    is_drawing,
+    whole,
+)
 
 COLUMNS = 40
 
@@ -116,6 +124,47 @@ def test_the_colours_of_a_script_go_on_after_the_line(tmp_path: Path) -> None:
 )
 def test_a_script_that_moves_between_rows_is_known(output: bytes, drawing: bool) -> None:
     assert is_drawing(output) is drawing
+
+
+@pytest.mark.parametrize(
+    "text", ["\x1b[38;5;208m50%|███▌\x1b[0m 你", "é", "\x1b[1m"], ids=["colours", "é", "sequence"]
+)
+def test_what_is_cut_anywhere_is_shown_without_the_begin_of_what_is_missing(text: str) -> None:
+    encoded = text.encode()
+    for at in range(len(encoded) + 1):
+        shown = whole(encoded[:at])
+        shown.decode()  # No half of a character.
+        assert re.sub(rb"\x1b\[[0-9;]*m", b"", shown).count(b"\x1b") == 0
+        assert len(shown) == at or at < len(encoded)
+
+
+def test_a_write_that_was_cut_short_goes_on_with_its_line_whoever_wrote_meanwhile(
+    tmp_path: Path,
+) -> None:
+    lines = b"aaaa\nbbbb\ncccc\n"
+    with paged(tmp_path / "line") as page:
+        line = Shown(page)
+        page.line = b"# the line"
+        for at in range(len(line.around(1, lines))):
+            terminal = Emulated()
+            terminal.write(line.around(1, lines)[:at])
+            terminal.write(AWAY + line.drawn())
+            terminal.write(line.around(1, line.rest_of(lines, at)))
+            shown = [one for one in terminal.lines() if one]
+            assert shown == ["aaaa", "bbbb", "cccc", "# the line"], at
+
+
+def test_what_is_typed_after_a_prompt_stands_behind_it(tmp_path: Path) -> None:
+    with paged(tmp_path / "line") as page:
+        line, terminal = Shown(page), Emulated()
+        page.line, page.bar, page.prompts = b"# the line", b"name? ", True
+        terminal.write(line.around(2, b""))
+        terminal.write(b"Ada")
+        assert terminal.lines()[:2] == ["name? Ada", "# the line"]
+        terminal.write(b"\r\n")
+        page.bar, page.prompts = b"", False
+        terminal.write(line.around(1, b"hello\n"))
+        assert terminal.lines()[:3] == ["name? Ada", "hello", "# the line"]
 
 
 def test_the_line_stands_aside_for_a_script_that_draws(tmp_path: Path) -> None:

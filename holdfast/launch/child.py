@@ -45,6 +45,7 @@ class Child:
     def _be(self) -> int:
         """Run in the forked process. Signals stay blocked until `run` is ready to handle them."""
         os.setpgid(0, 0)
+        signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # It may log though `stty tostop` is set.
         try:
             return self.run()
         except (JobError, UsageError) as error:  # A restarted one would fail the same way.

@@ -48,6 +48,7 @@ def run_status_line(home: JobHome, line: TerminalLine, launcher_pid: int) -> int
 
 async def _draw(home: JobHome, line: TerminalLine, group: int) -> None:
     follower = Follower(JournalFile(home))
+    line.tidy()
     while True:
         follower.catch_up()
         shown = ""
