@@ -43,7 +43,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 _NO_WRAP, _WRAP = b"\x1b[?7l", b"\x1b[?7h"
 AWAY = _WRAP + b"\r\x1b[J"
@@ -76,6 +76,26 @@ def whole(output: bytes) -> bytes:
     return _CUT_OFF.sub(b"", output)
 
 
+class LineTexts(NamedTuple):
+    """What a line page says."""
+
+    line: bytes
+    bar: bytes
+    prompts: bool
+    """Whether the bar is a prompt, after which somebody may be typing."""
+    stands_aside: bool
+    """Whether a script draws on the terminal itself."""
+
+
+def _text_at(page: bytes, at: int) -> bytes:
+    field = page[at : at + FIELD_BYTES]
+    if len(field) < _HEADER.size:
+        return b""
+    checksum, size = _HEADER.unpack_from(field)
+    text = field[_HEADER.size : _HEADER.size + size]
+    return text if size and zlib.crc32(text) == checksum else b""
+
+
 class LinePage:
     """The texts of the line and of the bar above it, shared by processes of a job on one machine.
 
@@ -89,35 +109,22 @@ class LinePage:
         if create:
             os.pwrite(self._fd, bytes(_PAGE_BYTES), 0)
 
-    @property
-    def line(self) -> bytes:
-        return self._read(_LINE_AT)
+    def texts(self) -> LineTexts:
+        """Read all of the page, in one call."""
+        page = self._pread()
+        return LineTexts(
+            line=_text_at(page, _LINE_AT),
+            bar=_text_at(page, _BAR_AT),
+            prompts=page[_PROMPT_AT : _PROMPT_AT + 1] == b"\1",
+            stands_aside=page[_ASIDE_AT : _ASIDE_AT + 1] != b"\0",
+        )
 
-    @line.setter
-    def line(self, text: bytes) -> None:
+    def set_line(self, text: bytes) -> None:
         self._write(_LINE_AT, text)
 
-    @property
-    def bar(self) -> bytes:
-        return self._read(_BAR_AT)
-
-    @bar.setter
-    def bar(self, text: bytes) -> None:
-        self._write(_BAR_AT, text)
-
-    @property
-    def prompts(self) -> bool:
-        """Whether the bar is a prompt, after which somebody may be typing."""
-        return self._pread(_PROMPT_AT, 1) == b"\1"
-
-    @prompts.setter
-    def prompts(self, prompts: bool) -> None:
+    def set_bar(self, text: bytes, prompts: bool = False) -> None:
         self._pwrite(_PROMPT_AT, b"\1" if prompts else b"\0")
-
-    @property
-    def stands_aside(self) -> bool:
-        """Whether a script draws on the terminal itself."""
-        return self._pread(_ASIDE_AT, 1) != b"\0"
+        self._write(_BAR_AT, text)
 
     def stand_aside(self) -> None:
         self._pwrite(_ASIDE_AT, b"\1")
@@ -125,21 +132,13 @@ class LinePage:
     def close(self) -> None:
         os.close(self._fd)
 
-    def _read(self, at: int) -> bytes:
-        field = self._pread(at, FIELD_BYTES)
-        if len(field) < _HEADER.size:
-            return b""
-        checksum, size = _HEADER.unpack_from(field)
-        text = field[_HEADER.size : _HEADER.size + size]
-        return text if size and zlib.crc32(text) == checksum else b""
-
     def _write(self, at: int, text: bytes) -> None:
         text = whole(text[:_MOST]) if len(text) > _MOST else text
         self._pwrite(at, _HEADER.pack(zlib.crc32(text), len(text)) + text)
 
-    def _pread(self, at: int, size: int) -> bytes:
+    def _pread(self) -> bytes:
         try:
-            return os.pread(self._fd, size, at)
+            return os.pread(self._fd, _PAGE_BYTES, 0)
         except OSError:
             return b""
 
@@ -159,32 +158,29 @@ class TerminalLine:
 
     def is_on(self, fd: int) -> bool:
         """Return whether what is written to this descriptor shares the terminal with the line."""
-        return fd in self._fds and bool(self.page.line) and not self.page.stands_aside
+        return self._on(fd) is not None
+
+    def _on(self, fd: int) -> LineTexts | None:
+        if fd not in self._fds:
+            return None
+        texts = self.page.texts()
+        return texts if texts.line and not texts.stands_aside else None
 
     def around(self, fd: int, lines: bytes) -> bytes:
         """Return what to write, in one call, so that whole lines appear above the line."""
-        if not self.is_on(fd):
+        texts = self._on(fd)
+        if texts is None:
             return lines
         if is_drawing(lines):
             self.page.stand_aside()
             return AWAY + lines
-        return AWAY + lines + self.drawn()
-
-    def drawn(self) -> bytes:
-        """Return what draws the line, with the bar above it if there is one."""
-        line, bar = self.page.line, self.page.bar
-        if not line or self.page.stands_aside:
-            return b""
-        if bar and self.page.prompts:
-            below = _SAVE + b"\r\n" + _NO_WRAP + _PLAIN + line + _PLAIN + _WRAP + _RESTORE
-            return _ROOM_FOR_TWO + _NO_WRAP + bar + _WRAP + below
-        room, above = (_ROOM_FOR_TWO, bar + b"\r\n") if bar else (b"", b"")
-        return room + _SAVE + _NO_WRAP + above + _PLAIN + line + _PLAIN + _WRAP + _RESTORE
+        return AWAY + lines + _drawn(texts)
 
     def show(self) -> None:
         """Draw the line anew, unless that would erase what somebody types."""
-        if self.is_on(2) and not self.page.prompts and (drawn := self.drawn()):
-            write_at_once(2, AWAY + drawn)
+        texts = self._on(2)
+        if texts is not None and not texts.prompts:
+            write_at_once(2, AWAY + _drawn(texts))
 
     def tidy(self) -> None:
         """Undo what a viewer that was killed while it drew may have left."""
@@ -194,7 +190,7 @@ class TerminalLine:
     def take_away(self) -> None:
         """Erase the line and show it no more; what comes next is in no colour of the script's."""
         was_on = self.is_on(2)
-        self.page.line = b""
+        self.page.set_line(b"")
         if was_on:
             write_at_once(2, AWAY + _PLAIN)
 
@@ -206,6 +202,16 @@ class TerminalLine:
         taken = min(max(0, written - len(AWAY)), len(lines))
         begins = lines.rfind(b"\n", 0, taken) + 1
         return lines[begins:]
+
+
+def _drawn(texts: LineTexts) -> bytes:
+    """Return what draws the line, with the bar above it if there is one."""
+    line = _PLAIN + texts.line + _PLAIN
+    if texts.bar and texts.prompts:
+        below = _SAVE + b"\r\n" + _NO_WRAP + line + _WRAP + _RESTORE
+        return _ROOM_FOR_TWO + _NO_WRAP + texts.bar + _WRAP + below
+    room, above = (_ROOM_FOR_TWO, texts.bar + b"\r\n") if texts.bar else (b"", b"")
+    return room + _SAVE + _NO_WRAP + above + line + _WRAP + _RESTORE
 
 
 def write_at_once(fd: int, data: bytes) -> None:

@@ -92,7 +92,7 @@ class Console:
             self._skip_to_end()
         self._thread.join(limit_s / 2)
         if self._line is not None:
-            self._line.page.prompts = False
+            self._line.page.set_bar(b"")
 
     def _skip_to_end(self) -> None:
         """Leave no more in the queue than a slow terminal can take before its launcher has ended."""
@@ -125,14 +125,14 @@ class Console:
 
     def _show(self, fd: int, data: bytes) -> None:
         """Write to the terminal, in one call if it takes all at once."""
-        while self._line is not None and self._line.is_on(fd):
+        while self._line is not None and (shown := self._line.around(fd, data)) is not data:
             try:
-                shown = self._line.around(fd, data)
-                if (written := os.write(fd, shown)) == len(shown):
-                    return
+                written = os.write(fd, shown)
             except BlockingIOError:  # Another process made the terminal non-blocking.
                 select.select([], [fd], [])
                 continue
+            if written == len(shown):
+                return
             rest = self._line.rest_of(data, written)
             if len(rest) == len(
                 data
@@ -152,7 +152,7 @@ class Console:
         """Write the bar down that is drawn with the line."""
         if self._line is not None and self._bar_changed:
             bar, prompts = self._bars[min(self._bars)] if self._bars else (b"", False)
-            self._line.page.bar, self._line.page.prompts = bar, prompts
+            self._line.page.set_bar(bar, prompts)
         self._bar_changed, self._bar_at = False, time.monotonic()
 
 

@@ -55,7 +55,7 @@ async def _draw(home: JobHome, line: TerminalLine, group: int) -> None:
         if follower.opened and _in_foreground(group):
             columns = os.get_terminal_size(2).columns
             shown = status_line(follower.status(), follower.goodput(), columns - 1)
-        line.page.line = f"{_DIM}{shown}".encode() if shown else b""
+        line.page.set_line(f"{_DIM}{shown}".encode() if shown else b"")
         line.show()
         await asyncio.sleep(DRAW_EVERY_S)
         try:
