@@ -9,7 +9,7 @@
         pauses.json   where its ranks were seen to pause; a new job of the same name inherits it
         nodes/        <request>.json: processes of a node that `holdfast up` started
         imports.json  what its script imports, for standbys; inherited likewise
-        notices.json  incidents that notices have told (--notify)
+        notices.json  what each target of notices was told (--notify)
         history       what viewers have read of the journal, so that the next one need not
         line          status line of the job's terminal, while it runs
         lock          held by the launcher or coordinator while the job runs

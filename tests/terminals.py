@@ -22,6 +22,8 @@ from pathlib import Path
 import pyte
 
 PATIENCE_S = 100.0
+SLOW_BYTES = 256
+"""How much a slow terminal takes at once."""
 
 
 class Terminal:
@@ -36,8 +38,11 @@ class Terminal:
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
         stdout: int | None = None,
+        bytes_per_s: float | None = None,
     ) -> None:
-        """`stdout` takes the place of the terminal for standard output alone."""
+        """`stdout` takes the place of the terminal for standard output alone; `bytes_per_s` is how
+        fast the terminal takes what is written, at once if that is not said."""
+        self._bytes_per_s = bytes_per_s
         self._screen = pyte.HistoryScreen(columns, rows, history=100_000, ratio=1)
         self._stream = pyte.ByteStream(self._screen)
         self._lock = threading.Lock()
@@ -64,9 +69,11 @@ class Terminal:
             try:
                 select.select([self._fd], [], [])
                 with self._lock:
-                    data = os.read(self._fd, 1 << 16)
+                    data = os.read(self._fd, SLOW_BYTES if self._bytes_per_s else 1 << 16)
                     self.raw += data
                     self._stream.feed(data)
+                if self._bytes_per_s:
+                    time.sleep(len(data) / self._bytes_per_s)
             except (OSError, ValueError):
                 return
 

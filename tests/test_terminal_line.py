@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast import terminal_line
-from holdfast.terminal_line import AWAY, ClearingStream, LinePage, TerminalLine, is_drawing
+from holdfast.terminal_line import (
+    AWAY,
+    ClearingStream,
+    LinePage,
+    TerminalLine,
+    is_drawing,
+    whole,
+)
 
 COLUMNS = 40
 
@@ -73,20 +81,20 @@ def test_all_output_is_whole_and_in_order_whoever_writes_when(
                 printed.append(text)
                 terminal.write((AWAY if line.is_on(2) else b"") + f"{text}\n".encode())
             elif kind == "draw":
-                page.line = text.encode()
-                terminal.write(AWAY + line.drawn())
+                page.set_line(text.encode())
+                terminal.write(line.around(2, b""))
             elif kind == "bar":
-                page.bar = text.encode()
+                page.set_bar(text.encode())
                 terminal.write(line.around(2, b""))
             elif line.is_on(2):
-                page.line = b""
+                page.set_line(b"")
                 terminal.write(AWAY)
         seen = [one for one in terminal.lines() if one and one[0] in "abc"]
         assert seen == printed
         assert terminal.screen.cursor.x == 0
         ours = [one for one in terminal.lines() if one and one[0] in "#%"]
         assert len(ours) <= 2
-        if page.line:
+        if page.texts().line:
             below = terminal.lines()[terminal.screen.cursor.y - 6 :]
             assert not any(one and one[0] in "abc" for one in below)
 
@@ -94,7 +102,7 @@ def test_all_output_is_whole_and_in_order_whoever_writes_when(
 def test_the_colours_of_a_script_go_on_after_the_line(tmp_path: Path) -> None:
     with paged(tmp_path / "line") as page:
         line, terminal = Shown(page), Emulated()
-        page.line = b"the line"
+        page.set_line(b"the line")
         terminal.write(line.around(1, b"\x1b[31mred\n"))
         terminal.write(line.around(1, b"still red\n"))
         rows = [row for row in terminal.screen.display if row.startswith("still")]
@@ -118,39 +126,81 @@ def test_a_script_that_moves_between_rows_is_known(output: bytes, drawing: bool)
     assert is_drawing(output) is drawing
 
 
+@pytest.mark.parametrize(
+    "text", ["\x1b[38;5;208m50%|███▌\x1b[0m 你", "é", "\x1b[1m"], ids=["colours", "é", "sequence"]
+)
+def test_what_is_cut_anywhere_is_shown_without_the_begin_of_what_is_missing(text: str) -> None:
+    encoded = text.encode()
+    for at in range(len(encoded) + 1):
+        shown = whole(encoded[:at])
+        shown.decode()  # No half of a character.
+        assert re.sub(rb"\x1b\[[0-9;]*m", b"", shown).count(b"\x1b") == 0
+        assert len(shown) == at or at < len(encoded)
+
+
+def test_a_write_that_was_cut_short_goes_on_with_its_line_whoever_wrote_meanwhile(
+    tmp_path: Path,
+) -> None:
+    lines = b"aaaa\nbbbb\ncccc\n"
+    with paged(tmp_path / "line") as page:
+        line = Shown(page)
+        page.set_line(b"# the line")
+        for at in range(len(line.around(1, lines))):
+            terminal = Emulated()
+            terminal.write(line.around(1, lines)[:at])
+            terminal.write(line.around(2, b""))
+            terminal.write(line.around(1, line.rest_of(lines, at)))
+            shown = [one for one in terminal.lines() if one]
+            assert shown == ["aaaa", "bbbb", "cccc", "# the line"], at
+
+
+def test_what_is_typed_after_a_prompt_stands_behind_it(tmp_path: Path) -> None:
+    with paged(tmp_path / "line") as page:
+        line, terminal = Shown(page), Emulated()
+        page.set_line(b"# the line")
+        page.set_bar(b"name? ", prompts=True)
+        terminal.write(line.around(2, b""))
+        terminal.write(b"Ada")
+        assert terminal.lines()[:2] == ["name? Ada", "# the line"]
+        terminal.write(b"\r\n")
+        page.set_bar(b"")
+        terminal.write(line.around(1, b"hello\n"))
+        assert terminal.lines()[:3] == ["name? Ada", "hello", "# the line"]
+
+
 def test_the_line_stands_aside_for_a_script_that_draws(tmp_path: Path) -> None:
     with paged(tmp_path / "line") as page:
         line = Shown(page)
-        page.line = b"the line"
+        page.set_line(b"the line")
         assert line.around(1, b"\x1b[Aup\n") == AWAY + b"\x1b[Aup\n"
         assert line.around(1, b"more\n") == b"more\n"
-        assert line.drawn() == b""
+        assert line.around(2, b"") == b""
 
 
 def test_a_page_that_is_damaged_or_gone_has_no_line(tmp_path: Path) -> None:
     path = tmp_path / "line"
     with paged(path) as page:
-        page.line = b"the line"
-        assert LinePage(path).line == b"the line"
+        page.set_line(b"the line")
+        assert LinePage(path).texts().line == b"the line"
         path.write_bytes(path.read_bytes().replace(b"the", b"THE"))
-        assert page.line == b""
+        assert page.texts().line == b""
         path.write_bytes(b"")
-        assert page.line == b""
-        page.line = b"again"
-        assert page.line == b"again"
+        assert page.texts().line == b""
+        page.set_line(b"again")
+        assert page.texts().line == b"again"
 
 
 def test_a_line_that_is_too_long_for_the_page_is_cut(tmp_path: Path) -> None:
     with paged(tmp_path / "line") as page:
-        page.line = b"x" * 5000
-        assert set(page.line) == set(b"x")
-        page.bar = b"y" * 5000
-        assert set(page.line) == set(b"x")
+        page.set_line(b"x" * 5000)
+        assert set(page.texts().line) == set(b"x")
+        page.set_bar(b"y" * 5000)
+        assert set(page.texts().line) == set(b"x")
 
 
 def test_output_is_left_alone_where_there_is_no_terminal(tmp_path: Path) -> None:
     with paged(tmp_path / "line") as page:
-        page.line = b"the line"
+        page.set_line(b"the line")
         assert TerminalLine(page).around(1, b"output\n") == b"output\n"
     assert terminal_line.found(tmp_path / "line") is None
 
@@ -159,7 +209,8 @@ def test_what_is_printed_in_pieces_erases_the_line_once(tmp_path: Path) -> None:
     import io
 
     with paged(tmp_path / "line") as page:
-        page.line, under = b"the line", io.StringIO()
+        page.set_line(b"the line")
+        under = io.StringIO()
         stream = ClearingStream(under, Shown(page))
         print("a", "b", file=stream)
         print("c", file=stream)

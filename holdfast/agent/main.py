@@ -17,13 +17,13 @@ from typing import Any
 
 from holdfast import kernel, terminal_line
 from holdfast.agent import launcher_error
+from holdfast.agent.console import Console
 from holdfast.agent.file_timer import PIPE, serving, timer_file
 from holdfast.agent.health_monitor import HealthMonitor, monitoring
 from holdfast.agent.lease import RoundLease
 from holdfast.agent.node_sampler import NodeSampler, sampling
 from holdfast.agent.nodecheck import NodeTester
 from holdfast.agent.orders import AgentOrders
-from holdfast.agent.output import Console
 from holdfast.agent.processes import ProcessTable
 from holdfast.agent.shutdown import Shutdown
 from holdfast.agent.snapshots import Snapshots
@@ -74,6 +74,8 @@ async def _run(orders: AgentOrders) -> int:
         pool.close()
         agent.snapshots.keeper.close()
         agent.console.close(CONSOLE_LIMIT_S)
+        if os.getppid() != orders.launcher_pid and agent.line is not None:
+            agent.line.take_away()  # Its launcher was killed, and cannot.
         _stop_listening(
             {signal.SIGCHLD, *map(signal.Signals.__getitem__, settings.signals_to_handle)}
         )
@@ -96,7 +98,8 @@ class _Agent:
         settings = orders.settings
         self.orders = orders
         self.pool = pool
-        self.console = Console(terminal_line.found(orders.home.line))
+        self.line = terminal_line.found(orders.home.line)
+        self.console = Console(self.line)
         pool.tell = self._tell
         self.clock = JobClock()
         self.tasks = BackgroundTasks(self._task_failed)

@@ -15,130 +15,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import select
 import tempfile
-import threading
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
+from holdfast.agent.console import ERR, OUT, Console, write_all
 from holdfast.config.settings import RunSettings
 from holdfast.jobhome import make_private_directory, open_privately
-from holdfast.terminal_line import TerminalLine, is_drawing
+from holdfast.terminal_line import is_drawing, whole
 
 log = logging.getLogger("holdfast.agent")
 
 READ_BYTES = 1 << 16
 LONGEST_LINE = 1 << 16
-CONSOLE_BYTES = 8 << 20
+PROMPT_AFTER_S = 0.2
+"""A line that is not finished for so long is a prompt."""
 TAIL_BYTES = 4096
-BAR_EVERY_S = 0.05
-"""A bar that changes more often is not drawn more often."""
 DRAIN_READS = 32
 """More than a pipe can hold, so that a drain takes all that is there and then ends."""
-OUT, ERR = 1, 2
-
-
-class Console:
-    """Writes to the agent's own stdout and stderr without ever blocking the caller.
-
-    Where the terminal has a status line (`terminal_line.py`), the line is drawn again after each
-    output, and the progress bar of a rank is shown above it while it moves."""
-
-    def __init__(self, line: TerminalLine | None = None) -> None:
-        self._line = line
-        self._bars: dict[bytes, bytes] = {}
-        self._bar_changed = False
-        self._bar_at = 0.0
-        self._queue: deque[tuple[int, bytes]] = deque()
-        self._queued_bytes = 0
-        self._dropped = 0
-        self._wake = threading.Condition()
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name="console", daemon=True)
-        self._thread.start()
-
-    def write(self, fd: int, data: bytes) -> None:
-        with self._wake:
-            if self._queued_bytes > CONSOLE_BYTES:
-                self._dropped += len(data)
-                return
-            self._mention_dropped()
-            self._append(fd, data)
-            self._wake.notify()
-
-    @property
-    def has_line(self) -> bool:
-        """Whether the terminal may have a status line."""
-        return self._line is not None
-
-    def show_bar(self, stream: bytes, text: bytes) -> None:
-        """Show the progress bar of a stream, or none any more; of several, the first by name."""
-        with self._wake:
-            before = self._bars.pop(stream, b"")
-            if text:
-                self._bars[stream] = text
-            if before != text:
-                self._bar_changed = True
-                self._wake.notify()
-
-    def _mention_dropped(self) -> None:
-        if self._dropped:
-            note = f"[holdfast] {self._dropped} bytes not shown here; the logs have them\n"
-            self._append(2, note.encode())
-            self._dropped = 0
-
-    def _append(self, fd: int, data: bytes) -> None:
-        self._queue.append((fd, data))
-        self._queued_bytes += len(data)
-
-    def close(self, limit_s: float) -> None:
-        """Write what is still queued, within a limit."""
-        with self._wake:
-            self._mention_dropped()
-            self._closing = True
-            self._wake.notify()
-        self._thread.join(limit_s)
-
-    def _run(self) -> None:
-        while True:
-            with self._wake:
-                while not self._queue and not self._closing and (wait_s := self._bar_due_s()) != 0:
-                    self._wake.wait(wait_s)
-                if not self._queue and self._closing:
-                    return
-                fd, data = self._queue.popleft() if self._queue else (ERR, b"")
-                self._place_bar()
-            try:
-                _write_all(fd, data if self._line is None else self._line.around(fd, data))
-            except OSError:
-                pass  # The terminal is gone; the log has it.
-            with self._wake:
-                self._queued_bytes -= len(data)
-
-    def _bar_due_s(self) -> float | None:
-        """Time until a changed bar is drawn; None if none has changed."""
-        if not self._bar_changed:
-            return None
-        return max(0.0, self._bar_at + BAR_EVERY_S - time.monotonic())
-
-    def _place_bar(self) -> None:
-        """Write the bar down that is drawn with the line."""
-        if self._line is not None and self._bar_changed:
-            self._line.page.bar = self._bars[min(self._bars)] if self._bars else b""
-        self._bar_changed, self._bar_at = False, time.monotonic()
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        try:
-            view = view[os.write(fd, view) :]
-        except BlockingIOError:  # Another process made the terminal non-blocking.
-            select.select([], [fd], [])
 
 
 class LogFile:
@@ -157,10 +53,10 @@ class LogFile:
                 make_private_directory(self.path.parent)
                 self._fd = open_privately(self.path, os.O_WRONLY | os.O_APPEND)
             if self._lost:
-                _write_all(self._fd, f"\n[holdfast] {self._lost} bytes lost here\n".encode())
+                write_all(self._fd, f"\n[holdfast] {self._lost} bytes lost here\n".encode())
                 log.warning("%s can be written again; %d bytes were lost", self.path, self._lost)
                 self._lost = 0
-            _write_all(self._fd, data)
+            write_all(self._fd, data)
         except OSError as error:
             if not self._lost:
                 log.error("%s cannot be written (%s); training goes on", self.path, error.strerror)
@@ -174,15 +70,18 @@ class LogFile:
 
 LineReader = Callable[[list[bytes]], None]
 """Takes complete lines, without their ends."""
-ShowBar = Callable[[bytes], None]
+ShowBar = Callable[[bytes, bool], None]
+"""Shows the progress bar of a stream; the second argument says whether it is a prompt."""
 
 
 def progress_bar(unfinished: bytes) -> bytes:
     """Return what a line that is not finished shows now, if it was begun anew by a carriage return."""
-    if b"\r" not in unfinished:
-        return b""
+    return whole(_newest(unfinished)).rstrip() if b"\r" in unfinished else b""
+
+
+def _newest(unfinished: bytes) -> bytes:
     newest = unfinished.rstrip(b"\r").rpartition(b"\r")[2]
-    return b"" if is_drawing(newest) else newest.rstrip()
+    return b"" if is_drawing(newest) else newest
 
 
 def onto(console: Console, fd: int, prefix: bytes) -> LineReader:
@@ -215,6 +114,7 @@ class RankPipe:
         self._line_readers = readers
         self._show_bar = show_bar
         self._bar = b""
+        self._prompt: asyncio.TimerHandle | None = None
         self._line = bytearray()
         self._reader, self.writer = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._reader, False)
@@ -246,13 +146,26 @@ class RankPipe:
             rest = b""
         self._line = bytearray(rest)
         self._bar_is(bar)
+        self._await_prompt(bool(rest) and not bar)
         if lines:
             self._pass_on(lines)
 
-    def _bar_is(self, bar: bytes) -> None:
+    def _bar_is(self, bar: bytes, prompts: bool = False) -> None:
         if self._show_bar is not None and bar != self._bar:
             self._bar = bar
-            self._show_bar(bar)
+            self._show_bar(bar, prompts)
+
+    def _await_prompt(self, unfinished: bool) -> None:
+        """Show a line that is not finished if it stays so."""
+        if self._prompt is not None:
+            self._prompt.cancel()
+            self._prompt = None
+        if unfinished and self._show_bar is not None:
+            loop = asyncio.get_running_loop()
+            self._prompt = loop.call_later(PROMPT_AFTER_S, self._be_prompt)
+
+    def _be_prompt(self) -> None:
+        self._bar_is(whole(_newest(bytes(self._line))), prompts=True)
 
     def _pass_on(self, lines: list[bytes]) -> None:
         for read in self._line_readers:
@@ -267,6 +180,7 @@ class RankPipe:
     def close(self) -> None:
         self.drain()
         self._stop()
+        self._await_prompt(False)
         self._bar_is(b"")
         if self._line:
             self._pass_on([bytes(self._line)])
@@ -349,7 +263,11 @@ def _bar_of(stream: RankStream, prefix: bytes) -> ShowBar | None:
     console = stream.console
     if console is None or not console.has_line:
         return None
-    return lambda bar: console.show_bar(prefix, prefix + bar if bar else b"")
+
+    def show(bar: bytes, prompts: bool) -> None:
+        console.show_bar(prefix, prefix + bar if bar else b"", prompts)
+
+    return show
 
 
 class StreamFolder:

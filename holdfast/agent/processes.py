@@ -114,6 +114,7 @@ def spawn(
     def prepare() -> None:
         os.setsid()
         kernel.unblock_signals()
+        signal.signal(signal.SIGTTOU, signal.SIG_DFL)
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != agent:
             os._exit(1)

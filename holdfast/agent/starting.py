@@ -20,9 +20,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from holdfast.agent.console import Console
 from holdfast.agent.devices import visible_device
 from holdfast.agent.orders import AgentOrders
-from holdfast.agent.output import Console, Output, StreamFolder, rank_output
+from holdfast.agent.output import Output, StreamFolder, rank_output
 from holdfast.agent.processes import Process, ProcessTable, WorkerProcess, spawn
 from holdfast.agent.standbys import Pool
 from holdfast.agent.worker import Worker

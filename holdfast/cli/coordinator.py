@@ -23,7 +23,8 @@ from holdfast.core.replay import JobSnapshot
 from holdfast.core.states import Ended
 from holdfast.errors import JobHomeError, JournalError, UsageError
 from holdfast.jobhome import JobHome
-from holdfast.launch.machine import require_own
+from holdfast.launch.apart import host_coordinator
+from holdfast.launch.machine import check_commands, require_own
 from holdfast.launch.orders import coordinator_orders
 from holdfast.launch.site import Site, given_token, hosted, listen
 from holdfast.messages.endnote import EndNote
@@ -50,6 +51,7 @@ def main(argv: Sequence[str]) -> int:
     )
     add_flag(parser, Settings.nnodes)
     add_flag(parser, Settings.token_file)
+    add_flag(parser, Settings.notify)
     add_tls_flags(parser)
     parser.add_argument(
         "--end-file",
@@ -74,6 +76,7 @@ def main(argv: Sequence[str]) -> int:
     terms = job_terms(given) if Settings.nnodes.name in given.said else None
     host, port = endpoint(parsed.listen, "--listen")
     require_own(host, f"--listen {parsed.listen}")
+    check_commands(given.notify)
     token = given_token(given.token_file)
     before = _before(given.job)
     goes_on = _goes_on(before, whole_number(parsed.requeues, "--requeues"))
@@ -85,7 +88,14 @@ def main(argv: Sequence[str]) -> int:
         token = home.read_job_file().token
     site = hosted(home, listener, token)
     _tell_address(site, parsed.json)
-    code = run_coordinator(coordinator_orders(site, tls, terms, time.monotonic(), requeued=goes_on))
+    since = time.monotonic()
+
+    def run(first: bool) -> int:
+        return run_coordinator(
+            coordinator_orders(site, tls, terms, since, requeued=goes_on and first)
+        )
+
+    code = host_coordinator(home, run, given.notify) if given.notify else run(True)
     tell_end(home, quiet=False)
     return _write_end(parsed.end_file, replay(home.journal)) if parsed.end_file else code
 

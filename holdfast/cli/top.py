@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
         if arguments.once:
             size = shutil.get_terminal_size((100, ROWS_ONCE))
             print_once(look_at(follower), size.columns, ROWS_ONCE, arguments.json)
-        elif arguments.json or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        elif arguments.json or not _has_screen():
             asyncio.run(print_lines(follower, arguments.json))
         else:
             asyncio.run(_watch(home, follower, tls_given(arguments)))
@@ -43,6 +44,12 @@ def main(argv: Sequence[str]) -> int:
     finally:
         follower.close()
     return 0
+
+
+def _has_screen() -> bool:
+    """Return whether a frame can be drawn in place, and keys be read."""
+    capable = os.environ.get("TERM", "dumb") not in ("", "dumb")
+    return capable and sys.stdin.isatty() and sys.stdout.isatty()
 
 
 async def _watch(home: JobHome, follower: Follower, tls: TlsFiles | None) -> None:

@@ -6,9 +6,10 @@ up on one that keeps dying, with a line in the log: unlike an agent or a coordin
 cannot run is no reason to end a job. A viewer that is stopped (SIGSTOP) is left alone.
 
 When the job is over, each viewer is sent SIGTERM. The status line ends at once; notices have
-LAST_WORD_S to be delivered. The launcher waits that long at most, less if another signal comes, and
-then kills what is left. If the launcher itself is killed, the status line dies with it. The sender of
-notices does not: it reports that the job is lost, within the same limit, and ends.
+LAST_WORD_S to be delivered, and a sender that dies meanwhile is started again. The launcher waits that
+long at most, less if another signal comes, and then kills what is left. If the launcher itself is
+killed, the status line dies with it. The sender of notices does not: it reports that the job is lost,
+within the same limit, and ends.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from holdfast import kernel, terminal_line
+from holdfast import terminal_line
 from holdfast.config.settings import RunSettings
 from holdfast.jobhome import JobHome
-from holdfast.launch.child import Child, how, send
+from holdfast.launch.child import Child, ended_children, how, reap, send
 from holdfast.terminal_line import LinePage, TerminalLine
 
 log = logging.getLogger("holdfast")
@@ -49,10 +50,10 @@ class Viewers:
         return {child.pid for child in self.children}
 
     def ended(self, gone: Mapping[int, int]) -> None:
-        """Start those again that died; forget those that are through."""
+        """Start those again that died; forget those that are through, or were told to go."""
         for child in [child for child in self.children if child.pid in gone]:
             code = gone[child.pid]
-            if code == 0:
+            if code in (0, -signal.SIGTERM):
                 self.children.remove(child)
             elif child.too_often():
                 self.children.remove(child)
@@ -62,27 +63,26 @@ class Viewers:
 
     def dismiss(self, hurry: frozenset[signal.Signals]) -> None:
         """End them after the job: with time for a last word, unless one of these signals comes."""
+        self._send_away()
+        deadline = time.monotonic() + LAST_WORD_S
+        while self.children:
+            if gone := ended_children():
+                self.ended(gone)  # One that died without its last word has another try.
+                self._send_away()
+                continue
+            left_s = max(0.0, deadline - time.monotonic())
+            got = signal.sigtimedwait(hurry | {signal.SIGCHLD}, left_s)
+            if got is None or got.si_signo != signal.SIGCHLD:
+                break
+        for pid in self.pids():
+            send(pid, signal.SIGKILL)
+            reap(pid)
+        self.children.clear()
+
+    def _send_away(self) -> None:
         for pid in self.pids():
             send(pid, signal.SIGTERM)
             send(pid, signal.SIGCONT)
-        deadline = time.monotonic() + LAST_WORD_S
-        while left := self.pids() & set(kernel.children(os.getpid())):
-            got = signal.sigtimedwait(
-                hurry | {signal.SIGCHLD}, max(0.0, deadline - time.monotonic())
-            )
-            if got is None or got.si_signo != signal.SIGCHLD:
-                for pid in left:
-                    send(pid, signal.SIGKILL)
-            for pid in left:
-                _reap_ended(pid)
-        self.children.clear()
-
-
-def _reap_ended(pid: int) -> None:
-    try:
-        os.waitpid(pid, os.WNOHANG)
-    except ChildProcessError:
-        pass
 
 
 # ---- which viewers a job has ----
@@ -124,12 +124,17 @@ def viewers_of(settings: RunSettings, home: JobHome, line: TerminalLine | None) 
         assert line is not None
         return run_status_line(home, line, launcher_pid)
 
+    children = [Child("status line", show)] if line is not None else []
+    return Viewers([*children, *notice_senders(settings.notify, home)])
+
+
+def notice_senders(targets: Sequence[str], home: JobHome) -> list[Child]:
+    """Make the sender of notices of a job that this process hosts, if there is anybody to tell."""
+    parent_pid = os.getpid()
+
     def notify() -> int:
         from holdfast.view.notices.process import run_notices
 
-        return run_notices(home, settings.notify, launcher_pid, LAST_WORD_S - MARGIN_S)
+        return run_notices(home, targets, parent_pid, LAST_WORD_S - MARGIN_S)
 
-    children = [Child("status line", show)] if line is not None else []
-    if settings.notify:
-        children.append(Child("sender of notices", notify))
-    return Viewers(children)
+    return [Child("sender of notices", notify)] if targets else []

@@ -45,6 +45,7 @@ class Child:
     def _be(self) -> int:
         """Run in the forked process. Signals stay blocked until `run` is ready to handle them."""
         os.setpgid(0, 0)
+        signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # It may log though `stty tostop` is set.
         try:
             return self.run()
         except (JobError, UsageError) as error:  # A restarted one would fail the same way.
@@ -83,4 +84,25 @@ def send(pid: int, number: signal.Signals) -> None:
     try:
         os.kill(pid, number)
     except ProcessLookupError:
+        pass
+
+
+def ended_children() -> dict[int, int]:
+    """Reap all children that have ended: their exit codes by pid."""
+    ended: dict[int, int] = {}
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return ended
+        if pid == 0:
+            return ended
+        ended[pid] = os.waitstatus_to_exitcode(status)
+
+
+def reap(pid: int) -> None:
+    """Wait for the end of a child."""
+    try:
+        os.waitpid(pid, 0)
+    except ChildProcessError:
         pass

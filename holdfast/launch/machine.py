@@ -40,7 +40,7 @@ def check_machine(settings: RunSettings, *, waits: bool = True) -> None:
     if meeting.local_addr is not None:
         require_own(meeting.local_addr, f"--local-addr {meeting.local_addr}")
     if not topology.request(os.environ):  # A supplier's node sends no notices.
-        _check_commands(settings.notify)
+        check_commands(settings.notify)
     address, hosts = coordinator_address(settings)
     if address is None:
         if meeting.master_addr is not None:
@@ -52,7 +52,7 @@ def check_machine(settings: RunSettings, *, waits: bool = True) -> None:
     check(address[0], _flag(meeting), limit_s)
 
 
-def _check_commands(targets: Sequence[str]) -> None:
+def check_commands(targets: Sequence[str]) -> None:
     """Refuse a command for notices that does not exist."""
     for target in targets:
         if not is_url(target) and shutil.which(shlex.split(target)[0]) is None:

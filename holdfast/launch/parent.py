@@ -20,7 +20,7 @@ from holdfast.config.sources import from_environment
 from holdfast.errors import JobError, JournalError
 from holdfast.jobhome import JobHome
 from holdfast.launch.beside import Viewers
-from holdfast.launch.child import Child, how, send
+from holdfast.launch.child import Child, ended_children, how, reap, send
 from holdfast.messages.exits import EXIT_FAILED
 from holdfast.messages.units import NodeId
 
@@ -64,6 +64,7 @@ class Parent:
         finally:
             self._end_all()
             self.viewers.dismiss(self.signals)
+            self._end_orphans()  # What a viewer that was killed had started.
 
     # ---- what a launcher of its kind decides ----
 
@@ -93,11 +94,15 @@ class Parent:
             else:
                 for child in self._children():
                     child.note_stops()
-                gone = {pid: os.waitstatus_to_exitcode(status) for pid, status in ended_children()}
-                self.viewers.ended(gone)
-                code = self._ended(gone)
+                code = self._ended(self._gone())
             if code is not None:
                 return code
+
+    def _gone(self) -> dict[int, int]:
+        """Reap the children that have ended, and see to the viewers among them."""
+        gone = ended_children()
+        self.viewers.ended(gone)
+        return gone
 
     def _next_signal(self) -> int:
         """Wait for the next signal; meanwhile, kill a child that stays stopped for too long."""
@@ -157,31 +162,10 @@ class Parent:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self.signals | {signal.SIGCHLD})
 
 
-def ended_children() -> list[tuple[int, int]]:
-    """Reap all children that have ended: pids and statuses."""
-    ended: list[tuple[int, int]] = []
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return ended
-        if pid == 0:
-            return ended
-        ended.append((pid, status))
-
-
 def _end(pids: Iterable[int]) -> None:
     for pid in pids:
         send(pid, signal.SIGKILL)
         reap(pid)
-
-
-def reap(pid: int) -> None:
-    """Wait for the end of a child."""
-    try:
-        os.waitpid(pid, 0)
-    except ChildProcessError:
-        pass
 
 
 def has_ended(home: JobHome) -> bool:

@@ -34,16 +34,14 @@ from holdfast.config.schema import Settings
 from holdfast.config.settings import RunSettings
 from holdfast.jobhome import JobHome
 from holdfast.launch.beside import terminal_of, viewers_of
-from holdfast.launch.child import Child, how, send
+from holdfast.launch.child import Child, how, reap, send
 from holdfast.launch.machine import make_directories
 from holdfast.launch.orders import agent_orders, coordinator_orders, node_of
 from holdfast.launch.parent import (
     ALWAYS_HANDLED,
     JobEnd,
     Parent,
-    ended_children,
     read_end,
-    reap,
 )
 from holdfast.launch.site import find_site
 from holdfast.messages.exits import (
@@ -152,9 +150,8 @@ class Launcher(Parent):
                 told = True
             elif got is not None and got.si_signo != signal.SIGCHLD:
                 return
-            for pid, status in ended_children():
-                if pid == coordinator.pid and os.waitstatus_to_exitcode(status) != 0:
-                    self._restart(coordinator, os.waitstatus_to_exitcode(status))
+            if code := self._gone().get(coordinator.pid):
+                self._restart(coordinator, code)
 
 
 def launch(settings: RunSettings, since_monotonic: float) -> tuple[int, JobHome | None]:

@@ -39,7 +39,6 @@ from holdfast.launch.parent import (
     ALWAYS_HANDLED,
     JobEnd,
     Parent,
-    ended_children,
     has_ended,
     read_end,
 )
@@ -144,7 +143,7 @@ class JobLauncher(Parent):
             got = signal.sigtimedwait(self.signals | {signal.SIGCHLD}, max(0.0, left_s))
             if got is None or got.si_signo != signal.SIGCHLD:
                 return
-            ended_children()
+            self._gone()
 
 
 def stop_code(number: signal.Signals) -> int:

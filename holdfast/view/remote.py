@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from contextlib import suppress
 from typing import Final
 
 from holdfast.coordinator.journal import decoded
@@ -43,6 +44,8 @@ class RemoteJournal:
         """Why the coordinator does not answer; None if it does."""
         self._lock = threading.Condition()
         self._changed = asyncio.Event()
+        self._news = False
+        """Whether there was something new since `changed` returned, whoever waited then."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
         threading.Thread(target=self._keep_asking, name="remote journal", daemon=True).start()
@@ -81,12 +84,14 @@ class RemoteJournal:
         """Rows are all that a coordinator tells."""
 
     async def changed(self) -> None:
-        self._loop = asyncio.get_running_loop()
         with self._lock:
-            if self._rows or self._replaced:
-                return
+            self._loop = asyncio.get_running_loop()
             self._changed.clear()
-        await self._changed.wait()
+            new = self._news or self._rows or self._replaced
+        if not new:
+            await self._changed.wait()
+        with self._lock:
+            self._news = False
 
     # ---- the thread that asks ----
 
@@ -122,11 +127,15 @@ class RemoteJournal:
                 self._wake()
 
     def _note(self, alive: bool, trouble: str | None) -> None:
-        self.trouble = trouble
-        if alive != self._alive:
-            self._alive = alive
-            self._wake()
+        with self._lock:
+            self.trouble = trouble
+            if alive != self._alive:
+                self._alive = alive
+                self._wake()
 
     def _wake(self) -> None:
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._changed.set)
+        """Have `changed` return; the lock is held."""
+        self._news = True
+        if self._loop is not None:
+            with suppress(RuntimeError):  # The loop is closed, and nobody waits any more.
+                self._loop.call_soon_threadsafe(self._changed.set)

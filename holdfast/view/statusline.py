@@ -48,13 +48,14 @@ def run_status_line(home: JobHome, line: TerminalLine, launcher_pid: int) -> int
 
 async def _draw(home: JobHome, line: TerminalLine, group: int) -> None:
     follower = Follower(JournalFile(home))
+    line.tidy()
     while True:
         follower.catch_up()
         shown = ""
         if follower.opened and _in_foreground(group):
             columns = os.get_terminal_size(2).columns
             shown = status_line(follower.status(), follower.goodput(), columns - 1)
-        line.page.line = f"{_DIM}{shown}".encode() if shown else b""
+        line.page.set_line(f"{_DIM}{shown}".encode() if shown else b"")
         line.show()
         await asyncio.sleep(DRAW_EVERY_S)
         try:

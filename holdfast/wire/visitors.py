@@ -44,21 +44,20 @@ def coordinates(home: JobHome, tls: TlsFiles | None) -> Coordinates:
 
 def ask_at(where: Coordinates, question: Question, answer: type[T]) -> T:
     """Get the answer of a coordinator that may be anywhere."""
+    silent = f"job {where.job}: no answer from its coordinator at {where.host}:{where.port}"
     visit = Visit(protocol=PROTOCOL, token=where.token, question=question)
     try:
         told = _exchange((where.host, where.port), visit, where.tls)
     except OSError as error:
         reason = explained(error) if isinstance(error, ssl.SSLError) else error
-        raise JobError(
-            f"job {where.job}: no answer from its coordinator at {where.host}:{where.port}: {reason}"
-        ) from None
+        raise JobError(f"{silent}: {reason}") from None
     if isinstance(told, Rejected):
         raise JobError(f"job {where.job}: {told.reason}")
     if not isinstance(told, answer):
         hint = ""
         if where.tls is None:
             hint = "; if the job uses TLS, give --tls-cert, --tls-key, --tls-ca"
-        raise JobError(f"job {where.job}: its coordinator closed the connection{hint}")
+        raise JobError(f"{silent}: it closed the connection{hint}")
     return told
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from holdfast.agent import output as outputs
+from holdfast.agent.console import CONSOLE_BYTES, PIECE_BYTES, Console, pieces
 from holdfast.agent.output import (
     LONGEST_LINE,
-    Console,
     LogFile,
     Output,
     RankStream,
@@ -37,7 +37,7 @@ class Recorded(Console):
     def has_line(self) -> bool:
         return self._has_line
 
-    def show_bar(self, stream: bytes, text: bytes) -> None:
+    def show_bar(self, stream: bytes, text: bytes, prompts: bool = False) -> None:
         self.bars.append(text)
 
     def write(self, fd: int, data: bytes) -> None:
@@ -199,7 +199,7 @@ def test_a_blocked_terminal_never_blocks_who_writes_to_it() -> None:
     writer.start()
     writer.join(60)
     assert not writer.is_alive()
-    assert console._queued_bytes < outputs.CONSOLE_BYTES + (2 << 16)
+    assert console._queued_bytes < CONSOLE_BYTES + (2 << 16)
     console.close(limit_s=0.05)
     os.close(read_end)
     console._thread.join(60)
@@ -211,11 +211,11 @@ def test_a_terminal_that_reads_again_is_told_what_it_missed(
 ) -> None:
     read_end, write_end = os.pipe()
     console = Console()
-    console.write(write_end, b"a" * (outputs.CONSOLE_BYTES + 1))
+    console.write(write_end, b"a" * (CONSOLE_BYTES + 1))
     console.write(write_end, b"b" * 100)
     assert console._dropped == 100
     got = bytearray()
-    while len(got) <= outputs.CONSOLE_BYTES:
+    while len(got) <= CONSOLE_BYTES:
         got += os.read(read_end, 1 << 20)
     console.close(60)
     assert b"b" not in got
@@ -396,3 +396,11 @@ def test_a_bar_that_never_ends_does_not_fill_the_terminal(tmp_path: Path) -> Non
     assert console.text(2).endswith(b"%050d\n" % 2999)
     assert len(console.text(2)) < 2 * LONGEST_LINE
     assert output.log.path.read_bytes().count(b"\r") == 3000
+
+
+def test_a_terminal_gets_whole_lines_in_pieces() -> None:
+    lines = b"".join(b"%d %s\n" % (n, b"x" * (n % 900)) for n in range(200)) + b"y" * 9000 + b"\n"
+    found = list(pieces(lines))
+    assert b"".join(found) == lines
+    assert all(piece.endswith(b"\n") for piece in found)
+    assert max(len(piece) for piece in found[:-1]) <= PIECE_BYTES

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
-from .harness import Run, wait_for
+from .harness import TRAINER, Run, gone, wait_for
 
 SECRET = "T000-very-secret"
 
@@ -24,12 +26,15 @@ class Hook:
 
     def __init__(self) -> None:
         self.told: list[dict[str, Any]] = []
+        self.asked: list[str] = []
+        """Kinds of all notices, answered or not."""
         self.hangs = threading.Event()
         hook = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
+                hook.asked.append(json.loads(body)["kind"])
                 while hook.hangs.is_set():
                     time.sleep(0.02)
                 hook.told.append(json.loads(body))
@@ -109,6 +114,22 @@ def test_the_end_is_told_though_the_coordinator_is_killed_again_and_again(
     assert hook.kinds()[-1] == "finished"
 
 
+def test_the_end_is_told_though_its_sender_is_killed_between_request_and_answer(
+    run: Run, hook: Hook
+) -> None:
+    hook.hangs.set()
+    run.train("--notify", hook.url, args=("100",))
+    for count in (1, 2):
+        wait_for(lambda count=count: len(hook.asked) == count, "a request")
+        sender = wait_for(lambda: run._child("holdfast-notes"), "the sender")
+        os.kill(sender, signal.SIGKILL)
+        wait_for(partial(gone, sender), "the sender's end")
+    hook.hangs.clear()
+    assert run.code() == 0
+    assert hook.asked[-1] == hook.kinds()[-1] == "finished"
+    assert len(hook.asked) == 3
+
+
 def test_a_launcher_that_is_killed_is_told_as_a_lost_job(run: Run, hook: Hook) -> None:
     run.train("--notify", hook.url)
     run.until_stepping()
@@ -145,6 +166,49 @@ def test_a_second_signal_ends_the_wait_for_the_last_notice(run: Run, hook: Hook)
     run.code()
     assert time.monotonic() - began < 8
     assert not os.path.exists(f"/proc/{sender}")
+
+
+def test_a_command_that_hangs_does_not_outlive_the_job(run: Run) -> None:
+    run.train("--notify", "sh -c 'echo $$ > pid; exec sleep 1000'")
+    run.until_stepping()
+    os.kill(run.pid, signal.SIGTERM)
+    wait_for(lambda: (run.folder / "pid").exists(), "the command")
+    wait_for(lambda: run._child("holdfast-agent") is None, "the agent's end")
+    os.kill(run.pid, signal.SIGTERM)
+    run.code()
+    pid = int((run.folder / "pid").read_text())
+    wait_for(lambda: not os.path.exists(f"/proc/{pid}"), "the command's end")
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["", "coordinator killed"])
+def test_a_coordinator_alone_sends_notices(
+    make_run: Callable[[], Run], hook: Hook, killed: bool
+) -> None:
+    alone, node = make_run(), make_run()
+    command = [sys.executable, "-m", "holdfast", "coordinator", "--job", alone.job]
+    alone.start_raw(command, {"HOLDFAST_NOTIFY": hook.url})
+    port = wait_for(
+        lambda: (found := re.search(r"listens on 127.0.0.1:(\d+)", alone.out)) and found.group(1),
+        "the address",
+    )
+    node.env["HOLDFAST_HOME"] = alone.env["HOLDFAST_HOME"]
+    node.train(f"--coordinator=127.0.0.1:{port}", job=alone.job, args=("100",))
+    if killed:
+        os.kill(alone.coordinator(), signal.SIGKILL)
+    assert node.code() == 0
+    assert alone.code() == 0
+    assert hook.kinds() == ["finished"]
+    assert SECRET not in alone.out + alone.err
+    alone.assert_nobody_left()
+
+
+def test_a_job_on_a_platform_sends_notices(run: Run, hook: Hook) -> None:
+    run.without_torch()
+    up = [sys.executable, "-m", "holdfast", "up", "--nodes=2", f"--job={run.job}"]
+    run.start_raw([*up, "--notify", hook.url, run.write(TRAINER), "100"])
+    assert run.code() == 0
+    assert hook.kinds() == ["finished"]
+    run.assert_nobody_left()
 
 
 @pytest.mark.parametrize(

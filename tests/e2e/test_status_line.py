@@ -6,7 +6,9 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -205,13 +207,14 @@ def test_whichever_process_dies_the_line_comes_back(run: Run, show: Show) -> Non
     assert not any(LINE in line for line in terminal.all_lines)
 
 
-def test_a_launcher_that_is_killed_leaves_a_stale_line_at_worst(run: Run, show: Show) -> None:
+def test_the_line_of_a_launcher_that_is_killed_is_taken_away(run: Run, show: Show) -> None:
     terminal = show()
     terminal.until_seen(LINE)
     os.kill(run.pid, signal.SIGKILL)
     terminal.process.wait()
     run.assert_nobody_left()
     assert as_it_was(terminal)
+    assert LINE not in terminal.text
     assert terminal.cursor[1] == 0
 
 
@@ -241,15 +244,163 @@ def test_the_terminal_is_as_it_was_after_ctrl_c(run: Run, show: Show) -> None:
     assert as_it_was(terminal)
 
 
-def test_a_job_in_the_background_leaves_the_prompt_of_the_shell_alone(run: Run) -> None:
+def test_the_nodes_of_holdfast_up_share_the_terminal_with_its_line(run: Run, show: Show) -> None:
+    terminal = show("--nodes", "2", command="up", script=CHATTY, nproc=1, columns=160)
+    terminal.until_seen(LINE)
+    run.until(lambda job: job.highest >= 150, "some output")
+    run.end()
+    assert terminal.code() == 0
+    assert_whole(run, terminal)
+
+
+SLOW_BYTES_PER_S = 10_000.0
+MISSED = "bytes not shown here; the logs have them"
+
+
+def test_a_terminal_that_is_slow_shows_whole_lines_and_the_end(run: Run, show: Show) -> None:
+    terminal = show(script=CHATTY, columns=160, bytes_per_s=SLOW_BYTES_PER_S)
+    terminal.until_seen(LINE)
+    run.until(lambda job: job.highest >= 150, "more output than it can show in time")
+    run.end()
+    assert terminal.code() == 0
+    before, missed, after = "\n".join(terminal.all_lines).partition(MISSED)
+    assert missed
+    for shown, rank in ((shown, rank) for shown in (before, after) for rank in (0, 1)):
+        logged = re.findall(r"line (\S+) ", run.log(rank).decode())
+        found = re.findall(rf"line ({rank}-\S+) .* end", shown)
+        assert found == (logged[: len(found)] if shown is before else logged[-len(found) :])
+    assert "line " in after
+    assert "[holdfast] job" in after
+    assert as_it_was(terminal)
+
+
+TQDM = """
+    import time
+    import holdfast
+    from tqdm import tqdm
+
+    for epoch in tqdm(range(3), desc="epochs"):
+        for step in tqdm(range(20), desc="steps", position=1, leave=False):
+            holdfast.progress(epoch * 20 + step + 1)
+            time.sleep(0.05)
+    print("after the bars", flush=True)
+"""
+ONE_TQDM = """
+    import time
+    import holdfast
+    from tqdm import tqdm
+
+    for step in tqdm(range(200), desc="only"):
+        holdfast.progress(step + 1)
+        if step % 50 == 49:
+            tqdm.write(f"reached {step + 1}")
+        time.sleep(0.02)
+    print("after the bar", flush=True)
+"""
+RICH = """
+    import time
+    import holdfast
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(force_terminal=True, width=60)
+    for step in track(range(100), description="tracked", console=console):
+        holdfast.progress(step + 1)
+        time.sleep(0.03)
+    print("after the bars", flush=True)
+"""
+
+
+@pytest.mark.parametrize("script", [TQDM, RICH], ids=["nested tqdm", "rich"])
+def test_bars_that_move_the_cursor_have_the_terminal_for_themselves(
+    run: Run, show: Show, script: str
+) -> None:
+    alone = show("--no-status-line", script=script, nproc=1, columns=200)
+    assert alone.code() == 0
+    beside = show(script=script, nproc=1, columns=200)
+    assert beside.code() == 0
+
+    def of_script(terminal: Terminal) -> list[str]:
+        lines = [line for line in terminal.all_lines if "[holdfast]" not in line and line]
+        return [re.sub(r"[0-9.:?]+ ?(it/s)?", "", line).rstrip() for line in lines]
+
+    assert of_script(beside) == of_script(alone)
+    assert any("after the bars" in line for line in of_script(beside))
+    assert as_it_was(beside)
+
+
+def test_a_bar_of_tqdm_and_what_is_written_beside_it_are_whole(run: Run, show: Show) -> None:
+    terminal = show(script=ONE_TQDM, nproc=1)
+    terminal.until(lambda text: re.search(r"only: +\d+%.*\n" + LINE, text), "the bar over the line")
+    assert terminal.code() == 0
+    after = terminal.all_lines
+    assert [line for line in after if "reached" in line] == [
+        f"[default0]:reached {number}" for number in (50, 100, 150, 200)
+    ]
+    assert sum("only: 100%" in line for line in after) == 1
+    assert not any(LINE in line for line in after)
+
+
+ASKS = """
+    import holdfast, time
+
+    for step in range(1, 60):
+        holdfast.progress(step)
+        time.sleep(0.02)
+    name = input("your name? ")
+    print(f"hello {name}", flush=True)
+    print("last words without an end", end="", flush=True)
+"""
+
+
+def test_a_prompt_is_shown_and_what_is_typed_stays_until_the_script_has_it(
+    run: Run, show: Show
+) -> None:
+    terminal = show(script=ASKS, nproc=1)
+    terminal.until_seen(LINE)
+    terminal.until_seen("your name?")
+    terminal.type("Ada")
+    terminal.until_seen("your name? Ada")
+    seen = terminal.raw.count(LINE.encode())
+    time.sleep(1.5)  # The viewer would have drawn its line three times.
+    assert terminal.raw.count(LINE.encode()) == seen
+    assert "your name? Ada" in terminal.text
+    terminal.type(" Lovelace\n")
+    assert terminal.code() == 0
+    assert "your name? Ada Lovelace" in terminal.text
+    assert "hello Ada Lovelace" in terminal.text
+    assert "[default0]:last words without an end" in terminal.text.splitlines()
+    assert as_it_was(terminal)
+
+
+def test_a_narrow_terminal_has_no_line_and_all_output(run: Run, show: Show) -> None:
+    script = "for n in range(50): print(f'n{n}')"
+    terminal = show("--log-line-prefix-template", "", script=script, nproc=1, columns=10)
+    assert terminal.code() == 0
+    assert [line for line in terminal.all_lines if re.fullmatch(r"n\d+", line)] == [
+        f"n{n}" for n in range(50)
+    ]
+    assert b"holdfast: " not in terminal.raw
+
+
+@contextmanager
+def in_shell(run: Run) -> Iterator[tuple[Terminal, str]]:
+    """A shell in a terminal, and the command that starts the job in it."""
     run.without_torch()
     flags = ["--nproc-per-node", "1", "--job", run.job, run.write(TRAINER)]
-    command = " ".join([sys.executable, "-m", "holdfast", "run", *flags])
     environment = {**run.env, "TERM": "xterm", "PS1": "prompt> "}
     shell = Terminal(["bash", "--norc", "--noprofile", "-i"], env=environment, cwd=run.folder)
     run.process = shell.process
     try:
         shell.until_seen("prompt>")
+        yield shell, " ".join([sys.executable, "-m", "holdfast", "run", *flags])
+    finally:
+        run.close()
+        shell.close()
+
+
+def test_a_job_in_the_background_leaves_the_prompt_of_the_shell_alone(run: Run) -> None:
+    with in_shell(run) as (shell, command):
         shell.type(f"{command} &\n")
         run.until(lambda job: job.highest > 100, "some training")
         assert LINE.encode() not in shell.raw
@@ -258,15 +409,35 @@ def test_a_job_in_the_background_leaves_the_prompt_of_the_shell_alone(run: Run) 
         run.end()
         shell.until(lambda text: text.rstrip().endswith("prompt>"), "the prompt")
         assert LINE not in shell.text
-    finally:
-        run.close()
-        shell.close()
 
 
-def test_the_nodes_of_holdfast_up_share_the_terminal_with_its_line(run: Run, show: Show) -> None:
-    terminal = show("--nodes", "2", command="up", script=CHATTY, nproc=1, columns=160)
-    terminal.until_seen(LINE)
-    run.until(lambda job: job.highest >= 150, "some output")
-    run.end()
-    assert terminal.code() == 0
-    assert_whole(run, terminal)
+def test_a_job_that_is_suspended_and_resumed_has_its_line_again(run: Run) -> None:
+    with in_shell(run) as (shell, command):
+        shell.type(f"{command}\n")
+        shell.until_seen(LINE)
+        shell.type("\x1a")
+        shell.until_seen("Stopped")
+        shell.type("clear\n")
+        shell.until(lambda text: LINE not in text and "prompt>" in text, "a clear screen")
+        shown = shell.raw.count(LINE.encode())
+        time.sleep(1.5)  # The viewer would have drawn its line three times.
+        assert shell.raw.count(LINE.encode()) == shown
+        shell.type("fg\n")
+        shell.until_seen(LINE)
+        run.end()
+        shell.until(lambda text: text.rstrip().endswith("prompt>"), "the prompt")
+        assert LINE not in shell.text
+
+
+def test_a_terminal_that_stops_writers_of_the_background_stops_no_process_of_the_job(
+    run: Run,
+) -> None:
+    with in_shell(run) as (shell, command):
+        shell.type(f"stty tostop; {command}\n")
+        shell.until_seen(LINE)
+        run.until_stepping()
+        run.until(lambda job: job.highest > 200, "some training")
+        run.end()
+        shell.until(lambda text: text.rstrip().endswith("prompt>"), "the prompt")
+        assert "starting it again" not in "\n".join(shell.all_lines)
+        assert "finished" in "\n".join(shell.all_lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,11 +24,11 @@ def watch(run: Run) -> Iterator[Watch]:
     """Starts `holdfast top` for the job."""
     terminals = []
 
-    def start(**more: Any) -> Terminal:
+    def start(term: str = "xterm-256color", **more: Any) -> Terminal:
         environment = {k: v for k, v in run.env.items() if k != MARKER}
         terminal = Terminal(
             [sys.executable, "-m", "holdfast", "top", run.job],
-            env={**environment, "TERM": "xterm-256color"},
+            env={**environment, "TERM": term},
             cwd=run.folder,
             **more,
         )
@@ -110,7 +111,42 @@ def test_the_terminal_is_given_back_whatever_ends_it(
     os.kill(screen.process.pid, number)
     assert screen.code() == 0
     assert screen.modes() == screen.before
-    assert screen.raw.endswith(b"\x1b[?25h\x1b[?1049l")
+    assert screen.raw.endswith(b"\x1b[?7h\x1b[?25h\x1b[?1049l")
+
+
+def test_a_terminal_that_cannot_draw_gets_lines_without_escapes(run: Run, watch: Watch) -> None:
+    run.train()
+    run.until_stepping()
+    screen = watch(term="dumb")
+    screen.until_seen("running round 1, 2 ranks, step")
+    run.end()
+    assert screen.code() == 0
+    assert "exit code 0" in "".join(screen.lines)
+    assert b"\x1b" not in screen.raw
+
+
+def test_without_colours_the_screen_is_the_same(run: Run, watch: Watch) -> None:
+    run.train()
+    run.until_stepping()
+    run.env["NO_COLOR"] = "1"
+    screen = watch()
+    screen.until_seen("> rank 0")
+    screen.type("\x03")
+    assert screen.code() == 0
+    assert re.search(rb"\x1b\[[0-9;]*(?:3|4|9)[0-9][0-9;]*m", screen.raw) is None
+    assert screen.modes() == screen.before
+
+
+def test_a_window_that_is_too_small_shows_a_part_and_recovers(run: Run, watch: Watch) -> None:
+    run.train()
+    run.until_stepping()
+    screen = watch(columns=10, rows=3)
+    screen.until(lambda text: text.strip(), "something")
+    assert len(screen.lines) <= 3
+    screen.resize(100, 30)
+    screen.until_seen("> rank 0")
+    screen.type("q")
+    assert screen.code() == 0
 
 
 def test_a_job_that_is_killed_is_shown_as_lost(run: Run, watch: Watch) -> None:

@@ -2,99 +2,110 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import logging
-import threading
 import time
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
 from reported import an_incident, of_two_ranks
+from webhooks import SECRET, Webhooks
 
-from holdfast.messages.reports import GoodputReport, IncidentReport
+from holdfast.messages.reports import GoodputReport, IncidentReport, StatusReport
 from holdfast.messages.units import Seconds, Time
-from holdfast.view.notices import delivery as deliveries
-from holdfast.view.notices import targets
-from holdfast.view.notices.delivery import QUEUE, NoticeRoute
-from holdfast.view.notices.news import BURST, OPEN_S, PACE_S, IncidentNews, NoticesTold
-from holdfast.view.notices.notice import LINES_SHOWN, Notice, of_incidents, of_the_end
-from holdfast.view.notices.targets import Outcome, Target, target_of
-
-PATIENCE_S = 60.0
-SECRET = "T000-very-secret"
+from holdfast.view.notices import news, targets
+from holdfast.view.notices.delivery import (
+    FIRST_PAUSE_S,
+    LAST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    NoticeRoute,
+)
+from holdfast.view.notices.news import BURST, OPEN_S, PACE_S, NoticesTold
+from holdfast.view.notices.notice import LINES_SHOWN, JobSeen, Notice, of_incidents, of_the_end
+from holdfast.view.notices.targets import ANSWER_S, Outcome, Target, target_of
 
 
 def incident(id: int, at: float = 1000.0, lost_s: float | None = 1.0) -> IncidentReport:
     return an_incident(id=id, at=Time(at), lost_s=lost_s, line=f"incident number {id}")
 
 
-def goodput() -> GoodputReport:
-    return GoodputReport(
+def seen(incidents: list[IncidentReport], status: StatusReport | None = None) -> JobSeen:
+    goodput = GoodputReport(
         job="j", wall_s=100.0, ranks=2, seconds={"productive": 150.0}, goodput=0.75
     )
+    return JobSeen(status or of_two_ranks(), goodput, incidents, "host", Time(1.0))
 
 
 # ---- what is told, and when ----
 
 
-def tell(news: IncidentNews, incidents: list[IncidentReport], at: float) -> list[int]:
-    due = news.due(incidents, Time(at))
-    news.tell(due, incidents)
-    return [one.id for one in due]
+class Told:
+    """A target that takes every notice."""
+
+    def __init__(self, told: NoticesTold | None = None) -> None:
+        self.told = told or NoticesTold()
+
+    def tell(self, incidents: list[IncidentReport], at: float) -> list[int]:
+        due = news.due(self.told, incidents, Time(at))
+        if due:
+            self.told = news.after(self.told, due, incidents, Time(at))
+        return [one.id for one in due]
 
 
 def test_the_first_incidents_are_told_at_once_and_a_storm_in_digests() -> None:
-    news, incidents, told = IncidentNews(NoticesTold()), [], []
+    target, incidents, told = Told(), [], []
     for number in range(1, 101):
         incidents.append(incident(number, at=1000.0 + number))
-        told.append(tell(news, incidents, 1000.0 + number))
+        told.append(target.tell(incidents, 1000.0 + number))
     sent = [ids for ids in told if ids]
     assert sent[:BURST] == [[1], [2], [3]]
     assert len(sent) <= BURST + 100 / PACE_S + 1
     assert sorted(id for ids in sent for id in ids) == list(range(1, sent[-1][-1] + 1))
 
 
+def test_a_sender_that_is_started_again_is_not_allowed_more() -> None:
+    target, incidents, sent = Told(), [], 0
+    for number in range(1, 101):
+        incidents.append(incident(number, at=1000.0 + number))
+        target = Told(target.told)
+        sent += bool(target.tell(incidents, 1000.0 + number))
+    assert sent <= BURST + 100 / PACE_S + 1
+
+
 def test_an_incident_is_told_when_it_is_over_or_lasts() -> None:
-    news = IncidentNews(NoticesTold())
-    open = [incident(1, at=1000.0, lost_s=None)]
-    assert tell(news, open, 1001.0) == []
-    assert news.next_at(open, Time(1001.0)) == 1000.0 + OPEN_S
-    assert tell(news, open, 1000.0 + OPEN_S) == [1]
-    assert tell(news, open, 1500.0) == []
-    assert tell(news, [incident(1)], 1600.0) == [1]
-    assert tell(news, [incident(1)], 1700.0) == []
+    target, open = Told(), [incident(1, at=1000.0, lost_s=None)]
+    assert target.tell(open, 1001.0) == []
+    assert news.next_at(target.told, open, Time(1001.0)) == 1000.0 + OPEN_S
+    assert target.tell(open, 1000.0 + OPEN_S) == [1]
+    assert target.tell(open, 1500.0) == []
+    assert target.tell([incident(1)], 1600.0) == [1]
+    assert target.tell([incident(1)], 1700.0) == []
 
 
 def test_an_open_incident_does_not_keep_a_later_one_from_being_told() -> None:
-    news = IncidentNews(NoticesTold())
-    incidents = [incident(1, lost_s=None), incident(2)]
-    assert tell(news, incidents, 1001.0) == [2]
-    assert tell(news, [incident(1), incident(2)], 1002.0) == [1]
+    target = Told()
+    assert target.tell([incident(1, lost_s=None), incident(2)], 1001.0) == [2]
+    assert target.tell([incident(1), incident(2)], 1002.0) == [1]
 
 
 def test_what_was_told_before_the_sender_died_is_not_told_again() -> None:
-    before = IncidentNews(NoticesTold())
-    incidents = [incident(1), incident(2, lost_s=None)]
-    tell(before, incidents, 1000.0 + OPEN_S)
-    after = IncidentNews(before.told)
-    assert tell(after, incidents, 2000.0) == []
-    assert tell(after, [incident(1), incident(2), incident(3)], 2000.0) == [2, 3]
+    before, incidents = Told(), [incident(1), incident(2, lost_s=None)]
+    before.tell(incidents, 1000.0 + OPEN_S)
+    after = Told(before.told)
+    assert after.tell(incidents, 2000.0) == []
+    assert after.tell([incident(1), incident(2), incident(3)], 2000.0) == [2, 3]
 
 
 # ---- what a notice says ----
 
 
 def test_one_incident_is_told_in_its_line_and_several_in_a_list() -> None:
-    status = of_two_ranks()
-    one = of_incidents(status, goodput(), [incident(1)], 1, "host", Time(1.0))
+    one = of_incidents(seen([incident(1)]), [incident(1)])
     assert (one.kind, one.text) == ("incident", "job j: incident number 1")
-    many = of_incidents(
-        status, goodput(), [incident(n) for n in range(1, 31)], 30, "host", Time(1.0)
-    )
+    incidents = [incident(n) for n in range(1, 31)]
+    many = of_incidents(seen(incidents), incidents)
     assert many.kind == "incidents"
     lines = many.text.splitlines()
     assert lines[0] == "job j: 30 incidents"
@@ -115,7 +126,7 @@ def test_the_end_is_told_with_what_came_of_the_job(
     code: int | None, kind: str, begins: str
 ) -> None:
     status = replace(of_two_ranks(), exit_code=code, reason="why", step=1234, wall_s=100.0)
-    told = of_the_end(status, goodput(), [incident(2)], 2, "host", Time(1.0))
+    told = of_the_end(seen([incident(1), incident(2)], status), [incident(2)])
     assert told.kind == kind
     assert told.text.startswith(begins)
     assert told.text.endswith(
@@ -125,54 +136,11 @@ def test_the_end_is_told_with_what_came_of_the_job(
 
 def test_control_characters_of_a_script_do_not_reach_a_notice() -> None:
     bad = replace(incident(1), line="rank 0 raised \x1b[31mError\x1b[0m\n\x07: x")
-    text = of_incidents(of_two_ranks(), goodput(), [bad], 1, "host", Time(1.0)).text
+    text = of_incidents(seen([bad]), [bad]).text
     assert text == "job j: rank 0 raised Error : x"
 
 
 # ---- webhooks ----
-
-
-class Webhooks:
-    """A server that behaves as a test wants, and remembers what it was sent."""
-
-    def __init__(self) -> None:
-        self.received: list[dict[str, Any]] = []
-        self.headers: list[dict[str, str]] = []
-        self.answers: list[int] = []
-        """Status codes to answer with, the last one from then on."""
-        self.hangs = threading.Event()
-        """Set while requests are not answered."""
-        self.retry_after = ""
-        webhooks = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                while webhooks.hangs.is_set():
-                    time.sleep(0.02)
-                answers = webhooks.answers
-                code = (answers.pop(0) if len(answers) > 1 else answers[0]) if answers else 200
-                webhooks.headers.append(dict(self.headers.items()))
-                if code == 200:
-                    webhooks.received.append(json.loads(body))
-                self.send_response(code)
-                if webhooks.retry_after:
-                    self.send_header("Retry-After", webhooks.retry_after)
-                if code == 302:
-                    self.send_header("Location", "/elsewhere")
-                self.end_headers()
-
-            def log_message(self, *_: object) -> None: ...
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/services/{SECRET}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        self.hangs.clear()
-        self._server.shutdown()
-        self._server.server_close()
 
 
 @pytest.fixture
@@ -182,22 +150,8 @@ def webhooks() -> Iterator[Webhooks]:
     server.close()
 
 
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deliveries, "FIRST_PAUSE_S", 0.05)
-    monkeypatch.setattr(deliveries, "LAST_PAUSE_S", 0.05)
-
-
 def notice(number: int = 1) -> Notice:
-    told = of_incidents(of_two_ranks(), goodput(), [incident(number)], number, "h", Time(1.0))
-    return told
-
-
-def until(found: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not found():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
+    return of_incidents(seen([incident(number)]), [incident(number)])
 
 
 def test_a_webhook_gets_what_slack_wants_and_our_fields(webhooks: Webhooks) -> None:
@@ -214,39 +168,20 @@ def test_a_user_and_password_in_a_url_become_a_header(webhooks: Webhooks) -> Non
     assert webhooks.headers[0]["Authorization"] == "Basic bWU6cEBzcw=="
 
 
-def test_a_webhook_that_fails_for_a_while_gets_the_notice_later(
-    webhooks: Webhooks, caplog: pytest.LogCaptureFixture
-) -> None:
-    webhooks.answers = [500, 503, 429, 200]
-    with caplog.at_level(logging.INFO):
-        way = NoticeRoute(target_of(webhooks.url))
-        way.put(notice())
-        until(lambda: webhooks.received, "the notice")
-        way.finish(time.monotonic() + PATIENCE_S)
-        assert way.join()
-    assert "127.0.0.1 did not take one (HTTP status 500); trying again" in caplog.text
-    assert "takes them again" in caplog.text
-
-
 @pytest.mark.parametrize("code", [302, 400, 404, 410])
-def test_a_refusal_that_lasts_is_not_tried_again(webhooks: Webhooks, code: int) -> None:
+def test_a_refusal_that_lasts_is_final(webhooks: Webhooks, code: int) -> None:
     webhooks.answers = [code]
-    way = NoticeRoute(target_of(webhooks.url))
-    way.put(notice())
-    way.put(notice(2))
-    way.finish(time.monotonic() + PATIENCE_S)
-    assert way.join()
-    assert len(webhooks.headers) == 2  # Once for each notice.
+    assert target_of(webhooks.url).deliver(notice()) == Outcome(
+        False, f"HTTP status {code}", final=True
+    )
 
 
-def test_the_next_notice_says_how_many_were_not_delivered(webhooks: Webhooks) -> None:
-    webhooks.answers = [404, 404, 200]
-    way = NoticeRoute(target_of(webhooks.url))
-    for number in (1, 2, 3):
-        way.put(notice(number))
-    way.finish(time.monotonic() + PATIENCE_S)
-    assert way.join()
-    assert [told["undelivered"] for told in webhooks.received] == [2]
+@pytest.mark.parametrize("answer", [408, 429, 500, 503, "close", "half"])
+def test_what_may_pass_is_worth_another_try(webhooks: Webhooks, answer: int | str) -> None:
+    webhooks.answers = [answer]
+    outcome = target_of(webhooks.url).deliver(notice())
+    assert (outcome.taken, outcome.final) == (False, False)
+    assert outcome.why
 
 
 def test_a_server_that_says_when_to_come_back_is_left_alone_until_then(webhooks: Webhooks) -> None:
@@ -256,66 +191,69 @@ def test_a_server_that_says_when_to_come_back_is_left_alone_until_then(webhooks:
     )
 
 
-def test_a_server_that_hangs_costs_nobody_else_anything(
+def test_a_server_that_hangs_is_given_up_after_a_while(
     webhooks: Webhooks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(targets, "ANSWER_S", 0.2)
     webhooks.hangs.set()
-    way = NoticeRoute(target_of(webhooks.url))
-    began = time.monotonic()
-    for number in range(1, QUEUE + 20):
-        way.put(notice(number))
-    assert time.monotonic() - began < 5.0
-    way.finish(time.monotonic() + 0.5)
-    assert way.join() is False
-    webhooks.hangs.clear()
+    outcome = target_of(webhooks.url).deliver(notice())
+    assert (outcome.taken, outcome.final) == (False, False)
 
 
-def test_of_more_notices_than_the_queue_holds_the_oldest_go_and_are_counted() -> None:
-    told: list[Notice] = []
-    may = threading.Event()
-
-    class Slow(Target):
-        name = "slow"
-
-        def deliver(self, notice: Notice) -> Outcome:
-            may.wait(PATIENCE_S)
-            told.append(notice)
-            return Outcome(taken=True)
-
-    way = NoticeRoute(Slow())
-    for number in range(1, QUEUE + 11):
-        way.put(notice(number))
-    may.set()
-    way.finish(time.monotonic() + PATIENCE_S)
-    assert way.join()
-    assert told[-1].incidents_total == QUEUE + 10
-    assert len(told) <= QUEUE + 1
-    assert max(one.undelivered for one in told) >= 9
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"http://127.0.0.1:1/{SECRET}",
+        f"http://user:{SECRET}@127.0.0.1:1/",
+        f"https://127.0.0.1:1/{SECRET}",
+    ],
+)
+def test_no_message_shows_a_url(url: str) -> None:
+    target = target_of(url)
+    outcome = target.deliver(notice())
+    assert outcome.why == "Connection refused"
+    assert SECRET not in target.name
 
 
-@pytest.mark.parametrize("port", [1], ids=["refused"])
-def test_no_message_shows_a_url(
-    port: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with caplog.at_level(logging.DEBUG):
-        for url in (
-            f"http://127.0.0.1:{port}/{SECRET}",
-            f"http://user:{SECRET}@127.0.0.1:{port}/",
-            f"https://127.0.0.1:{port}/{SECRET}",
-            f"http://[bad/{SECRET}",
-        ):
-            try:
-                target = target_of(url)
-            except ValueError:
-                continue
-            way = NoticeRoute(target)
-            way.put(notice())
-            way.finish(time.monotonic() + 0.5)
-            way.join()
-            assert SECRET not in target.name
-    assert "did not take one" in caplog.text
-    assert SECRET not in caplog.text
+# ---- when a target is tried again ----
+
+
+class Fails(Target):
+    """A target that takes nothing."""
+
+    name = "fails"
+
+    def __init__(self, pause_s: Seconds = 0.0) -> None:
+        self._pause_s = pause_s
+
+    def deliver(self, notice: Notice) -> Outcome:
+        return Outcome(False, "why", pause_s=self._pause_s)
+
+
+def pause_after(route: NoticeRoute, tries: int, deadline_in_s: Seconds | None = None) -> Seconds:
+    """Have some tries fail; return the pause before the next."""
+    for _ in range(tries):
+        asyncio.run(route.bring(notice(), NoticesTold(through=1)))
+    now = time.monotonic()
+    return route.next_try(None if deadline_in_s is None else now + deadline_in_s) - now
+
+
+def never(told: NoticesTold) -> None:
+    raise AssertionError(f"nothing was delivered: {told}")
+
+
+def test_pauses_between_tries_double_up_to_a_limit() -> None:
+    route = NoticeRoute(Fails(), NoticesTold(), never)
+    assert pause_after(route, 1) == pytest.approx(FIRST_PAUSE_S, abs=0.5)
+    assert pause_after(route, 1) == pytest.approx(2 * FIRST_PAUSE_S, abs=0.5)
+    assert pause_after(route, 20) == pytest.approx(LONGEST_PAUSE_S, abs=0.5)
+    assert pause_after(route, 0, deadline_in_s=14.0) <= LAST_PAUSE_S
+
+
+def test_the_pause_that_a_target_asks_for_is_kept_but_for_a_last_try() -> None:
+    route = NoticeRoute(Fails(pause_s=100.0), NoticesTold(), never)
+    assert pause_after(route, 1) == pytest.approx(100.0, abs=0.5)
+    assert pause_after(route, 0, deadline_in_s=14.0) == pytest.approx(14.0 - ANSWER_S, abs=0.5)
 
 
 # ---- commands ----
@@ -335,6 +273,13 @@ def test_a_command_that_fails_or_does_not_end_is_tried_again(
     monkeypatch.setattr(targets, "RUN_S", Seconds(0.2))
     assert target_of("sh -c 'exit 3'").deliver(notice()) == Outcome(False, "exit code 3")
     hanging = target_of("sleep 1000").deliver(notice())
-    assert not hanging.taken
-    assert not hanging.final
-    assert target_of("true").deliver(notice()).taken  # It does not read its input.
+    assert (hanging.taken, hanging.final) == (False, False)
+
+
+def test_a_command_need_not_read_and_may_print_as_much_as_it_likes() -> None:
+    assert target_of("true").deliver(notice()).taken
+    assert target_of("head -c 50000000 /dev/zero").deliver(notice()).taken
+
+
+def test_a_command_that_does_not_exist_is_refused_for_good() -> None:
+    assert target_of("/no/such/command").deliver(notice()).final

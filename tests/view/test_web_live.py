@@ -172,6 +172,21 @@ def test_a_remote_coordinator_that_goes_is_noticed_with_a_sentence(tmp_path: Pat
     run(test)
 
 
+def test_that_a_coordinator_went_is_news_though_nobody_waited_for_it_then(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with served(tmp_path / "journal.db") as here:
+            await here.join()
+            source = await asyncio.to_thread(RemoteJournal, coordinates(here))
+            follower = Follower(source)
+            follower.catch_up()
+        while source.alive():
+            await asyncio.sleep(0.01)
+        await asyncio.wait_for(follower.follow(), LIMIT_S)
+        follower.close()
+
+    run(test)
+
+
 def test_a_wrong_token_is_told_at_once(tmp_path: Path) -> None:
     async def test() -> None:
         async with served(tmp_path / "journal.db") as here:

@@ -1,110 +1,108 @@
-"""Brings notices to a target that may fail, in order, from a thread of its own.
+"""Brings notices to a target that may fail, one at a time.
 
-The thread is there because a target blocks; it owns nothing but its queue. The queue is bounded: when
-the target has been away for long, the oldest notices are dropped and counted, and the next one that is
-delivered says how many. A notice is tried again with pauses that double, until KEEP_TRYING_S have
-passed; after `finish` the pauses are short and the deadline is the given one.
+A route is offered the job as it is now, and sends what its target was not told yet. So nothing queues
+up while a target is away: the notice that it takes in the end holds all that it has missed. What it was
+told is noted when it has answered; a sender that is killed between request and answer tells it again.
+
+A target that fails is tried again after a pause that doubles, or after the one that it asks for. Once
+the job is over the pauses are short, and a pause that the target asks for ends in time for a last try.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import threading
 import time
-from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from msgspec.structs import replace
 
 from holdfast.messages.units import Seconds
-from holdfast.view.notices.notice import Notice
-from holdfast.view.notices.targets import Outcome, Target
+from holdfast.view.notices import news
+from holdfast.view.notices.news import NoticesTold
+from holdfast.view.notices.notice import JobSeen, Notice, of_incidents, of_the_end
+from holdfast.view.notices.targets import ANSWER_S, Outcome, Target
 
 log = logging.getLogger("holdfast")
 
-QUEUE = 16
 FIRST_PAUSE_S: Seconds = 1.0
 LONGEST_PAUSE_S: Seconds = 60.0
 LAST_PAUSE_S: Seconds = 0.5
 """Pause between tries after the end of the job."""
-KEEP_TRYING_S: Seconds = 600.0
 
 
 class NoticeRoute:
-    """The way to one target."""
+    """The way to one target. It belongs to an event loop; the target is waited for in a thread."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(
+        self, target: Target, told: NoticesTold, note: Callable[[NoticesTold], None]
+    ) -> None:
         self.target = target
-        self._queue: deque[Notice] = deque()
-        self._wake = threading.Condition()
-        self._undelivered = 0
-        self._deadline: float | None = None
+        self.told = told
+        """What the target was told."""
+        self.through = False
+        """Whether the target was told the end of the job, or has refused to hear it."""
+        self._note = note
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=target.name)
+        self._failed_at = 0.0
+        self._pause_s: Seconds = 0.0
+        """The pause after that; none if the last try did not fail."""
+        self._wanted_s: Seconds = 0.0
+        """The pause that the target asked for."""
         self._trouble = ""
-        self._thread = threading.Thread(target=self._run, name=target.name, daemon=True)
-        self._thread.start()
 
-    def put(self, notice: Notice) -> None:
-        """Have a notice delivered."""
-        with self._wake:
-            if len(self._queue) >= QUEUE:
-                self._queue.popleft()
-                self._undelivered += 1
-            self._queue.append(notice)
-            self._wake.notify()
+    def offer(
+        self, seen: JobSeen, run: int, deadline: float | None
+    ) -> tuple[Notice, NoticesTold] | None:
+        """Return the notice to bring now, if any, and what the target was told with it. There is a
+        deadline, on the monotonic clock, once the job is over in its run of this number."""
+        if deadline is not None and self._knows_end(seen, run):
+            self.through = True
+        if self.through or time.monotonic() < self.next_try(deadline):
+            return None
+        return self._incidents(seen) if deadline is None else self._end(seen, run)
 
-    def finish(self, deadline: float) -> None:
-        """Deliver what is queued by this time, on the monotonic clock, and take no more."""
-        with self._wake:
-            self._deadline = deadline
-            self._wake.notify()
+    def _knows_end(self, seen: JobSeen, run: int) -> bool:
+        return seen.status.exit_code is not None and self.told.ended_run == run
 
-    def join(self) -> bool:
-        """Wait for the end after `finish`; return whether all was delivered."""
-        assert self._deadline is not None
-        self._thread.join(max(0.0, self._deadline - time.monotonic()))
-        with self._wake:
-            return not self._queue and not self._thread.is_alive()
+    def _incidents(self, seen: JobSeen) -> tuple[Notice, NoticesTold] | None:
+        new = news.due(self.told, seen.incidents, seen.at)
+        if not new:
+            return None
+        notice = of_incidents(seen, new, self.told.undelivered)
+        return notice, news.after(self.told, new, seen.incidents, seen.at)
 
-    def _run(self) -> None:
-        while (notice := self._next()) is not None:
-            taken = self._bring(notice)
-            with self._wake:
-                if self._queue and self._queue[0] is notice:
-                    self._queue.popleft()
-                self._undelivered = 0 if taken else self._undelivered + 1
+    def _end(self, seen: JobSeen, run: int) -> tuple[Notice, NoticesTold]:
+        new = news.untold(self.told, seen.incidents, seen.at, all=True)
+        told = news.after(self.told, new, seen.incidents, seen.at)
+        if seen.status.exit_code is not None:  # A job that is lost may be taken up again.
+            told = replace(told, ended_run=run)
+        return of_the_end(seen, new, self.told.undelivered), told
 
-    def _next(self) -> Notice | None:
-        """Wait for a notice, which stays queued until it is delivered; None when there are no more."""
-        with self._wake:
-            while not self._queue and self._deadline is None:
-                self._wake.wait()
-            return self._queue[0] if self._queue else None
+    async def bring(self, notice: Notice, told: NoticesTold) -> None:
+        """Try once to deliver a notice, and note what came of it."""
+        loop = asyncio.get_running_loop()
+        outcome = await loop.run_in_executor(self._thread, self.target.deliver, notice)
+        self._log(outcome)
+        if not outcome.taken and not outcome.final:
+            self._failed_at = time.monotonic()
+            self._pause_s = min(2 * self._pause_s or FIRST_PAUSE_S, LONGEST_PAUSE_S)
+            self._wanted_s = outcome.pause_s
+            return
+        self._pause_s = self._wanted_s = 0.0
+        self.told = replace(told, undelivered=0 if outcome.taken else told.undelivered + 1)
+        self._note(self.told)
+        self.through = notice.kind in ("finished", "failed", "lost")
 
-    def _bring(self, notice: Notice) -> bool:
-        began, pause_s = time.monotonic(), FIRST_PAUSE_S
-        while True:
-            with self._wake:
-                telling = replace(notice, undelivered=self._undelivered)
-            outcome = self.target.deliver(telling)
-            self._log(outcome)
-            if outcome.taken or outcome.final:
-                return outcome.taken
-            if not self._pause(max(pause_s, outcome.pause_s), began + KEEP_TRYING_S):
-                return False
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-
-    def _pause(self, pause_s: Seconds, give_up_at: float) -> bool:
-        """Wait before another try; return False if there is no time for one."""
-        began = time.monotonic()
-        with self._wake:
-            while True:
-                if self._deadline is not None:
-                    pause_s, give_up_at = min(pause_s, LAST_PAUSE_S), self._deadline
-                now, until = time.monotonic(), began + pause_s
-                if max(now, until) >= give_up_at:
-                    return False
-                if now >= until:
-                    return True
-                self._wake.wait(until - now)
+    def next_try(self, deadline: float | None) -> float:
+        """Return when the target may be tried again, on the monotonic clock."""
+        if not self._pause_s:
+            return 0.0
+        if deadline is None:
+            return self._failed_at + max(self._pause_s, self._wanted_s)
+        wanted = min(self._failed_at + self._wanted_s, deadline - ANSWER_S)
+        return max(self._failed_at + min(self._pause_s, LAST_PAUSE_S), wanted)
 
     def _log(self, outcome: Outcome) -> None:
         """Log trouble once until it is over or another."""

@@ -7,6 +7,7 @@ other keys are for programs. Keys are added, never renamed or removed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from msgspec import Struct
@@ -62,36 +63,36 @@ class Notice(Struct, frozen=True, kw_only=True):
     """Earlier notices that could not be delivered to this target."""
 
 
-def of_incidents(
-    status: StatusReport,
-    goodput: GoodputReport,
-    new: Sequence[IncidentReport],
-    total: int,
-    host: str,
-    at: Time,
-) -> Notice:
+@dataclass(frozen=True)
+class JobSeen:
+    """A job at the moment of a notice."""
+
+    status: StatusReport
+    goodput: GoodputReport
+    incidents: Sequence[IncidentReport]
+    host: str
+    at: Time
+
+
+def of_incidents(seen: JobSeen, new: Sequence[IncidentReport], undelivered: int = 0) -> Notice:
     """Tell of incidents: one by one, or of several in a digest."""
+    job = f"job {seen.status.job}"
     if len(new) == 1:
-        text = f"job {status.job}: {plain(new[0].line)}"
-        return _notice("incident", text, status, goodput, new, total, host, at)
-    lines = [f"job {status.job}: {len(new)} incidents", *_listed(new)]
-    return _notice("incidents", "\n".join(lines), status, goodput, new, total, host, at)
+        return _notice("incident", f"{job}: {plain(new[0].line)}", seen, new, undelivered)
+    text = "\n".join([f"{job}: {len(new)} incidents", *_listed(new)])
+    return _notice("incidents", text, seen, new, undelivered)
 
 
-def of_the_end(
-    status: StatusReport,
-    goodput: GoodputReport,
-    new: Sequence[IncidentReport],
-    total: int,
-    host: str,
-    at: Time,
-) -> Notice:
+def of_the_end(seen: JobSeen, new: Sequence[IncidentReport], undelivered: int = 0) -> Notice:
     """Tell of the end of a job, with incidents that were not told yet."""
+    status, total = seen.status, len(seen.incidents)
     kind, ended = _end(status)
-    done = f"{status.step:,} steps in {duration(status.wall_s)}, goodput {percent(goodput.goodput)}"
-    count = "no incidents" if not total else f"{total} incident{'s' if total > 1 else ''}"
-    lines = [f"job {status.job} {ended}: {done}, {count}", *_listed(new)]
-    return _notice(kind, "\n".join(lines), status, goodput, new, total, host, at)
+    lines = [
+        f"job {status.job} {ended}: {status.step:,} steps in {duration(status.wall_s)}, "
+        f"goodput {percent(seen.goodput.goodput)}, {_counted(total)}",
+        *_listed(new),
+    ]
+    return _notice(kind, "\n".join(lines), seen, new, undelivered)
 
 
 def _end(status: StatusReport) -> tuple[NoticeKind, str]:
@@ -106,6 +107,10 @@ def _end(status: StatusReport) -> tuple[NoticeKind, str]:
     return "failed", f"gave up (exit code {status.exit_code}{advice}): {plain(status.reason or '')}"
 
 
+def _counted(incidents: int) -> str:
+    return "no incidents" if not incidents else f"{incidents} incident{'s' * (incidents > 1)}"
+
+
 def _listed(new: Sequence[IncidentReport]) -> list[str]:
     more = len(new) - LINES_SHOWN
     earlier = [f"... {more} more before these"] if more > 0 else []
@@ -113,31 +118,26 @@ def _listed(new: Sequence[IncidentReport]) -> list[str]:
 
 
 def _notice(
-    kind: NoticeKind,
-    text: str,
-    status: StatusReport,
-    goodput: GoodputReport,
-    new: Sequence[IncidentReport],
-    total: int,
-    host: str,
-    at: Time,
+    kind: NoticeKind, text: str, seen: JobSeen, new: Sequence[IncidentReport], undelivered: int
 ) -> Notice:
+    status = seen.status
     return Notice(
         text=text,
         kind=kind,
         job=status.job,
-        host=host,
-        at=at,
+        host=seen.host,
+        at=seen.at,
         state=status.state,
         round=status.round,
         step=status.step,
-        goodput=goodput.goodput,
+        goodput=seen.goodput.goodput,
         wall_s=status.wall_s,
         incidents=[_short(one) for one in new[-LINES_SHOWN:]],
         incidents_new=len(new),
-        incidents_total=total,
+        incidents_total=len(seen.incidents),
         exit_code=status.exit_code,
         reason=status.reason,
+        undelivered=undelivered,
     )
 
 

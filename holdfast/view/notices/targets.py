@@ -57,6 +57,9 @@ class Target:
     def deliver(self, notice: Notice) -> Outcome:
         raise NotImplementedError
 
+    def abort(self) -> None:
+        """End what a delivery in another thread has started and would outlive this process."""
+
 
 def target_of(text: str) -> Target:
     return Webhook(text) if is_url(text) else Command(text)
@@ -121,6 +124,7 @@ class Command(Target):
     def __init__(self, text: str) -> None:
         self._words = shlex.split(text)
         self.name = os.path.basename(self._words[0])
+        self._running: subprocess.Popen[bytes] | None = None
 
     def deliver(self, notice: Notice) -> Outcome:
         told = {"KIND": notice.kind, "JOB": notice.job, "TEXT": notice.text}
@@ -136,13 +140,20 @@ class Command(Target):
             )
         except OSError as error:
             return Outcome(False, error.strerror or "cannot be started", final=True)
+        self._running = process
         try:
             process.communicate(msgspec.json.encode(notice), timeout=RUN_S)
         except subprocess.TimeoutExpired:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            self.abort()
             process.wait()
             return Outcome(False, f"killed after {RUN_S:.0f} s")
+        finally:
+            self._running = None
         if process.returncode != 0:
             return Outcome(False, f"exit code {process.returncode}")
         return Outcome(taken=True)
+
+    def abort(self) -> None:
+        if (process := self._running) is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import io
 import os
+import select
 import termios
 import tty
 from collections.abc import Sequence
+from contextlib import suppress
 
 from rich.console import Console
 from rich.text import Text
 
-ENTER = "\x1b[?1049h\x1b[?25l\x1b[2J"
-LEAVE = "\x1b[?25h\x1b[?1049l"
+ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l\x1b[2J"
+"""The alternate screen, without a cursor, and with no wrapping: what is too wide is cut off."""
+LEAVE = "\x1b[?7h\x1b[?25h\x1b[?1049l"
 
 
 class Screen:
@@ -35,7 +38,8 @@ class Screen:
 
     def leave(self) -> None:
         self._write(LEAVE)
-        termios.tcsetattr(self._keyboard, termios.TCSANOW, self._before)
+        with suppress(termios.error):  # The terminal is gone.
+            termios.tcsetattr(self._keyboard, termios.TCSANOW, self._before)
 
     def size(self) -> tuple[int, int]:
         """Columns and rows."""
@@ -62,7 +66,12 @@ class Screen:
     def _write(self, text: str) -> None:
         view = memoryview(text.encode())
         while view:
-            view = view[os.write(self._display, view) :]
+            try:
+                view = view[os.write(self._display, view) :]
+            except BlockingIOError:  # Another process made the terminal non-blocking.
+                select.select([], [self._display], [])
+            except OSError:
+                return  # The terminal is gone, and its end will be read from the keyboard.
 
 
 def ansi(lines: Sequence[Text], width: int, *, colour: bool = True) -> list[str]:
