@@ -17,7 +17,7 @@ import pytest
 from e2e.harness import PATIENCE_S, Run
 
 from .sight import VIEWS, Sight
-from .viewer import Web
+from .viewer import Web, enter, further
 
 pytest.importorskip("starlette", reason="holdfast[web] is not installed")
 pytest.importorskip("uvicorn", reason="holdfast[web] is not installed")
@@ -72,26 +72,6 @@ def web(trained: Run, sight: Sight) -> Iterator[Web]:
     yield web
     sight.leave()
     web.close()
-
-
-def enter(sight: Sight, web: Web, run: Run, view: str = "now") -> None:
-    """Log in with the first link, then look at the job."""
-    sight.page.goto(web.links[0])
-    sight.page.wait_for_url(f"{web.base}/")
-    sight.look(web.base, run.job, view)
-
-
-def step_shown(sight: Sight) -> int:
-    return int(sight.text('[data-figure="step"]').replace(",", "").replace("–", "0"))
-
-
-def further(sight: Sight, steps: int = 1) -> None:
-    """Wait until the page shows a step that is later than the one it shows now by so many."""
-    sight.page.wait_for_function(
-        "(wanted) => Number(document.querySelector('[data-figure=step]').innerText"
-        ".replace(/,/g, '')) >= wanted",
-        arg=step_shown(sight) + steps,
-    )
 
 
 def test_a_kill_is_told_at_once_and_every_view_has_it(sight: Sight, web: Web, trained: Run) -> None:

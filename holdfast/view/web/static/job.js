@@ -22,7 +22,7 @@ const main = document.getElementById("main");
 
 /** What all views share. A view gets it when it is shown, and again with each change. */
 const page = {
-  job: decodeURIComponent(location.pathname.split("/").pop()), actions: [], incidents: 0, now: null, viewer: true, coordinator: true, skew: 0,
+  job: decodeURIComponent(location.pathname.split("/").pop()), actions: [], incidents: 0, now: null, viewer: true, error: null, coordinator: true, skew: 0,
   /** The job's clock: that of the machine that serves the page. */
   time: () => Date.now() / 1000 + page.skew,
   over: () => page.now !== null && ["ended", "lost"].includes(page.now.status.state),
@@ -66,6 +66,7 @@ function route() {
 function takeNow(now) {
   now.map = { nodes: [], ranks: "", ...page.now?.map, ...now.map };
   page.skew = now.now - Date.now() / 1000;
+  page.coordinator = now.alive !== false;
   const read = page.now?.loading !== undefined && now.loading === undefined;
   page.now = now;
   header();
@@ -168,7 +169,7 @@ async function start() {
     viewer: (there, error) => {
       const back = there && !page.viewer;
       page.viewer = there;
-      page.error = error ?? null;
+      page.error = there ? null : error ?? page.error;
       connection();
       if (back) get(path(page.job, "now")).then((now) => { takeNow(now); shown?.view.refresh?.(); }, () => {});
     },
