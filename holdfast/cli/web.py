@@ -57,6 +57,7 @@ def main(argv: Sequence[str]) -> int:
     )
     add("--allow-actions", action="store_true", help="let the first link act, not only look")
     add("--coordinator", metavar="HOST:PORT", help="follow a job on another machine")
+    add_flag(parser, Settings.price_per_hour)
     add_flag(parser, Settings.token_file)
     add_tls_flags(parser)
     given = parser.parse_args(argv)
@@ -78,6 +79,7 @@ def main(argv: Sequence[str]) -> int:
         new_tokens=given.new_tokens,
         names=given.host_name,
         may_act=given.allow_actions,
+        price=said.price_per_hour,
         job=None if given.job is None or away is not None else find(given.job).name,
         coordinator=away,
         tls=tls,

@@ -9,6 +9,7 @@ import pytest
 from journals import home_with, simulated, unfinished, write
 from serving_web import page, run
 
+from holdfast.config.values import Price
 from holdfast.coordinator.journal import replay
 from holdfast.core import report
 from holdfast.jobhome import JobHome
@@ -59,6 +60,16 @@ def test_the_list_has_all_jobs_the_newest_first_and_damaged_ones_with_a_sentence
             assert answer.status_code in (404, 503)
             assert "not a database" in answer.json()["error"]
             assert (await web.get("/api/jobs/j/now"))["status"]["job"]
+
+    run(test)
+
+
+def test_a_page_knows_the_price_that_was_given(home: JobHome) -> None:
+    async def test() -> None:
+        async with page(price=Price(2.1, "EUR")) as web:
+            assert (await web.get("/api/session"))["price"] == {"amount": 2.1, "unit": "EUR"}
+        async with page() as web:
+            assert (await web.get("/api/session"))["price"] is None
 
     run(test)
 

@@ -91,6 +91,8 @@ def _cards(report: JobReport) -> str:
         (str(status.restarts), "restarts"),
         (duration(lost_s(report)), "rank time lost to faults"),
     ]
+    if report.price is not None:
+        cards.append((escape(report.price.of(lost_s(report))), "what that cost"))
     if report.recovery_s is not None:
         cards.append((duration(report.recovery_s), "usual recovery"))
     if goodput.samples is not None:

@@ -65,6 +65,8 @@ def _numbers(report: JobReport) -> list[tuple[str, ...]]:
         ("restarts", str(status.restarts)),
         ("rank time lost to faults", duration(lost_s(report))),
     ]
+    if report.price is not None:
+        rows.append(("what that cost", report.price.of(lost_s(report))))
     if report.recovery_s is not None:
         rows.append(("usual recovery", duration(report.recovery_s)))
     return list(rows)

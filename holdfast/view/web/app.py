@@ -23,6 +23,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
+from holdfast.config.values import Price
 from holdfast.errors import HoldfastError, JobError
 from holdfast.messages.wire import AskWhy, Why
 from holdfast.view.history.timeline import Fold
@@ -58,9 +59,12 @@ Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 class WebApp:
     """What answers requests."""
 
-    def __init__(self, jobs: WatchedJobs, may_act: bool, only: str | None) -> None:
+    def __init__(
+        self, jobs: WatchedJobs, may_act: bool, only: str | None, price: Price | None
+    ) -> None:
         self.jobs = jobs
         self.may_act = may_act
+        self._price = price
         self._only = only
         """The one job that is shown, if there is only one."""
         self._list = JobList()
@@ -108,10 +112,15 @@ class WebApp:
     # ---- jobs ----
 
     async def _session(self, request: Request) -> Response:
-        """What this visitor may do, and which job the page is of."""
+        """What this visitor may do, which job the page is of, and what a rank costs in an hour."""
         acts = self.may_act and request.scope["role"] == "all"
         return _json(
-            {"job": self._only, "may_act": acts, "actions": sorted(ACTIONS) if acts else []}
+            {
+                "job": self._only,
+                "may_act": acts,
+                "actions": sorted(ACTIONS) if acts else [],
+                "price": None if self._price is None else self._price._asdict(),
+            }
         )
 
     async def _jobs(self, request: Request) -> Response:
@@ -318,6 +327,7 @@ def make_app(
     names: Sequence[str] = (),
     may_act: bool = False,
     only: str | None = None,
+    price: Price | None = None,
 ) -> Starlette:
     """Make the application, with its guard."""
 
@@ -331,7 +341,7 @@ def make_app(
             jobs.close()
 
     return Starlette(
-        routes=WebApp(jobs, may_act, only).routes(),
+        routes=WebApp(jobs, may_act, only, price).routes(),
         lifespan=lifespan,
         middleware=[
             Middleware(WebGuard, secrets=secrets, names=names, port=port),

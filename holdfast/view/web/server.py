@@ -16,6 +16,7 @@ from typing import Final
 
 import uvicorn
 
+from holdfast.config.values import Price
 from holdfast.errors import UsageError
 from holdfast.view.remote import RemoteJournal
 from holdfast.view.web.app import make_app
@@ -46,6 +47,8 @@ class WebSettings:
     names: Sequence[str] = ()
     """Names by which browsers reach this server, besides its address."""
     may_act: bool = False
+    price: Price | None = None
+    """What the page reckons the cost of lost time with."""
     job: str | None = None
     """The one job that is shown; None for a list of all."""
     coordinator: Coordinates | None = None
@@ -75,6 +78,7 @@ async def _serve(settings: WebSettings, say: Callable[[str], None]) -> None:
         port,
         names=settings.names,
         may_act=settings.may_act,
+        price=settings.price,
         only=only,
     )
     shown = settings.names[0] if settings.names else address

@@ -22,7 +22,7 @@ const main = document.getElementById("main");
 
 /** What all views share. A view gets it when it is shown, and again with each change. */
 const page = {
-  job: decodeURIComponent(location.pathname.split("/").pop()), actions: [], incidents: 0, now: null, viewer: true, error: null, coordinator: true, skew: 0,
+  job: decodeURIComponent(location.pathname.split("/").pop()), actions: [], price: null, incidents: 0, now: null, viewer: true, error: null, coordinator: true, skew: 0,
   /** The job's clock: that of the machine that serves the page. */
   time: () => Date.now() / 1000 + page.skew,
   over: () => page.now !== null && ["ended", "lost"].includes(page.now.status.state),
@@ -145,7 +145,10 @@ async function meet() {
   const session = await get("/api/session");
   page.job = page.job || session.job;
   page.actions = session.actions;
+  page.price = session.price ?? null;
   if (page.now) header();
+  shown?.view.show?.();
+  shown?.view.update?.();
 }
 
 async function start() {

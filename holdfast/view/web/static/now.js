@@ -2,7 +2,7 @@
 
 import { get, path } from "./api.js";
 import { card, el, fill, pill, say } from "./dom.js";
-import { ago, count, duration, number, percent, plural } from "./format.js";
+import { ago, cost, count, duration, number, percent, plural } from "./format.js";
 import { rankMap } from "./map.js";
 import { causeVar } from "./palette.js";
 import { openRank } from "./rank.js";
@@ -66,7 +66,7 @@ export function nowView(page) {
       part("attention", attention, attentionOf(now), () => attentionOf(now).map(([tone, text]) => el("p", { class: `note is-${tone}` }, text)));
       map.update(now.map);
       showIncidents();
-      part("lost", lost, [now.goodput.lost_s, now.status.world_size], () => losses(now.goodput.lost_s, now.status.world_size || 1));
+      part("lost", lost, [now.goodput.lost_s, now.status.world_size, page.price], () => losses(now.goodput.lost_s, now.status.world_size || 1, page.price));
       part("safe", safe, now.status.checkpoints, () => saved(now.status.checkpoints));
     },
   };
@@ -97,7 +97,7 @@ const FIGURES = [
   ["speed", "Speed", ({ status }) => [status.steps_per_s ? `${number(status.steps_per_s)}/s` : "–", status.samples_per_s ? `${number(status.samples_per_s)} samples/s` : "steps a second"]],
   ["loss", "Loss", ({ loss }) => [number(loss), loss === null || loss === undefined ? "not told by the script" : ""]],
   ["goodput", "Goodput", ({ goodput }) => [percent(goodput.goodput), "of all rank-seconds"]],
-  ["lost", "Lost today", ({ goodput, status }) => [duration(goodput.lost_today_s / (status.world_size || 1)), "a rank, not productive"]],
+  ["lost", "Lost today", ({ goodput, status }, price) => [duration(goodput.lost_today_s / (status.world_size || 1)), price ? `a rank; all: ${cost(goodput.lost_today_s, price)}` : "a rank, not productive"]],
   ["ranks", "Ranks", ({ status, map }) => [count(status.world_size), onNodes(map.nodes.filter((node) => node[4] > 0).length)]],
   ["restarts", "Restarts", ({ status }) => [count(status.restarts), "rounds a fault cost"]],
   ["wall", "Since start", ({ status }) => [duration(status.wall_s), new Date(status.opened_at * 1000).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" })]],
@@ -116,7 +116,7 @@ function figureStrip() {
     },
     update(page) {
       for (const { of, value, under } of cells) {
-        const [text, note] = of(page.now);
+        const [text, note] = of(page.now, page.price);
         say(value, text);
         say(under, note || " ");
       }
@@ -138,7 +138,7 @@ function attentionOf({ status }) {
   return found.slice(0, 6);
 }
 
-function losses(seconds, ranks) {
+function losses(seconds, ranks, price) {
   const causes = Object.entries(seconds).filter(([, each]) => each > 0).sort((a, b) => b[1] - a[1]);
   const all = causes.reduce((sum, [, each]) => sum + each, 0);
   if (!all) return el("p", { class: "muted" }, "Nothing was lost.");
@@ -146,7 +146,7 @@ function losses(seconds, ranks) {
     el("div", { class: "meter", "aria-hidden": "true" }, causes.map(([cause, each]) => el("i", { vars: { "--share": each / all, "--c": causeVar(cause) } }))),
     el("ul", { class: "legend" }, causes.slice(0, 8).map(([cause, each]) =>
       el("li", {}, el("span", { class: "swatch", vars: { "--c": causeVar(cause) } }), cause, el("b", {}, duration(each / ranks))))),
-    el("p", { class: "muted" }, `${duration(all / ranks)} a rank; `, el("a", { href: "#goodput" }, "all of it")),
+    el("p", { class: "muted" }, `${duration(all / ranks)} a rank; `, price && `${cost(all, price)} in all; `, el("a", { href: "#goodput" }, "all of it")),
   ];
 }
 
