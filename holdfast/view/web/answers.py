@@ -229,14 +229,19 @@ def _seen(job: Job) -> dict[str, list[int]]:
     """Incidents by what failed."""
     found: dict[str, list[int]] = {}
     for one in job.incidents:
-        found.setdefault(f"{one.kind} {one.signature}", []).append(one.id)
+        found.setdefault(alike(one), []).append(one.id)
     return found
+
+
+def alike(incident: Incident) -> str:
+    """What incidents have in common that are the same fault."""
+    return f"{incident.kind} {incident.signature}"
 
 
 def _before(seen: dict[str, list[int]], incident: Incident) -> list[int]:
     """The latest incidents of the same signature before this one."""
-    alike = seen.get(f"{incident.kind} {incident.signature}", [])
-    return [number for number in alike if number < incident.id][-10:]
+    same = seen.get(alike(incident), [])
+    return [number for number in same if number < incident.id][-10:]
 
 
 # ---- checkpoints ----

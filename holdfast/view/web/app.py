@@ -30,6 +30,7 @@ from holdfast.view.history.timeline import Fold
 from holdfast.view.metrics.text import OPENMETRICS, PLAIN, accepted, metrics_text
 from holdfast.view.web import answers, evidence
 from holdfast.view.web.actions import ACTIONS, act
+from holdfast.view.web.elsewhere import SeenElsewhere
 from holdfast.view.web.events import stream
 from holdfast.view.web.guard import Secrets, WebGuard, refused
 from holdfast.view.web.listing import JobList
@@ -68,6 +69,7 @@ class WebApp:
         self._only = only
         """The one job that is shown, if there is only one."""
         self._list = JobList()
+        self._elsewhere = SeenElsewhere()
         self._kept: OrderedDict[str, tuple[str, bytes]] = OrderedDict()
         self._salt = secrets.token_hex(4)
         """Of the ETags: a browser may know those of an earlier server."""
@@ -94,6 +96,10 @@ class WebApp:
             Route(f"{job}/stream", _caught(self._stream)),
             Route(f"{job}/actions/{{action}}", _caught(self._act), methods=["POST"]),
         ]
+
+    def close(self) -> None:
+        self._elsewhere.close()
+        self.jobs.close()
 
     # ---- files ----
 
@@ -179,8 +185,11 @@ class WebApp:
         if found is None:
             return refused(404, f"job {job.name} has no incident {wanted}")
         told, home = found["incident"], job.home
+        found["seen_elsewhere"] = []
         found["stacks"], found["log"], found["verdict"] = {}, {}, None
         if home is not None:
+            seen = self._elsewhere.before(job.name, job.follower.job.incidents[wanted - 1])
+            found["seen_elsewhere"] = None if seen is None else [one._asdict() for one in seen]
             found["stacks"] = await asyncio.to_thread(evidence.stacks, home, wanted)
             found["verdict"] = await asyncio.to_thread(evidence.verdict, home, wanted)
             if told["rank"] is not None:
@@ -330,6 +339,7 @@ def make_app(
     price: Price | None = None,
 ) -> Starlette:
     """Make the application, with its guard."""
+    web = WebApp(jobs, may_act, only, price)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -338,10 +348,10 @@ def make_app(
             yield
         finally:
             closing.cancel()
-            jobs.close()
+            web.close()
 
     return Starlette(
-        routes=WebApp(jobs, may_act, only, price).routes(),
+        routes=web.routes(),
         lifespan=lifespan,
         middleware=[
             Middleware(WebGuard, secrets=secrets, names=names, port=port),
