@@ -282,7 +282,7 @@ def _would_restore(job: Job) -> dict[str, Any] | None:
 
 def _why(where: str) -> str:
     if where == "memory":
-        return "the newest state that every rank's image of is in the memory of some node"
+        return "the newest state of which every rank's image is in some node's memory"
     return (
         "no newer state is in memory on the nodes; this is the newest that is complete on storage"
     )

@@ -134,6 +134,8 @@ def test_every_view_of_a_live_job_fits_any_window(sight: Sight, web: Web, traine
             assert sight.page.evaluate("document.documentElement.scrollWidth") <= width
             assert "undefined" not in sight.text("main")
             assert "NaN" not in sight.text("main")
+            if view == "timeline":
+                sight.until_drawn(".lanes canvas", 0.2)
             sight.keep(f"kills-{view}-{scheme}-{width}")
 
 

@@ -72,7 +72,7 @@ function totalTable({ total, wall_s: wall, ranks, goodput }, used, price) {
     percent(total[cause] / all, 2), duration(total[cause] / ranks), duration(total[cause]), ...(price ? [cost(total[cause], price)] : []),
   ]);
   return [
-    table("Seconds by cause", [["Cause", ""], ["What it covers", "wide"], [el("span", { class: "sr" }, "As a bar"), "wide"], ["Share", "num"], ["A rank", "num"], ["All ranks", "num"], ...(price ? [["Cost", "num"]] : [])], rows,
+    table("Seconds by cause", [["Cause", ""], ["What it covers", "wide"], [el("span", { class: "sr" }, "As a bar"), "wide"], ["Share", "num"], ["A rank", "num"], ["All ranks", price ? "num wide" : "num"], ...(price ? [["Cost", "num"]] : [])], rows,
       ["Together", el("span", { class: "muted" }, `${duration(wall)} × ${Number.isInteger(ranks) ? count(ranks) : number(ranks)} ranks`), "", "100 %", duration(all / ranks), duration(all), ...(price ? [cost(all, price)] : [])]),
     Math.abs(all - wall * ranks) > Math.max(1, wall * ranks * 1e-3) && el("p", { class: "note is-warn" }, `These are ${duration(Math.abs(all - wall * ranks))} off the wall clock.`),
     el("p", { class: "sr" }, `Goodput ${percent(goodput)}.`),

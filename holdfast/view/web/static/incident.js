@@ -62,10 +62,10 @@ function guilt(incident, verdict) {
   const who = verdict?.guilty?.length ? `Rank ${verdict.guilty.join(", ")}` : incident.rank === null ? `Node ${incident.node}` : `Rank ${incident.rank} on node ${incident.node}`;
   const why = verdict?.sentence || incident.signature;
   return card("Who and why", el("div", { class: "stack" },
-    el("p", {}, el("b", {}, who), ": ", why),
+    el("p", {}, !why.toLowerCase().startsWith(who.toLowerCase().split(" on ")[0]) && [el("b", {}, who), ": "], why),
     el("p", {}, el("span", { class: "muted" }, "What was done: "), incident.action || "nothing yet",
       incident.rung && el("span", { class: "muted" }, ` (${incident.rung})`)),
-    incident.detail && incident.detail !== why && el("pre", { class: "code", tabindex: "0", "aria-label": "Details" }, incident.detail)));
+    incident.detail && incident.detail !== why && el("pre", { class: "code is-tail", tabindex: "0", "aria-label": "Details" }, incident.detail)));
 }
 
 function phases(incident) {

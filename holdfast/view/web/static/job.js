@@ -38,8 +38,8 @@ function route() {
     const current = link.getAttribute("href") === `#${known}`;
     if (current) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
-    if (current) link.scrollIntoView({ block: "nearest", inline: "nearest" });
   }
+  revealTab();
   if (shown?.name === known && shown.view.argument) {
     shown.view.argument(rest.join("/"));
     return;
@@ -59,6 +59,10 @@ function route() {
   Promise.resolve(view.ready).finally(() => main.setAttribute("aria-busy", "false"));
   view.show?.();
   view.update?.();
+}
+
+function revealTab() {
+  document.querySelector(".tabs a[aria-current]")?.scrollIntoView({ block: "nearest", inline: "nearest" });
 }
 
 // ---- what the stream says ----
@@ -94,7 +98,9 @@ function countIncidents(incidents) {
   page.incidents = Math.max(page.incidents, incidents);
   const counter = document.getElementById("incident-count");
   counter.hidden = !page.incidents;
+  const wide = counter.offsetWidth;
   say(counter, count(page.incidents));
+  if (counter.offsetWidth !== wide) revealTab();
 }
 
 function header() {

@@ -156,5 +156,5 @@ function saved(checkpointers) {
     el("dt", {}, "in memory"), el("dd", {}, each.in_memory === null ? "–" : `step ${count(each.in_memory)}`),
     el("dt", {}, "on storage"), el("dd", {}, each.on_storage === null ? "–" : `step ${count(each.on_storage)}`,
       each.writing !== null && each.writing !== undefined && el("span", { class: "muted" }, ` writing ${count(each.writing)}`)),
-    el("dt", {}, "as"), el("dd", { class: "clip", title: each.checkpointer }, each.checkpointer)));
+    el("dt", {}, "name"), el("dd", { class: "clip", title: each.checkpointer }, each.checkpointer)));
 }
