@@ -54,8 +54,8 @@ def now(follower: Follower, lost_today_s: float) -> dict[str, Any]:
 
 
 def lost_today(follower: Follower) -> float:
-    """Rank-seconds since midnight that were not productive."""
-    at = follower.now
+    """Rank-seconds since midnight that were not productive; of a job that is over, on its last day."""
+    at = end_of(follower)
     midnight = time.mktime((*time.localtime(at)[:3], 0, 0, 0, 0, 0, -1))
     since = max(midnight, follower.job.opened_at)
     if at <= since:

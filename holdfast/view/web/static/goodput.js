@@ -90,7 +90,7 @@ function compared({ goodput, torchrun }) {
   return [
     el("div", { class: "against" }, bar("Holdfast", goodput, "var(--accent)"), bar("torchrun", torchrun.goodput, "var(--cause-wait)")),
     el("p", {}, faults === 0 ? "No fault yet, so both would have done the same." : `${plural(faults, "fault")} cost ${duration(ours)}; torchrun would have lost ${duration(theirs)}`, faults > 0 && (ratio > 1.05 ? `, ${number(ratio)} times as much.` : ".")),
-    el("p", { class: "muted" }, torchrun.assumption),
+    faults > 0 && el("p", { class: "muted" }, torchrun.assumption),
   ];
 }
 
