@@ -67,6 +67,24 @@ def test_a_page_comes_back_when_its_viewer_was_killed_and_is_started_again(
         web.close()
 
 
+def test_the_list_of_jobs_comes_back_too(sight: Sight, trained: Run) -> None:
+    web = Web(trained.folder, trained.env)
+    try:
+        sight.page.goto(web.links[0])
+        sight.until("#jobs", trained.job)
+        sight.forgive("ERR_", "Failed to load")
+        web.close()
+        sight.until("#banner", "The viewer does not answer")
+        again = Web(trained.folder, trained.env)
+        try:
+            sight.page.wait_for_selector("#banner", state="hidden")
+            sight.leave()
+        finally:
+            again.close()
+    finally:
+        web.close()
+
+
 def test_a_page_is_shut_out_when_new_tokens_were_made(sight: Sight, trained: Run) -> None:
     web = Web(trained.folder, trained.env)
     try:

@@ -33,8 +33,10 @@ class Wire:
         self._whole.set()
 
     def close(self) -> None:
-        self.mend(forgets=True)
+        """End all connections, and every thread."""
+        self._whole.set()
         _shut(self._listener)
+        self._threads[0].join()  # It accepts: from now on there are no new connections.
         for end in self._ends:
             _shut(end)
         for thread in self._threads:
