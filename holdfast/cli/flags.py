@@ -17,7 +17,15 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from holdfast.config.schema import WITH_FLAGS, MostUsed, Said, Setting, Settings, settings_of
+from holdfast.config.schema import (
+    WITH_FLAGS,
+    MostUsed,
+    OfViewers,
+    Said,
+    Setting,
+    Settings,
+    settings_of,
+)
 from holdfast.config.sources import collect, nearest
 from holdfast.errors import UsageError
 
@@ -171,7 +179,7 @@ def flagged() -> Iterator[Setting[object]]:
 
 def _from_flags(parsed: Mapping[str, object]) -> dict[str, Said]:
     said: dict[str, Said] = {}
-    for setting in flagged():
+    for setting in (*flagged(), *settings_of(OfViewers)):
         value = parsed.get(setting.name)
         if isinstance(value, list):
             value = setting.separator.join(map(str, value))

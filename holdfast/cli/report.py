@@ -8,7 +8,9 @@ from pathlib import Path
 
 import msgspec
 
+from holdfast.cli.flags import add_flag, given_settings
 from holdfast.cli.view import Parser, print_json, read_journal, write_whole
+from holdfast.config.schema import Settings
 from holdfast.errors import UsageError
 from holdfast.jobhome import find
 from holdfast.view.report.facts import JobReport, gather
@@ -35,12 +37,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("-o", "--output", metavar="FILE", help="where to write it")
     parser.add_argument("--format", choices=FORMATS, help="by default what the file's name says")
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
+    add_flag(parser, Settings.price_per_hour)
     arguments = parser.parse_args(argv)
+    price = given_settings(arguments).price_per_hour
     home = find(arguments.job)
     name = arguments.output or f"report-{home.name}.{arguments.format or 'html'}"
     kind = arguments.format or _format(name)
     follower = read_journal(home)
-    report = gather(follower)
+    report = gather(follower, price)
     follower.close()
     if arguments.json:
         print_json(report)

@@ -8,13 +8,14 @@ import shutil
 import sys
 from collections.abc import Sequence
 
+from holdfast.cli.flags import add_flag, given_settings
 from holdfast.cli.tlsflags import add_tls_flags, tls_given
 from holdfast.cli.view import view_parser
-from holdfast.jobhome import JobHome, find
+from holdfast.config.schema import Settings
+from holdfast.jobhome import find
 from holdfast.view.follower import Follower
 from holdfast.view.top.program import Program, print_lines, print_once
 from holdfast.view.top.state import look_at
-from holdfast.wire.tls import TlsFiles
 
 ABOUT = """Watch a job in a terminal: state, step and speed, goodput and where the lost seconds went, a
 letter for each rank, checkpoints, what is wrong now, the last incidents. Keys: arrows choose a rank, w
@@ -27,18 +28,20 @@ ROWS_ONCE = 60
 def main(argv: Sequence[str]) -> int:
     parser = view_parser("top", ABOUT)
     parser.add_argument("--once", action="store_true", help="show one look at the job, and end")
+    add_flag(parser, Settings.price_per_hour)
     add_tls_flags(parser)
     arguments = parser.parse_args(argv)
+    price = given_settings(arguments).price_per_hour
     home = find(arguments.job)
     follower = Follower.open(home)
     try:
         if arguments.once:
             size = shutil.get_terminal_size((100, ROWS_ONCE))
-            print_once(look_at(follower), size.columns, ROWS_ONCE, arguments.json)
+            print_once(look_at(follower, price), size.columns, ROWS_ONCE, arguments.json)
         elif arguments.json or not _has_screen():
             asyncio.run(print_lines(follower, arguments.json))
         else:
-            asyncio.run(_watch(home, follower, tls_given(arguments)))
+            asyncio.run(Program(home, follower, tls_given(arguments), price).run())
     except KeyboardInterrupt:
         return 130
     finally:
@@ -50,7 +53,3 @@ def _has_screen() -> bool:
     """Return whether a frame can be drawn in place, and keys be read."""
     capable = os.environ.get("TERM", "dumb") not in ("", "dumb")
     return capable and sys.stdin.isatty() and sys.stdout.isatty()
-
-
-async def _watch(home: JobHome, follower: Follower, tls: TlsFiles | None) -> None:
-    await Program(home, follower, tls).run()

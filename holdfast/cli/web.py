@@ -10,6 +10,7 @@ from holdfast.cli.tlsflags import add_tls_flags
 from holdfast.cli.view import Parser
 from holdfast.config.schema import Settings
 from holdfast.config.settings import tls_files
+from holdfast.config.sources import holdfast_home
 from holdfast.config.values import address, endpoint
 from holdfast.errors import UsageError
 from holdfast.jobhome import find
@@ -21,7 +22,8 @@ ABOUT = """\
 Show a job, or all jobs of this machine, in a browser: what every rank does and did, goodput, incidents
 with their stories and stacks, checkpoints, nodes. The page follows the journals by itself: the job does
 not notice it, and goes on if it is killed.
-The printed link logs a browser in; the second one is for looking alone, and can be shared."""
+The printed link logs a browser in; the second one is for looking alone, and can be shared. Both stay
+good after a restart, until --new-tokens ends them."""
 
 EPILOG = """\
 examples:
@@ -39,7 +41,13 @@ def main(argv: Sequence[str]) -> int:
     parser.epilog = EPILOG
     add = parser.add_argument
     add("job", nargs="?", metavar="JOB", help="its name; a list of all jobs when left out")
-    add("--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="(127.0.0.1, any free port)")
+    add(
+        "--listen",
+        default="127.0.0.1",
+        metavar="HOST:PORT",
+        help="127.0.0.1 and a port that stays the same after a restart if it is free; port 0: any",
+    )
+    add("--new-tokens", action="store_true", help="end all links and logins of earlier runs")
     add(
         "--host-name",
         action="append",
@@ -49,6 +57,7 @@ def main(argv: Sequence[str]) -> int:
     )
     add("--allow-actions", action="store_true", help="let the first link act, not only look")
     add("--coordinator", metavar="HOST:PORT", help="follow a job on another machine")
+    add_flag(parser, Settings.price_per_hour)
     add_flag(parser, Settings.token_file)
     add_tls_flags(parser)
     given = parser.parse_args(argv)
@@ -64,10 +73,13 @@ def main(argv: Sequence[str]) -> int:
     if given.coordinator is not None:
         away = _coordinates(given.coordinator, said.token_file, given.job, tls)
     settings = WebSettings(
+        home=holdfast_home(),
         host=host,
-        port=port or 0,
+        port=port,
+        new_tokens=given.new_tokens,
         names=given.host_name,
         may_act=given.allow_actions,
+        price=said.price_per_hour,
         job=None if given.job is None or away is not None else find(given.job).name,
         coordinator=away,
         tls=tls,

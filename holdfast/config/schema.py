@@ -321,6 +321,12 @@ class OfTheMachine:
         "machine's; for tests", otherwise="none")
 
 
+class OfViewers:
+    price_per_hour = Setting(values.price, None, "PRICE",
+        "what one rank costs in an hour, as in 2.10 or '2.10 EUR': what lost time cost is then shown",
+        otherwise="no cost is shown")
+
+
 class OfRay:
     ray_cpus: Setting[float | None] = Setting(values.amount, None, "N",
         "CPUs that Ray reserves for each node", otherwise="one a rank")
@@ -333,7 +339,9 @@ class OfRay:
 # fmt: on
 
 
-class Settings(MostUsed, OfThePlatform, AsInTorchrun, WithoutEffect, OfTheMachine, OfRay):
+class Settings(
+    MostUsed, OfThePlatform, AsInTorchrun, WithoutEffect, OfTheMachine, OfViewers, OfRay
+):
     """What the user said; as attributes, the values of all settings."""
 
     def __init__(self, said: Mapping[str, Said], warnings: tuple[str, ...] = ()) -> None:
@@ -356,6 +364,7 @@ WITH_FLAGS: dict[str, type] = {
 GROUPS: dict[str, type] = {
     **WITH_FLAGS,
     "of this machine, by variable only": OfTheMachine,
+    "of `holdfast web`, `top` and `report`, also flags of these": OfViewers,
     "of nodes on Ray, by variable only": OfRay,
 }
 

@@ -14,6 +14,7 @@ import shlex
 import signal
 from collections.abc import Callable, Sequence
 from string import Template
+from typing import NamedTuple
 
 from holdfast.errors import UsageError
 
@@ -330,6 +331,27 @@ def amount(text: str, flag: str) -> float:
     if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,4})?", text.strip()) is None:
         raise UsageError(f"{flag} {text}: a number, 0 or more, is needed")
     return float(text)
+
+
+class Price(NamedTuple):
+    """What one rank costs in an hour."""
+
+    amount: float
+    unit: str
+    """A currency or what else is paid with; may be empty."""
+
+    def of(self, rank_seconds: float) -> str:
+        """Write what this much time of ranks costs."""
+        return f"{rank_seconds / 3600 * self.amount:,.2f} {self.unit}".rstrip()
+
+
+def price(text: str, flag: str) -> Price:
+    """Read a number with a unit before or after it, or without one."""
+    unit, number = r"([^\d\s.,-]{0,16})", r"([0-9]{1,9}(?:\.[0-9]{1,6})?)"
+    match = re.fullmatch(f"{unit} ?{number} ?{unit}", text.strip())
+    if match is None or (match[1] and match[3]) or not text.isprintable():
+        raise UsageError(f"{flag} {text}: a price is needed, as in 2.10 or '2.10 EUR'")
+    return Price(float(match[2]), match[1] or match[3])
 
 
 def amounts(text: str, flag: str) -> dict[str, float]:

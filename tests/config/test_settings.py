@@ -170,6 +170,19 @@ def test_two_commas_are_a_comma_within_a_filter() -> None:
     assert values.line_filters("apple,a,,b", "--duplicate-stdout-filters") == ("apple", "a,b")
 
 
+@pytest.mark.parametrize(
+    ("text", "amount", "unit"),
+    [("2.1", 2.1, ""), ("2.10 EUR", 2.1, "EUR"), ("$3", 3.0, "$"), ("0.5 credits", 0.5, "credits")],
+)
+def test_a_price_may_have_a_unit_on_either_side(text: str, amount: float, unit: str) -> None:
+    assert values.price(text, "--price-per-hour") == (amount, unit)
+
+
+def test_a_cost_is_of_rank_seconds() -> None:
+    assert values.Price(2.5, "EUR").of(7200 * 1000) == "5,000.00 EUR"
+    assert values.Price(2.5, "").of(36) == "0.03"
+
+
 Reader = Callable[[str, str], object]
 
 
@@ -196,6 +209,11 @@ Reader = Callable[[str, str], object]
         (values.key_values, "join_timeout"),
         (values.key_values, "=3"),
         (values.yes_or_no, "maybe"),
+        (values.price, "EUR"),
+        (values.price, "-1"),
+        (values.price, "$2 EUR"),
+        (values.price, "1e9"),
+        (values.price, "2 \x1b[31m"),
     ],
 )
 def test_a_senseless_value_is_refused_by_the_name_of_its_flag(reader: Reader, text: str) -> None:
@@ -218,6 +236,7 @@ READERS: list[Reader] = [
     values.endpoint,
     values.key_values,
     values.line_filters,
+    values.price,
 ]
 
 

@@ -11,8 +11,10 @@ from typing import Any
 import httpx
 import uvicorn
 
+from holdfast.config.values import Price
 from holdfast.view.web.app import make_app
 from holdfast.view.web.guard import Secrets
+from holdfast.view.web.keyfile import WebKey
 from holdfast.view.web.watched import WatchedJob, WatchedJobs
 
 
@@ -56,12 +58,14 @@ async def page(
     only: str | None = None,
     names: tuple[str, ...] = (),
     remote: Callable[[], WatchedJob] | None = None,
+    key: WebKey | None = None,
+    price: Price | None = None,
 ) -> AsyncIterator[ServedPage]:
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    secrets = Secrets()
+    secrets = Secrets(key)
     jobs = WatchedJobs(None, remote() if remote is not None else None)
-    app = make_app(jobs, secrets, port, names=names, may_act=may_act, only=only)
+    app = make_app(jobs, secrets, port, names=names, may_act=may_act, only=only, price=price)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
     serving = asyncio.create_task(server.serve([listener]))

@@ -24,7 +24,7 @@ from holdfast.view.report.facts import JobReport, gather
 from holdfast.view.report.html import html
 from holdfast.view.report.markdown import markdown
 from holdfast.view.report.style import DARK, LIGHT
-from holdfast.view.report.wording import duration, headline, short, size
+from holdfast.view.report.wording import duration, headline, lost_s, short, size
 
 
 @pytest.fixture
@@ -185,6 +185,22 @@ def test_the_formats_follow_the_name(home, tmp_path, monkeypatch, capsys) -> Non
     assert main(["report", "j", "-o", "-", "--format", "md"]) == 0
     assert main(["report", "j", "-o", "r.pdf"]) == 2
     assert "end the name in .html, .md or .json" in capsys.readouterr().err
+
+
+def test_a_price_from_any_source_tells_what_faults_cost(
+    home, tmp_path, monkeypatch, capsys
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", "j", "-o", "-", "--format", "md"]) == 0
+    assert "cost" not in capsys.readouterr().out
+    Path("holdfast.toml").write_text('price-per-hour = "3600000 EUR"\n')
+    lost = lost_s(gather(Follower.open(home)))
+    assert lost > 0
+    assert main(["report", "j", "-o", "-", "--format", "md"]) == 0
+    assert f"| what that cost | {lost * 1000:,.2f} EUR |" in capsys.readouterr().out
+    flag = ("--price-per-hour", "3600000 <b>")
+    assert main(["report", "j", "-o", "-", "--format", "html", *flag]) == 0
+    assert f"<b>{lost * 1000:,.2f} &lt;b&gt;</b>" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")

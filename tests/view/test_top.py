@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import time
@@ -13,6 +14,7 @@ import pytest
 from msgspec.structs import replace
 from reported import an_incident, of_two_ranks
 
+from holdfast.config.values import Price
 from holdfast.messages.evidence import Frame, StackGroup, Verdict
 from holdfast.messages.reports import CheckpointerReport, GoodputReport, NodeReport, RankReport
 from holdfast.messages.units import NodeId, Rank, StepNumber, Time
@@ -178,6 +180,13 @@ def test_ten_thousand_ranks_are_folded_and_what_is_wrong_is_seen() -> None:
     for _ in range(5):
         ansi(frame(view, Looks(), 160, 50), 160)
     assert (time.process_time() - began) / 5 < 0.5
+
+
+def test_a_price_tells_what_lost_time_cost() -> None:
+    lost = sum(s for cause, s in a_job().goodput.seconds.items() if cause != "productive")
+    shown = "\n".join(drawn(dataclasses.replace(a_job(), price=Price(3600.0, "EUR")), 120))
+    assert f"({lost:,.2f} EUR) of" in shown
+    assert "EUR" not in "\n".join(drawn(a_job(), 120))
 
 
 def test_a_hang_and_an_end_are_what_one_sees_first() -> None:

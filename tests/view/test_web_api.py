@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 from journals import home_with, simulated, unfinished, write
-from serving_web import page, run
+from serving_web import ServedPage, page, run
 
+from holdfast.config.values import Price
 from holdfast.coordinator.journal import replay
 from holdfast.core import report
 from holdfast.jobhome import JobHome
+from holdfast.view.web import answers, elsewhere
+from holdfast.view.web.elsewhere import SeenElsewhere
 
 
 @pytest.fixture
@@ -59,6 +63,16 @@ def test_the_list_has_all_jobs_the_newest_first_and_damaged_ones_with_a_sentence
             assert answer.status_code in (404, 503)
             assert "not a database" in answer.json()["error"]
             assert (await web.get("/api/jobs/j/now"))["status"]["job"]
+
+    run(test)
+
+
+def test_a_page_knows_the_price_that_was_given(home: JobHome) -> None:
+    async def test() -> None:
+        async with page(price=Price(2.1, "EUR")) as web:
+            assert (await web.get("/api/session"))["price"] == {"amount": 2.1, "unit": "EUR"}
+        async with page() as web:
+            assert (await web.get("/api/session"))["price"] is None
 
     run(test)
 
@@ -113,6 +127,66 @@ def test_incidents_come_in_pages_and_one_has_its_story(home: JobHome) -> None:
             assert one["story"][0]["kind"] == "event"
             missing = await web.client.get("/api/jobs/j/incidents/100000")
             assert missing.status_code == 404
+
+    run(test)
+
+
+def test_an_incident_names_earlier_ones_like_it_in_other_jobs(home: JobHome) -> None:
+    home_with(unfinished(), "other")
+    home_with(unfinished()[:1], "empty")
+    damaged = home_with(unfinished()[:1], "damaged")
+    damaged.journal.write_bytes(b"no journal")
+    snapshot = replay(home.journal)
+    assert snapshot is not None
+    known = snapshot.job.incidents
+
+    async def told(web: ServedPage, number: int) -> list[dict[str, Any]]:
+        while True:
+            one = await web.get(f"/api/jobs/j/incidents/{number}")
+            if one["seen_elsewhere"] is not None:
+                found: list[dict[str, Any]] = one["seen_elsewhere"]
+                return found
+
+    async def test() -> None:
+        async with page() as web:
+            for one in known:
+                like = [
+                    {"job": "other", "id": other.id, "at": other.fault_at}
+                    for other in known
+                    if answers.alike(other) == answers.alike(one) and other.fault_at < one.fault_at
+                ]
+                like.sort(key=lambda seen: -seen["at"])
+                assert await told(web, one.id) == like[:10]
+
+    assert len({answers.alike(one) for one in known}) < len(known)
+    run(test)
+
+
+def test_the_journals_of_other_jobs_are_read_once_and_bounded(
+    home: JobHome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(6):
+        home_with(unfinished()[:50], f"other-{number}")
+    monkeypatch.setattr(elsewhere, "MOST_JOBS", 4)
+    monkeypatch.setattr(elsewhere, "AGAIN_S", 0.0)
+    read: list[str] = []
+    incidents = SeenElsewhere._incidents
+
+    def counted(seen: SeenElsewhere, other: JobHome) -> Any:
+        read.append(other.name)
+        return incidents(seen, other)
+
+    monkeypatch.setattr(SeenElsewhere, "_incidents", counted)
+
+    async def test() -> None:
+        seen = SeenElsewhere()
+        snapshot = replay(home.journal)
+        assert snapshot is not None
+        for _ in range(3):
+            seen.before("j", snapshot.job.incidents[0])
+            assert seen._reading is not None
+            await seen._reading
+        assert len(read) == len(set(read)) == 4
 
     run(test)
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import httpx
 import pytest
 from journals import home_with, unfinished
 from serving_web import page, run
+
+from holdfast.view.web import events
+from holdfast.view.web.keyfile import WebKey
 
 ACT = {"x-holdfast": "1"}
 
@@ -28,6 +33,37 @@ def test_without_a_secret_nothing_is_shown() -> None:
             assert (await stranger.get("/api/jobs", headers=bearer)).status_code == 401
             cookie = {"cookie": f"holdfast-{web.port}={web.secrets.tokens['all']}"}
             assert (await stranger.get("/api/jobs", headers=cookie)).status_code == 401
+
+    run(test)
+
+
+def test_a_browser_that_asks_for_an_icon_gets_no_error_and_no_secret() -> None:
+    async def test() -> None:
+        async with page() as web, httpx.AsyncClient(base_url=web.base, trust_env=False) as stranger:
+            answer = await stranger.get("/favicon.ico")
+            assert (answer.status_code, answer.content) == (204, b"")
+
+    run(test)
+
+
+def test_new_tokens_end_streams_that_are_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "SILENT_S", 0.05)
+    path = tmp_path / "web.key"
+
+    async def test() -> None:
+        async with page(key=WebKey(path)) as web:
+            heard = await web.events("/api/jobs/j/stream", lambda name, _: name == "here")
+            assert heard[-1] == ("here", {})
+
+            def renew(name: str, _: object) -> bool:
+                if name == "here":
+                    WebKey(path, renew=True)
+                return False
+
+            await web.events("/api/jobs/j/stream", renew)
+            assert (await web.client.get("/api/session")).status_code == 401
 
     run(test)
 

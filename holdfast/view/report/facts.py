@@ -12,6 +12,7 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from holdfast import __version__
+from holdfast.config.values import Price
 from holdfast.messages.losses import Loss
 from holdfast.messages.records import Cause
 from holdfast.messages.reports import GoodputReport, IncidentReport, StatusReport
@@ -72,6 +73,8 @@ class JobReport(Struct, frozen=True, kw_only=True):
     """Time up to which it tells: the job's end, or that of the report."""
     status: StatusReport
     goodput: GoodputReport
+    price: Price | None
+    """What a rank costs in an hour, and in which unit; null if it was not given."""
     incidents: list[IncidentReport]
     """The newest, oldest first; `incident_count` has all."""
     incident_count: int
@@ -93,7 +96,7 @@ class JobReport(Struct, frozen=True, kw_only=True):
     """Losses that the script told, over time."""
 
 
-def gather(follower: Follower) -> JobReport:
+def gather(follower: Follower, price: Price | None = None) -> JobReport:
     """Gather the report of a job as it is known now."""
     status, goodput = follower.status(), follower.goodput()
     history, opened = follower.history, status.opened_at
@@ -109,6 +112,7 @@ def gather(follower: Follower) -> JobReport:
         until=until,
         status=status,
         goodput=goodput,
+        price=price,
         incidents=incidents[-MOST_INCIDENTS:],
         incident_count=len(incidents),
         incident_kinds=dict(sorted(kinds.items(), key=lambda item: -item[1])),

@@ -94,6 +94,8 @@ def _cards(report: JobReport) -> str:
         (str(status.restarts), "restarts"),
         (duration(lost_s(report)), "rank time lost to faults"),
     ]
+    if report.price is not None:
+        cards.append((escape(report.price.of(lost_s(report))), "what that cost"))
     if status.loss is not None:
         cards.append((loss(status.loss), f"loss at step {count(status.loss_step or 0)}"))
     if report.recovery_s is not None:

@@ -66,6 +66,8 @@ def _numbers(report: JobReport) -> list[tuple[str, ...]]:
         ("restarts", str(status.restarts)),
         ("rank time lost to faults", duration(lost_s(report))),
     ]
+    if report.price is not None:
+        rows.append(("what that cost", report.price.of(lost_s(report))))
     if status.loss is not None:
         rows.append(("loss", f"{loss(status.loss)} at step {count(status.loss_step or 0)}"))
     if report.recovery_s is not None:

@@ -127,7 +127,10 @@ def _progress(view: JobNow, width: int) -> Iterator[Text]:
     ]
     if named:
         lost_s = total - goodput.seconds.get("productive", 0.0)
-        text = f"lost {duration(lost_s)} of {duration(total)} of all ranks: {', '.join(named)}"
+        cost = "" if view.price is None else f" ({view.price.of(lost_s)})"
+        text = (
+            f"lost {duration(lost_s)}{cost} of {duration(total)} of all ranks: {', '.join(named)}"
+        )
         yield from wrapped(text, width, 2, "dim")
 
 

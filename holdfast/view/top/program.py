@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Callable
 
+from holdfast.config.values import Price
 from holdfast.errors import HoldfastError
 from holdfast.jobhome import JobHome
 from holdfast.messages.units import Seconds
@@ -62,10 +63,12 @@ async def _soon(waiting: object, limit_s: Seconds) -> None:
 class Program:
     """The interactive screen."""
 
-    def __init__(self, home: JobHome, follower: Follower, tls: TlsFiles | None) -> None:
-        self._home, self._follower, self._tls = home, follower, tls
+    def __init__(
+        self, home: JobHome, follower: Follower, tls: TlsFiles | None, price: Price | None = None
+    ) -> None:
+        self._home, self._follower, self._tls, self._price = home, follower, tls, price
         self._looks = Looks()
-        self._view = look_at(follower)
+        self._view = look_at(follower, price)
         self._screen = Screen(sys.stdin.fileno(), sys.stdout.fileno())
         self._wake = asyncio.Event()
         self._quit = False
@@ -97,7 +100,7 @@ class Program:
 
     def _draw(self) -> None:
         if self._follower.catch_up(CATCH_UP_S) or not self._view.over:
-            self._view = look_at(self._follower)
+            self._view = look_at(self._follower, self._price)
         last = max(0, self._view.ranks - 1)
         self._looks.selected = max(0, min(self._looks.selected, last))
         size = self._screen.size()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from holdfast.config.values import Price
 from holdfast.core.job import Job
 from holdfast.messages.reports import GoodputReport, IncidentReport, RankReport, StatusReport
 from holdfast.messages.units import Time
@@ -65,6 +66,8 @@ class JobNow:
     now: Time
     speeds: tuple[float, ...] = ()
     """Steps a second over the latest minutes, oldest first."""
+    price: Price | None = None
+    """What a rank costs in an hour, if the reader gave it."""
     loading: float | None = None
     """Share of the journal that was read; None once all of it was."""
 
@@ -99,7 +102,7 @@ class Looks:
     """What `holdfast why` found, or that it is being asked."""
 
 
-def look_at(follower: Follower) -> JobNow:
+def look_at(follower: Follower, price: Price | None = None) -> JobNow:
     """Take one look at a job that has begun."""
     status, letters = follower.status(), rankmap.ranks(follower.job)
     notes: dict[str, str] = {node.node: "overloaded" for node in status.nodes if node.overload}
@@ -119,6 +122,7 @@ def look_at(follower: Follower) -> JobNow:
         nodes=sorted(nodes, key=lambda one: (one.first_rank < 0, one.first_rank, one.host)),
         now=follower.now,
         speeds=_speeds(follower),
+        price=price,
         loading=follower.progress if follower.behind else None,
     )
 

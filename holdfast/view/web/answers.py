@@ -54,8 +54,9 @@ def now(follower: Follower, lost_today_s: float | None) -> dict[str, Any]:
 
 
 def lost_today(follower: Follower) -> float | None:
-    """Rank-seconds since midnight that were not productive; None if not all of today was read yet."""
-    at = follower.now
+    """Rank-seconds since midnight that were not productive; of a job that is over, on its last day.
+    None if not all of that day was read yet."""
+    at = end_of(follower)
     midnight = time.mktime((*time.localtime(at)[:3], 0, 0, 0, 0, 0, -1))
     since = max(midnight, follower.job.opened_at)
     if at <= since:
@@ -231,14 +232,19 @@ def _seen(job: Job) -> dict[str, list[int]]:
     """Incidents by what failed."""
     found: dict[str, list[int]] = {}
     for one in job.incidents:
-        found.setdefault(f"{one.kind} {one.signature}", []).append(one.id)
+        found.setdefault(alike(one), []).append(one.id)
     return found
+
+
+def alike(incident: Incident) -> str:
+    """What incidents have in common that are the same fault."""
+    return f"{incident.kind} {incident.signature}"
 
 
 def _before(seen: dict[str, list[int]], incident: Incident) -> list[int]:
     """The latest incidents of the same signature before this one."""
-    alike = seen.get(f"{incident.kind} {incident.signature}", [])
-    return [number for number in alike if number < incident.id][-10:]
+    same = seen.get(alike(incident), [])
+    return [number for number in same if number < incident.id][-10:]
 
 
 # ---- checkpoints ----
@@ -279,7 +285,7 @@ def _would_restore(job: Job) -> dict[str, Any] | None:
 
 def _why(where: str) -> str:
     if where == "memory":
-        return "the newest state that every rank's image of is in the memory of some node"
+        return "the newest state of which every rank's image is in some node's memory"
     return (
         "no newer state is in memory on the nodes; this is the newest that is complete on storage"
     )

@@ -23,12 +23,14 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
+from holdfast.config.values import Price
 from holdfast.errors import HoldfastError, JobError
 from holdfast.messages.wire import AskWhy, Why
 from holdfast.view.history.timeline import Fold
 from holdfast.view.metrics.text import OPENMETRICS, PLAIN, accepted, metrics_text
 from holdfast.view.web import answers, evidence
 from holdfast.view.web.actions import ACTIONS, act
+from holdfast.view.web.elsewhere import SeenElsewhere
 from holdfast.view.web.events import stream
 from holdfast.view.web.guard import Secrets, WebGuard, refused
 from holdfast.view.web.listing import JobList
@@ -58,12 +60,16 @@ Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 class WebApp:
     """What answers requests."""
 
-    def __init__(self, jobs: WatchedJobs, may_act: bool, only: str | None) -> None:
+    def __init__(
+        self, jobs: WatchedJobs, may_act: bool, only: str | None, price: Price | None
+    ) -> None:
         self.jobs = jobs
         self.may_act = may_act
+        self._price = price
         self._only = only
         """The one job that is shown, if there is only one."""
         self._list = JobList()
+        self._elsewhere = SeenElsewhere()
         self._kept: OrderedDict[str, tuple[str, bytes]] = OrderedDict()
         self._salt = secrets.token_hex(4)
         """Of the ETags: a browser may know those of an earlier server."""
@@ -92,6 +98,10 @@ class WebApp:
             Route(f"{job}/actions/{{action}}", _caught(self._act), methods=["POST"]),
         ]
 
+    def close(self) -> None:
+        self._elsewhere.close()
+        self.jobs.close()
+
     # ---- files ----
 
     def _page(self, name: str) -> Handler:
@@ -109,10 +119,15 @@ class WebApp:
     # ---- jobs ----
 
     async def _session(self, request: Request) -> Response:
-        """What this visitor may do, and which job the page is of."""
+        """What this visitor may do, which job the page is of, and what a rank costs in an hour."""
         acts = self.may_act and request.scope["role"] == "all"
         return _json(
-            {"job": self._only, "may_act": acts, "actions": sorted(ACTIONS) if acts else []}
+            {
+                "job": self._only,
+                "may_act": acts,
+                "actions": sorted(ACTIONS) if acts else [],
+                "price": None if self._price is None else self._price._asdict(),
+            }
         )
 
     async def _jobs(self, request: Request) -> Response:
@@ -171,8 +186,11 @@ class WebApp:
         if found is None:
             return refused(404, f"job {job.name} has no incident {wanted}")
         told, home = found["incident"], job.home
+        found["seen_elsewhere"] = []
         found["stacks"], found["log"], found["verdict"] = {}, {}, None
         if home is not None:
+            seen = self._elsewhere.before(job.name, job.follower.job.incidents[wanted - 1])
+            found["seen_elsewhere"] = None if seen is None else [one._asdict() for one in seen]
             found["stacks"] = await asyncio.to_thread(evidence.stacks, home, wanted)
             found["verdict"] = await asyncio.to_thread(evidence.verdict, home, wanted)
             if told["rank"] is not None:
@@ -322,8 +340,10 @@ def make_app(
     names: Sequence[str] = (),
     may_act: bool = False,
     only: str | None = None,
+    price: Price | None = None,
 ) -> Starlette:
     """Make the application, with its guard."""
+    web = WebApp(jobs, may_act, only, price)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -332,10 +352,10 @@ def make_app(
             yield
         finally:
             closing.cancel()
-            jobs.close()
+            web.close()
 
     return Starlette(
-        routes=WebApp(jobs, may_act, only).routes(),
+        routes=web.routes(),
         lifespan=lifespan,
         middleware=[
             Middleware(WebGuard, secrets=secrets, names=names, port=port),

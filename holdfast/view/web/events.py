@@ -5,15 +5,17 @@
     incident   an incident that began or ended, at once
     gone       the job's coordinator is not there any more
     back       it is there again
+    here       nothing else was told for a while: the way is not cut
 
-A page that comes back after a broken connection gets everything anew.
+A connection can end without either side being told, so a page that hears nothing at all for longer
+takes it to be cut. A page that comes back after a broken connection gets everything anew.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Final
 
 import msgspec
@@ -25,25 +27,25 @@ from holdfast.view.web import answers
 from holdfast.view.web.watched import WatchedJob
 
 NOW_EVERY_S: Final[Seconds] = 0.25
-SILENT_S: Final[Seconds] = 15.0
-"""After this time without an event a comment is sent, so that a dead connection is noticed."""
+SILENT_S: Final[Seconds] = 4.0
+"""After this time without another event `here` is sent."""
 
 
 def stream(job: WatchedJob, request: Request) -> Response:
-    """Answer with a stream that ends when the page goes."""
+    """Answer with a stream that ends when the page goes, or when its secret has ended."""
     return StreamingResponse(
-        _told(job),
+        _told(job, request.scope["admitted"]),
         media_type="text/event-stream",
         headers={"cache-control": "no-store", "x-accel-buffering": "no"},
     )
 
 
-async def _told(job: WatchedJob) -> AsyncIterator[bytes]:
+async def _told(job: WatchedJob, admitted: Callable[[], bool]) -> AsyncIterator[bytes]:
     job.lookers += 1
     try:
         news = News(job)
         version, told_at = -1, 0.0
-        while True:
+        while admitted():
             for event in news.at_once():
                 yield event
             pause = told_at + NOW_EVERY_S - time.monotonic()
@@ -56,7 +58,7 @@ async def _told(job: WatchedJob) -> AsyncIterator[bytes]:
                 await asyncio.wait_for(job.changed(seen), limit)
             except asyncio.TimeoutError:
                 if limit == SILENT_S:
-                    yield b": still here\n\n"
+                    yield _event("here", {})
     finally:
         job.lookers -= 1
         job.used_at = time.monotonic()

@@ -17,6 +17,7 @@ link would withhold the new cookie.
 
 from __future__ import annotations
 
+import hashlib
 import html
 import secrets
 from collections.abc import Sequence
@@ -27,7 +28,10 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from holdfast.view.web.keyfile import WebKey
+
 Role = Literal["all", "view"]
+ROLES: Final[tuple[Role, ...]] = ("all", "view")
 
 ACTS_HEADER: Final = "x-holdfast"
 POLICY: Final = (
@@ -44,27 +48,35 @@ HEADERS: Final = {
 }
 LOGIN: Final[dict[str, Role]] = {"token": "all", "view": "view"}
 """What the parameters of login links allow."""
+ICON: Final = "/favicon.ico"
 LOOPBACK: Final = ("127.0.0.1", "::1")
 
 
 class Secrets:
-    """The tokens of the two links, and the cookies that they set."""
+    """The tokens of the two links, and the cookies that they set, all made from one key.
 
-    def __init__(self) -> None:
-        self.tokens: dict[Role, str] = {
-            "all": secrets.token_urlsafe(24),
-            "view": secrets.token_urlsafe(24),
-        }
-        self.cookies: dict[Role, str] = {
-            "all": secrets.token_urlsafe(24),
-            "view": secrets.token_urlsafe(24),
-        }
+    A cookie is good for one port alone: browsers show it to every server of the same address, and one
+    of these may be somebody else's."""
+
+    def __init__(self, key: WebKey | None = None) -> None:
+        self._key = WebKey(None) if key is None else key
+
+    @property
+    def tokens(self) -> dict[Role, str]:
+        return {role: self._made("token", role) for role in ROLES}
+
+    def cookies(self, port: int) -> dict[Role, str]:
+        return {role: self._made("cookie", role, str(port)) for role in ROLES}
 
     def role_of_token(self, token: str) -> Role | None:
         return _matching(self.tokens, token)
 
-    def role_of_cookie(self, cookie: str) -> Role | None:
-        return _matching(self.cookies, cookie)
+    def role_of_cookie(self, cookie: str, port: int) -> Role | None:
+        return _matching(self.cookies(port), cookie)
+
+    def _made(self, *words: str) -> str:
+        text = " ".join(words).encode()
+        return hashlib.blake2b(text, key=self._key.current(), digest_size=24).hexdigest()
 
 
 def _matching(known: dict[Role, str], shown: str) -> Role | None:
@@ -75,12 +87,15 @@ def _matching(known: dict[Role, str], shown: str) -> Role | None:
 
 
 class WebGuard:
-    """Checks every request before the application sees it; `scope["role"]` says who it is from."""
+    """Checks every request before the application sees it.
+
+    `scope["role"]` says who it is from; `scope["admitted"]()`, whether its secret is still good."""
 
     def __init__(self, app: ASGIApp, secrets: Secrets, names: Sequence[str], port: int) -> None:
         self._app = app
         self._secrets = secrets
         self._names = {name.lower() for name in names}
+        self._port = port
         self._cookie = f"holdfast-{port}"  # Cookies do not know ports: two servers would share one.
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -106,11 +121,14 @@ class WebGuard:
             return refused(421, f"this server is not {host!r}; name it with --host-name")
         if headers.get("sec-fetch-site") == "cross-site" and scope["path"].startswith("/api/"):
             return refused(403, "requests of other websites are refused")
+        if scope["path"] == ICON:  # Browsers ask for it by themselves, whatever they show.
+            return Response(status_code=204)
         query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
         for parameter, role in LOGIN.items():
             if parameter in query and scope["method"] == "GET":
                 return self._log_in(scope, role, query.pop(parameter), query)
         scope["role"] = self._role(headers)
+        scope["admitted"] = lambda: self._role(headers) is not None
         if scope["role"] is None:
             return refused(401, "log in with the link that `holdfast web` printed")
         return self._refused_act(scope, headers) if scope["method"] not in ("GET", "HEAD") else None
@@ -128,7 +146,8 @@ class WebGuard:
 
     def _log_in(self, scope: Scope, role: Role, token: str, rest: dict[str, str]) -> Response:
         if self._secrets.role_of_token(token) != role:
-            return refused(401, "this link is of another `holdfast web`, or is not complete")
+            why = "it is not complete, of another `holdfast web`, or was ended by --new-tokens"
+            return refused(401, f"this link is not good: {why}")
         onward = quote(scope["path"]) + (f"?{urlencode(rest)}" if rest else "")
         response = HTMLResponse(
             '<!doctype html><meta charset="utf-8"><title>Holdfast</title>'
@@ -138,7 +157,7 @@ class WebGuard:
         )
         response.set_cookie(
             self._cookie,
-            self._secrets.cookies[role],
+            self._secrets.cookies(self._port)[role],
             httponly=True,
             samesite="strict",
             secure=scope["scheme"] == "https",
@@ -153,7 +172,7 @@ class WebGuard:
         for piece in headers.get("cookie", "").split(";"):
             name, _, value = piece.strip().partition("=")
             if name == self._cookie:
-                return self._secrets.role_of_cookie(value)
+                return self._secrets.role_of_cookie(value, self._port)
         return None
 
     def _refused_act(self, scope: Scope, headers: Headers) -> Response | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from holdfast.coordinator.journal import replay
 from holdfast.errors import HoldfastError
@@ -22,7 +22,25 @@ MOST_JOBS: Final = 500
 LIVE_EVERY_S: Final = 2.0
 """A job that runs is read at most this often."""
 
-Stamp = tuple[int, ...]
+
+class Written(NamedTuple):
+    """One content of a file."""
+
+    at_ns: int
+    inode: int
+    size_bytes: int
+
+
+class Stamp(NamedTuple):
+    """One state of a job's journal."""
+
+    alive: bool
+    journal: Written
+    log: Written
+
+    @property
+    def written_at_ns(self) -> int:
+        return max(self.journal.at_ns, self.log.at_ns)
 
 
 class JobList:
@@ -39,7 +57,7 @@ class JobList:
         return sorted(listed, key=lambda one: -(one["opened_at"] or 0.0))
 
     def _one(self, home: JobHome) -> dict[str, Any]:
-        stamp, now = _stamp(home), time.monotonic()
+        stamp, now = journal_stamp(home), time.monotonic()
         known = self._known.get(home.name)
         if known is not None and (known[0] == stamp or now - known[1] < LIVE_EVERY_S):
             return known[2]
@@ -61,16 +79,20 @@ def _summary(home: JobHome) -> dict[str, Any]:
     return {"job": home.name, "state": "unreadable", "opened_at": None, "reason": error}
 
 
-def _stamp(home: JobHome) -> Stamp:
+def journal_stamp(home: JobHome) -> Stamp:
     """Changes whenever the journal was written to, or its job began or ceased to run."""
-    found: list[int] = [home.alive()]
-    for path in (home.journal, home.journal.with_name(home.journal.name + "-wal")):
-        try:
-            stat = os.stat(path)
-            found += [stat.st_ino, stat.st_size, stat.st_mtime_ns]
-        except OSError:
-            found.append(0)
-    return tuple(found)
+    log = home.journal.with_name(home.journal.name + "-wal")
+    return Stamp(home.alive(), _written(home.journal), _written(log))
+
+
+def _written(path: Path) -> Written:
+    try:
+        stat = os.stat(path)
+    except OSError:
+        return Written(0, 0, 0)
+    if not stat.st_size:  # A log that a reader has made and leaves empty.
+        return Written(0, 0, 0)
+    return Written(stat.st_mtime_ns, stat.st_ino, stat.st_size)
 
 
 def _changed_at(path: Path) -> float:

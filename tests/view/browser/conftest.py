@@ -87,6 +87,22 @@ def sight(chromium: Any) -> Iterator[Sight]:
 
 
 @pytest.fixture
+def phone(chromium: Any) -> Iterator[Sight]:
+    """A phone of 390 × 844, touched with fingers; errors on its console fail the test."""
+    context = chromium.new_context(
+        viewport={"width": 390, "height": 844},
+        device_scale_factor=2,
+        has_touch=True,
+        is_mobile=True,
+        color_scheme="light",
+    )
+    sight = Sight(context.new_page(), PICTURES)
+    yield sight
+    context.close()
+    assert sight.errors == []
+
+
+@pytest.fixture
 def small(sight: Sight) -> Iterator[PretendServer]:
     """A job of 32 ranks in which ranks are in every state that there is."""
     server = PretendServer(PretendJob("small", 4, 8, 7200.0, 9)).start()

@@ -30,6 +30,7 @@ TYPES = {
     ".css": "text/css",
     ".svg": "image/svg+xml",
 }
+SILENT_S = 4.0
 WEEK_S = 7 * 86400.0
 
 Json = Any
@@ -45,6 +46,8 @@ class PretendJob:
         self.ranks = nodes * slots
         self.states = "".join(self._state(rank) for rank in range(self.ranks))
         self.spares = 2
+        self.elsewhere: list[Json] | None = []
+        """What other jobs had like any incident of this one; None while it is read."""
         self.actions: list[str] = ["save", "exclude", "fault", "scale", "stop"]
 
     def _state(self, rank: int) -> str:
@@ -213,6 +216,7 @@ class PretendJob:
             "incident": report, "story": story, "stacks": {"5": stack, "6": stack.replace("41", "57")},
             "log": {"5": ["step 4710 loss 2.41", "step 4711 loss 2.40"]},
             "seen_before": [n - 1] if n > 1 else [], "open": False, "left_out": {}, "verdict": None,
+            "seen_elsewhere": self.elsewhere,
         }  # fmt: skip
 
     def checkpoints(self) -> Json:
@@ -291,6 +295,7 @@ class PretendServer(ThreadingHTTPServer):
         self.acted: list[tuple[str, Json]] = []
         self.sent_bytes = 0
         self.locked_out = False
+        self.price: Json = None
 
     @property
     def url(self) -> str:
@@ -332,7 +337,8 @@ class _Answer(BaseHTTPRequestHandler):
             self._json({"error": "no token"}, 401)
         elif parts == ["api", "session"]:
             allowed = next(iter(self.server.jobs.values())).actions
-            self._json({"job": None, "may_act": bool(allowed), "actions": allowed})
+            price = self.server.price
+            self._json({"job": None, "may_act": bool(allowed), "actions": allowed, "price": price})
         elif parts == ["api", "jobs"]:
             self._json([job.row() for job in self.server.jobs.values()])
         elif parts[:2] == ["api", "jobs"] and parts[2] in self.server.jobs:
@@ -367,12 +373,18 @@ class _Answer(BaseHTTPRequestHandler):
         self._head(200, "text/event-stream", None)
         try:
             self._event("now", job.now())
-            while (told := stream.get()) is not None:
+            while (told := self._next(stream)) is not None:
                 self._event(*told)
         except OSError:
             pass
         finally:
             self.server.streams.remove(stream)
+
+    def _next(self, stream: queue.Queue[tuple[str, Json] | None]) -> tuple[str, Json] | None:
+        try:
+            return stream.get(timeout=SILENT_S)
+        except queue.Empty:
+            return "here", {}
 
     def _event(self, name: str, data: Json) -> None:
         text = f"event: {name}\ndata: {json.dumps(data)}\n\n".encode()

@@ -25,7 +25,7 @@ class Sight:
         self.page = page
         self.pictures = pictures
         self.errors: list[str] = []
-        self.forgiven: tuple[str, ...] = ("favicon.ico",)  # The login page names no icon.
+        self.forgiven: tuple[str, ...] = ()
         page.set_default_timeout(PATIENCE_MS)
         page.on("pageerror", lambda error: self.errors.append(f"{error}"))
         page.on("console", self._said)

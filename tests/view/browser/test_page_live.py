@@ -17,7 +17,7 @@ import pytest
 from e2e.harness import PATIENCE_S, Run
 
 from .sight import VIEWS, Sight
-from .viewer import Web
+from .viewer import Web, enter, further
 
 pytest.importorskip("starlette", reason="holdfast[web] is not installed")
 pytest.importorskip("uvicorn", reason="holdfast[web] is not installed")
@@ -26,30 +26,10 @@ pytestmark = pytest.mark.browser
 
 @pytest.fixture
 def web(trained: Run, sight: Sight) -> Iterator[Web]:
-    web = Web(trained.folder, trained.env, "--allow-actions")
+    web = Web(trained.folder, trained.env, "--allow-actions", "--price-per-hour", "2.10 EUR")
     yield web
     sight.leave()
     web.close()
-
-
-def enter(sight: Sight, web: Web, run: Run, view: str = "now") -> None:
-    """Log in with the first link, then look at the job."""
-    sight.page.goto(web.links[0])
-    sight.page.wait_for_url(f"{web.base}/")
-    sight.look(web.base, run.job, view)
-
-
-def step_shown(sight: Sight) -> int:
-    return int(sight.text('[data-figure="step"]').replace(",", "").replace("–", "0"))
-
-
-def further(sight: Sight, steps: int = 1) -> None:
-    """Wait until the page shows a step that is later than the one it shows now by so many."""
-    sight.page.wait_for_function(
-        "(wanted) => Number(document.querySelector('[data-figure=step]').innerText"
-        ".replace(/,/g, '')) >= wanted",
-        arg=step_shown(sight) + steps,
-    )
 
 
 def test_a_kill_is_told_at_once_and_every_view_has_it(sight: Sight, web: Web, trained: Run) -> None:
@@ -94,6 +74,29 @@ def test_a_kill_is_told_at_once_and_every_view_has_it(sight: Sight, web: Web, tr
     sight.keep("live-nodes")
     sight.turn("history")
     assert trained.job in sight.text("main")
+
+
+def test_every_view_of_a_live_job_fits_any_window(sight: Sight, web: Web, trained: Run) -> None:
+    """A rank was killed and one was stopped; the job goes on meanwhile."""
+    trained.until_standbys(1)
+    trained.kill_rank(1)
+    trained.until_stepping(round=2)
+    trained.until_standbys(1)
+    trained.kill_rank(0, signal.SIGSTOP)
+    trained.until_stepping(round=3)
+    enter(sight, web, trained)
+    further(sight, 100)
+    for scheme, width in (("light", 1440), ("dark", 1440), ("light", 390), ("dark", 390)):
+        sight.page.emulate_media(color_scheme=scheme)
+        sight.page.set_viewport_size({"width": width, "height": 860})
+        for view in VIEWS:
+            sight.turn(view)
+            assert sight.page.evaluate("document.documentElement.scrollWidth") <= width
+            assert "undefined" not in sight.text("main")
+            assert "NaN" not in sight.text("main")
+            if view == "timeline":
+                sight.until_drawn(".lanes canvas", 0.2)
+            sight.keep(f"kills-{view}-{scheme}-{width}")
 
 
 def test_a_stopped_rank_is_shown_with_the_stacks_of_all(

@@ -103,6 +103,28 @@ def test_an_incident_is_announced_and_opens(sight: Sight, small: PretendServer) 
     assert sight.page.locator(".stacks .stack-of").count() >= 2
 
 
+def test_an_incident_leads_to_those_of_other_jobs_once_they_are_known(
+    sight: Sight, small: PretendServer
+) -> None:
+    job = small.jobs["small"]
+    job.elsewhere = None
+    sight.look(small.url, "small", "incidents/9")
+    sight.until("main", "The chain of causes")
+    assert "other jobs" not in sight.text("main")
+    job.elsewhere = [{"job": "small", "id": 4, "at": job.fault_at(4)}]
+    sight.until("main", "Seen in other jobs: small, incident 4 at ")
+    sight.page.click(".elsewhere a")
+    sight.until("main h2:not(.sr)", "Incident 4")
+
+
+def test_a_price_shows_what_lost_time_cost(sight: Sight, small: PretendServer) -> None:
+    small.price = {"amount": 100.0, "unit": "EUR"}
+    sight.look(small.url, "small")
+    sight.until("dl.figures", "all: 208.00 EUR")  # 234 s of 32 ranks.
+    sight.turn("goodput")
+    sight.until("tfoot", "6,400.00 EUR")  # 2 h of 32 ranks.
+
+
 def test_the_timeline_zooms_by_wheel_keys_buttons_and_drag(
     sight: Sight, small: PretendServer
 ) -> None:

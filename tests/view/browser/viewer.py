@@ -1,4 +1,4 @@
-"""Starts a real `holdfast web`, and ends it."""
+"""Starts a real `holdfast web`, looks at a job through it, and ends it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from e2e.harness import PATIENCE_S, wait_for
+from e2e.harness import PATIENCE_S, Run, wait_for
+
+from .sight import Sight
 
 
 class Web:
@@ -32,3 +34,23 @@ class Web:
     def close(self) -> None:
         self.process.kill()
         self.process.wait(PATIENCE_S)
+
+
+def enter(sight: Sight, web: Web, run: Run, view: str = "now") -> None:
+    """Log in with the first link, then look at the job."""
+    sight.page.goto(web.links[0])
+    sight.page.wait_for_url(f"{web.base}/")
+    sight.look(web.base, run.job, view)
+
+
+def step_shown(sight: Sight) -> int:
+    return int(sight.text('[data-figure="step"]').replace(",", "").replace("–", "0"))
+
+
+def further(sight: Sight, steps: int = 1) -> None:
+    """Wait until the page shows a step that is later than the one it shows now by so many."""
+    sight.page.wait_for_function(
+        "(wanted) => Number(document.querySelector('[data-figure=step]').innerText"
+        ".replace(/,/g, '')) >= wanted",
+        arg=step_shown(sight) + steps,
+    )

@@ -1,7 +1,8 @@
 // Speaks with the viewer: JSON by GET, actions by POST, and the stream of what changes.
 //
 // The stream is the only thing that is waited on. It tells of a lost coordinator itself; that the viewer or the
-// network is gone shows in the stream breaking off, and it is taken up again until it holds.
+// network is gone shows in the stream breaking off or falling silent, and it is taken up again until it holds.
+// Every request has a deadline: on a connection that ended without a word no answer ever comes.
 
 export class Refused extends Error {
   constructor(status, text) {
@@ -24,8 +25,11 @@ async function answer(response) {
   throw new Refused(response.status, text);
 }
 
-export async function get(url, signal) {
-  return answer(await fetch(url, { signal, headers: { Accept: "application/json" }, credentials: "same-origin" }));
+const ANSWER_MS = 30000;
+
+export async function get(url, signal, limit = ANSWER_MS) {
+  const ends = AbortSignal.timeout(limit);
+  return answer(await fetch(url, { signal: signal ? AbortSignal.any([signal, ends]) : ends, headers: { Accept: "application/json" }, credentials: "same-origin" }));
 }
 
 export async function act(job, action, body) {
@@ -37,15 +41,18 @@ export async function act(job, action, body) {
 }
 
 const RETRY_MS = [500, 1000, 2000, 4000];
-const SILENCE_MS = 30000;
+/** The stream says something every 4 s. */
+const SILENCE_MS = 10000;
+const REASON_MS = 4000;
 
-/** Follow a job. `on` has now, incident, coordinator(there) and viewer(there, error), each called as it changes. */
+/** Follow a job. `on` has now, incident, coordinator(there) and viewer(there, error), each called as it changes. An
+    error that is not there is not known yet. */
 export function follow(job, on) {
   let source = null, tries = 0, retry = 0, silence = 0;
 
   const alive = () => {
     clearTimeout(silence);
-    silence = setTimeout(doubt, SILENCE_MS);
+    silence = setTimeout(lost, SILENCE_MS);
   };
   const listen = (name, take) => source.addEventListener(name, (event) => {
     alive();
@@ -56,26 +63,33 @@ export function follow(job, on) {
     source?.close();
     source = new EventSource(path(job, "stream"));
     source.onopen = () => { tries = 0; alive(); on.viewer(true); };
-    source.onerror = () => lost(null);
+    source.onerror = () => lost();
     listen("now", on.now);
     listen("incident", on.incident);
     listen("gone", (said) => on.coordinator(false, said));
     listen("back", (said) => on.coordinator(true, said));
+    listen("here", () => {});
+    alive();
   };
-  const lost = async (error) => {
-    source?.close();
+  const lost = () => {
+    source.close();
     clearTimeout(silence);
-    on.viewer(false, error ?? await reason());
+    on.viewer(false);
+    probe();
+  };
+  /** Ask why, and again until there is an answer; then take the stream up. */
+  const probe = async () => {
     clearTimeout(retry);
-    retry = setTimeout(open, RETRY_MS[Math.min(tries++, RETRY_MS.length - 1)]);
+    const ended = source, error = await reason();
+    if (source !== ended) return;
+    if (error) on.viewer(false, error);
+    clearTimeout(retry);
+    retry = setTimeout(error ? probe : open, RETRY_MS[Math.min(tries++, RETRY_MS.length - 1)]);
   };
-  const reason = () => get(path(job, "now")).then(() => null, (error) => error);
-  const doubt = async () => {
-    const error = await reason();
-    if (error) lost(error);
-    else alive();
-  };
+  const reason = () => get(path(job, "now"), undefined, REASON_MS).then(() => null, (error) => error);
   addEventListener("online", open);
-  addEventListener("offline", () => lost(null));
+  addEventListener("offline", lost);
+  addEventListener("pagehide", () => source.close());
+  addEventListener("pageshow", (event) => { if (event.persisted) open(); });
   open();
 }

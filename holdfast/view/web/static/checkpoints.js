@@ -9,6 +9,7 @@ import { colour } from "./palette.js";
 const TIERS = [["memory", "Memory", "cause-checkpoint"], ["peer", "Peer's memory", "cause-evaluation"], ["storage", "Storage", "cause-init"]];
 const REFRESH_MS = 2000;
 const SHOWN = 60;
+const SHOWN_ON_A_PHONE = 15;
 
 export function checkpointsView(page) {
   const restore = el("div", { class: "stack" });
@@ -19,7 +20,7 @@ export function checkpointsView(page) {
   const root = el("div", { class: "stack" },
     el("div", { class: "halves" }, card("If it failed now", restore),
       el("section", { class: "card", "aria-label": "Checkpointers" }, el("header", {}, el("h2", {}, "Checkpointers")), savers)),
-    card("When", picture),
+    card("When", el("div", { class: "stack" }, picture, el("p", { class: "muted" }, "Tall: verified, that is, all ranks have loaded it and every digest was compared. Low: not verified."))),
     el("section", { class: "card", "aria-label": "By step" }, el("header", {}, el("h2", {}, "By step")), steps));
   let data = null, asked = 0;
 
@@ -49,7 +50,7 @@ function restored(would) {
 function saverTable(savers) {
   if (!savers?.length) return el("p", { class: "empty" }, "The script has no checkpointer: `holdfast.Checkpointer` makes one.");
   const step = (value) => value === null || value === undefined ? "–" : count(value);
-  return table("Checkpointers", [["Name", ""], ["Memory", "num"], ["Storage", "num"], ["Writing", "num"], ["Skipped", "num"], ["Failed", "num"]],
+  return table("Checkpointers", [["Name", ""], ["Memory", "num"], ["Storage", "num"], ["Writing", "num wide"], ["Skipped", "num wide"], ["Failed", "num"]],
     savers.map((each) => [el("span", { class: "mono" }, each.checkpointer), step(each.in_memory), step(each.on_storage), step(each.writing), count(each.skipped),
       each.failed || each.failures ? el("span", { class: "bad" }, count(each.failed + each.failures)) : "0"]));
 }
@@ -60,24 +61,25 @@ function newest(steps) {
 
 function stepTable(steps, page) {
   if (!steps.length) return el("p", { class: "empty" }, "No checkpoint so far.");
+  const most = matchMedia("(max-width: 700px)").matches ? SHOWN_ON_A_PHONE : SHOWN;
   return [
-    table("Checkpoints by step", [["Step", "num"], ["When", ""], ...TIERS.map(([, name]) => [name, ""])],
-      newest(steps).slice(0, SHOWN).map((each) => [
+    table("Checkpoints by step", [["Step", "num"], ["When", ""], ...TIERS.map(([tier, name]) => [name, steps.some((each) => each.tiers[tier]) ? "" : "wide"])],
+      newest(steps).slice(0, most).map((each) => [
         count(each.step), el("span", { class: "nowrap", title: ago(each.at, page.time()) }, moment(each.at, page.time())),
-        ...TIERS.map(([tier, , tone]) => tierCell(each.tiers[tier], tone))])),
-    steps.length > SHOWN && el("p", { class: "empty" }, `The newest ${SHOWN} of ${count(steps.length)}.`),
+        ...TIERS.map(([tier, , tone]) => tierCell(each.tiers[tier], tone))]), null, "is-cards"),
+    steps.length > most && el("p", { class: "empty" }, `The newest ${most} of ${count(steps.length)}.`),
   ];
 }
 
 function tierCell(tier, tone) {
-  if (!tier) return el("span", { class: "muted" }, "–");
+  if (!tier) return el("span", { class: "muted none" }, "–");
   const parts = [tier.size_bytes !== null && bytes(tier.size_bytes), tier.seconds > 0 && duration(tier.seconds)].filter(Boolean);
   return el("span", { class: "tier" }, el("span", { class: "swatch", vars: { "--c": `var(--${tone})` } }), parts.join(" in ") || "held",
     tier.error ? pill(`✗ ${tier.error}`, "bad") : tier.verified ? pill("✓ verified", "good") : el("span", { class: "muted" }, "unverified"));
 }
 
 function drawTiers(canvas, steps, page) {
-  const { context, width, height } = fit(canvas, 108);
+  const { context, width } = fit(canvas, 92);
   const left = width < 600 ? 62 : 110, begin = page.now?.status.opened_at ?? Math.min(...steps.map((each) => each.at));
   const end = page.over() ? begin + page.now.status.wall_s : page.time();
   const x = (at) => left + ((at - begin) / (end - begin || 1)) * (width - left - 8);
@@ -97,7 +99,4 @@ function drawTiers(canvas, steps, page) {
       context.fillRect(Math.max(left, from), y + (held.verified ? 2 : 8), Math.max(3, to - from), held.verified ? 16 : 4);
     }
   });
-  context.fillStyle = colour("muted");
-  context.textBaseline = "alphabetic";
-  context.fillText("tall: verified, which is when all ranks have loaded it and every digest was compared; low: unverified", left, height - 4);
 }

@@ -44,10 +44,11 @@ export function pill(text, tone = "") {
   return el("span", { class: tone ? `pill is-${tone}` : "pill" }, text);
 }
 
-/** A table: columns are [heading, "num" or ""], rows are lists of cells (nodes or text). */
-export function table(caption, columns, rows, foot = null) {
-  const cell = (tag, content, index) => el(tag, { class: columns[index][1] || null }, content);
-  return el("table", {},
+/** A table: columns are [heading, "num" or ""], rows are lists of cells (nodes or text). Of the kind "is-cards" it is
+    a card for each row on a phone. */
+export function table(caption, columns, rows, foot = null, kind = null) {
+  const cell = (tag, content, index) => el(tag, { class: columns[index][1] || null, "data-name": kind && columns[index][0] }, content);
+  return el("table", { class: kind },
     el("caption", { class: "sr" }, caption),
     el("thead", {}, el("tr", {}, columns.map(([heading, kind]) => el("th", { scope: "col", class: kind || null }, heading)))),
     el("tbody", {}, rows.map((row) => row instanceof Node ? row : el("tr", {}, row.map((content, index) =>

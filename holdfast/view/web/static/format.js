@@ -36,6 +36,13 @@ export function duration(seconds) {
   return `${Math.floor(seconds / 86400)} d ${pad((seconds % 86400) / 3600)} h`;
 }
 
+/** What this much time of ranks costs; empty if no price is known. */
+export function cost(rankSeconds, price) {
+  if (!price) return "";
+  const digits = { minimumFractionDigits: 2, maximumFractionDigits: 2 };
+  return `${((rankSeconds / 3600) * price.amount).toLocaleString("en-US", digits)} ${price.unit}`.trim();
+}
+
 function pad(value) {
   return String(Math.floor(value)).padStart(2, "0");
 }

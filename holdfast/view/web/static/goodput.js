@@ -3,7 +3,7 @@
 import { get, path } from "./api.js";
 import { areaChart } from "./chart.js";
 import { card, el, fill, instead, table } from "./dom.js";
-import { count, duration, moment, number, percent, plural } from "./format.js";
+import { cost, count, duration, moment, number, percent, plural } from "./format.js";
 import { CAUSES, causeVar } from "./palette.js";
 
 const BUCKETS = 200;
@@ -35,13 +35,13 @@ export function goodputView(page) {
     chart.update(pressed() ? { ...data, without: new Set(["productive"]), most: mostLost(data.buckets) } : data);
     const used = ORDER.filter((cause) => data.total[cause] > 0);
     fill(legend, used.map((cause) => el("li", { title: CAUSES[cause] }, el("span", { class: "swatch", vars: { "--c": causeVar(cause) } }), cause)));
-    fill(totals, totalTable(data, used));
+    fill(totals, totalTable(data, used, page.price));
     fill(against, compared(data));
     alternative.refresh();
   }
   const ready = load().catch((error) => fill(totals, el("p", { class: "empty" }, error.message)));
   return {
-    root, ready, show: chart.draw, refresh: () => load().catch(() => {}),
+    root, ready, show: () => (data ? show() : chart.draw()), refresh: () => load().catch(() => {}),
     update() { if (data && !page.over() && performance.now() - asked > REFRESH_MS) load().catch(() => {}); },
   };
 }
@@ -63,17 +63,17 @@ function told([begin, end, seconds]) {
   return `${moment(begin)}, ${duration(end - begin)}: ${parts.join(", ") || "nothing booked"}`;
 }
 
-function totalTable({ total, wall_s: wall, ranks, goodput }, used) {
+function totalTable({ total, wall_s: wall, ranks, goodput }, used, price) {
   const all = used.reduce((sum, cause) => sum + total[cause], 0);
   const rows = [...used].sort((a, b) => total[b] - total[a]).map((cause) => [
     el("span", { class: "swatch-row" }, el("span", { class: "swatch", vars: { "--c": causeVar(cause) } }), cause),
     el("span", { class: "muted" }, CAUSES[cause]),
     el("span", { class: "share", "aria-hidden": "true" }, el("i", { vars: { "--share": total[cause] / all, "--c": causeVar(cause) } })),
-    percent(total[cause] / all, 2), duration(total[cause] / ranks), duration(total[cause]),
+    percent(total[cause] / all, 2), duration(total[cause] / ranks), duration(total[cause]), ...(price ? [cost(total[cause], price)] : []),
   ]);
   return [
-    table("Seconds by cause", [["Cause", ""], ["What it covers", "wide"], [el("span", { class: "sr" }, "As a bar"), "wide"], ["Share", "num"], ["A rank", "num"], ["All ranks", "num"]], rows,
-      ["Together", el("span", { class: "muted" }, `${duration(wall)} × ${Number.isInteger(ranks) ? count(ranks) : number(ranks)} ranks`), "", "100 %", duration(all / ranks), duration(all)]),
+    table("Seconds by cause", [["Cause", ""], ["What it covers", "wide"], [el("span", { class: "sr" }, "As a bar"), "wide"], ["Share", "num"], ["A rank", "num"], ["All ranks", price ? "num wide" : "num"], ...(price ? [["Cost", "num"]] : [])], rows,
+      ["Together", el("span", { class: "muted" }, `${duration(wall)} × ${Number.isInteger(ranks) ? count(ranks) : number(ranks)} ranks`), "", "100 %", duration(all / ranks), duration(all), ...(price ? [cost(all, price)] : [])]),
     Math.abs(all - wall * ranks) > Math.max(1, wall * ranks * 1e-3) && el("p", { class: "note is-warn" }, `These are ${duration(Math.abs(all - wall * ranks))} off the wall clock.`),
     el("p", { class: "sr" }, `Goodput ${percent(goodput)}.`),
   ];
@@ -90,7 +90,7 @@ function compared({ goodput, torchrun }) {
   return [
     el("div", { class: "against" }, bar("Holdfast", goodput, "var(--accent)"), bar("torchrun", torchrun.goodput, "var(--cause-wait)")),
     el("p", {}, faults === 0 ? "No fault yet, so both would have done the same." : `${plural(faults, "fault")} cost ${duration(ours)}; torchrun would have lost ${duration(theirs)}`, faults > 0 && (ratio > 1.05 ? `, ${number(ratio)} times as much.` : ".")),
-    el("p", { class: "muted" }, torchrun.assumption),
+    faults > 0 && el("p", { class: "muted" }, torchrun.assumption),
   ];
 }
 

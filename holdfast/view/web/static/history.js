@@ -31,19 +31,19 @@ export function jobList(current) {
     const sorted = [...jobs].sort((a, b) => (value(a) < value(b) ? -way : value(a) > value(b) ? way : 0));
     const head = ([name, title, kind]) => el("th", { scope: "col", class: kind || null, "aria-sort": key === name ? (way < 0 ? "descending" : "ascending") : null },
       el("button", { type: "button", onclick: () => { order = [name, key === name ? -way : -1]; render(); list.querySelector(`th[aria-sort] button`)?.focus(); } }, title));
-    fill(list, el("table", {}, el("caption", { class: "sr" }, "Jobs of this home"),
+    fill(list, el("table", { class: "is-cards" }, el("caption", { class: "sr" }, "Jobs of this home"),
       el("thead", {}, el("tr", {}, COLUMNS.map(head), el("th", { scope: "col" }, "Compare"))),
       el("tbody", {}, sorted.map(row))));
   }
   function row(job) {
     return el("tr", { class: job.job === current ? "is-this" : null },
       el("th", { scope: "row" }, el("a", { href: `/job/${encodeURIComponent(job.job)}` }, job.job), job.reason && job.exit_code !== 0 && el("div", { class: "muted reason" }, job.reason)),
-      el("td", {}, statePill(job)),
-      el("td", { class: "nowrap wide" }, job.opened_at === null ? "–" : new Date(job.opened_at * 1000).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" })),
-      el("td", { class: "num" }, duration(job.wall_s)), el("td", { class: "num wide" }, count(job.world_size)), el("td", { class: "num" }, count(job.step)),
-      el("td", { class: "num" }, el("span", { class: "use" }, el("span", { class: "share wide", "aria-hidden": "true" }, el("i", { vars: { "--share": job.goodput ?? 0, "--c": "var(--accent)" } })), el("span", {}, percent(job.goodput)))),
-      el("td", { class: "num" }, count(job.incidents)), el("td", { class: "num wide" }, count(job.restarts)),
-      el("td", {}, el("input", { type: "checkbox", "aria-label": `Compare ${job.job}`, checked: chosen.has(job.job), onchange: (event) => choose(job.job, event.target) })));
+      el("td", { "data-name": "State" }, statePill(job)),
+      el("td", { class: "nowrap wide", "data-name": "Started" }, job.opened_at === null ? "–" : new Date(job.opened_at * 1000).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" })),
+      el("td", { class: "num", "data-name": "Took" }, duration(job.wall_s)), el("td", { class: "num", "data-name": "Ranks" }, count(job.world_size)), el("td", { class: "num", "data-name": "Steps" }, count(job.step)),
+      el("td", { class: "num", "data-name": "Goodput" }, el("span", { class: "use" }, el("span", { class: "share wide", "aria-hidden": "true" }, el("i", { vars: { "--share": job.goodput ?? 0, "--c": "var(--accent)" } })), el("span", {}, percent(job.goodput)))),
+      el("td", { class: "num", "data-name": "Incidents" }, count(job.incidents)), el("td", { class: "num", "data-name": "Restarts" }, count(job.restarts)),
+      el("td", { "data-name": "Compare" }, el("input", { type: "checkbox", "aria-label": `Compare ${job.job}`, checked: chosen.has(job.job), onchange: (event) => choose(job.job, event.target) })));
   }
   function choose(name, box) {
     if (box.checked) chosen.add(name);
@@ -63,8 +63,8 @@ export function jobList(current) {
 }
 
 const COLUMNS = [
-  ["job", "Job", ""], ["state", "State", ""], ["opened_at", "Started", "wide"], ["wall_s", "Took", "num"], ["world_size", "Ranks", "num wide"],
-  ["step", "Steps", "num"], ["goodput", "Goodput", "num"], ["incidents", "Incidents", "num"], ["restarts", "Restarts", "num wide"],
+  ["job", "Job", ""], ["state", "State", ""], ["opened_at", "Started", "wide"], ["wall_s", "Took", "num"], ["world_size", "Ranks", "num"],
+  ["step", "Steps", "num"], ["goodput", "Goodput", "num"], ["incidents", "Incidents", "num"], ["restarts", "Restarts", "num"],
 ];
 
 export function statePill(job) {

@@ -1,15 +1,15 @@
 // One incident, told from the sentence to the evidence: who, why, what was done, what it cost, and how it went.
 
-import { card, el, instead, pill, table } from "./dom.js";
+import { card, el, fill, instead, pill, table } from "./dom.js";
 import { bytes, count, duration, moment, plural } from "./format.js";
 import { kindPill } from "./now.js";
 import { PHASES, causeVar } from "./palette.js";
 import { stackOf } from "./rank.js";
 
-export function incidentReport(page, { incident, open, story, left_out: leftOut, stacks, log, verdict, seen_before: before }, known) {
+export function incidentReport(page, { incident, open, story, left_out: leftOut, stacks, log, verdict, seen_before: before, seen_elsewhere: elsewhere }, known) {
   return [
     el("a", { class: "back", href: "#incidents" }, "‹ All incidents"),
-    head(page, { ...incident, open }, before.map((id) => known.find((each) => each.id === id) ?? { id })),
+    head(page, { ...incident, open }, before.map((id) => known.find((each) => each.id === id) ?? { id }), elsewhere),
     guilt(incident, verdict),
     phases(incident),
     stackCards(stacks, verdict),
@@ -19,7 +19,7 @@ export function incidentReport(page, { incident, open, story, left_out: leftOut,
   ];
 }
 
-function head(page, incident, before) {
+function head(page, incident, before, elsewhere) {
   const around = Math.max(incident.lost_s ?? 5, 0.2);
   return el("section", { class: "card", "aria-label": "What happened" }, el("div", { class: "body stack" },
     el("div", { class: "row" },
@@ -36,11 +36,22 @@ function head(page, incident, before) {
       ["Round, step", `${incident.round}, ${count(incident.step)}`],
     ]),
     before.length > 0 && el("p", {}, "Seen before: ", before.slice(0, 8).map((each, index) => [index ? ", " : "", earlier(each, page)]),
-      before.length > 8 && ` and ${plural(before.length - 8, "more time")}`)));
+      before.length > 8 && ` and ${plural(before.length - 8, "more time")}`),
+    tellElsewhere(el("p", { class: "elsewhere" }), elsewhere, page)));
 }
 
 function earlier({ id, at }, page) {
   return el("a", { href: `#incidents/${id}` }, at ? `incident ${id} at ${moment(at, page.time())}` : `incident ${id}`);
+}
+
+/** Where other jobs had the same; null while the viewer still reads their journals. */
+export function tellElsewhere(place, elsewhere, page) {
+  place.hidden = !elsewhere?.length;
+  return fill(place, "Seen in other jobs: ", (elsewhere ?? []).map((each, index) => [index ? ", " : "", ofAnother(each, page)]));
+}
+
+function ofAnother({ job, id, at }, page) {
+  return el("a", { href: `/job/${encodeURIComponent(job)}#incidents/${id}` }, `${job}, incident ${id} at ${moment(at, page.time())}`);
 }
 
 function facts(pairs) {
@@ -51,10 +62,10 @@ function guilt(incident, verdict) {
   const who = verdict?.guilty?.length ? `Rank ${verdict.guilty.join(", ")}` : incident.rank === null ? `Node ${incident.node}` : `Rank ${incident.rank} on node ${incident.node}`;
   const why = verdict?.sentence || incident.signature;
   return card("Who and why", el("div", { class: "stack" },
-    el("p", {}, el("b", {}, who), ": ", why),
+    el("p", {}, !why.toLowerCase().startsWith(who.toLowerCase().split(" on ")[0]) && [el("b", {}, who), ": "], why),
     el("p", {}, el("span", { class: "muted" }, "What was done: "), incident.action || "nothing yet",
       incident.rung && el("span", { class: "muted" }, ` (${incident.rung})`)),
-    incident.detail && incident.detail !== why && el("pre", { class: "code", tabindex: "0", "aria-label": "Details" }, incident.detail)));
+    incident.detail && incident.detail !== why && el("pre", { class: "code is-tail", tabindex: "0", "aria-label": "Details" }, incident.detail)));
 }
 
 function phases(incident) {

@@ -4,10 +4,12 @@
 import { get, path } from "./api.js";
 import { el, fill } from "./dom.js";
 import { plural } from "./format.js";
-import { incidentReport } from "./incident.js";
+import { incidentReport, tellElsewhere } from "./incident.js";
 import { brief } from "./now.js";
 
 const PAGE = 50;
+/** Until what other jobs had is asked for again. */
+const OTHERS_MS = 1000;
 
 export function incidentsView(page, argument) {
   const list = el("ol", { class: "brief", "aria-label": "Incidents, newest first" });
@@ -68,10 +70,20 @@ export function incidentsView(page, argument) {
       const answer = await get(path(page.job, `incidents/${id}`));
       if (chosen !== id) return;
       fill(detail, incidentReport(page, answer, known));
+      if (answer.seen_elsewhere === null) setTimeout(askElsewhere, OTHERS_MS, id);
       for (const log of detail.querySelectorAll(".is-tail")) log.scrollTop = log.scrollHeight;
     } catch (error) {
       if (chosen === id) fill(detail, el("p", { class: "note is-bad" }, error.message));
     }
+  }
+
+  async function askElsewhere(id) {
+    if (chosen !== id || !root.isConnected) return;
+    const { seen_elsewhere: elsewhere } = await get(path(page.job, `incidents/${id}`)).catch(() => ({ seen_elsewhere: null }));
+    const place = detail.querySelector(".elsewhere");
+    if (chosen !== id || !place) return;
+    tellElsewhere(place, elsewhere, page);
+    if (elsewhere === null) setTimeout(askElsewhere, OTHERS_MS, id);
   }
 
   const show = (text) => {

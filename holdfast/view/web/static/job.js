@@ -22,7 +22,7 @@ const main = document.getElementById("main");
 
 /** What all views share. A view gets it when it is shown, and again with each change. */
 const page = {
-  job: decodeURIComponent(location.pathname.split("/").pop()), actions: [], incidents: 0, now: null, viewer: true, coordinator: true, skew: 0,
+  job: decodeURIComponent(location.pathname.split("/").pop()), actions: [], price: null, incidents: 0, now: null, viewer: true, error: null, coordinator: true, skew: 0,
   /** The job's clock: that of the machine that serves the page. */
   time: () => Date.now() / 1000 + page.skew,
   over: () => page.now !== null && ["ended", "lost"].includes(page.now.status.state),
@@ -38,8 +38,8 @@ function route() {
     const current = link.getAttribute("href") === `#${known}`;
     if (current) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
-    if (current) link.scrollIntoView({ block: "nearest", inline: "nearest" });
   }
+  revealTab();
   if (shown?.name === known && shown.view.argument) {
     shown.view.argument(rest.join("/"));
     return;
@@ -61,11 +61,16 @@ function route() {
   view.update?.();
 }
 
+function revealTab() {
+  document.querySelector(".tabs a[aria-current]")?.scrollIntoView({ block: "nearest", inline: "nearest" });
+}
+
 // ---- what the stream says ----
 
 function takeNow(now) {
   now.map = { nodes: [], ranks: "", ...page.now?.map, ...now.map };
   page.skew = now.now - Date.now() / 1000;
+  page.coordinator = now.alive !== false;
   const read = ["loading", "past"].some((part) => page.now?.[part] !== undefined && now[part] === undefined);
   page.now = now;
   header();
@@ -93,7 +98,9 @@ function countIncidents(incidents) {
   page.incidents = Math.max(page.incidents, incidents);
   const counter = document.getElementById("incident-count");
   counter.hidden = !page.incidents;
+  const wide = counter.offsetWidth;
   say(counter, count(page.incidents));
+  if (counter.offsetWidth !== wide) revealTab();
 }
 
 function header() {
@@ -147,7 +154,10 @@ async function meet() {
   const session = await get("/api/session");
   page.job = page.job || session.job;
   page.actions = session.actions;
+  page.price = session.price ?? null;
   if (page.now) header();
+  shown?.view.show?.();
+  shown?.view.update?.();
 }
 
 async function start() {
@@ -171,7 +181,7 @@ async function start() {
     viewer: (there, error) => {
       const back = there && !page.viewer;
       page.viewer = there;
-      page.error = error ?? null;
+      page.error = there ? null : error ?? page.error;
       connection();
       if (back) get(path(page.job, "now")).then((now) => { takeNow(now); shown?.view.refresh?.(); }, () => {});
     },

@@ -13,12 +13,14 @@ let last = "";
 
 /** Jobs come and go seldom: the list is asked for now and then, while somebody looks at it. */
 async function refresh() {
-  if (!document.hidden && !place.contains(document.activeElement)) {
+  if (!document.hidden) {
     try {
       const jobs = JSON.stringify(await get("/api/jobs"));
-      if (jobs !== last) await list.load();
-      last = jobs;
       banner.hidden = true;
+      if (jobs !== last && !place.contains(document.activeElement)) {
+        await list.load();
+        last = jobs;
+      }
     } catch (error) {
       trouble(error);
     }

@@ -42,7 +42,7 @@ export function drawLanes(context, width, height, scene) {
   return { ...drawn, marks };
 }
 
-function grid(context, { at, left, width, height }, { window, rounds }) {
+function grid(context, { at, left, width, height }, { window, rounds, incidents }) {
   context.font = font(11);
   context.textBaseline = "alphabetic";
   context.lineWidth = 1;
@@ -72,6 +72,7 @@ function grid(context, { at, left, width, height }, { window, rounds }) {
     context.moveTo(Math.round(x) + 0.5, 24);
     context.lineTo(Math.round(x) + 0.5, AXIS);
     context.stroke();
+    if (incidents.some(([, fault]) => at(fault) > x + 2 && at(fault) < x + 60)) continue;  // Its mark covers the name.
     context.fillStyle = colour("muted");
     context.fillText(`round ${number}`, x + 8, 40);
     free = x + 72;

@@ -3,10 +3,13 @@
 
 import { fit, font, place } from "./canvas.js";
 import { el, instead, once, say, table } from "./dom.js";
+import { MARK, fold, foldedHint, groupSentence } from "./fold.js";
 import { count, plural } from "./format.js";
 import { RANKS, colour, rankColour } from "./palette.js";
 
 const HEIGHT = 520;
+/** A map that would be taller is folded. */
+const TALL = 640;
 const ACROSS = 8;
 const LEAST = 5;
 
@@ -18,34 +21,70 @@ export function rankMap(open) {
   const readout = el("p", { class: "readout", "aria-live": "polite" }, hint());
   const legend = el("ul", { class: "legend", "aria-label": "What ranks do" });
   const alternative = instead("As a table", () => nodeTable(map));
-  const root = el("div", { class: "stack" }, legend, el("div", { class: "picture" }, canvas), readout, alternative);
+  const all = el("button", { type: "button", class: "unfolded", hidden: true, onclick: () => unfold(null) }, "‹ All nodes");
+  const root = el("div", { class: "stack" }, legend, all, el("div", { class: "picture" }, canvas), readout, alternative);
   let map = { nodes: [], ranks: "" }, layout = null, at = -1, over = -1;
+  let folded = null, chosen = null;
 
   const draw = once(() => {
     if (!canvas.isConnected) return;
-    layout = arrange(map.nodes, canvas.parentElement.clientWidth);
+    settle();
+    if (over < 0 && document.activeElement !== canvas) tell(-1);
     const { context } = fit(canvas, layout.height);
-    for (const block of layout.blocks) drawBlock(context, block, layout.pitch, map.ranks);
-    if (layout.pitch < 13) enlarge(context, layout, map.ranks);
-    for (const rank of new Set([over, document.activeElement === canvas ? at : -1])) ring(context, layout, rank);
+    for (const block of layout.blocks) drawBlock(context, block, layout.pitch, layout.letters);
+    if (layout.pitch < 13) enlarge(context, layout, layout.letters);
+    for (const each of new Set([over, document.activeElement === canvas ? at : -1])) ring(context, layout, each);
   });
 
-  function tell(rank) {
-    const block = rank >= 0 && layout?.of(rank);
-    say(readout, block ? sentence(map, block, rank) : hint());
+  /** Place all ranks; where they do not fit, marks for groups of nodes, or the ranks of the group that was chosen. */
+  function settle() {
+    const width = canvas.parentElement.clientWidth;
+    layout = arrange(map.nodes, width);
+    folded = layout.height > TALL ? fold(map, width, HEIGHT) : null;
+    const group = folded?.groups.find((each) => each.some((node) => key(node) === chosen));
+    if (folded) layout = group ? arrange(group, width) : locate([marks(folded)], MARK, Math.ceil(folded.groups.length / folded.across) * MARK + 2);
+    if (group) folded = null;
+    layout.letters = folded ? folded.letters : map.ranks;
+    all.hidden = !group;
   }
 
-  function move(to) {
-    at = Math.max(0, Math.min(map.ranks.length - 1, to));
+  /** Show the ranks of a group of nodes; null shows all groups again. */
+  function unfold(group) {
+    const before = chosen;
+    chosen = group && key(group[0]);
+    settle();
+    over = -1;
+    at = group ? group[0][3] : folded?.groups.findIndex((each) => each.some((node) => key(node) === before)) ?? -1;
+    canvas.focus({ preventScroll: true });
     tell(at);
     draw();
   }
 
+  function tell(index) {
+    const block = index >= 0 && layout?.of(index);
+    if (folded) say(readout, block ? groupSentence(folded.groups[index], map.ranks) : foldedHint(folded));
+    else say(readout, block ? sentence(map, block, index) : hint());
+  }
+
+  function move(to) {
+    at = Math.max(layout?.first ?? 0, Math.min(layout?.last ?? 0, to));
+    tell(at);
+    draw();
+  }
+
+  const enter = (index) => {
+    at = index;
+    if (folded) unfold(folded.groups[index]);
+    else open(index);
+  };
+
   canvas.addEventListener("keydown", (event) => {
     const steps = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity };
-    if (event.key in steps) move(Math.max(at, 0) + steps[event.key]);
-    else if (event.key === "ArrowUp" || event.key === "ArrowDown") move(layout.beside(Math.max(at, 0), event.key === "ArrowUp" ? -1 : 1));
-    else if ((event.key === "Enter" || event.key === " ") && map.ranks.length) open(Math.max(at, 0));
+    const here = Math.max(at, layout?.first ?? 0);
+    if (event.key in steps) move(here + steps[event.key]);
+    else if (event.key === "ArrowUp" || event.key === "ArrowDown") move(layout.beside(here, event.key === "ArrowUp" ? -1 : 1));
+    else if ((event.key === "Enter" || event.key === " ") && layout?.of(here)) enter(here);
+    else if (event.key === "Escape" && chosen !== null) unfold(null);
     else return;
     event.preventDefault();
   });
@@ -59,10 +98,8 @@ export function rankMap(open) {
   });
   canvas.addEventListener("pointerleave", () => { over = -1; tell(-1); draw(); });
   canvas.addEventListener("click", (event) => {
-    const rank = layout?.at(...place(canvas, event)) ?? -1;
-    if (rank < 0) return;
-    at = rank;
-    open(rank);
+    const index = layout?.at(...place(canvas, event)) ?? -1;
+    if (index >= 0) enter(index);
   });
 
   return {
@@ -70,25 +107,36 @@ export function rankMap(open) {
     update(next) {
       map = { ...next, nodes: [...next.nodes, ...homeless(next)] };
       countStates(legend, map);
-      if (over < 0 && document.activeElement !== canvas) tell(-1);
-      alternative.refresh();
       draw();
+      alternative.refresh();
     },
   };
 }
 
 const hint = () => "Point at a rank, or use the arrow keys; click or Enter shows where it is in its code.";
 
-/** Ranks whose node has left, as one more block: those of a finished job, or of a node that was lost. */
+/** A node, and also one that has left. */
+const key = ([node, , , first]) => `${node} ${first}`;
+
+/** One block of marks, as wide as the picture. */
+function marks({ groups, across }) {
+  return { node: "", host: "", state: "", first: 0, ranks: groups.length, columns: across, x: 1, y: 1, top: 1, label: false, wide: across * MARK, tall: Math.ceil(groups.length / across) * MARK };
+}
+
+/** Ranks whose node has left, as further blocks: those of a finished job, or of a node that was lost. */
 function homeless({ nodes, ranks }) {
   const found = [];
   let at = 0;
   for (const [, , , first, held] of nodes.filter((node) => node[4] > 0).sort((a, b) => a[3] - b[3])) {
-    if (first > at) found.push(["no node", "node has left", "left", at, first - at, null, false]);
+    gap(found, at, first);
     at = first + held;
   }
-  if (at < ranks.length) found.push(["no node", "nodes have left", "left", at, ranks.length - at, null, false]);
+  gap(found, at, ranks.length);
   return found;
+}
+
+function gap(found, from, to) {
+  for (let at = from; at < to; at += ACROSS) found.push(["no node", "node has left", "left", at, Math.min(ACROSS, to - at), null, false]);
 }
 
 function sentence(map, block, rank) {
@@ -185,7 +233,8 @@ function locate(blocks, pitch, height) {
     }
     return rank;
   };
-  return { blocks, pitch, height, of, box, at, beside };
+  const last = ranked.at(-1);
+  return { blocks, pitch, height, of, box, at, beside, first: ranked[0]?.first ?? 0, last: last ? last.first + last.ranks - 1 : 0 };
 }
 
 // ---- how things look ----

@@ -18,8 +18,8 @@ export function nodesView(page) {
   const foot = el("p", { class: "empty" }, more);
   const root = el("section", { class: "card", "aria-label": "Nodes" },
     el("div", { class: "bar tools" }, search, sort, summary),
-    el("div", { class: "flush" }, el("table", { class: "nodes" }, el("caption", { class: "sr" }, "Nodes of the job"),
-      el("thead", {}, el("tr", {}, ["Node", "State", "Health", "Score", "CPU", "Memory", "GPU", "Network"].map((name) => el("th", { scope: "col" }, name)))), body)),
+    el("div", { class: "flush" }, el("table", { class: "nodes is-cards" }, el("caption", { class: "sr" }, "Nodes of the job"),
+      el("thead", {}, el("tr", {}, COLUMNS.map((name) => el("th", { scope: "col" }, name)))), body)),
     foot);
   let nodes = [], asked = 0, shown = SHOWN;
 
@@ -32,7 +32,7 @@ export function nodesView(page) {
     const wanted = search.value.trim().toLowerCase(), key = SORTS[sort.value];
     const found = nodes.filter((node) => `${node.node} ${node.host}`.toLowerCase().includes(wanted))
       .map((node) => [key(node), node]).sort(([a], [b]) => (a < b ? -1 : a > b ? 1 : 0)).map(([, node]) => node);
-    fill(body, found.slice(0, shown).map(row));
+    fill(body, found.slice(0, shown).map((node) => row(node, until(page))));
     const bad = nodes.filter((node) => trouble(node) > 0).length;
     fill(summary, `${plural(nodes.length, "node")}, ${bad ? `${count(bad)} with trouble` : "none with trouble"}`);
     foot.hidden = found.length <= shown;
@@ -44,6 +44,7 @@ export function nodesView(page) {
   };
 }
 
+const COLUMNS = ["Node", "State", "Health", "Score", "CPU", "Memory", "GPU", "Network"];
 const last = (series) => series?.at(-1)?.[1] ?? null;
 const failed = (node) => (node.health ?? []).filter((check) => check.verdict === "fail");
 
@@ -52,16 +53,18 @@ function trouble(node) {
   return (node.cordoned ? 100 : 0) + failed(node).length * 10 + (score !== null && score < 0.8 ? 5 : 0);
 }
 
-function row(node) {
+/** Up to when nodes are told of: now, or the job's end. */
+const until = (page) => page.over() ? page.now.status.opened_at + page.now.status.wall_s : page.time();
+
+function row(node, end) {
   const score = last(node.score);
   return el("tr", {},
     el("th", { scope: "row" }, node.host, el("div", { class: "muted" }, node.node)),
-    el("td", {}, pill(node.state, node.state === "placed" ? "good" : ""), node.cordoned && el("div", {}, pill("cordoned", "bad"), ` ${node.cordoned}`)),
-    el("td", {}, health(node)),
-    el("td", {}, el("div", { class: "use" }, spark(node.score ?? [], { least: 0, most: 1, tone: score !== null && score < 0.8 ? "var(--warn)" : undefined }),
-      el("span", { class: score !== null && score < 0.8 ? "warn" : "" }, number(score)))),
-    [1, 2, 3].map((column) => el("td", {}, use(node, column))),
-    el("td", {}, use(node, 4)));
+    el("td", { "data-name": "State" }, pill(node.state, node.state === "placed" ? "good" : ""), node.cordoned && el("div", {}, pill("cordoned", "bad"), ` ${node.cordoned}`)),
+    el("td", { "data-name": "Health" }, health(node)),
+    el("td", { "data-name": "Score" }, score === null ? none() : el("div", { class: "use" }, el("span", { class: score < 0.8 ? "warn" : "" }, number(score)),
+      spark(node.score, { least: 0, most: 1, tone: score < 0.8 ? "var(--warn)" : undefined }))),
+    [1, 2, 3, 4].map((column) => el("td", { "data-name": COLUMNS[column + 3] }, use(node, column, end))));
 }
 
 function health(node) {
@@ -72,9 +75,18 @@ function health(node) {
   return found.map(({ check, verdict, reason }) => el("div", {}, verdict === "fail" ? pill(`✗ ${check}`, "bad") : pill(`! ${check}`, "warn"), ` ${reason}`));
 }
 
-function use(node, column) {
+const none = () => el("span", { class: "muted none" }, "–");
+
+/** A node tells its use when it has changed: between two samples it was as in the first. */
+function held(series, end) {
+  const steps = series.flatMap(([at, value], index) => index ? [[at, series[index - 1][1]], [at, value]] : [[at, value]]);
+  return [...steps, [Math.max(end, series.at(-1)[0]), series.at(-1)[1]]];
+}
+
+function use(node, column, end) {
   const series = (node.usage ?? []).map((sample) => [sample[0], sample[column]]).filter(([, value]) => value !== null && value !== undefined);
-  if (!series.length) return el("span", { class: "muted" }, "–");
+  if (!series.length) return none();
   const value = series.at(-1)[1], network = column === 4;
-  return el("div", { class: "use" }, spark(series, network ? { least: 0 } : { least: 0, most: 1 }), el("span", {}, network ? `${bytes(Math.round(value))}/s` : `${(value * 100).toFixed(0)} %`));
+  return el("div", { class: "use" }, el("span", { class: network ? "rate" : null }, network ? `${bytes(Math.round(value))}/s` : `${(value * 100).toFixed(0)} %`),
+    spark(held(series, end), network ? { least: 0 } : { least: 0, most: 1 }));
 }

@@ -2,7 +2,7 @@
 
 import { get, path } from "./api.js";
 import { card, el, fill, pill, say } from "./dom.js";
-import { ago, count, duration, lossText, number, percent, plural } from "./format.js";
+import { ago, cost, count, duration, lossText, number, percent, plural } from "./format.js";
 import { rankMap } from "./map.js";
 import { causeVar } from "./palette.js";
 import { openRank } from "./rank.js";
@@ -67,7 +67,7 @@ export function nowView(page) {
       part("attention", attention, attentionOf(now), () => attentionOf(now).map(([tone, text]) => el("p", { class: `note is-${tone}` }, text)));
       map.update(now.map);
       showIncidents();
-      part("lost", lost, [now.goodput.lost_s, now.status.world_size], () => losses(now.goodput.lost_s, now.status.world_size || 1));
+      part("lost", lost, [now.goodput.lost_s, now.status.world_size, page.price], () => losses(now.goodput.lost_s, now.status.world_size || 1, page.price));
       part("safe", safe, now.status.checkpoints, () => saved(now.status.checkpoints));
     },
   };
@@ -93,12 +93,18 @@ export function kindPill(incident) {
 
 const onNodes = (nodes) => nodes ? `on ${plural(nodes, "node")}` : "their nodes have left";
 
+function lostToday({ goodput, status }, price) {
+  const lost = goodput.lost_today_s;
+  if (lost === null) return ["–", "being read"];
+  return [duration(lost / (status.world_size || 1)), price ? `a rank; all: ${cost(lost, price)}` : "a rank, not productive"];
+}
+
 const FIGURES = [
   ["step", "Step", ({ status }) => [count(status.step), status.no_step_s ? `none for ${duration(status.no_step_s)}` : `round ${status.round}`]],
   ["speed", "Speed", ({ status }) => [status.steps_per_s ? `${number(status.steps_per_s)}/s` : "–", status.samples_per_s ? `${number(status.samples_per_s)} samples/s` : "steps a second"]],
   ["loss", "Loss", ({ status }) => [lossText(status.loss), (status.loss ?? null) === null ? "not told by the script" : `at step ${count(status.loss_step)}`]],
   ["goodput", "Goodput", ({ goodput }) => [percent(goodput.goodput), "of all rank-seconds"]],
-  ["lost", "Lost today", ({ goodput, status }) => goodput.lost_today_s === null ? ["–", "being read"] : [duration(goodput.lost_today_s / (status.world_size || 1)), "a rank, not productive"]],
+  ["lost", "Lost today", lostToday],
   ["ranks", "Ranks", ({ status, map }) => [count(status.world_size), onNodes(map.nodes.filter((node) => node[4] > 0).length)]],
   ["restarts", "Restarts", ({ status }) => [count(status.restarts), "rounds a fault cost"]],
   ["wall", "Since start", ({ status }) => [duration(status.wall_s), new Date(status.opened_at * 1000).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" })]],
@@ -117,7 +123,7 @@ function figureStrip() {
     },
     update(page) {
       for (const { of, value, under } of cells) {
-        const [text, note] = of(page.now);
+        const [text, note] = of(page.now, page.price);
         say(value, text);
         say(under, note || " ");
       }
@@ -150,7 +156,7 @@ function attentionOf({ status }) {
   return found.slice(0, 6);
 }
 
-function losses(seconds, ranks) {
+function losses(seconds, ranks, price) {
   const causes = Object.entries(seconds).filter(([, each]) => each > 0).sort((a, b) => b[1] - a[1]);
   const all = causes.reduce((sum, [, each]) => sum + each, 0);
   if (!all) return el("p", { class: "muted" }, "Nothing was lost.");
@@ -158,7 +164,7 @@ function losses(seconds, ranks) {
     el("div", { class: "meter", "aria-hidden": "true" }, causes.map(([cause, each]) => el("i", { vars: { "--share": each / all, "--c": causeVar(cause) } }))),
     el("ul", { class: "legend" }, causes.slice(0, 8).map(([cause, each]) =>
       el("li", {}, el("span", { class: "swatch", vars: { "--c": causeVar(cause) } }), cause, el("b", {}, duration(each / ranks))))),
-    el("p", { class: "muted" }, `${duration(all / ranks)} a rank; `, el("a", { href: "#goodput" }, "all of it")),
+    el("p", { class: "muted" }, `${duration(all / ranks)} a rank; `, price && `${cost(all, price)} in all; `, el("a", { href: "#goodput" }, "all of it")),
   ];
 }
 
@@ -168,5 +174,5 @@ function saved(checkpointers) {
     el("dt", {}, "in memory"), el("dd", {}, each.in_memory === null ? "–" : `step ${count(each.in_memory)}`),
     el("dt", {}, "on storage"), el("dd", {}, each.on_storage === null ? "–" : `step ${count(each.on_storage)}`,
       each.writing !== null && each.writing !== undefined && el("span", { class: "muted" }, ` writing ${count(each.writing)}`)),
-    el("dt", {}, "as"), el("dd", { class: "clip", title: each.checkpointer }, each.checkpointer)));
+    el("dt", {}, "name"), el("dd", { class: "clip", title: each.checkpointer }, each.checkpointer)));
 }
