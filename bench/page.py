@@ -46,7 +46,7 @@ DRAWN = """(selector) => {
   if (!canvas) return false;
   const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
   const colours = new Set(new Uint32Array(data.buffer));
-  return colours.size > 4;
+  return colours.size > 1;
 }"""
 MAP, LANES = ".picture canvas", ".lanes canvas"
 
@@ -126,9 +126,8 @@ def look(browser: Any, link: str, name: str) -> None:
     print(f"\n  page's process {renderer_mb(browser):.0f} MB")
     began = time.monotonic()
     while "is being read" in banner(page):
-        print(f"\r  {banner(page)}", end="", flush=True)
-        time.sleep(2.0)
-    print(f"\n  all was read {time.monotonic() - began:.0f} s later")
+        time.sleep(1.0)
+    print(f"  all was read {time.monotonic() - began:.0f} s later")
     context.close()
 
 

@@ -197,3 +197,18 @@ def test_a_wrong_command_line_is_answered_in_one_line(
     said = capsys.readouterr().err
     assert says in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_server_that_is_stopped_ends_open_pages_without_a_word(number: signal.Signals) -> None:
+    assert main(["sim", "--nodes", "2", "--hours", "0.02", "--faults", "none", "--job", "s"]) == 0
+    with started("web") as web:
+        with Shown(web).open("/api/jobs/s/stream") as stream:
+            while not stream.readline().startswith(b"event: now"):
+                pass
+            web.send_signal(number)
+            while stream.readline():  # To its end.
+                pass
+        _, said = web.communicate(timeout=LIMIT_S)
+        assert web.returncode == 0
+        assert said == ""

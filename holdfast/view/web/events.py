@@ -32,7 +32,7 @@ SILENT_S: Final[Seconds] = 4.0
 
 
 def stream(job: WatchedJob, request: Request) -> Response:
-    """Answer with a stream that ends when the page goes, or when its secret has ended."""
+    """Answer with a stream that ends with the page, with its secret, or with the server."""
     return StreamingResponse(
         _told(job, request.scope["admitted"]),
         media_type="text/event-stream",
@@ -45,7 +45,7 @@ async def _told(job: WatchedJob, admitted: Callable[[], bool]) -> AsyncIterator[
     try:
         news = News(job)
         version, told_at = -1, 0.0
-        while admitted():
+        while admitted() and not job.leaving:
             for event in news.at_once():
                 yield event
             pause = told_at + NOW_EVERY_S - time.monotonic()

@@ -72,8 +72,9 @@ async def _serve(settings: WebSettings, say: Callable[[str], None]) -> None:
         source = await asyncio.to_thread(RemoteJournal, where)
         remote, only = WatchedJob(source, None, lambda: where), source.name
     secrets = Secrets(key)
+    jobs = WatchedJobs(settings.tls, remote)
     app = make_app(
-        WatchedJobs(settings.tls, remote),
+        jobs,
         secrets,
         port,
         names=settings.names,
@@ -98,10 +99,15 @@ async def _serve(settings: WebSettings, say: Callable[[str], None]) -> None:
             lifespan="on",
         )
     )
+
+    def leave() -> None:
+        jobs.leave()
+        server.should_exit = True
+
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         with suppress(ValueError):  # In a thread there are no signals to handle.
-            loop.add_signal_handler(number, setattr, server, "should_exit", True)
+            loop.add_signal_handler(number, leave)
     await server.serve([listener])
 
 

@@ -58,6 +58,8 @@ class WatchedJob:
         self.used_at = time.monotonic()
         self.lookers = 0
         """Streams that are open."""
+        self.leaving = False
+        """Whether its streams are to end."""
         self.version = 0
         """Counts changes of any kind."""
         self.past_read: float | None = None
@@ -70,6 +72,11 @@ class WatchedJob:
     @property
     def name(self) -> str:
         return self.follower.name
+
+    def leave(self) -> None:
+        """Let its streams end."""
+        self.leaving = True
+        self._tell()
 
     def close(self) -> None:
         for task in self._tasks:
@@ -217,6 +224,11 @@ class WatchedJobs:
                 if unused and job is not self._remote:
                     del self._jobs[name]
                     job.close()
+
+    def leave(self) -> None:
+        """Let all streams end: the server is about to."""
+        for job in self._jobs.values():
+            job.leave()
 
     def close(self) -> None:
         for job in self._jobs.values():
