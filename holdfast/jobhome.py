@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -153,9 +154,12 @@ class JobHome:
 
 
 def open_privately(path: Path, flags: int) -> int:
-    """Open a file, created if it is missing, that only this user can read, whatever the umask."""
+    """Open a file, created if it is missing, that only this user can read, whatever the umask.
+
+    A device or pipe that a user named as a file keeps its mode: it is there for others, too."""
     fd = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    os.fchmod(fd, 0o600)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        os.fchmod(fd, 0o600)
     return fd
 
 

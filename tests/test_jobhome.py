@@ -373,3 +373,14 @@ def test_a_job_file_that_cannot_be_written_is_one_line() -> None:
     (made.path / "job.json").mkdir()
     with pytest.raises(JobHomeError, match=r"job\.json: cannot be written"):
         made.write_job_file(job_file())
+
+
+def test_a_device_in_the_place_of_a_file_keeps_its_mode(tmp_path: Path) -> None:
+    """As root that would have closed /dev/full, or a pipe, to everybody else."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    pipe.chmod(0o622)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    os.close(jobhome.open_privately(pipe, os.O_WRONLY))
+    os.close(reader)
+    assert stat.S_IMODE(pipe.stat().st_mode) == 0o622
