@@ -19,8 +19,7 @@ from pathlib import Path
 from holdfast import kernel
 from holdfast.errors import HoldfastError, JobError
 from holdfast.jobhome import JobHome
-from holdfast.view.follower import Follower, JournalFile
-from holdfast.view.history import kept
+from holdfast.view.follower import Follower
 
 NICENESS = 10
 
@@ -50,8 +49,7 @@ def main(path: Path) -> int:
     os.nice(NICENESS)
     gc.set_threshold(200_000, 50, 1000)  # Millions of records, and hardly a cycle among them.
     home = JobHome(path)
-    follower = Follower(JournalFile(home))
-    follower.go_on_from(kept.read(home.history))
+    follower = Follower.resumed(home)
     try:
         follower.read_and_keep(home.history, lambda share: print(f"{share:.4f}", flush=True))
     except (OSError, HoldfastError) as error:
