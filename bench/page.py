@@ -14,41 +14,36 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from shutil import which
+from statistics import median
 from typing import Any
 
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import sync_playwright
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "view"))
+
+from browser.measures import (
+    LANES,
+    LANES_KEYS,
+    MAP,
+    MAP_KEYS,
+    first_paint_ms,
+    pressed_ms,
+    renderer_bytes,
+    transferred,
+)
+from browser.sight import FLAGS, VIEWS, Sight
+from e2e.web import Web
 
 JOB = "giant"
 LIMIT_MS = 120_000
-
-# From a key to the second frame after it: by then what it changed is on the screen.
-PRESS = """async ([selector, keys]) => {
-  const target = document.querySelector(selector), took = [];
-  target.focus();
-  for (const key of keys) {
-    const begin = performance.now();
-    target.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true }));
-    await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
-    took.push(performance.now() - begin);
-  }
-  return took;
-}"""
-DRAWN = """(selector) => {
-  const canvas = document.querySelector(selector);
-  if (!canvas) return false;
-  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
-  const colours = new Set(new Uint32Array(data.buffer));
-  return colours.size > 1;
-}"""
-MAP, LANES = ".picture canvas", ".lanes canvas"
+SEEN = 0.01
+"""Share of a canvas that is drawn on once it shows anything."""
 
 
 def simulate(env: dict[str, str], hours: float) -> None:
@@ -59,80 +54,46 @@ def simulate(env: dict[str, str], hours: float) -> None:
     print(f"simulated {hours:g} h in {time.monotonic() - began:.0f} s")
 
 
-@contextmanager
-def web(env: dict[str, str]) -> Iterator[str]:
-    """A real `holdfast web`; the link that it prints."""
-    command = [sys.executable, "-m", "holdfast", "web"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
-    assert server.stdout is not None
-    try:
-        found = re.match(r"http://\S+", server.stdout.readline())
-        assert found is not None, "holdfast web printed no link"
-        yield found[0]
-    finally:
-        server.terminate()
-        server.wait()
+def pressed(sight: Sight, selector: str, keys: list[str]) -> str:
+    took = pressed_ms(sight.page, selector, keys)
+    return f"{median(took):.0f} ms (worst {took[-1]:.0f})"
 
 
-def renderer_mb(browser: Any) -> float:
-    session = browser.new_browser_cdp_session()
-    sizes = []
-    for process in session.send("SystemInfo.getProcessInfo")["processInfo"]:
-        if process["type"] == "renderer":
-            lines = Path(f"/proc/{process['id']}/smaps_rollup").read_text().splitlines()
-            sizes.append(sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")))
-    return max(sizes) / 1e3
-
-
-def pressed(page: Page, selector: str, keys: list[str]) -> str:
-    took = sorted(page.evaluate(PRESS, [selector, keys]))
-    return f"{took[len(took) // 2]:.0f} ms (worst {took[-1]:.0f})"
-
-
-def turn(page: Page, view: str) -> None:
-    page.click(f'nav a[href="#{view}"]')
-    page.wait_for_selector(f'nav a[href="#{view}"][aria-current]')
-    page.wait_for_selector('main[aria-busy="false"]')
-
-
-def look(browser: Any, link: str, name: str) -> None:
+def look(browser: Any, web: Web, name: str) -> None:
     context = browser.new_context(viewport={"width": 1440, "height": 900})
     page = context.new_page()
+    sight = Sight(page, Path())
     page.set_default_timeout(LIMIT_MS)
-    page.goto(link)
-    page.goto("about:blank")
-    session = context.new_cdp_session(page)
-    session.send("Network.enable")
-    session.send("Network.clearBrowserCache")
-    sizes: list[int] = []
-    session.on("Network.dataReceived", lambda event: sizes.append(event["encodedDataLength"]))
-    page.goto(f"{link.split('/?')[0]}/job/{JOB}#now")
-    page.wait_for_function(DRAWN, arg=MAP)
+    page.goto(web.links[0])
+    sight.leave()
+    context.new_cdp_session(page).send("Network.clearBrowserCache")
+    sizes = transferred(page, compressed=True)
+    sight.look(web.base, JOB)
+    sight.until_drawn(MAP, SEEN)
     shown = page.evaluate("performance.now()")
-    paint = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
-    print(f"{name}: first paint {paint:.0f} ms, map drawn {shown:.0f} ms; '{banner(page)}'")
-    on_map = pressed(page, MAP, ["ArrowRight"] * 10 + ["ArrowDown"] * 10)
+    paint = first_paint_ms(page)
+    print(f"{name}: first paint {paint:.0f} ms, map drawn {shown:.0f} ms; '{banner(sight)}'")
+    on_map = pressed(sight, MAP, MAP_KEYS)
     began = time.monotonic()
-    turn(page, "timeline")
-    page.wait_for_function(DRAWN, arg=LANES)
+    sight.turn("timeline")
+    sight.until_drawn(LANES, SEEN)
     print(f"  timeline drawn {(time.monotonic() - began) * 1e3:.0f} ms after its tab was chosen")
     print(f"  {sum(sizes) / 1e3:.0f} kB transferred by then")
-    keys = ["+"] * 8 + ["ArrowDown"] * 4 + ["-"] * 4 + ["PageDown"] * 4
-    print(f"  keys: map {on_map}, timeline {pressed(page, LANES, keys)}")
-    for view in ("incidents", "goodput", "checkpoints", "nodes", "history", "now"):
+    print(f"  keys: map {on_map}, timeline {pressed(sight, LANES, LANES_KEYS)}")
+    for view in (*VIEWS[2:], "now"):
         began = time.monotonic()
-        turn(page, view)
+        sight.turn(view)
         print(f"  {view}: {(time.monotonic() - began) * 1e3:.0f} ms", end="")
-    print(f"\n  page's process {renderer_mb(browser):.0f} MB")
+    print(f"\n  page's process {renderer_bytes(browser) / 1e6:.0f} MB")
     began = time.monotonic()
-    while "is being read" in banner(page):
+    while "is being read" in banner(sight):
         time.sleep(1.0)
     print(f"  all was read {time.monotonic() - began:.0f} s later")
     context.close()
 
 
-def banner(page: Page) -> str:
-    return page.inner_text("#banner") if page.is_visible("#banner") else ""
+def banner(sight: Sight) -> str:
+    return sight.text("#banner") if sight.page.is_visible("#banner") else ""
 
 
 def main() -> None:
@@ -146,12 +107,11 @@ def main() -> None:
         simulate(env, given.hours)
     (home / "history").unlink(missing_ok=True)
     print(f"journal: {(home / 'journal.db').stat().st_size / 1e9:.1f} GB")
-    flags = ["--no-sandbox", "--disable-gpu", "--enable-precise-memory-info"]
     with sync_playwright() as driver:
         for name in ("never read", "read before"):
-            browser = driver.chromium.launch(executable_path=which("chromium"), args=flags)
-            with web(env) as link:
-                look(browser, link, name)
+            browser = driver.chromium.launch(executable_path=which("chromium"), args=FLAGS)
+            with Web(given.home, env) as web:
+                look(browser, web, name)
             browser.close()
     print(f"kept: {(home / 'history').stat().st_size / 1e6:.0f} MB")
 

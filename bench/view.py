@@ -19,14 +19,12 @@ import asyncio
 import gzip
 import json
 import os
-import re
 import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,6 +46,10 @@ from holdfast.view.report.html import html
 from holdfast.view.trace.drawing import write_trace
 from holdfast.view.web import answers
 from holdfast.view.web.app import encoded
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from e2e.web import Web
 
 SCRIPT = """
 import sys, time
@@ -76,21 +78,6 @@ def rss_mb() -> float:
 
 
 # ---- cost ----
-
-
-@contextmanager
-def page(home: str) -> Iterator[tuple[str, str, int]]:
-    """A real `holdfast web`; its address, token and pid."""
-    command = [sys.executable, "-m", "holdfast", "web"]
-    web = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(home))
-    assert web.stdout is not None
-    found = re.match(r"(http://[^/]+)/\?token=(\S+)", web.stdout.readline())
-    assert found is not None
-    try:
-        yield found[1], found[2], web.pid
-    finally:
-        web.terminate()
-        web.wait()
 
 
 def environment(home: str) -> dict[str, str]:
@@ -137,12 +124,14 @@ def job(home: str, name: str, steps: Path) -> Iterator[int]:
 
 
 @contextmanager
-def looking(base: str, token: str, name: str) -> Iterator[None]:
+def looking(web: Web, name: str) -> Iterator[None]:
     """A client of the stream, and one that scrapes once a second, until they are ended."""
     code = f"""
 import time, urllib.request
 def get(path):
-    request = urllib.request.Request({base!r} + path, headers={{"authorization": "Bearer {token}"}})
+    request = urllib.request.Request(
+        {web.base!r} + path, headers={{"authorization": "Bearer {web.token}"}}
+    )
     return urllib.request.urlopen(request, timeout=60)
 while True:
     try:
@@ -184,7 +173,7 @@ def cost(turns: int) -> None:
 
             for _ in range(turns):
                 window(looked_at=False)
-                with page(home) as (base, token, _), looking(base, token, "seen"):
+                with Web(Path(home), environment(home)) as web, looking(web, "seen"):
                     window(looked_at=True)
         lines = [line.split() for line in steps.read_text().splitlines()[:-1]]
     took = [tuple(map(float, line)) for line in lines]
@@ -223,25 +212,24 @@ def one_fault(home: str, number: int) -> float:
     command = [sys.executable, "-m", "holdfast", "sim", "--nodes", "4", "--hours", "0.05"]
     command += ["--seed", str(number), "--faults", "default", "--job", name]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment(home))
-    with page(home) as (base, token, _):
-        request = urllib.request.Request(
-            f"{base}/api/jobs/{name}/stream", headers={"authorization": f"Bearer {token}"}
-        )
-        with urllib.request.urlopen(request, timeout=60) as stream:
-            while not stream.readline().startswith(b"event: now"):
-                pass
-            home_of_job = find(name)
-            follower = Follower.open(home_of_job)
-            node, at = next(iter(follower.job.membership.placed)), Time(follower.now + 1.0)
-            follower.close()
-            journal = Journal(home_of_job.journal)
-            began = time.monotonic()
-            journal.append([Entry(at, LeaseEnded(at=at, node=node, why="its agent died"))])
-            while not stream.readline().startswith(b"event: incident"):
-                pass
-            took = time.monotonic() - began
-            journal.close()
-            return took
+    with (
+        Web(Path(home), environment(home)) as web,
+        web.open(f"/api/jobs/{name}/stream") as stream,
+    ):
+        while not stream.readline().startswith(b"event: now"):
+            pass
+        home_of_job = find(name)
+        follower = Follower.open(home_of_job)
+        node, at = next(iter(follower.job.membership.placed)), Time(follower.now + 1.0)
+        follower.close()
+        journal = Journal(home_of_job.journal)
+        began = time.monotonic()
+        journal.append([Entry(at, LeaseEnded(at=at, node=node, why="its agent died"))])
+        while not stream.readline().startswith(b"event: incident"):
+            pass
+        took = time.monotonic() - began
+        journal.close()
+        return took
 
 
 # ---- very large jobs ----

@@ -7,11 +7,12 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import IO, Any, NoReturn
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import IO, Any, TypeVar
 
 from holdfast import jobhome
-from holdfast.cli.view import print_json
+from holdfast.cli.view import Parser, print_json
+from holdfast.config.values import amount, whole_number
 from holdfast.coordinator.journal import Journal
 from holdfast.core.replay import JobSnapshot
 from holdfast.errors import UsageError
@@ -47,9 +48,7 @@ CHAOS_STEP_S = 0.1
 """Short enough that a round takes a few steps before the next fault."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; see `{self.prog} --help`")
+V = TypeVar("V")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -57,10 +56,9 @@ def main(argv: Sequence[str]) -> int:
     seeds = _seeds(arguments.seeds) if arguments.seeds else [arguments.seed]
     if len(seeds) > 1 and (arguments.log or arguments.job):
         raise UsageError(f"{'--log' if arguments.log else '--job'} wants a single seed")
-    log: Any = open(arguments.log, "wb") if arguments.log else nullcontext()  # noqa: SIM115
     found: list[dict[str, Any]] = []
     violated: list[str] = []
-    with log as file, _journal(arguments.job) as journal, _seldom_collecting():
+    with _log(arguments.log) as file, _journal(arguments.job) as journal, _seldom_collecting():
         for seed in seeds:
             try:
                 found.append(
@@ -73,19 +71,23 @@ def main(argv: Sequence[str]) -> int:
     return 1 if violated else 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="holdfast sim", description=ABOUT, formatter_class=argparse.RawTextHelpFormatter
-    )
+def _parser() -> Parser:
+    parser = Parser("holdfast sim", ABOUT, raw=True)
     add = parser.add_argument
-    add("--nodes", type=_positive, help="largest number of nodes in a round (1000)")
-    add("--slots", type=_positive, default=8, help="ranks on each node (8)")
-    add("--spares", type=int, help="nodes that wait for a place (one per 200 nodes)")
-    add("--min-nodes", type=_positive, help="smallest number of nodes in a round (nine tenths)")
-    add("--hours", type=_duration, default=24.0, help="simulated time (24)")
+
+    def number(
+        flag: str, read: Callable[[str, str], V], default: V | None, metavar: str, about: str
+    ) -> None:
+        add(flag, type=lambda text: read(text, flag), default=default, metavar=metavar, help=about)
+
+    number("--nodes", _at_least_one, None, "N", "largest number of nodes in a round (1000)")
+    number("--slots", _at_least_one, 8, "N", "ranks on each node (8)")
+    number("--spares", whole_number, None, "N", "nodes that wait for a place (one per 200 nodes)")
+    number("--min-nodes", _at_least_one, None, "N", "fewest nodes in a round (nine tenths)")
+    number("--hours", _hours, 24.0, "HOURS", "simulated time (24)")
     add("--faults", choices=sorted(SCHEDULES), default="default", help="fault rates")
-    add("--fault-rate", type=_factor, default=1.0, help="how many times as often nodes fail (1)")
-    add("--seed", type=int, default=0, help="source of all randomness (0)")
+    number("--fault-rate", amount, 1.0, "FACTOR", "multiplies those of nodes and platform (1)")
+    number("--seed", _seed, 0, "N", "source of all randomness (0)")
     add("--seeds", metavar="A..B", help="run every seed from A to B")
     add(
         "--check",
@@ -105,33 +107,45 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _duration(text: str) -> float:
-    hours = float(text)
-    if not 0 < hours < 1e6:
-        raise ValueError
+def _hours(text: str, flag: str) -> float:
+    hours = amount(text, flag)
+    if hours == 0:
+        raise UsageError(f"{flag} {text}: more than 0 hours are needed")
     return hours
 
 
-def _factor(text: str) -> float:
-    factor = float(text)
-    if not 0 <= factor < 1e6:
-        raise ValueError
-    return factor
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError
+def _at_least_one(text: str, flag: str) -> int:
+    number = whole_number(text, flag)
+    if number == 0:
+        raise UsageError(f"{flag} {text}: at least 1 is needed")
     return number
+
+
+def _seed(text: str, flag: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"{flag} {text}: a whole number is needed") from None
 
 
 def _seeds(text: str) -> list[int]:
     first, dots, last = text.partition("..")
     try:
-        return list(range(int(first), int(last if dots else first) + 1))
+        found = list(range(int(first), int(last if dots else first) + 1))
     except ValueError:
-        raise UsageError(f"--seeds wants A..B, not {text!r}") from None
+        found = []
+    if not found:
+        raise UsageError(f"--seeds {text}: a range A..B is needed, as in 0..199")
+    return found
+
+
+def _log(path: str | None) -> AbstractContextManager[IO[bytes] | None]:
+    if path is None:
+        return nullcontext()
+    try:
+        return open(path, "wb")
+    except OSError as error:
+        raise UsageError(f"--log {path}: cannot be written: {error.strerror}") from None
 
 
 def _settings(arguments: argparse.Namespace, seed: int) -> SimSettings:
@@ -197,7 +211,7 @@ def _journal(job: str | None) -> Iterator[Journal | None]:
 
 
 def _keep_state(cluster: Cluster, journal: Journal) -> None:
-    """Give the journal a snapshot, as that of any job has one of late."""
+    """Give the journal a recent snapshot, as the journal of a real job has one."""
     coordinator = cluster.coordinator
     if coordinator.job.events == journal.numbered:  # It has not died at the very end.
         journal.write_snapshot(

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 
 from holdfast.cli.flags import add_flag, given_settings
 from holdfast.cli.tlsflags import add_tls_flags, tls_given
-from holdfast.cli.view import view_parser
+from holdfast.cli.view import read_journal, view_parser
 from holdfast.config.schema import Settings
 from holdfast.jobhome import find
-from holdfast.view.follower import Follower
 from holdfast.view.top.program import Program, print_lines, print_once
 from holdfast.view.top.state import look_at
 
@@ -33,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     price = given_settings(arguments).price_per_hour
     home = find(arguments.job)
-    follower = Follower.open(home)
+    follower = read_journal(home)
     try:
         if arguments.once:
             size = shutil.get_terminal_size((100, ROWS_ONCE))

@@ -75,12 +75,16 @@ class Schedule:
     """Share of a supplier's messages that come twice."""
 
     def times(self, factor: float) -> Schedule:
-        """Return a schedule in which nodes and their platform fail so many times as often."""
+        """Return a schedule in which nodes and their platform fail so many times as often; 0: never."""
         return replace(
             self,
-            rates={name: factor * rate for name, rate in self.rates.items()},
-            supply_rates={name: factor * rate for name, rate in self.supply_rates.items()},
+            rates=_multiplied(self.rates, factor),
+            supply_rates=_multiplied(self.supply_rates, factor),
         )
+
+
+def _multiplied(rates: dict[str, float], factor: float) -> dict[str, float]:
+    return {name: factor * rate for name, rate in rates.items()} if factor else {}
 
 
 _BAD_DEPARTURES: tuple[Literal["slowly", "late", "dies", "unfit", "never"], ...] = (

@@ -232,10 +232,17 @@ check --watch x                                                 | a number of se
 check --service ftp://x                                         | ftp://x
 check --check x                                                 | MODULE:FUNCTION
 check --bogus                                                   | --bogus
-sim --nodes -1                                                  | --nodes
-sim --nodes x                                                   | --nodes
-sim --seeds x                                                   | --seeds
-sim --hours nan                                                 | --hours
+sim --nodes -1                                                  | --nodes -1: a whole number
+sim --nodes x                                                   | --nodes x: a whole number
+sim --nodes 0                                                   | --nodes 0: at least 1
+sim --spares -3                                                 | --spares -3: a whole number
+sim --seed x                                                    | --seed x: a whole number
+sim --seeds x                                                   | --seeds x: a range A..B
+sim --seeds 5..2                                                | --seeds 5..2: a range A..B
+sim --hours nan                                                 | --hours nan: a number, 0 or more
+sim --hours 0                                                   | --hours 0: more than 0 hours
+sim --fault-rate x                                              | --fault-rate x: a number, 0 or more
+sim --log gone/log --nodes 2                                    | --log gone/log: cannot be written
 sim --nodes 3 --min-nodes 5                                     | --min-nodes 5 is more
 config --nnodes 3:2                                             | did you mean 2:3?
 config --local-addr 1.2.3.4 train.py                            | not an address of this machine

@@ -7,62 +7,25 @@ import os
 import re
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 import pytest
 
 from .harness import TRAINER, Run, gone, wait_for
-
-SECRET = "T000-very-secret"
-
-
-class Hook:
-    """A webhook; while it hangs it takes requests and answers none."""
-
-    def __init__(self) -> None:
-        self.told: list[dict[str, Any]] = []
-        self.asked: list[str] = []
-        """Kinds of all notices, answered or not."""
-        self.hangs = threading.Event()
-        hook = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                hook.asked.append(json.loads(body)["kind"])
-                while hook.hangs.is_set():
-                    time.sleep(0.02)
-                hook.told.append(json.loads(body))
-                self.send_response(200)
-                self.end_headers()
-
-            def log_message(self, *_: object) -> None: ...
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}/{SECRET}"
-
-    def kinds(self) -> list[str]:
-        return [one["kind"] for one in self.told]
+from .webhooks import SECRET, Webhooks
 
 
 @pytest.fixture
-def hook() -> Iterator[Hook]:
-    found = Hook()
+def hook() -> Iterator[Webhooks]:
+    found = Webhooks()
     yield found
-    found.hangs.clear()
-    found.server.shutdown()
-    found.server.server_close()
+    found.close()
 
 
 def test_a_killed_rank_and_the_end_are_told_to_a_webhook_and_to_a_command(
-    run: Run, hook: Hook
+    run: Run, hook: Webhooks
 ) -> None:
     run.train("--notify", hook.url, "--notify", "sh -c 'cat >> told; echo >> told'")
     run.until_stepping()
@@ -70,7 +33,7 @@ def test_a_killed_rank_and_the_end_are_told_to_a_webhook_and_to_a_command(
     wait_for(lambda: "incident" in hook.kinds(), "the notice of the incident")
     run.end()
     assert run.code() == 0
-    incident, end = [one for one in hook.told if one["kind"] in ("incident", "finished")]
+    incident, end = [one for one in hook.received if one["kind"] in ("incident", "finished")]
     assert "rank 1" in incident["text"]
     assert "back in" in incident["text"]
     assert incident["incidents"][0]["lost_s"] > 0
@@ -83,7 +46,7 @@ def test_a_killed_rank_and_the_end_are_told_to_a_webhook_and_to_a_command(
     run.assert_nobody_left()
 
 
-def test_a_script_does_not_see_the_secret(run: Run, hook: Hook) -> None:
+def test_a_script_does_not_see_the_secret(run: Run, hook: Webhooks) -> None:
     script = "import os; print('seen', [n for n, v in os.environ.items() if 'secret' in v])"
     run.train(script=script, env={"HOLDFAST_NOTIFY": hook.url})
     assert run.code() == 0
@@ -91,16 +54,16 @@ def test_a_script_does_not_see_the_secret(run: Run, hook: Hook) -> None:
     assert hook.kinds() == ["finished"]
 
 
-def test_a_job_that_gives_up_says_why(run: Run, hook: Hook) -> None:
+def test_a_job_that_gives_up_says_why(run: Run, hook: Webhooks) -> None:
     run.train("--notify", hook.url, "--max-restarts", "0", script="raise ValueError('no good')")
     assert run.code() != 0
-    end = hook.told[-1]
+    end = hook.received[-1]
     assert end["kind"] == "failed"
     assert "ValueError" in end["text"]
 
 
 def test_the_end_is_told_though_the_coordinator_is_killed_again_and_again(
-    run: Run, hook: Hook
+    run: Run, hook: Webhooks
 ) -> None:
     run.train("--notify", hook.url)
     run.until_stepping()
@@ -115,7 +78,7 @@ def test_the_end_is_told_though_the_coordinator_is_killed_again_and_again(
 
 
 def test_the_end_is_told_though_its_sender_is_killed_between_request_and_answer(
-    run: Run, hook: Hook
+    run: Run, hook: Webhooks
 ) -> None:
     hook.hangs.set()
     run.train("--notify", hook.url, args=("100",))
@@ -126,11 +89,11 @@ def test_the_end_is_told_though_its_sender_is_killed_between_request_and_answer(
         wait_for(partial(gone, sender), "the sender's end")
     hook.hangs.clear()
     assert run.code() == 0
-    assert hook.asked[-1] == hook.kinds()[-1] == "finished"
+    assert hook.asked[-1]["kind"] == hook.kinds()[-1] == "finished"
     assert len(hook.asked) == 3
 
 
-def test_a_launcher_that_is_killed_is_told_as_a_lost_job(run: Run, hook: Hook) -> None:
+def test_a_launcher_that_is_killed_is_told_as_a_lost_job(run: Run, hook: Webhooks) -> None:
     run.train("--notify", hook.url)
     run.until_stepping()
     wait_for(lambda: run._child("holdfast-notes"), "the sender")
@@ -142,7 +105,7 @@ def test_a_launcher_that_is_killed_is_told_as_a_lost_job(run: Run, hook: Hook) -
 
 
 def test_a_webhook_that_hangs_delays_the_end_by_a_limit_and_nothing_else(
-    run: Run, hook: Hook
+    run: Run, hook: Webhooks
 ) -> None:
     hook.hangs.set()
     run.train("--notify", hook.url, args=("100",))
@@ -153,14 +116,15 @@ def test_a_webhook_that_hangs_delays_the_end_by_a_limit_and_nothing_else(
     run.assert_nobody_left()
 
 
-def test_a_second_signal_ends_the_wait_for_the_last_notice(run: Run, hook: Hook) -> None:
+def test_a_second_signal_ends_the_wait_for_the_last_notice(run: Run, hook: Webhooks) -> None:
     hook.hangs.set()
     run.train("--notify", hook.url)
     run.until_stepping()
     sender = wait_for(lambda: run._child("holdfast-notes"), "the sender")
     os.kill(run.pid, signal.SIGTERM)
     wait_for(lambda: (job := run.peek()) is not None and job.result is not None, "the job's end")
-    wait_for(lambda: run._child("holdfast-agent") is None, "the agent's end")
+    for child in ("holdfast-agent", "holdfast-coord"):  # Until then a signal is for these.
+        wait_for(lambda child=child: run._child(child) is None, f"the end of {child}")
     os.kill(run.pid, signal.SIGTERM)
     began = time.monotonic()
     run.code()
@@ -182,7 +146,7 @@ def test_a_command_that_hangs_does_not_outlive_the_job(run: Run) -> None:
 
 @pytest.mark.parametrize("killed", [False, True], ids=["", "coordinator killed"])
 def test_a_coordinator_alone_sends_notices(
-    make_run: Callable[[], Run], hook: Hook, killed: bool
+    make_run: Callable[[], Run], hook: Webhooks, killed: bool
 ) -> None:
     alone, node = make_run(), make_run()
     command = [sys.executable, "-m", "holdfast", "coordinator", "--job", alone.job]
@@ -202,7 +166,7 @@ def test_a_coordinator_alone_sends_notices(
     alone.assert_nobody_left()
 
 
-def test_a_job_on_a_platform_sends_notices(run: Run, hook: Hook) -> None:
+def test_a_job_on_a_platform_sends_notices(run: Run, hook: Webhooks) -> None:
     run.without_torch()
     up = [sys.executable, "-m", "holdfast", "up", "--nodes=2", f"--job={run.job}"]
     run.start_raw([*up, "--notify", hook.url, run.write(TRAINER), "100"])
@@ -228,7 +192,7 @@ def test_a_target_that_cannot_work_is_refused_before_the_job_starts(
     assert SECRET not in run.err
 
 
-def test_config_does_not_show_the_secret(run: Run, hook: Hook) -> None:
+def test_config_does_not_show_the_secret(run: Run, hook: Webhooks) -> None:
     run.start_raw([sys.executable, "-m", "holdfast", "config", "--notify", hook.url, "--json"])
     assert run.code() == 0
     assert SECRET not in run.out

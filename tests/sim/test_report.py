@@ -67,6 +67,12 @@ def test_a_sweep_says_how_many_seeds_there_were(capsys):
     assert "3 seeds, 0 of them violated" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("rate", "fails"), [("0", False), ("50000", True)])
+def test_nodes_fail_as_often_as_the_fault_rate_says(rate: str, fails: bool, capsys) -> None:
+    assert main(["sim", "--nodes", "2", "--hours", "0.1", "--fault-rate", rate, "--json"]) == 0
+    assert bool(json.loads(capsys.readouterr().out)["incidents"]) is fails
+
+
 @pytest.mark.parametrize(
     "flags", [["--seeds", "x"], ["--nodes", "0"], ["--nodes", "2", "--min-nodes", "3"]]
 )

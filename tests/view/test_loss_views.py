@@ -10,16 +10,15 @@ from typing import Any
 
 import msgspec
 import pytest
-from journals import home_with, simulated
+from journals import home_with, latest, simulated
 from msgspec.structs import replace
 from reported import of_two_ranks
 from serving_web import page, run
 
-from holdfast.core import job as jobs
+from holdfast.core.job import Job
 from holdfast.core.replay import Entry
 from holdfast.core.view import JobLoss
 from holdfast.jobhome import JobHome
-from holdfast.messages.events import JobOpened
 from holdfast.messages.losses import Loss
 from holdfast.messages.reports import GoodputReport
 from holdfast.messages.requests import JobAccount
@@ -42,24 +41,14 @@ from holdfast.worker.tracking import numbers
 
 
 @cache
-def moments() -> tuple[JobLoss | None, ...]:
-    """The loss after each event of the simulated job."""
-    entries = simulated()
-    assert isinstance(entries[0].event, JobOpened)
-    job, found = jobs.opened(entries[0].event), list[JobLoss | None]([None])
-    for entry in entries[1:]:
-        jobs.decide(job, entry.event, entry.at)
-        found.append(job.loss)
-    return tuple(found)
-
-
 def until(*, finite: bool) -> tuple[tuple[Entry, ...], JobLoss]:
     """The simulated job up to the latest moment in which its loss is a number, or none."""
-    for count in range(len(moments()), 0, -1):
-        loss = moments()[count - 1]
-        if loss is not None and isinstance(loss.value, float) == finite:
-            return simulated()[:count], loss
-    raise AssertionError("the simulated job never had such a loss")
+
+    def loss(job: Job) -> JobLoss | None:
+        found = job.loss
+        return found if found is not None and isinstance(found.value, float) == finite else None
+
+    return latest(simulated(), loss)
 
 
 @pytest.fixture(params=[True, False], ids=["finite", "NaN"])

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from e2e.harness import wait_for
+from e2e.webhooks import SECRET, Webhooks
 from journals import home_with, simulated, unfinished, write
-from webhooks import SECRET, Webhooks, until
 
 from holdfast.jobhome import JobHome
 from holdfast.view.notices.news import BURST
@@ -90,19 +91,19 @@ def test_a_notice_that_was_on_its_way_when_the_sender_was_killed_is_sent_again(
 ) -> None:
     webhooks.hangs.set()
     senders.start(webhooks.url)
-    until(lambda: webhooks.asked, "the request")
+    wait_for(lambda: webhooks.asked, "the request")
     senders.kill()
     webhooks.hangs.clear()
-    until(lambda: webhooks.received, "the answer to nobody")
+    wait_for(lambda: webhooks.received, "the answer to nobody")
     senders.start(webhooks.url)
-    until(lambda: len(webhooks.received) == 2, "the same notice")
+    wait_for(lambda: len(webhooks.received) == 2, "the same notice")
     first, second = webhooks.received
     assert (second["incidents"], second["kind"]) == (first["incidents"], first["kind"])
 
 
 def test_what_a_target_has_taken_is_not_sent_again(senders: Senders, webhooks: Webhooks) -> None:
     senders.start(webhooks.url)
-    until(lambda: senders.home.notices.exists(), "the note of the delivery")
+    wait_for(lambda: senders.home.notices.exists(), "the note of the delivery")
     senders.kill()
     senders.start(webhooks.url)
     end(senders)
@@ -119,12 +120,12 @@ def test_each_target_has_a_memory_of_its_own(
 ) -> None:
     webhooks.answers = [503]
     senders.start(webhooks.url, f"sh -c 'cat >> {tmp_path}/told; echo >> {tmp_path}/told'")
-    until(lambda: senders.home.notices.exists(), "the command's notice")
-    until(lambda: webhooks.asked, "the request to the webhook")
+    wait_for(lambda: senders.home.notices.exists(), "the command's notice")
+    wait_for(lambda: webhooks.asked, "the request to the webhook")
     senders.kill()
     webhooks.answers = []
     senders.start(webhooks.url)
-    until(lambda: webhooks.received, "the notice of the webhook")
+    wait_for(lambda: webhooks.received, "the notice of the webhook")
     assert len((tmp_path / "told").read_text().splitlines()) == 1
 
 
@@ -132,10 +133,10 @@ def test_the_end_is_told_though_the_sender_is_killed_while_it_tells(
     senders: Senders, webhooks: Webhooks
 ) -> None:
     senders.start(webhooks.url)
-    until(lambda: webhooks.received, "the first notice")
+    wait_for(lambda: webhooks.received, "the first notice")
     webhooks.hangs.set()
     end(senders)
-    until(lambda: webhooks.asked[-1]["kind"] in ENDS, "the last request")
+    wait_for(lambda: webhooks.asked[-1]["kind"] in ENDS, "the last request")
     senders.kill()
     webhooks.hangs.clear()
     senders.start(webhooks.url)
@@ -154,7 +155,7 @@ def test_the_end_of_the_run_before_is_not_told_as_the_end_of_this_one(
 ) -> None:
     end(senders)
     senders.start(webhooks.url)
-    until(lambda: webhooks.received, "the incidents")
+    wait_for(lambda: webhooks.received, "the incidents")
     assert senders.process is not None
     assert webhooks.received[0]["kind"] == "incidents"
     with pytest.raises(subprocess.TimeoutExpired):
@@ -166,7 +167,7 @@ def test_a_target_that_fails_in_every_way_hears_of_everything(
 ) -> None:
     webhooks.answers = [500, "close", "half", 429, 200]
     senders.start(webhooks.url)
-    until(lambda: webhooks.asked, "the first try")
+    wait_for(lambda: webhooks.asked, "the first try")
     end(senders)
     assert senders.code() == 0
     assert len(webhooks.asked) == 5
@@ -180,7 +181,7 @@ def test_a_target_that_fails_in_every_way_hears_of_everything(
 def test_a_refused_notice_is_counted_in_the_next_one(senders: Senders, webhooks: Webhooks) -> None:
     webhooks.answers = [404, 200]
     senders.start(webhooks.url)
-    until(lambda: senders.home.notices.exists(), "the refusal")
+    wait_for(lambda: senders.home.notices.exists(), "the refusal")
     end(senders)
     assert senders.code() == 0
     assert [notice["undelivered"] for notice in webhooks.received] == [1]
@@ -212,7 +213,7 @@ def test_a_target_that_hangs_has_a_limit_and_leaves_nothing_behind(
     assert senders.code() == 0
     if hangs == "command":
         pid = int((tmp_path / "pid").read_text())
-        until(lambda: not os.path.exists(f"/proc/{pid}"), "the end of the command")
+        wait_for(lambda: not os.path.exists(f"/proc/{pid}"), "the end of the command")
 
 
 def test_a_sender_whose_parent_was_killed_tells_that_the_job_is_lost(
@@ -222,8 +223,8 @@ def test_a_sender_whose_parent_was_killed_tells_that_the_job_is_lost(
     between = "import subprocess, sys; subprocess.run(sys.argv[1:])"
     sender = [sys.executable, "-c", PROGRAM, str(senders.home.path), "30", webhooks.url]
     senders.process = subprocess.Popen([sys.executable, "-c", between, *sender])
-    until(lambda: webhooks.received, "the incidents")
+    wait_for(lambda: webhooks.received, "the incidents")
     os.kill(senders.process.pid, signal.SIGKILL)
-    until(lambda: webhooks.received[-1]["kind"] == "lost", "the last notice")
+    wait_for(lambda: webhooks.received[-1]["kind"] == "lost", "the last notice")
     noted = json.loads(senders.home.notices.read_bytes())
     assert [told["ended_run"] for told in noted["targets"].values()] == [0], "it may go on"

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from e2e.webhooks import SECRET, Webhooks
 from msgspec.structs import replace
 from reported import an_incident, of_two_ranks
-from webhooks import SECRET, Webhooks
 
 from holdfast.messages.reports import GoodputReport, IncidentReport, StatusReport
 from holdfast.messages.units import Seconds, Time

@@ -16,20 +16,8 @@ import pytest
 from e2e.harness import Run
 
 from .pretend import WEEK_S, PretendJob, PretendServer
-from .sight import Sight
+from .sight import FLAGS, Sight
 
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--enable-precise-memory-info",
-    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost",
-]
-"""The last one: no page reaches another machine, whatever it loads."""
 PICTURES = Path(__file__).parents[3] / ".browser" / "pictures"
 
 TRAINER = """

@@ -7,6 +7,18 @@ from typing import Any
 
 VIEWS = ["now", "timeline", "incidents", "goodput", "checkpoints", "nodes", "history"]
 PATIENCE_MS = 60_000
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--enable-precise-memory-info",
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost",
+]
+"""How chromium is started. The last one: no page reaches another machine, whatever it loads."""
 
 # What a canvas shows is known by its pixels: the share that differs from its most frequent colour.
 _DRAWN = """(canvas) => {

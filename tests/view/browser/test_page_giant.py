@@ -10,13 +10,25 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
+from e2e.web import Web
 
+from .measures import (
+    LANES,
+    LANES_KEYS,
+    MAP,
+    MAP_KEYS,
+    first_paint_ms,
+    pressed_ms,
+    renderer_bytes,
+    transferred,
+)
 from .pretend import PretendServer
 from .sight import VIEWS, Sight
-from .viewer import Web
+from .viewer import enter
 
 pytestmark = pytest.mark.browser
 
@@ -33,48 +45,17 @@ _YARDSTICK = """() => {
 }"""
 YARDSTICK_MS = 110.0
 
-# From a key to the second frame after it: by then what it changed is on the screen.
-_PRESS = """async ([selector, keys]) => {
-  const target = document.querySelector(selector), took = [];
-  target.focus();
-  for (const key of keys) {
-    const begin = performance.now();
-    target.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true }));
-    await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
-    took.push(performance.now() - begin);
-  }
-  return took;
-}"""
-
 
 def slower(sight: Sight) -> float:
     """How many times slower this machine is now than the one the limits are for."""
     return max(1.0, min(sight.page.evaluate(_YARDSTICK) for _ in range(3)) / YARDSTICK_MS)
 
 
-def median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
-
-
-def renderer_bytes(browser: Any) -> int:
-    """Memory of the page's process that it shares with no other."""
-    session = browser.new_browser_cdp_session()
-    processes = session.send("SystemInfo.getProcessInfo")["processInfo"]
-    sizes = []
-    for process in processes:
-        if process["type"] == "renderer":
-            lines = Path(f"/proc/{process['id']}/smaps_rollup").read_text().splitlines()
-            sizes.append(sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")))
-    return max(sizes) * 1024
-
-
 def test_the_first_paint_comes_within_a_second(sight: Sight, giant: PretendServer) -> None:
     factor = slower(sight)
     sight.look(giant.url, "giant")
-    sight.until_drawn(".picture canvas", 0.1)
-    paint, done = sight.page.evaluate(
-        "[performance.getEntriesByName('first-contentful-paint')[0].startTime, performance.now()]"
-    )
+    sight.until_drawn(MAP, 0.1)
+    paint, done = first_paint_ms(sight.page), sight.page.evaluate("performance.now()")
     print(
         f"first paint {paint:.0f} ms, map drawn by {done:.0f} ms, machine {factor:.1f} times slower"
     )
@@ -85,10 +66,8 @@ def test_the_first_paint_comes_within_a_second(sight: Sight, giant: PretendServe
 def test_moving_over_the_map_is_quick(sight: Sight, giant: PretendServer) -> None:
     factor = slower(sight)
     sight.look(giant.url, "giant")
-    sight.until_drawn(".picture canvas", 0.1)
-    took = sight.page.evaluate(
-        _PRESS, [".picture canvas", ["ArrowRight"] * 10 + ["ArrowDown"] * 10]
-    )
+    sight.until_drawn(MAP, 0.1)
+    took = pressed_ms(sight.page, MAP, MAP_KEYS)
     print(f"map: {median(took):.0f} ms, worst {max(took):.0f} ms")
     assert median(took) <= INTERACTION_MS * factor
 
@@ -96,9 +75,8 @@ def test_moving_over_the_map_is_quick(sight: Sight, giant: PretendServer) -> Non
 def test_zooming_the_timeline_is_quick(sight: Sight, giant: PretendServer) -> None:
     factor = slower(sight)
     sight.look(giant.url, "giant", "timeline")
-    sight.until_drawn(".lanes canvas", 0.3)
-    keys = ["+"] * 8 + ["ArrowDown"] * 4 + ["-"] * 4 + ["PageDown"] * 4
-    took = sight.page.evaluate(_PRESS, [".lanes canvas", keys])
+    sight.until_drawn(LANES, 0.3)
+    took = pressed_ms(sight.page, LANES, LANES_KEYS)
     print(f"timeline: {median(took):.0f} ms, worst {max(took):.0f} ms")
     assert median(took) <= INTERACTION_MS * factor
     sight.keep("giant-timeline")
@@ -106,9 +84,9 @@ def test_zooming_the_timeline_is_quick(sight: Sight, giant: PretendServer) -> No
 
 def test_little_is_transferred_before_zooming(sight: Sight, giant: PretendServer) -> None:
     sight.look(giant.url, "giant")
-    sight.until_drawn(".picture canvas", 0.1)
+    sight.until_drawn(MAP, 0.1)
     sight.turn("timeline")
-    sight.until_drawn(".lanes canvas", 0.3)
+    sight.until_drawn(LANES, 0.3)
     print(f"{giant.sent_bytes / 1e3:.0f} kB")
     assert giant.sent_bytes <= TRANSFER_BYTES
 
@@ -121,7 +99,7 @@ def test_all_views_together_need_little_memory(
         sight.turn(view)
     for _ in range(40):
         giant.tell("now", giant.jobs["giant"].now())
-    sight.until_drawn(".picture canvas", 0.1)
+    sight.until_drawn(MAP, 0.1)
     size = renderer_bytes(chromium)
     print(f"{size / 1e6:.0f} MB")
     assert size <= MEMORY_BYTES
@@ -156,31 +134,18 @@ def test_the_real_server_shows_ten_thousand_simulated_ranks(sight: Sight, tmp_pa
     sim = "sim --nodes 1250 --slots 8 --hours 0.03 --faults heavy --seed 3 --min-nodes 900 --job giant"
     command = [sys.executable, "-m", "holdfast", *sim.split()]
     subprocess.run(command, env=env, cwd=tmp_path, check=True, capture_output=True, timeout=250)
-    web = Web(tmp_path, env)
-    try:
-        received = transferred(sight)
-        sight.page.goto(web.links[0])
-        sight.page.wait_for_url(f"{web.base}/")
-        sight.look(web.base, "giant")
+    with Web(tmp_path, env) as web:
+        received = transferred(sight.page, compressed=False)
+        enter(sight, web, "giant")
         sight.page.wait_for_selector("#banner", state="hidden")
         sight.until(".legend", "10,000\nrunning")
         sight.turn("timeline")
-        sight.until_drawn(".lanes canvas", 0.2)
+        sight.until_drawn(LANES, 0.2)
         print(f"{sum(received) / 1e3:.0f} kB")
         assert sum(received) <= TRANSFER_BYTES
-        sight.page.locator(".lanes canvas").focus()
+        sight.page.locator(LANES).focus()
         assert sight.text(".readout").startswith("h")
         for view in VIEWS:
             sight.turn(view)
             sight.keep(f"simulated-{view}")
         sight.leave()
-    finally:
-        web.close()
-
-
-def transferred(sight: Sight) -> list[int]:
-    """Sizes of all that comes from now on, without what compression saves."""
-    session, sizes = sight.page.context.new_cdp_session(sight.page), []
-    session.send("Network.enable")
-    session.on("Network.dataReceived", lambda event: sizes.append(event["dataLength"]))
-    return sizes

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 from e2e.harness import PATIENCE_S, Run
+from e2e.web import Web
 
 from .sight import VIEWS, Sight
-from .viewer import Web, enter, further
+from .viewer import enter, further
 
 pytest.importorskip("starlette", reason="holdfast[web] is not installed")
 pytest.importorskip("uvicorn", reason="holdfast[web] is not installed")
@@ -33,7 +34,7 @@ def web(trained: Run, sight: Sight) -> Iterator[Web]:
 
 
 def test_a_kill_is_told_at_once_and_every_view_has_it(sight: Sight, web: Web, trained: Run) -> None:
-    enter(sight, web, trained)
+    enter(sight, web, trained.job)
     further(sight)
     trained.until_standbys(1)
     trained.kill_rank(1)
@@ -84,7 +85,7 @@ def test_every_view_of_a_live_job_fits_any_window(sight: Sight, web: Web, traine
     trained.until_standbys(1)
     trained.kill_rank(0, signal.SIGSTOP)
     trained.until_stepping(round=3)
-    enter(sight, web, trained)
+    enter(sight, web, trained.job)
     further(sight, 100)
     for scheme, width in (("light", 1440), ("dark", 1440), ("light", 390), ("dark", 390)):
         sight.page.emulate_media(color_scheme=scheme)
@@ -102,7 +103,7 @@ def test_every_view_of_a_live_job_fits_any_window(sight: Sight, web: Web, traine
 def test_a_stopped_rank_is_shown_with_the_stacks_of_all(
     sight: Sight, web: Web, trained: Run
 ) -> None:
-    enter(sight, web, trained)
+    enter(sight, web, trained.job)
     trained.until_standbys(1)
     trained.kill_rank(1, signal.SIGSTOP)
     sight.until("#announcer", "rank 1")
@@ -117,7 +118,7 @@ def test_a_stopped_rank_is_shown_with_the_stacks_of_all(
 def test_a_ranks_stack_and_log_are_shown_while_it_trains(
     sight: Sight, web: Web, trained: Run
 ) -> None:
-    enter(sight, web, trained)
+    enter(sight, web, trained.job)
     sight.page.locator(".picture canvas").focus()
     sight.page.keyboard.press("Enter")
     sight.until("dialog", "train.py")
@@ -126,7 +127,7 @@ def test_a_ranks_stack_and_log_are_shown_while_it_trains(
 
 
 def test_a_fault_is_injected_from_the_page(sight: Sight, web: Web, trained: Run) -> None:
-    enter(sight, web, trained)
+    enter(sight, web, trained.job)
     sight.page.select_option("#actions select", "fault")
     sight.page.fill("dialog input[type=number]", "1")
     sight.page.fill("dialog input[aria-label^=Type]", trained.job)
@@ -137,7 +138,7 @@ def test_a_fault_is_injected_from_the_page(sight: Sight, web: Web, trained: Run)
 
 
 def test_a_lost_coordinator_does_not_end_the_page(sight: Sight, web: Web, trained: Run) -> None:
-    enter(sight, web, trained)
+    enter(sight, web, trained.job)
     further(sight)
     trained.kill(trained.coordinator())
     further(sight, 50)
@@ -158,7 +159,7 @@ def test_the_page_of_one_job_needs_no_list(sight: Sight, web: Web, trained: Run)
 def test_the_job_goes_on_when_the_viewer_is_killed_and_the_page_says_so(
     sight: Sight, web: Web, trained: Run
 ) -> None:
-    enter(sight, web, trained)
+    enter(sight, web, trained.job)
     sight.forgive("ERR_", "Failed to load")
     web.process.kill()
     sight.until("#banner", "The viewer does not answer")
@@ -169,7 +170,7 @@ def test_the_job_goes_on_when_the_viewer_is_killed_and_the_page_says_so(
 def test_every_view_shows_a_finished_job(sight: Sight, web: Web, trained: Run) -> None:
     trained.kill_rank(0)
     trained.until_stepping(round=2)
-    enter(sight, web, trained)
+    enter(sight, web, trained.job)
     trained.end()
     assert trained.code() == 0
     sight.until("#job-state", "finished")
@@ -221,7 +222,7 @@ def test_another_host_name_is_refused(web: Web, trained: Run) -> None:
 def test_another_website_can_neither_read_nor_act(
     sight: Sight, web: Web, trained: Run, tmp_path: Path
 ) -> None:
-    enter(sight, web, trained)
+    enter(sight, web, trained.job)
     sight.forgive("CORS", "Failed to load", "403", "Cross-Origin", "ERR_", "Content Security")
     with other_site(tmp_path) as elsewhere:
         sight.page.goto(elsewhere)

@@ -5,20 +5,10 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 SECRET = "T000-very-secret"
-PATIENCE_S = 60.0
-
-
-def until(found: Callable[[], object], what: str) -> None:
-    """Wait until something is found."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not found():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
 
 
 class Webhooks:
@@ -26,7 +16,7 @@ class Webhooks:
 
     def __init__(self) -> None:
         self.received: list[dict[str, Any]] = []
-        """Notices that were answered with 200."""
+        """Notices that are answered with 200."""
         self.asked: list[dict[str, Any]] = []
         """All notices, whatever the answer was."""
         self.headers: list[dict[str, str]] = []
@@ -47,12 +37,12 @@ class Webhooks:
                     time.sleep(0.02)
                 answers = webhooks.answers
                 answer = (answers.pop(0) if len(answers) > 1 else answers[0]) if answers else 200
+                if answer == 200:
+                    webhooks.received.append(body)
                 if answer == "half":
                     self.wfile.write(b"HTTP/1.1 20")
                 if isinstance(answer, int):
                     self._answer(answer)
-                if answer == 200:
-                    webhooks.received.append(body)
 
             def _answer(self, code: int) -> None:
                 self.send_response(code)
@@ -68,6 +58,10 @@ class Webhooks:
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}/services/{SECRET}"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def kinds(self) -> list[str]:
+        """Kinds of the notices that were received."""
+        return [one["kind"] for one in self.received]
 
     def close(self) -> None:
         self.hangs.clear()
