@@ -7,7 +7,7 @@ from functools import cache
 
 import msgspec
 
-from holdfast.coordinator.journal import Journal
+from holdfast.coordinator.journal import Journal, replay
 from holdfast.core.replay import Entry
 from holdfast.jobhome import JobFile, JobHome, create
 from holdfast.sim.cluster import Cluster, SimSettings
@@ -49,6 +49,15 @@ def home_with(entries: tuple[Entry, ...], name: str = "j") -> JobHome:
     home.write_job_file(JobFile(job=name, host="127.0.0.1", port=1, token="t", pid=1))
     write(home, entries)
     return home
+
+
+def keep_state(home: JobHome) -> None:
+    """Give a home's journal a snapshot after its newest event, as a coordinator does now and then."""
+    snapshot = replay(home.journal)
+    assert snapshot is not None
+    journal = Journal(home.journal)
+    journal.write_snapshot(snapshot)
+    journal.close()
 
 
 def write(home: JobHome, entries: tuple[Entry, ...]) -> None:
