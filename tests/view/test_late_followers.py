@@ -12,6 +12,8 @@ from serving_web import ServedPage, page, run
 
 from holdfast.coordinator.journal import Journal, replay
 from holdfast.jobhome import JobHome
+from holdfast.messages.events import CoordinatorRestarted
+from holdfast.view import follower as followers
 from holdfast.view.web import watched
 
 
@@ -90,5 +92,54 @@ def test_every_answer_that_lacks_the_past_says_so() -> None:
             await until_whole(web)
             for path in paths:
                 assert "past" not in await web.get(f"/api/jobs/j/{path}")
+
+    run(test)
+
+
+@pytest.mark.usefixtures("any_is_much")
+def test_coordinators_of_the_past_do_not_go_and_come_back() -> None:
+    entries = simulated()
+    assert any(isinstance(one.event, CoordinatorRestarted) for one in entries)
+    keep_state(home_with(entries))
+
+    async def test() -> None:
+        async with page() as web:
+            heard = await until_whole(web)
+            assert any("past" in data for name, data in heard if name == "now")
+            assert {"gone", "back"}.isdisjoint(name for name, _ in heard)
+
+    run(test)
+
+
+def cut_in_an_incident() -> tuple[int, int]:
+    """Find an event after which an incident is open that ends later, and that incident's number."""
+    home = home_with(simulated(), "cut")
+    follower = followers.Follower.open(home)
+    follower.close()
+    entries = simulated()
+    for one in follower.job.incidents:
+        if one.closed_at is not None and one.closed_at > one.fault_at + 1.0:
+            return sum(entry.at < one.closed_at for entry in entries), one.id
+    raise AssertionError("no incident took a second")
+
+
+@pytest.mark.usefixtures("any_is_much")
+def test_the_end_of_an_incident_is_told_that_began_before_the_past_was_read() -> None:
+    cut, number = cut_in_an_incident()
+    home = home_with(simulated()[:cut])
+    keep_state(home)
+    added = False
+
+    def ended(name: str, data: Any) -> bool:
+        nonlocal added
+        if not added and name == "now" and "past" not in data:
+            added = True
+            write(home, simulated()[cut:])
+        return name == "incident" and bool(data["id"] == number) and not data["open"]
+
+    async def test() -> None:
+        async with page() as web:
+            heard = await web.events("/api/jobs/j/stream", ended)
+            assert heard[-1][0] == "incident"
 
     run(test)
