@@ -29,6 +29,7 @@ from holdfast.view.history import kept
 from holdfast.view.history.kept import KeptHistory
 from holdfast.view.web import answers
 from holdfast.view.web.app import encoded
+from holdfast.view.web.past import read_past
 
 LIMIT_S = 60.0
 
@@ -294,6 +295,17 @@ def test_a_long_journal_is_shown_at_once_and_its_past_when_it_was_read(long: Job
 
     run(test)
     assert isinstance(kept.read(long.history), KeptHistory)
+
+
+def test_the_reader_imports_nothing_from_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = home_with(simulated())
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hashlib.py").write_text("raise SystemExit('not the one of Python')")
+    shares: list[float] = []
+    asyncio.run(read_past(home, shares.append))
+    assert shares[-1] == 1.0
 
 
 def test_if_its_reader_is_killed_the_server_reads_it(long: JobHome) -> None:
