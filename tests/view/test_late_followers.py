@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
@@ -77,7 +79,14 @@ def test_a_journal_without_its_snapshots_is_read_from_its_first_event() -> None:
 
 
 @pytest.mark.usefixtures("any_is_much")
-def test_every_answer_that_lacks_the_past_says_so() -> None:
+def test_every_answer_that_lacks_the_past_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, read_past = asyncio.Event(), watched.read_past
+
+    async def read_when_asked(home: JobHome, told: Callable[[float], None]) -> None:
+        await asked.wait()
+        await read_past(home, told)
+
+    monkeypatch.setattr(watched, "read_past", read_when_asked)
     home = home_with(simulated()[:-20])
     keep_state(home)
     write(home, simulated()[-20:])
@@ -89,6 +98,7 @@ def test_every_answer_that_lacks_the_past_says_so() -> None:
             since = early[0]["past"]["since"]
             assert since > early[0]["status"]["opened_at"]
             assert [one["past"]["since"] for one in early] == [since] * len(paths)
+            asked.set()
             await until_whole(web)
             for path in paths:
                 assert "past" not in await web.get(f"/api/jobs/j/{path}")

@@ -118,6 +118,10 @@ class CauseGrid(Struct):
                     part = int(begin)
                     if begin >= 0 and begin + width <= part + 1 <= count:
                         parts[part][cause] = parts[part].get(cause, 0.0) + seconds
+                    elif begin >= 0 and begin + width <= part + 2 <= count:
+                        here = seconds * (part + 1 - begin) / width
+                        parts[part][cause] = parts[part].get(cause, 0.0) + here
+                        parts[part + 1][cause] = parts[part + 1].get(cause, 0.0) + seconds - here
                     else:
                         spread(parts, cause, seconds, begin, width)
         return parts

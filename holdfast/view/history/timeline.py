@@ -39,11 +39,13 @@ BUCKETS = 2048
 GROUPS = 64
 """Groups of ranks that a large job is divided into, at most."""
 GROUP_BUCKETS = 256
+LEAST_PARTS = 64
+"""Parts that the time of an answer about groups is divided into, at least, if so many are asked for."""
 ONE_BY_ONE = 128
 """Ranks up to which an answer is made from their lanes."""
 HELD_S: Seconds = 300.0
 """A span that lasts is told to the grids this often."""
-MOST_ANSWERED = 12_000
+MOST_ANSWERED = 8_000
 """Spans of an answer, at most."""
 
 Fold = Literal["rank", "node"]
@@ -233,7 +235,8 @@ class Timeline(Struct, dict=True):
         last = max(block.first_rank + block.ranks - 1 for block in blocks)
         found: list[ShownLane] = []
         groups = range(first // size, min(last // size + 1, len(self._groups)))
-        width = max(1, min(width, GROUP_BUCKETS, MOST_ANSWERED // max(1, len(groups))))
+        known = int((until - since) / self._groups[0].width)  # Finer parts would say nothing more.
+        width = min(width, max(known, LEAST_PARTS), MOST_ANSWERED // max(1, len(groups)))
         step = (until - since) / width
         for group in groups:
             begin, end = group * size, min((group + 1) * size, len(self._lanes))

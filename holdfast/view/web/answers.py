@@ -137,7 +137,7 @@ def _span(span: ShownSpan) -> list[Any]:
     begin, end = round(span.begin, 3), round(span.end, 3)
     if len(span.shares) == 1:
         return [begin, end, next(iter(span.shares))]
-    shares = {cause: share for cause, s in span.shares.items() if (share := round(s, 3)) > 0}
+    shares = {cause: round(share, 3) for cause, share in span.shares.items() if share >= 0.0005}
     return [begin, end, shares]
 
 
