@@ -112,6 +112,15 @@ class Follower:
         return follower
 
     @classmethod
+    def from_now(cls, home: JobHome) -> Follower:
+        """Follow a job of this machine whose past does not matter: of a long journal, as that of a job
+        which was queued again, the newest snapshot and what came after it is read."""
+        follower = cls(JournalFile(home))
+        if follower.unread >= KEPT_FROM:
+            follower.begin_late()
+        return follower
+
+    @classmethod
     def at_end(cls, home: JobHome) -> Follower:
         """Read the whole journal of a job that is over, though its launcher may still hold its lock;
         it has not opened if there are no events."""

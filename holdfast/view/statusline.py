@@ -19,7 +19,7 @@ from holdfast import kernel
 from holdfast.jobhome import JobHome
 from holdfast.messages.reports import GoodputReport, StatusReport
 from holdfast.terminal_line import TerminalLine
-from holdfast.view.follower import Follower, JournalFile
+from holdfast.view.follower import Follower
 from holdfast.view.wording import loss, percent, plain, speed
 
 DRAW_EVERY_S = 0.5
@@ -47,7 +47,7 @@ def run_status_line(home: JobHome, line: TerminalLine, launcher_pid: int) -> int
 
 
 async def _draw(home: JobHome, line: TerminalLine, group: int) -> None:
-    follower = Follower(JournalFile(home))
+    follower = Follower.from_now(home)
     line.tidy()
     while True:
         follower.catch_up()

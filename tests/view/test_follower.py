@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from journals import home_with, simulated, write
+from journals import home_with, keep_state, simulated, write
 
 from holdfast.coordinator.journal import Journal, replay
 from holdfast.core import report
@@ -18,6 +18,7 @@ from holdfast.errors import JobError
 from holdfast.jobhome import JobHome, create
 from holdfast.messages.events import EventSetAside, Tick
 from holdfast.messages.units import Time
+from holdfast.view import follower as followers
 from holdfast.view.follower import BATCH, Follower
 
 LIMIT_S = 60.0
@@ -79,6 +80,20 @@ def test_damage_longer_than_what_is_read_at_once_is_not_taken_for_the_end() -> N
     follower = Follower.open(home)
     assert follower.taken == len(simulated())
     assert follower.unread == 0
+    compare(follower, home)
+    follower.close()
+
+
+def test_who_needs_no_past_does_not_read_a_long_journal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that was queued again may end before all that it has done would be read."""
+    monkeypatch.setattr(followers, "KEPT_FROM", 1)
+    entries = simulated()
+    home = home_with(entries[:-50])
+    keep_state(home)
+    write(home, entries[-50:])
+    follower = Follower.from_now(home)
+    assert follower.taken == len(entries) - 50
+    follower.catch_up()
     compare(follower, home)
     follower.close()
 

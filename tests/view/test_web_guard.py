@@ -85,6 +85,20 @@ def test_a_link_sets_a_strict_cookie_and_goes_on_without_its_token() -> None:
     run(test)
 
 
+def test_a_link_leads_to_no_other_website() -> None:
+    """Who has the link for looking could send others one that begins here and ends elsewhere."""
+
+    async def test() -> None:
+        async with page() as web:
+            link = f"{web.base}//elsewhere.example/x?view={web.secrets.tokens['view']}"
+            answer = await web.client.get(link)
+            assert answer.status_code == 200
+            assert 'url=/elsewhere.example/x"' in answer.text
+            assert "//" not in answer.text
+
+    run(test)
+
+
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:{port}", "127.0.0.1:1", ""])
 def test_another_name_is_refused_whatever_secret_is_shown(host: str) -> None:
     async def test() -> None:

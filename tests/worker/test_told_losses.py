@@ -312,6 +312,17 @@ def test_the_loss_of_the_training_is_found_by_its_name(
     assert loss_in(logged) == loss
 
 
+class _Unreadable:
+    """A value that a user logs, which the framework and its trackers know what to do with."""
+
+    def __float__(self) -> float:
+        raise RuntimeError("not a number yet")
+
+
+def test_a_logged_value_that_cannot_be_read_ends_no_training() -> None:
+    assert loss_in({"loss": _Unreadable()}) is None
+
+
 ACCELERATE = """
 import os, socket
 from accelerate import Accelerator

@@ -24,7 +24,7 @@ from typing import Any
 from holdfast import kernel
 from holdfast.jobhome import JobHome
 from holdfast.messages.units import Seconds, Time
-from holdfast.view.follower import Follower, JournalFile
+from holdfast.view.follower import Follower
 from holdfast.view.notices import news
 from holdfast.view.notices.delivery import NoticeRoute
 from holdfast.view.notices.memory import NoticesMemory
@@ -57,7 +57,7 @@ class Sender:
     def __init__(self, home: JobHome, targets: Sequence[str], last_word_s: Seconds) -> None:
         self._home = home
         self._targets = tuple(dict.fromkeys(targets))
-        self._follower = Follower(JournalFile(home))
+        self._follower = Follower.from_now(home)
         self._job: str | None = None
         """Id of the job, once it has begun."""
         self._routes: list[NoticeRoute] = []

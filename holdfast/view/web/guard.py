@@ -148,7 +148,8 @@ class WebGuard:
         if self._secrets.role_of_token(token) != role:
             why = "it is not complete, of another `holdfast web`, or was ended by --new-tokens"
             return refused(401, f"this link is not good: {why}")
-        onward = quote(scope["path"]) + (f"?{urlencode(rest)}" if rest else "")
+        path = "/" + scope["path"].lstrip("/")  # Two slashes would begin the name of another host.
+        onward = quote(path) + (f"?{urlencode(rest)}" if rest else "")
         response = HTMLResponse(
             '<!doctype html><meta charset="utf-8"><title>Holdfast</title>'
             f'<meta http-equiv="refresh" content="0; url={html.escape(onward)}">'

@@ -79,6 +79,8 @@ def loss_in(logged: dict[Any, Any], names: Sequence[str] = NAMES) -> Any:
         if logged.get(name) is not None:
             try:
                 return checked(logged[name])
-            except TypeError:  # It is logged in words, or is that of each sample.
+            except (
+                Exception
+            ):  # Words, one of each sample, or anything: what is logged is the user's.
                 return None
     return None
