@@ -164,11 +164,17 @@ def open_privately(path: Path, flags: int) -> int:
 
 
 def write_privately(path: Path, content: bytes) -> None:
-    """Write a file atomically, readable by this user only."""
+    """Write a file atomically, readable by this user only. One that cannot be written leaves nothing:
+    the room on a full disk is not its own."""
     temporary = path.with_suffix(".new")
-    with os.fdopen(open_privately(temporary, os.O_WRONLY | os.O_TRUNC), "wb") as file:
-        file.write(content)
-    os.replace(temporary, path)
+    try:
+        with os.fdopen(open_privately(temporary, os.O_WRONLY | os.O_TRUNC), "wb") as file:
+            file.write(content)
+        os.replace(temporary, path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def make_private_directory(path: Path) -> None:
@@ -202,7 +208,7 @@ def create(name: str | None, script: str) -> JobHome:
     before: JobHome | None = None
     try:
         make_private_directory(jobs)
-        with _one_at_a_time(jobs):
+        with one_at_a_time(jobs):
             if home.path.exists():
                 if home.alive():
                     raise JobHomeError(
@@ -233,8 +239,8 @@ def _unwritable(path: Path, error: OSError) -> JobHomeError:
 
 
 @contextmanager
-def _one_at_a_time(directory: Path) -> Iterator[None]:
-    """Keep two jobs that start at the same time from renaming each other's home."""
+def one_at_a_time(directory: Path) -> Iterator[None]:
+    """Keep two processes from replacing the same thing in a directory at the same time."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)

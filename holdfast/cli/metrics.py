@@ -13,7 +13,7 @@ from holdfast.cli.view import Parser, print_json
 from holdfast.config.values import endpoint, joined, time_limit
 from holdfast.errors import UsageError
 from holdfast.jobhome import find
-from holdfast.view.follower import Follower, JournalFile
+from holdfast.view.follower import Follower
 from holdfast.view.metrics.families import families
 from holdfast.view.metrics.otlp import Pusher, target
 from holdfast.view.metrics.server import MetricsOfJob, MetricsServer, keep_up
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if arguments.json:
         raise UsageError("--json prints the metrics once; leave --listen and --otlp out")
-    metrics = MetricsOfJob(Follower(JournalFile(home)))
+    metrics = MetricsOfJob(Follower.resumed(home))
     every_s = time_limit(arguments.every, "--every")
     pusher = Pusher(target(arguments.otlp), _say) if arguments.otlp is not None else None
     server = _listen(arguments.listen, metrics, _token(arguments.token_file))

@@ -248,20 +248,21 @@ class JournalReader:
 
     def _rows(self, after: int, limit: int = -1) -> Iterator[Any]:
         """Read the rows in order; where pages of the file are damaged, those that can be read."""
-        columns, number = "number, at, node, node_number, event", after
+        columns, number, found = "number, at, node, node_number, event", after, 0
         try:
             query = f"SELECT {columns} FROM events WHERE number > ? ORDER BY 1 LIMIT ?"
             for row in self._select(query, after, limit):
-                number = row[0]
+                number, found = row[0], found + 1
                 yield row
             return
         except JournalCorrupt:
             ((last,),) = self._select("SELECT max(number) FROM events")
-        stop = last or 0 if limit < 0 else min(last or 0, after + limit)
-        while number < stop:
+        while number < (last or 0) and found != limit:
             number += 1
             try:
-                yield from self._select(f"SELECT {columns} FROM events WHERE number = ?", number)
+                for row in self._select(f"SELECT {columns} FROM events WHERE number = ?", number):
+                    found += 1
+                    yield row
             except JournalCorrupt:  # Its page: the number is missing then.
                 continue
 
@@ -275,15 +276,17 @@ class JournalReader:
 
 
 def decoded(rows: Iterable[JournalRow], after: int, where: str) -> Iterator[Entry]:
-    """Decode rows that follow the event of a number; what is missing or damaged is an `EventLost`."""
-    expected, last_at = after + 1, 0.0
+    """Decode rows that follow the event of a number; what is missing or damaged is an `EventLost`.
+
+    One that is missing has the time of the next that is there, whichever row the reading began at."""
+    expected = after + 1
     for number, at, node, node_number, event in rows:
         if number - expected > MISSING_AT_MOST:
             raise JournalCorrupt(f"{where}: events {expected} to {number - 1} are missing")
         while expected < number:
-            yield _lost(last_at, f"event {expected} is missing")
+            yield _lost(at, f"event {expected} is missing")
             expected += 1
-        expected, last_at = number + 1, at
+        expected = number + 1
         try:
             yield Entry(Time(at), _event_decoder.decode(event), node, node_number or 0)
         except msgspec.DecodeError as error:

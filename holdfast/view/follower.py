@@ -94,15 +94,21 @@ class Follower:
     def open(cls, home: JobHome, told: Callable[[float], None] = lambda share: None) -> Follower:
         """Follow the journal of a job of this machine, from its first event until now. What takes long
         is told from time to time: the share that was taken in."""
-        follower = cls(JournalFile(home))
-        if follower.source.last() >= KEPT_FROM:
-            follower.go_on_from(kept.read(home.history))
+        follower = cls.resumed(home)
         try:
             follower.read_and_keep(home.history, told)
         except OSError:  # The next viewer has to read it again.
             follower.catch_up()
         if follower._history is None:
             raise JobError(f"job {home.name} has no events yet; try again in a moment")
+        return follower
+
+    @classmethod
+    def resumed(cls, home: JobHome) -> Follower:
+        """Follow such a journal from where an earlier viewer left off; nothing new is read yet."""
+        follower = cls(JournalFile(home))
+        if follower.unread >= KEPT_FROM:
+            follower.go_on_from(kept.read(home.history))
         return follower
 
     @classmethod

@@ -161,13 +161,14 @@ def test_the_trace_shows_every_rank_and_every_incident(run: Run) -> None:
     trace = json.loads((run.job_home / "trace.json").read_text())
     slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert all(event["ts"] >= 0 and event["dur"] > 0 for event in slices)
-    assert {event["tid"] for event in slices if event["cat"] == "productive"} == {0, 1}
-    assert {event["args"].get("round") for event in slices} >= {1, 2}
+    assert {event.get("args", {}).get("round") for event in slices} >= {1, 2}
     told = [event["name"] for event in slices if event["cat"] == "incident"]
     (incident,) = [name for name in told if "is overloaded" not in name]  # That is the machine's.
     assert "killed by SIGKILL" in incident
-    names = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"]
-    assert {"rank 0", "rank 1"} <= set(names)
+    named = [event for event in trace["traceEvents"] if event["name"] == "thread_name"]
+    names = {event["tid"]: event["args"]["name"] for event in named}
+    productive = {names[event["tid"]] for event in slices if event["cat"] == "productive"}
+    assert productive == {"rank 0", "rank 1"}
 
 
 def test_the_summary_gives_steps_and_goodput(run: Run) -> None:

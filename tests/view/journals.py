@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
-from holdfast.coordinator.journal import Journal
+from holdfast.coordinator.journal import Journal, replay
 from holdfast.core import job as jobs
 from holdfast.core.job import Job
 from holdfast.core.replay import Entry
@@ -76,6 +76,15 @@ def home_with(entries: tuple[Entry, ...], name: str = "j") -> JobHome:
     home.write_job_file(JobFile(job=name, host="127.0.0.1", port=1, token="t", pid=1))
     write(home, entries)
     return home
+
+
+def keep_state(home: JobHome) -> None:
+    """Give a home's journal a snapshot after its newest event, as a coordinator does now and then."""
+    snapshot = replay(home.journal)
+    assert snapshot is not None
+    journal = Journal(home.journal)
+    journal.write_snapshot(snapshot)
+    journal.close()
 
 
 def write(home: JobHome, entries: tuple[Entry, ...]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from holdfast.errors import JobError
 from holdfast.jobhome import JobHome, create
 from holdfast.messages.events import EventSetAside, Tick
 from holdfast.messages.units import Time
-from holdfast.view.follower import Follower
+from holdfast.view.follower import BATCH, Follower
 
 LIMIT_S = 60.0
 
@@ -49,6 +51,34 @@ def test_it_takes_in_what_is_written_in_pieces() -> None:
     for first in range(50, len(entries), 97):
         write(home, entries[first : first + 97])
         assert follower.catch_up()
+    compare(follower, home)
+    follower.close()
+
+
+@pytest.mark.parametrize("lost", [300, BATCH + 1, 2 * BATCH + 1])
+def test_an_event_that_is_missing_is_told_as_a_replay_tells_it(lost: int) -> None:
+    """Also where the events that are read at once begin with it."""
+    home = home_with(simulated())
+    with closing(sqlite3.connect(home.journal)) as journal, journal:
+        journal.execute("DELETE FROM events WHERE number = ?", (lost,))
+    follower = Follower.open(home)
+    assert f"event {lost} is missing" in " ".join(one.line for one in follower.incidents())
+    assert min(one.at for one in follower.incidents()) >= follower.job.opened_at
+    compare(follower, home)
+    follower.close()
+
+
+def test_damage_longer_than_what_is_read_at_once_is_not_taken_for_the_end() -> None:
+    home = home_with(simulated())
+    with closing(sqlite3.connect(home.journal)) as journal:
+        ((size_bytes,),) = journal.execute("PRAGMA page_size")
+    pages = home.journal.stat().st_size // size_bytes
+    with home.journal.open("r+b") as file:
+        file.seek(pages // 4 * size_bytes)
+        file.write(b"\xff" * (pages // 2 * size_bytes))
+    follower = Follower.open(home)
+    assert follower.taken == len(simulated())
+    assert follower.unread == 0
     compare(follower, home)
     follower.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -28,6 +29,7 @@ from holdfast.view.history import kept
 from holdfast.view.history.kept import KeptHistory
 from holdfast.view.web import answers
 from holdfast.view.web.app import encoded
+from holdfast.view.web.past import read_past
 
 LIMIT_S = 60.0
 
@@ -165,6 +167,58 @@ def test_a_home_in_which_nothing_can_be_kept_is_read_all_the_same() -> None:
     assert opened(home).taken == len(simulated())
 
 
+@pytest.mark.parametrize("kind", ["pipe", "endless"])
+def test_what_is_no_file_of_a_viewer_is_not_waited_for(kind: str) -> None:
+    home = home_with(simulated())
+    if kind == "pipe":
+        os.mkfifo(home.history)
+    else:
+        home.history.symlink_to("/dev/zero")
+    assert kept.read(home.history) is None
+
+
+@pytest.mark.usefixtures("any_is_much")
+def test_a_file_for_which_there_is_no_room_leaves_nothing() -> None:
+    home = home_with(simulated())
+    opened(home)
+    known = kept.read(home.history)
+    assert known is not None
+    home.history.unlink()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            kept.write(home.history, known)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not [path for path in home.path.iterdir() if path.name.startswith("history")]
+
+
+KEEPER = """
+import sys
+from pathlib import Path
+from holdfast.view.history import kept
+path = Path(sys.argv[1])
+known = kept.read(path)
+for _ in range(40):
+    kept.write(path, known)
+"""
+
+
+@pytest.mark.usefixtures("any_is_much")
+def test_viewers_that_keep_at_once_do_not_spoil_the_file() -> None:
+    home = home_with(simulated())
+    opened(home)
+    keepers = [
+        subprocess.Popen([sys.executable, "-c", KEEPER, home.history], stderr=subprocess.PIPE)
+        for _ in range(3)
+    ]
+    for keeper in keepers:
+        said = keeper.communicate()[1]
+        assert keeper.returncode == 0, said.decode()
+    assert kept.read(home.history) is not None
+
+
 # ---- a page of a long journal ----
 
 
@@ -241,6 +295,17 @@ def test_a_long_journal_is_shown_at_once_and_its_past_when_it_was_read(long: Job
 
     run(test)
     assert isinstance(kept.read(long.history), KeptHistory)
+
+
+def test_the_reader_imports_nothing_from_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = home_with(simulated())
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hashlib.py").write_text("raise SystemExit('not the one of Python')")
+    shares: list[float] = []
+    asyncio.run(read_past(home, shares.append))
+    assert shares[-1] == 1.0
 
 
 def test_if_its_reader_is_killed_the_server_reads_it(long: JobHome) -> None:

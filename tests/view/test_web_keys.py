@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import stat
@@ -75,6 +76,21 @@ def test_servers_that_start_at_once_agree_on_one_key(path: Path) -> None:
     assert all(tokens == found[0] for tokens in found)
 
 
+def test_of_servers_that_renew_at_once_the_last_counts(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace, later = os.replace, []
+
+    def overtaken(new: Path, target: Path) -> None:
+        monkeypatch.setattr(os, "replace", replace)
+        replace(new, target)
+        later.append(WebKey(path, renew=True))
+
+    monkeypatch.setattr(os, "replace", overtaken)
+    first = WebKey(path, renew=True)
+    assert first.current() == later[0].current() == WebKey(path).current()
+
+
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"00" * 31, b"zz" * 32, b"00" * 40])
 def test_a_damaged_file_is_replaced_and_that_is_told(path: Path, content: bytes) -> None:
     WebKey(path)
@@ -135,6 +151,30 @@ def test_where_no_file_can_be_kept_the_links_are_of_this_run(tmp_path: Path) -> 
     assert first.current() != second.current()
     with pytest.raises(UsageError, match="stay good"):
         WebKey(home / FILE, renew=True)
+
+
+def test_a_file_that_cannot_be_replaced_leaves_no_key_beside_it(path: Path) -> None:
+    path.mkdir(parents=True, mode=0o700)
+    with pytest.raises(UsageError, match="cannot be replaced"):
+        WebKey(path, renew=True)
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_damaged_file_that_cannot_be_replaced_does_not_keep_the_server_from_starting(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    WebKey(path)
+    path.write_bytes(b"")
+
+    def refuse(*paths: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    key = WebKey(path)
+    assert key.notice is not None
+    assert "this run alone" in key.notice
+    assert "Read-only" in key.notice
+    assert len(key.current()) == 32
 
 
 def test_a_file_system_without_owners_keeps_no_key(

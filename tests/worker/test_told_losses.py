@@ -88,7 +88,7 @@ def test_a_loss_that_is_not_finite_is_kept_as_it_is(page: RankPage, loss: Any) -
         *(True, "0.5", b"1", [0.5], {}, object(), 1j, 10**400),
         *(torch.ones(2), torch.ones(0), torch.tensor(1j), numpy.ones(2)),
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__,
 )
 @pytest.mark.parametrize("active", [True, False], ids=["worker", "outside"])
 def test_anything_else_is_a_type_error_and_no_step(

@@ -11,6 +11,8 @@ the journal is read from its first event.
 from __future__ import annotations
 
 import hashlib
+import os
+import stat
 from array import array
 from pathlib import Path
 from typing import Any
@@ -22,10 +24,12 @@ import holdfast
 from holdfast.coordinator.journal import VERSION
 from holdfast.core.ledger.books import Ledger
 from holdfast.core.replay import Entry, JobSnapshot
-from holdfast.jobhome import write_privately
+from holdfast.jobhome import one_at_a_time, write_privately
 from holdfast.view.history.history import JobHistory
 
 FORMAT = f"1, holdfast {holdfast.__version__}, journal {VERSION}"
+LONGEST_HEADER = 4096
+"""Bytes of the first line, at most: more than that was written by somebody else."""
 
 
 class KeptHistory(Struct):
@@ -51,17 +55,24 @@ def write(path: Path, known: KeptHistory) -> None:
     finally:
         ledger.spans = spans
     header = msgspec.json.encode(_Header(FORMAT, _digest(body)))
-    write_privately(path, header + b"\n" + body)
+    with one_at_a_time(path.parent):
+        write_privately(path, header + b"\n" + body)
 
 
 def read(path: Path) -> KeptHistory | None:
     """Read the file; None if there is none that is of use."""
     try:
-        head, _, body = path.read_bytes().partition(b"\n")
-        header = msgspec.json.decode(head, type=_Header)
-        if header.format != FORMAT or header.digest != _digest(body):
-            return None
-        return _decoder.decode(body)
+        # Not blocking: a pipe would be waited for.
+        with open(
+            path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)
+        ) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                return None
+            header = msgspec.json.decode(file.readline(LONGEST_HEADER), type=_Header)
+            if header.format != FORMAT:
+                return None
+            body = file.read()
+        return _decoder.decode(body) if header.digest == _digest(body) else None
     except (OSError, msgspec.MsgspecError, ValueError):
         return None
 

@@ -176,7 +176,7 @@ class WebApp:
         before = integer(given, "before", 1 << 30, 1, 1 << 30)
         limit = integer(given, "limit", 50, 1, 1000)
         return await self._answer(
-            request, lambda job: answers.incidents(job.follower, before, limit)
+            request, lambda job: answers.incidents(job.follower, before, limit), whole=True
         )
 
     async def _incident(self, request: Request) -> Response:
@@ -199,7 +199,7 @@ class WebApp:
                     evidence.log_tail, home, told["round"], rank, LOG_LINES
                 )
                 found["log"] = {str(rank): lines}
-        return _json(found)
+        return _json(job.marked(found))
 
     async def _checkpoints(self, request: Request) -> Response:
         return await self._answer(request, lambda job: answers.checkpoints(job.follower))
@@ -270,15 +270,20 @@ class WebApp:
         return await self.jobs.get(request.path_params["job"])
 
     async def _answer(
-        self, request: Request, make: Callable[[WatchedJob], dict[str, Any]]
+        self,
+        request: Request,
+        make: Callable[[WatchedJob], dict[str, Any]],
+        whole: bool = False,
     ) -> Response:
-        """Answer with what was made since the job last changed, or make it."""
+        """Answer with what was made since the job last changed, or make it. One that is whole lacks
+        nothing even if the past was not read."""
         job = await self._job(request)
         key = str(request.url.path) + "?" + str(request.url.query)
         version = f"{id(job)}-{job.version}"
         known = self._kept.get(key)
         if known is None or known[0] != version:
-            known = (version, encoded(make(job)))
+            made = make(job)
+            known = (version, encoded(made if whole else job.marked(made)))
             self._kept[key] = known
             while len(self._kept) > KEPT_ANSWERS:
                 self._kept.popitem(last=False)

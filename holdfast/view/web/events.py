@@ -73,7 +73,8 @@ class News:
         self._known = len(job.follower.job.incidents)
         self._open = {one.id for one in job.follower.job.incidents if one.closed_at is None}
         self._alive = job.follower.alive
-        self._coordinators = job.follower.history.coordinators
+        self._coordinators: int | None = None
+        """Coordinators that the job has had; None while the journal is being read."""
         self._map: dict[str, Any] = {}
 
     def at_once(self) -> list[bytes]:
@@ -81,11 +82,10 @@ class News:
         follower = self._job.follower
         if not follower.opened:
             return []
-        found = self._coordinator()
         if follower.restarts != self._restarts:  # Another job of the name, or the same, replayed.
-            self._restarts, self._map = follower.restarts, {}
+            self._restarts, self._map, self._coordinators = follower.restarts, {}, None
             self._known = min(self._known, len(follower.job.incidents))
-            self._open = set()
+        found = self._coordinator()
         incidents = follower.job.incidents
         if follower.behind:
             return found
@@ -93,7 +93,7 @@ class News:
         closed = [
             incidents[number - 1]
             for number in sorted(self._open)
-            if incidents[number - 1].closed_at is not None
+            if number <= self._known and incidents[number - 1].closed_at is not None
         ]
         self._known = len(incidents)
         self._open |= {one.id for one in fresh}
@@ -105,9 +105,10 @@ class News:
 
     def _coordinator(self) -> list[bytes]:
         """Tell whether the coordinator went or came back; one that was restarted did both."""
-        follower, found = self._job.follower, []
-        restarted = follower.history.coordinators != self._coordinators
-        self._coordinators = follower.history.coordinators
+        follower, found, restarted = self._job.follower, [], False
+        if not follower.behind:
+            known, self._coordinators = self._coordinators, follower.history.coordinators
+            restarted = known not in (None, self._coordinators)
         at = {"at": follower.now}
         if (restarted and self._alive) or (self._alive and not follower.alive):
             found.append(_event("gone", at))

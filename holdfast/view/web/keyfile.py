@@ -52,7 +52,7 @@ class WebKey:
         self.notice: str | None = None
         """What the user should know about the key; None if it is kept as it was."""
         if path is not None:
-            self._replace(path) if renew else self._open(path)
+            self._renew(path) if renew else self._open(path)
 
     def current(self) -> bytes:
         """The key that is good now: another server of this home may have made a new one."""
@@ -60,25 +60,37 @@ class WebKey:
             return self._key
         with suppress(OSError, UsageError):  # A file that is no good now ends no session.
             if _stamp(os.lstat(self._path)) != self._stamp:
-                kept = _read(self._path)
-                if kept.key is not None:
-                    self._key, self._stamp = kept.key, kept.stamp
+                self._take(_read(self._path))
         return self._key
 
     def _open(self, path: Path) -> None:
         try:
             kept = self._read_or_create(path)
+            if kept.key is None:
+                self.notice = (
+                    f"{path} was damaged and is replaced: links of earlier runs have ended"
+                )
+                kept = self._replace(path)
         except OSError as error:
             self.notice = (
                 f"the links are of this run alone: {path} cannot be kept"
                 f" ({error.strerror or error}); after a restart, open pages need the new link"
             )
             return
-        if kept.key is None:
-            self._replace(path)
-            self.notice = f"{path} was damaged and is replaced: links of earlier runs have ended"
-            return
-        self._key, self._stamp = kept.key, kept.stamp
+        self._take(kept)
+
+    def _renew(self, path: Path) -> None:
+        try:
+            self._take(self._replace(path))
+        except OSError as error:
+            raise UsageError(
+                f"{path} cannot be replaced ({error.strerror or error}), so links of earlier runs"
+                " stay good; remove it, or set HOLDFAST_HOME to another directory"
+            ) from None
+
+    def _take(self, kept: KeptKey) -> None:
+        if kept.key is not None:
+            self._key, self._stamp = kept.key, kept.stamp
 
     def _read_or_create(self, path: Path) -> KeptKey:
         with suppress(FileNotFoundError):
@@ -92,16 +104,17 @@ class WebKey:
             os.unlink(new)
         return _read(path)
 
-    def _replace(self, path: Path) -> None:
+    def _replace(self, path: Path) -> KeptKey:
+        """Replace the file by one with this key; return what it holds then: that of another server
+        which did the same at this moment counts if it came later."""
+        make_private_directory(path.parent)
+        new = _write_beside(path, self._key)
         try:
-            make_private_directory(path.parent)
-            os.replace(_write_beside(path, self._key), path)
-            self._stamp = _read(path).stamp
-        except OSError as error:
-            raise UsageError(
-                f"{path} cannot be replaced ({error.strerror or error}), so links of earlier runs"
-                " stay good; remove it, or set HOLDFAST_HOME to another directory"
-            ) from None
+            os.replace(new, path)
+        except OSError:
+            os.unlink(new)
+            raise
+        return _read(path)
 
 
 def _read(path: Path) -> KeptKey:

@@ -19,16 +19,21 @@ from pathlib import Path
 from holdfast import kernel
 from holdfast.errors import HoldfastError, JobError
 from holdfast.jobhome import JobHome
-from holdfast.view.follower import Follower, JournalFile
-from holdfast.view.history import kept
+from holdfast.view.follower import Follower
 
 NICENESS = 10
 
 
 async def read_past(home: JobHome, told: Callable[[float], None]) -> None:
     """Have the whole journal read and kept; a JobError if that fails."""
+    # It imports from where the server does: `python -m` would look in the current directory first, and
+    # anybody can leave a module in that.
+    command = (
+        f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main;"
+        f" sys.exit(main({str(home.path)!r}, {os.getpid()}))"
+    )
     reader = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", __name__, str(home.path), stdin=DEVNULL, stdout=PIPE, stderr=PIPE
+        sys.executable, "-c", command, stdin=DEVNULL, stdout=PIPE, stderr=PIPE
     )
     assert reader.stdout is not None
     assert reader.stderr is not None
@@ -44,21 +49,18 @@ async def read_past(home: JobHome, told: Callable[[float], None]) -> None:
             await reader.wait()
 
 
-def main(path: Path) -> int:
+def main(path: str, server_pid: int) -> int:
     kernel.name_process("holdfast-past")
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != server_pid:
+        return 1
     os.nice(NICENESS)
     gc.set_threshold(200_000, 50, 1000)  # Millions of records, and hardly a cycle among them.
-    home = JobHome(path)
-    follower = Follower(JournalFile(home))
-    follower.go_on_from(kept.read(home.history))
+    home = JobHome(Path(path))
     try:
+        follower = Follower.resumed(home)
         follower.read_and_keep(home.history, lambda share: print(f"{share:.4f}", flush=True))
     except (OSError, HoldfastError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))

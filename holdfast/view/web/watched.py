@@ -64,6 +64,8 @@ class WatchedJob:
         """Counts changes of any kind."""
         self.past_read: float | None = None
         """Share of the journal that was read, while the follower only knows what is new."""
+        self._past_trouble: str | None = None
+        """Why the rest of it cannot be read."""
         self._now: tuple[int, dict[str, Any]] | None = None
         self._lost: tuple[float, float | None] | None = None
         self._changed = asyncio.Event()
@@ -100,10 +102,18 @@ class WatchedJob:
         """Where the job stands, made once for each change."""
         if self._now is None or self._now[0] != self.version:
             told = answers.now(self.follower, self._lost_today())
-            if self.past_read is not None:
-                told["past"] = {"since": self.follower.history.since, "read": self.past_read}
-            self._now = (self.version, told)
+            self._now = (self.version, self.marked(told))
         return self._now[1]
+
+    def marked(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """Say in an answer from when on the follower knows the job, unless it knows all of it."""
+        since = self.follower.history.since
+        if self.past_read is None or since <= self.follower.job.opened_at:
+            return answer
+        past: dict[str, Any] = {"since": since, "read": self.past_read}
+        if self._past_trouble is not None:
+            past["trouble"] = self._past_trouble
+        return {**answer, "past": past}
 
     def _lost_today(self) -> float | None:
         """What was lost today; it is added up the more seldom the more ranks there are."""
@@ -144,31 +154,47 @@ class WatchedJob:
 
     async def _begin(self) -> None:
         """Begin with what another viewer has read; with the newest snapshot if much is still unread."""
-        if self.home is None or self.follower.unread < KEPT_FROM:
-            return
-        self.follower.go_on_from(await asyncio.to_thread(kept.read, self.home.history))
-        if self.follower.unread >= KEPT_FROM and self.follower.begin_late():
-            self.past_read = 0.0
-            reading = asyncio.get_running_loop().create_task(self._read_past(self.home))
-            self._tasks.append(reading)
+        with suppress(HoldfastError):  # The first catch-up says what it is.
+            if self.home is None or self.follower.unread < KEPT_FROM:
+                return
+            self.follower.go_on_from(await asyncio.to_thread(kept.read, self.home.history))
+            if self.follower.unread >= KEPT_FROM and self.follower.begin_late():
+                self.past_read = 0.0
+                reading = asyncio.get_running_loop().create_task(self._read_past(self.home))
+                self._tasks.append(reading)
 
     async def _read_past(self, home: JobHome) -> None:
         """Get a follower that knows the whole journal, and go on with that."""
-        whole = Follower(JournalFile(home))
         try:
-            await read_past(home, self._note_read)
-            whole.go_on_from(await asyncio.to_thread(kept.read, home.history))
-        except (OSError, HoldfastError) as error:
-            log.warning("job %s is read by the server itself: %s", self.name, error)
-        while whole.behind:
-            whole.catch_up(SLICE_S)
-            self._note_read(whole.progress)
-            await asyncio.sleep(0)
+            whole = await self._whole(home)
+        except (
+            HoldfastError
+        ) as error:  # Too much of it is damaged: the newest is shown all the same.
+            self._past_trouble = str(error)
+            self._tell()
+            return
         whole.restarts = self.follower.restarts + 1
         late, self.follower = self.follower, whole
         late.close()
         self.past_read = self._lost = None
         self._tell()
+
+    async def _whole(self, home: JobHome) -> Follower:
+        whole = Follower(JournalFile(home))
+        try:
+            try:
+                await read_past(home, self._note_read)
+                whole.go_on_from(await asyncio.to_thread(kept.read, home.history))
+            except (OSError, HoldfastError) as error:
+                log.warning("job %s is read by the server itself: %s", self.name, error)
+            while whole.behind:
+                whole.catch_up(SLICE_S)
+                self._note_read(whole.progress)
+                await asyncio.sleep(0)
+        except BaseException:
+            whole.close()
+            raise
+        return whole
 
     def _note_read(self, share: float) -> None:
         if self.past_read is None or abs(share - self.past_read) >= 0.005:

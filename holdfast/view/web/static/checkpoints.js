@@ -29,7 +29,7 @@ export function checkpointsView(page) {
     data = await get(path(page.job, "checkpoints"));
     fill(restore, restored(data.would_restore));
     fill(savers, saverTable(data.checkpointers));
-    fill(steps, stepTable(data.steps, page));
+    fill(steps, stepTable(data, page));
     draw();
   }
   const draw = () => { if (data && canvas.isConnected) drawTiers(canvas, data.steps, page); };
@@ -59,8 +59,8 @@ function newest(steps) {
   return [...steps].sort((a, b) => b.step - a.step || b.at - a.at);
 }
 
-function stepTable(steps, page) {
-  if (!steps.length) return el("p", { class: "empty" }, "No checkpoint so far.");
+function stepTable({ steps, past }, page) {
+  if (!steps.length) return el("p", { class: "empty" }, past ? `No checkpoint since ${moment(past.since)}; earlier ones are not known.` : "No checkpoint so far.");
   const most = matchMedia("(max-width: 700px)").matches ? SHOWN_ON_A_PHONE : SHOWN;
   return [
     table("Checkpoints by step", [["Step", "num"], ["When", ""], ...TIERS.map(([tier, name]) => [name, steps.some((each) => each.tiers[tier]) ? "" : "wide"])],

@@ -145,8 +145,13 @@ function problem() {
   if (page.now?.trouble) return { bad: true, text: page.now.trouble };
   if (page.now?.loading !== undefined) return { bad: false, text: `The journal is being read: ${percent(page.now.loading, 0)}.` };
   const past = page.now?.past;
-  if (past) return { bad: false, fresh: true, text: `What was before ${moment(past.since)} is being read: ${percent(past.read, 0)}. Charts over time begin there; all else is whole.` };
+  if (past) return { bad: false, fresh: true, text: `${pastText(past)} Charts, checkpoints, checks of nodes and the chains of causes begin there; all else is whole.` };
   return null;
+}
+
+function pastText({ since, read, trouble }) {
+  const before = `What was before ${moment(since)}`;
+  return trouble ? `${before} cannot be read: ${trouble}.` : `${before} is being read: ${percent(read, 0)}.`;
 }
 
 /** What this visitor may do, and which job a page without a name in its address is of. */

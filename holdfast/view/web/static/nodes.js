@@ -2,7 +2,7 @@
 
 import { get, path } from "./api.js";
 import { el, fill, pill } from "./dom.js";
-import { bytes, count, number, plural } from "./format.js";
+import { bytes, count, moment, number, plural } from "./format.js";
 import { spark } from "./spark.js";
 
 const SHOWN = 50;
@@ -21,20 +21,20 @@ export function nodesView(page) {
     el("div", { class: "flush" }, el("table", { class: "nodes is-cards" }, el("caption", { class: "sr" }, "Nodes of the job"),
       el("thead", {}, el("tr", {}, COLUMNS.map((name) => el("th", { scope: "col" }, name)))), body)),
     foot);
-  let nodes = [], asked = 0, shown = SHOWN;
+  let nodes = [], past, asked = 0, shown = SHOWN;
 
   async function load() {
     asked = performance.now();
-    nodes = (await get(path(page.job, "nodes"))).nodes;
+    ({ nodes, past } = await get(path(page.job, "nodes")));
     render();
   }
   function render() {
     const wanted = search.value.trim().toLowerCase(), key = SORTS[sort.value];
     const found = nodes.filter((node) => `${node.node} ${node.host}`.toLowerCase().includes(wanted))
       .map((node) => [key(node), node]).sort(([a], [b]) => (a < b ? -1 : a > b ? 1 : 0)).map(([, node]) => node);
-    fill(body, found.slice(0, shown).map((node) => row(node, until(page))));
+    fill(body, found.slice(0, shown).map((node) => row(node, until(page), past)));
     const bad = nodes.filter((node) => trouble(node) > 0).length;
-    fill(summary, `${plural(nodes.length, "node")}, ${bad ? `${count(bad)} with trouble` : "none with trouble"}`);
+    fill(summary, `${plural(nodes.length, "node")}, ${bad ? `${count(bad)} with trouble` : "none with trouble"}${past ? ` since ${moment(past.since)}` : ""}`);
     foot.hidden = found.length <= shown;
   }
   const ready = load().catch((error) => fill(summary, error.message));
@@ -56,20 +56,20 @@ function trouble(node) {
 /** Up to when nodes are told of: now, or the job's end. */
 const until = (page) => page.over() ? page.now.status.opened_at + page.now.status.wall_s : page.time();
 
-function row(node, end) {
+function row(node, end, past) {
   const score = last(node.score);
   return el("tr", {},
     el("th", { scope: "row" }, node.host, el("div", { class: "muted" }, node.node)),
     el("td", { "data-name": "State" }, pill(node.state, node.state === "placed" ? "good" : ""), node.cordoned && el("div", {}, pill("cordoned", "bad"), ` ${node.cordoned}`)),
-    el("td", { "data-name": "Health" }, health(node)),
+    el("td", { "data-name": "Health" }, health(node, past)),
     el("td", { "data-name": "Score" }, score === null ? none() : el("div", { class: "use" }, el("span", { class: score < 0.8 ? "warn" : "" }, number(score)),
       spark(node.score, { least: 0, most: 1, tone: score < 0.8 ? "var(--warn)" : undefined }))),
     [1, 2, 3, 4].map((column) => el("td", { "data-name": COLUMNS[column + 3] }, use(node, column, end))));
 }
 
-function health(node) {
+function health(node, past) {
   const checks = node.health ?? [];
-  if (!checks.length) return el("span", { class: "muted" }, "nothing found");
+  if (!checks.length) return el("span", { class: "muted" }, past ? "not known" : "nothing found");
   const found = checks.filter((check) => check.verdict !== "pass");
   if (!found.length) return pill(`✓ ${plural(checks.length, "check")}`, "good");
   return found.map(({ check, verdict, reason }) => el("div", {}, verdict === "fail" ? pill(`✗ ${check}`, "bad") : pill(`! ${check}`, "warn"), ` ${reason}`));
