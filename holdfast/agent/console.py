@@ -74,7 +74,7 @@ class Console:
     def _mention_dropped(self) -> None:
         if self._dropped:
             note = f"[holdfast] {self._dropped} bytes not shown here; the logs have them\n"
-            self._append(2, note.encode())
+            self._append(ERR, note.encode())
             self._dropped = 0
 
     def _append(self, fd: int, data: bytes) -> None:
@@ -134,9 +134,7 @@ class Console:
             if written == len(shown):
                 return
             rest = self._line.rest_of(data, written)
-            if len(rest) == len(
-                data
-            ):  # A line that is longer than what the terminal takes at once.
+            if len(rest) == len(data):  # One line, and longer than what the terminal takes at once.
                 data = data[max(0, written - len(AWAY)) :]
                 break
             data = rest
@@ -149,7 +147,7 @@ class Console:
         return max(0.0, self._bar_at + BAR_EVERY_S - time.monotonic())
 
     def _place_bar(self) -> None:
-        """Write the bar down that is drawn with the line."""
+        """Write to the page which bar is drawn with the line."""
         if self._line is not None and self._bar_changed:
             bar, prompts = self._bars[min(self._bars)] if self._bars else (b"", False)
             self._line.page.set_bar(bar, prompts)

@@ -18,7 +18,7 @@ from holdfast.view.report.html import html
 from holdfast.view.report.markdown import markdown
 
 ABOUT = """\
-Put a job on one page: goodput, what every rank did, incidents, checkpoints, speed and nodes, as
+Put a job on one page: goodput, what every rank did, incidents, checkpoints, loss, speed and nodes, as
 pictures. The file needs nothing else: mail it, attach it to a ticket, print it. A running job is told
 until now.
 
@@ -34,7 +34,9 @@ FORMATS = ("html", "md", "json")
 def main(argv: Sequence[str]) -> int:
     parser = Parser("holdfast report", ABOUT, raw=True)
     parser.add_argument("job", nargs="?", metavar="JOB", help="its name; the newest when left out")
-    parser.add_argument("-o", "--output", metavar="FILE", help="where to write it")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="where to write it; - is standard output"
+    )
     parser.add_argument("--format", choices=FORMATS, help="by default what the file's name says")
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
     add_flag(parser, Settings.price_per_hour)

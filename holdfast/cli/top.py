@@ -16,11 +16,11 @@ from holdfast.jobhome import find
 from holdfast.view.top.program import Program, print_lines, print_once
 from holdfast.view.top.state import look_at
 
-ABOUT = """Watch a job in a terminal: state, step and speed, goodput and where the lost seconds went, a
-letter for each rank, checkpoints, what is wrong now, the last incidents. Keys: arrows choose a rank, w
-asks where it stands, i lists all incidents, ? explains the rest, q quits. It reads the job's journal
-and nothing else, so the job does not notice. Into a pipe it writes a line for each change, one a second
-at most, until the job is over."""
+ABOUT = """Watch a job in a terminal: state, step, speed and loss, goodput and where the lost seconds
+went, a letter for each rank, checkpoints, what is wrong now, the last incidents. Keys: arrows choose a
+rank, w asks where it stands, i lists all incidents, ? explains the rest, q quits. It reads the job's
+journal and nothing else, so the job does not notice. Into a pipe, or on a terminal that cannot draw in
+place, it writes a line for each change, one a second at most, until the job is over."""
 ROWS_ONCE = 60
 
 

@@ -31,7 +31,9 @@ Open the file at https://ui.perfetto.dev (it stays on your machine) or in chrome
 def main(argv: Sequence[str]) -> int:
     parser = Parser("holdfast trace", ABOUT, raw=True)
     parser.add_argument("job", nargs="?", metavar="JOB", help="its name; the newest when left out")
-    parser.add_argument("-o", "--output", metavar="FILE", help="where to write it")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="where to write it; - is standard output"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON about the file")
     arguments = parser.parse_args(argv)
     home = find(arguments.job)

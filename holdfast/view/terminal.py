@@ -45,16 +45,16 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 def print_status(status: StatusReport) -> None:
     """Print where a job stands."""
-    speed = "" if status.steps_per_s is None else f", {_speed(status.steps_per_s)} steps/s"
+    parts = [f"{status.state}, round {status.round}, {status.world_size} ranks, step {status.step}"]
+    if status.steps_per_s is not None:
+        parts.append(f"{_speed(status.steps_per_s)} steps/s")
     if status.samples_per_s is not None:
-        speed += f", {_speed(status.samples_per_s)} samples/s"
+        parts.append(f"{_speed(status.samples_per_s)} samples/s")
     if status.loss is not None:
-        speed += f", loss {loss(status.loss)} at step {status.loss_step}"
-    still = "" if status.no_step_s is None else f", no step for {status.no_step_s:.0f} s"
-    title = (
-        f"job {status.job}: {status.state}, round {status.round},"
-        f" {status.world_size} ranks, step {status.step}{speed}{still}"
-    )
+        parts.append(f"loss {loss(status.loss)} at step {status.loss_step}")
+    if status.no_step_s is not None:
+        parts.append(f"no step for {status.no_step_s:.0f} s")
+    title = f"job {status.job}: {', '.join(parts)}"
     rows = [
         (node.node, node.state, *cells)
         for node in status.nodes
@@ -127,6 +127,7 @@ def tuning_lines(one: TuningReport) -> list[str]:
 
 
 def _speed(per_s: float | None) -> str:
+    """Write how often a second, without thousands separators: columns are also read by programs."""
     if per_s is None:
         return "-"
     return f"{per_s:.1f}" if per_s >= 1 else f"{per_s:.2g}"

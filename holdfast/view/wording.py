@@ -1,4 +1,4 @@
-"""Words and numbers as viewers on a terminal write them."""
+"""Words and numbers as viewers write them, on a terminal and in reports."""
 
 from __future__ import annotations
 

@@ -21,12 +21,11 @@ from holdfast.view.report.wording import (
     lost_s,
     moment,
     outcome,
-    percent,
     short,
     size,
     speed,
 )
-from holdfast.view.wording import loss
+from holdfast.view.wording import loss, percent
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 

@@ -13,9 +13,8 @@ from holdfast.view.report.wording import (
     lost_s,
     moment,
     outcome,
-    percent,
 )
-from holdfast.view.wording import loss
+from holdfast.view.wording import loss, percent
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 INCIDENTS_SHOWN = 50

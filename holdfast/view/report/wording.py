@@ -6,6 +6,7 @@ import time
 
 from holdfast.messages.records import Cause
 from holdfast.view.report.facts import JobReport
+from holdfast.view.wording import percent
 
 
 def duration(seconds: float) -> str:
@@ -33,10 +34,6 @@ def clock(at: float, span_s: float) -> str:
     """Write a time on an axis."""
     layout = "%H:%M:%S" if span_s < 1800 else "%H:%M" if span_s < 2 * 86400 else "%m-%d %H:%M"
     return time.strftime(layout, time.localtime(at))
-
-
-def percent(share: float) -> str:
-    return f"{share:.1%}"
 
 
 def count(number: float) -> str:

@@ -43,11 +43,20 @@ class SeenIncident(NamedTuple):
     at: Time
 
 
+class ReadJournal(NamedTuple):
+    """What was read of one journal."""
+
+    stamp: Stamp
+    """State that the journal was in."""
+    incidents: dict[str, list[SeenIncident]]
+    """By what failed."""
+
+
 class SeenElsewhere:
     """Incidents of all jobs of this home, by what failed."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[Stamp, dict[str, list[SeenIncident]]]] = {}
+        self._known: dict[str, ReadJournal] = {}
         self._read_at: float | None = None
         self._reading: asyncio.Task[None] | None = None
         self._stop = Event()
@@ -59,9 +68,9 @@ class SeenElsewhere:
             return None
         found = [
             one
-            for name, (_, incidents) in self._known.items()
+            for name, journal in self._known.items()
             if name != job
-            for one in incidents.get(alike(incident), [])
+            for one in journal.incidents.get(alike(incident), [])
             if one.at < incident.fault_at
         ]
         return sorted(found, key=lambda one: -one.at)[:MOST_SHOWN]
@@ -79,9 +88,7 @@ class SeenElsewhere:
         self._known = await asyncio.to_thread(self._read_all, dict(self._known))
         self._read_at = time.monotonic()
 
-    def _read_all(
-        self, known: dict[str, tuple[Stamp, dict[str, list[SeenIncident]]]]
-    ) -> dict[str, tuple[Stamp, dict[str, list[SeenIncident]]]]:
+    def _read_all(self, known: dict[str, ReadJournal]) -> dict[str, ReadJournal]:
         there = [(journal_stamp(home), home) for home in homes() if home.journal.exists()]
         chosen = sorted(there, key=lambda one: -one[0].written_at_ns)[:MOST_JOBS]
         found = {home.name: known[home.name] for _, home in chosen if home.name in known}
@@ -89,8 +96,8 @@ class SeenElsewhere:
         for stamp, home in chosen:
             if self._stop.is_set() or time.monotonic() > deadline:
                 break
-            if home.name not in found or found[home.name][0] != stamp:
-                found[home.name] = (stamp, self._incidents(home))
+            if home.name not in found or found[home.name].stamp != stamp:
+                found[home.name] = ReadJournal(stamp, self._incidents(home))
         return found
 
     def _incidents(self, home: JobHome) -> dict[str, list[SeenIncident]]:
