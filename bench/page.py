@@ -66,9 +66,11 @@ def look(browser: Any, web: Web, name: str) -> None:
     page.set_default_timeout(LIMIT_MS)
     page.goto(web.links[0])
     sight.leave()
-    context.new_cdp_session(page).send("Network.clearBrowserCache")
+    session = context.new_cdp_session(page)
+    session.send("Network.enable")
+    session.send("Network.clearBrowserCache")
     sizes = transferred(page, compressed=True)
-    sight.look(web.base, JOB)
+    page.goto(f"{web.base}/job/{JOB}#now")
     sight.until_drawn(MAP, SEEN)
     shown = page.evaluate("performance.now()")
     paint = first_paint_ms(page)
@@ -113,7 +115,8 @@ def main() -> None:
             with Web(given.home, env) as web:
                 look(browser, web, name)
             browser.close()
-    print(f"kept: {(home / 'history').stat().st_size / 1e6:.0f} MB")
+    if (home / "history").exists():  # A short journal is not worth it.
+        print(f"kept: {(home / 'history').stat().st_size / 1e6:.0f} MB")
 
 
 if __name__ == "__main__":
