@@ -7,7 +7,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from forks import Forks, disk_control
+from ports import free_port
 
 import holdfast.checkpoint
 from holdfast.checkpoint import async_writer as asyncwriter
@@ -447,12 +447,6 @@ def test_ranks_that_name_different_places_save_nowhere(
     for future in futures:
         assert "it does not exist (the ranks gave different paths" in str(future.exception(60))
     assert not list(tmp_path.glob("*/last/.metadata"))
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def test_two_processes_train_a_sharded_model(tmp_path: Path, forks: Forks) -> None:

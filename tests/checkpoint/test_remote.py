@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from bodies import bodies_of, make_body, save, write
+from ports import free_ports
 
 from holdfast.checkpoint.storage import remote
 from holdfast.checkpoint.storage.backends import MANIFEST, open_storage, read_whole
@@ -26,16 +26,6 @@ from holdfast.checkpoint.storage.retention import KeepLatest, plan, prune
 from holdfast.errors import NotThere, StepTaken, StorageError, UsageError
 
 fsspec = pytest.importorskip("fsspec")
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from forks import disk_control
+from ports import free_port
 from states import bits, check_same, flip
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
@@ -26,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from worlds import end_world, free_port, left_in_shared_memory, run_world, start_world
+from worlds import end_world, left_in_shared_memory, run_world, start_world
 
 from holdfast.checkpoint.memory.image import Image
 from holdfast.checkpoint.standalone import keeper_client, link

@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from ports import free_port
 
 from holdfast.checkpoint.memory.image import Image
 from holdfast.checkpoint.state.layout import Contents
@@ -282,12 +282,6 @@ def under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainin
         port = ["--master-port", str(free_port())]
         run.start_raw([*torchrun, *port, "train.py", "12"])
         yield finished(run)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_a_killed_rank_comes_back_from_memory_and_reads_no_storage(killed: Training) -> None:

@@ -4,7 +4,6 @@ says what it was trained on. `bench/scripts/counting.py` is such a model."""
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ports import free_port
 
 from .harness import Run, wait_for
 
@@ -82,9 +82,7 @@ def test_each_record_is_used_once_though_ranks_and_the_coordinator_die(
 def test_each_record_is_used_once_when_nodes_come_and_go(
     make_run: Callable[[], Run], sharing: str
 ) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    endpoint = f"127.0.0.1:{free_port()}"
     meet = ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint)
     first, second, third = make_run(), make_run(), make_run()
     for other in (second, third):

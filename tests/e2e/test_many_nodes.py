@@ -6,13 +6,13 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from ports import free_port
 
 from holdfast.core.job import Job
 
@@ -25,9 +25,7 @@ class Cluster:
     def __init__(self, make_run: Callable[[], Run]) -> None:
         self._make = make_run
         self.nodes: list[Run] = []
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+        self.endpoint = f"127.0.0.1:{free_port()}"
 
     def start(self, nnodes: str, *flags: str, where: tuple[str, ...] = ()) -> Run:
         node = self._make()

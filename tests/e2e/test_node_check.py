@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from ports import free_port
 
 from holdfast.coordinator.journal import replay
 from holdfast.core.job import Job
@@ -70,9 +71,7 @@ class Nodes:
         self._make = make_run
         self._folder = folder
         self.all: list[Run] = []
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+        self.endpoint = f"127.0.0.1:{free_port()}"
 
     def start(self, nnodes: str, *flags: str, script: str = TRAINER, **env: str) -> Run:
         """The first one has joined when this returns; others are on their way."""

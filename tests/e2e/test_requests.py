@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from collections.abc import Callable
+
+from ports import free_port
 
 from .harness import Run, wait_for
 
@@ -348,9 +349,7 @@ def test_a_script_can_have_its_node_excluded(make_run: Callable[[], Run]) -> Non
             os.unlink("unfit")
             holdfast.exclude_this_node("its fan is dead")
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    endpoint = f"127.0.0.1:{free_port()}"
     flags = ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint)
     host, other = make_run(), make_run()
     host.train(*flags, script=ASKING + script)

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ports import free_port
 from torch.distributed.tensor import DTensor
-from worlds import _warm, free_port
+from worlds import _warm
 
 from holdfast.inprocess.kept.registry import function_left
 

@@ -6,7 +6,6 @@ import ctypes
 import importlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import pytest
+from ports import free_port
 
 from holdfast.errors import FencedError, StopRestarting, UnfitProcess, UsageError, WireError
 from holdfast.inprocess.link import RoundEntry, RoundLink
@@ -429,12 +429,6 @@ link.close()
 with open(sys.argv[1] + f"/{entry.rank}.json", "w") as out:
     json.dump({"pid": os.getpid(), "sums": sums, "round": entry.round}, out)
 """
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port: int = listening.getsockname()[1]
-        return port
 
 
 def reports(folder: Path) -> list[dict[str, Any]]:

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from ports import free_port
 from torch.nn.parallel import DistributedDataParallel
-from worlds import _warm, free_port
+from worlds import _warm
 
 import holdfast
 from holdfast.data import ElasticDataLoader

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from ports import free_port
 from torch.nn.parallel import DistributedDataParallel
-from worlds import free_port, run_world
+from worlds import run_world
 
 from holdfast.worker.elastic.whole_reduction import WholeReduction, can_reduce_whole
 
