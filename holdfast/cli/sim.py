@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +11,7 @@ from typing import IO, Any, TypeVar
 
 from holdfast import jobhome
 from holdfast.cli.view import Parser, print_json
+from holdfast.collecting import seldom_collecting
 from holdfast.config.values import amount, whole_number
 from holdfast.coordinator.journal import Journal
 from holdfast.core.replay import JobSnapshot
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError(f"{'--log' if arguments.log else '--job'} wants a single seed")
     found: list[dict[str, Any]] = []
     violated: list[str] = []
-    with _log(arguments.log) as file, _journal(arguments.job) as journal, _seldom_collecting():
+    with _log(arguments.log) as file, _journal(arguments.job) as journal, seldom_collecting():
         for seed in seeds:
             try:
                 found.append(
@@ -242,17 +242,6 @@ def _teller(begun: float, done: int, of: int) -> Callable[[Cluster], None] | Non
         sys.stderr.flush()
 
     return tell
-
-
-@contextmanager
-def _seldom_collecting() -> Iterator[None]:
-    """Millions of live records and no cycles among them: looking for some costs a third of a run."""
-    before = gc.get_threshold()
-    gc.set_threshold(200_000, 50, 1000)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 def _tell(found: list[dict[str, Any]], violated: list[str], arguments: argparse.Namespace) -> None:

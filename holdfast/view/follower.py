@@ -24,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from holdfast.collecting import seldom_collecting
 from holdfast.coordinator.journal import JournalReader, decoded
 from holdfast.core import report
 from holdfast.core.job import Job
@@ -151,6 +152,7 @@ class Follower:
         self._following.go_on_from(snapshot)
         return True
 
+    @seldom_collecting()
     def read_and_keep(self, path: Path, told: Callable[[float], None] = lambda share: None) -> None:
         """Read all that there is; what is much is kept, also on the way. An OSError if it cannot be."""
         taken, kept_at = self.taken, time.monotonic()

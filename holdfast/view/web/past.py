@@ -8,7 +8,6 @@ the server; what it has kept by then is where the next one goes on.
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import signal
 import sys
@@ -55,7 +54,6 @@ def main(path: str, server_pid: int) -> int:
     if os.getppid() != server_pid:
         return 1
     os.nice(NICENESS)
-    gc.set_threshold(200_000, 50, 1000)  # Millions of records, and hardly a cycle among them.
     home = JobHome(Path(path))
     try:
         follower = Follower.resumed(home)

@@ -167,9 +167,7 @@ class WatchedJob:
         """Get a follower that knows the whole journal, and go on with that."""
         try:
             whole = await self._whole(home)
-        except (
-            HoldfastError
-        ) as error:  # Too much of it is damaged: the newest is shown all the same.
+        except HoldfastError as error:  # Too damaged to be read; the newest is shown all the same.
             self._past_trouble = str(error)
             self._tell()
             return
