@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ class Web:
                 command, cwd=folder, env=env, stdout=out, stderr=subprocess.STDOUT
             )
         self.links = wait_for(self._links, "the links of holdfast web")
-        self.base, _, self.token = self.links[0].partition("/?token=")
+        self.base, self.token = _parts(self.links[0])
 
     def _links(self) -> list[str]:
         assert self.process.poll() is None, self.said.read_text()
@@ -52,6 +52,23 @@ class Web:
         """What is answered, in JSON that any program can read."""
         with self.open(path) as answer:
             return json.loads(answer.read(), parse_constant=_no_json)
+
+    def events(self, path: str) -> Iterator[tuple[str, Any]]:
+        """The server-sent events of a path, as they come."""
+        with self.open(path) as stream:
+            name = ""
+            for line in stream:
+                if line.startswith(b"event: "):
+                    name = line[7:].decode().strip()
+                elif line.startswith(b"data: "):
+                    yield name, json.loads(line[6:], parse_constant=_no_json)
+
+
+def _parts(link: str) -> tuple[str, str]:
+    """Address and token of a link, whichever page it is of."""
+    found = re.fullmatch(r"(http://127\.0\.0\.1:[0-9]+)/\S*\?token=(\S+)", link)
+    assert found is not None, link
+    return found[1], found[2]
 
 
 def _no_json(word: str) -> None:

@@ -9,12 +9,12 @@ import select
 import signal
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from e2e.web import Web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from journals import home_with, simulated, write
@@ -323,26 +323,11 @@ def test_if_its_reader_is_killed_the_server_reads_it(long: JobHome) -> None:
     run(test)
 
 
-def test_the_reader_dies_with_a_server_that_is_killed(long: JobHome) -> None:
-    server = subprocess.Popen(
-        [sys.executable, "-m", "holdfast", "web", "long"],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    reader = None
-    try:
-        assert server.stdout is not None
-        link = server.stdout.readline().split()[0]
-        base, _, token = link.partition("/job/long?token=")
-        request = urllib.request.Request(
-            f"{base}/api/jobs/long/now", headers={"authorization": f"Bearer {token}"}
-        )
-        assert b'"past"' in urllib.request.urlopen(request, timeout=LIMIT_S).read()
-        while not (found := kernel.children(server.pid)):
-            assert server.poll() is None
+def test_the_reader_dies_with_a_server_that_is_killed(long: JobHome, tmp_path: Path) -> None:
+    with Web(tmp_path, os.environ, "long") as web:
+        assert "past" in web.get("/api/jobs/long/now")
+        while not (found := kernel.children(web.process.pid)):
+            assert web.process.poll() is None
         reader = os.pidfd_open(found[0])
-    finally:
-        server.kill()
-        server.wait()
     assert select.select([reader], [], [], LIMIT_S)[0]
     os.close(reader)

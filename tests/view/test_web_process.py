@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
+from e2e.web import Web
 
 from holdfast.cli.main import main
 from holdfast.jobhome import find
@@ -48,36 +45,6 @@ def started(*words: str) -> Iterator[subprocess.Popen[str]]:
         if process.poll() is None:
             process.kill()
         process.communicate()
-
-
-class Shown:
-    """A page that `holdfast web` serves."""
-
-    def __init__(self, web: subprocess.Popen[str]) -> None:
-        assert web.stdout is not None
-        line = web.stdout.readline()
-        found = re.match(r"(http://127\.0\.0\.1:[0-9]+)/\S*\?token=(\S+)", line)
-        assert found is not None, line
-        self.base, self._token = found[1], found[2]
-        assert "?view=" in web.stdout.readline()
-
-    def open(self, path: str) -> Any:
-        headers = {"authorization": f"Bearer {self._token}"}
-        request = urllib.request.Request(self.base + path, headers=headers)
-        return urllib.request.urlopen(request, timeout=LIMIT_S)
-
-    def get(self, path: str) -> Any:
-        with self.open(path) as answer:
-            return json.load(answer)
-
-    def events(self, path: str) -> Iterator[tuple[str, Any]]:
-        with self.open(path) as stream:
-            name = ""
-            for line in stream:
-                if line.startswith(b"event: "):
-                    name = line[7:].decode().strip()
-                elif line.startswith(b"data: "):
-                    yield name, json.loads(line[6:])
 
 
 @contextmanager
@@ -121,23 +88,21 @@ def coordinator_of(launcher: int) -> int:
 def test_a_killed_coordinator_is_gone_and_back_and_a_killed_page_harms_nobody(
     tmp_path: Path,
 ) -> None:
-    with training(tmp_path) as (job, stop), started("web", "live") as web:
-        shown = Shown(web)
-        assert shown.get("/api/jobs/live/now")["status"]["state"] == "running"
+    with training(tmp_path) as (job, stop), Web(tmp_path, os.environ, "live") as web:
+        assert web.get("/api/jobs/live/now")["status"]["state"] == "running"
         heard = []
-        for name, _ in shown.events("/api/jobs/live/stream"):
+        for name, _ in web.events("/api/jobs/live/stream"):
             if not heard:
                 os.kill(coordinator_of(job.pid), signal.SIGKILL)
             heard.append(name)
             if name == "back":
                 break
         assert heard.index("gone") < heard.index("back")
-        step = shown.get("/api/jobs/live/now")["status"]["step"]
-        for name, data in shown.events("/api/jobs/live/stream"):
+        step = web.get("/api/jobs/live/now")["status"]["step"]
+        for name, data in web.events("/api/jobs/live/stream"):
             if name == "now" and data["status"]["step"] > step:
                 break  # It is followed on, past what the coordinator before wrote.
-        web.kill()
-        web.wait()
+        web.close()
         stop.touch()
         assert job.wait(LIMIT_S) == 0
     follower = Follower.open(find("live"))
@@ -146,10 +111,9 @@ def test_a_killed_coordinator_is_gone_and_back_and_a_killed_page_harms_nobody(
 
 
 def test_a_killed_rank_is_on_the_stream(tmp_path: Path) -> None:
-    with training(tmp_path) as (job, stop), started("web", "live") as web:
-        shown = Shown(web)
+    with training(tmp_path) as (job, stop), Web(tmp_path, os.environ, "live") as web:
         killed = False
-        for name, data in shown.events("/api/jobs/live/stream"):
+        for name, data in web.events("/api/jobs/live/stream"):
             if not killed:
                 killed = True
                 follower = Follower.open(find("live"))
@@ -160,10 +124,10 @@ def test_a_killed_rank_is_on_the_stream(tmp_path: Path) -> None:
                 assert data["kind"] == "signal"
                 if not data["open"]:
                     break
-        told = shown.get(f"/api/jobs/live/incidents/{data['id']}")
+        told = web.get(f"/api/jobs/live/incidents/{data['id']}")
         assert told["incident"]["lost_s"] > 0
         assert {"WorkerExited", "StartWorkers"} <= {step["what"] for step in told["story"]}
-        why = shown.get("/api/jobs/live/why?rank=0")
+        why = web.get("/api/jobs/live/why?rank=0")
         assert why["verdict"]["sentence"]
         assert "train.py" in why["ranks"]["0"]
         stop.touch()
@@ -200,15 +164,16 @@ def test_a_wrong_command_line_is_answered_in_one_line(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_server_that_is_stopped_ends_open_pages_without_a_word(number: signal.Signals) -> None:
+def test_a_server_that_is_stopped_ends_open_pages_without_a_word(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     assert main(["sim", "--nodes", "2", "--hours", "0.02", "--faults", "none", "--job", "s"]) == 0
-    with started("web") as web:
-        with Shown(web).open("/api/jobs/s/stream") as stream:
+    with Web(tmp_path, os.environ) as web:
+        with web.open("/api/jobs/s/stream") as stream:
             while not stream.readline().startswith(b"event: now"):
                 pass
-            web.send_signal(number)
+            web.process.send_signal(number)
             while stream.readline():  # To its end.
                 pass
-        _, said = web.communicate(timeout=LIMIT_S)
-        assert web.returncode == 0
-        assert said == ""
+        assert web.process.wait(LIMIT_S) == 0
+        assert len(web.said.read_text().splitlines()) == len(web.links)
